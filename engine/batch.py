@@ -1,0 +1,171 @@
+"""The data plane between roles: one table of tensors and columns whose rows are completions.
+
+What lives here: `Batch`, its field table, and moving rows about (select, split, concatenate).
+What does not: padding token lists into tensors (`engine.data.collate`) and any algorithm.
+
+Layout of a sequence: prompts are padded on the left to P, responses on the right to R, so the
+response always starts at column P of `input_ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from engine.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Shape (in terms of B, P prompt columns, R response columns), dtype and meaning."""
+
+    shape: str
+    dtype: torch.dtype
+    doc: str
+
+
+FIELDS: dict[str, Field] = {
+    "input_ids": Field("B P+R", torch.long, "prompt then response, padded on both outsides"),
+    "attention_mask": Field("B P+R", torch.long, "1 on prompt and response tokens"),
+    "position_ids": Field("B P+R", torch.long, "0.. from the first real token; 0 on padding"),
+    "prompts": Field("B P", torch.long, "prompt tokens, padded on the left"),
+    "responses": Field("B R", torch.long, "sampled tokens incl. the end token, padded on the right"),
+    "response_mask": Field("B R", torch.float32, "1 on tokens the policy sampled"),
+    "rollout_log_probs": Field("B R", torch.float32, "log-probs the tokens were sampled with"),
+    "old_log_probs": Field("B R", torch.float32, "trainer's log-probs before the update"),
+    "ref_log_probs": Field("B R", torch.float32, "frozen reference's log-probs"),
+    "token_level_scores": Field("B R", torch.float32, "reward as given, on the last token"),
+    "token_level_rewards": Field("B R", torch.float32, "scores less any KL penalty in the reward"),
+    "values": Field("B R", torch.float32, "critic's value of the state before each token"),
+    "advantages": Field("B R", torch.float32, "advantage of each token, 0 where masked"),
+    "returns": Field("B R", torch.float32, "value targets"),
+    "group_ids": Field("B", torch.long, "rows with one id are completions of one prompt"),
+    "policy_version": Field("B", torch.long, "number of updates the sampling policy had seen"),
+    "truncated": Field("B", torch.bool, "the completion hit the length limit before its end token"),
+}
+
+
+class Batch:
+    """B rows of named tensors (`[B, ...]`) and named object columns (length B).
+
+    >>> batch = Batch({"group_ids": torch.tensor([0, 0, 1])}, {"ground_truth": ["4", "4", "9"]})
+    >>> len(batch), batch["group_ids"].shape, batch.columns["ground_truth"][2]
+    (3, torch.Size([3]), '9')
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], columns: Mapping[str, Sequence[Any]] | None = None
+    ) -> None:
+        columns = dict(columns or {})
+        sizes = {name: int(t.shape[0]) for name, t in tensors.items()}
+        sizes |= {name: len(column) for name, column in columns.items()}
+        if not sizes:
+            raise DataError("a batch needs at least one tensor or column")
+        if len(set(sizes.values())) > 1:
+            raise DataError(f"rows differ between the fields of a batch: {sizes}")
+        self._size = next(iter(sizes.values()))
+        self.tensors = TensorDict(dict(tensors), batch_size=[self._size])
+        self.columns: dict[str, np.ndarray] = {k: _column(v) for k, v in columns.items()}
+        self._check()
+
+    def _check(self) -> None:
+        """Hold known fields to the table: rank, dtype, and one P and one R in the batch."""
+        widths: dict[str, int] = {}
+        for name, field in FIELDS.items():
+            if name not in self.tensors.keys():
+                continue
+            tensor = self.tensors[name]
+            if tensor.dim() != len(field.shape.split()) or tensor.dtype != field.dtype:
+                raise DataError(
+                    f"batch field {name!r} must be {field.dtype} of shape [{field.shape}], "
+                    f"got {tensor.dtype} of shape {list(tensor.shape)}"
+                )
+            if tensor.dim() == 2:
+                axis = field.shape.split()[1]
+                if widths.setdefault(axis, tensor.shape[1]) != tensor.shape[1]:
+                    raise DataError(
+                        f"batch field {name!r} has {tensor.shape[1]} columns where the batch's "
+                        f"{axis} is {widths[axis]}"
+                    )
+        if widths.keys() >= {"P", "R", "P+R"} and widths["P"] + widths["R"] != widths["P+R"]:
+            raise DataError(f"prompt and response widths don't add up: {widths}")
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors.keys() or name in self.columns
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.tensors.keys():
+            have = ", ".join(sorted(map(str, self.tensors.keys())))
+            raise DataError(f"batch has no tensor {name!r}; it has {have}")
+        return self.tensors[name]
+
+    def __or__(self, other: Batch | Mapping[str, Tensor]) -> Batch:
+        """Return the union of the fields of both; those of `other` win."""
+        if not isinstance(other, Batch):
+            other = Batch(other)
+        if len(other) != len(self):
+            raise DataError(f"can't unite batches of {len(self)} and {len(other)} rows")
+        tensors = {**self.tensors.to_dict(), **other.tensors.to_dict()}
+        return Batch(tensors, {**self.columns, **other.columns})
+
+    def select(self, names: Iterable[str]) -> Batch:
+        """Return a batch of just these tensors and columns, all of which must be there."""
+        names = list(names)
+        tensors = {n: self[n] for n in names if n not in self.columns}
+        return Batch(tensors, {n: self.columns[n] for n in names if n in self.columns})
+
+    def rows(self, index: Tensor | Sequence[int] | slice) -> Batch:
+        """Return the rows at `index` (integer indices, a boolean mask `[B]`, or a slice)."""
+        if not isinstance(index, slice):
+            index = torch.as_tensor(index)
+        tensors = {k: v[index] for k, v in self.tensors.to_dict().items()}
+        where = index if isinstance(index, slice) else index.numpy()
+        return Batch(tensors, {k: v[where] for k, v in self.columns.items()})
+
+    def split(self, parts: int) -> list[Batch]:
+        """Split into `parts` runs of consecutive rows whose lengths differ by one at most."""
+        edges = [round(i * len(self) / parts) for i in range(parts + 1)]
+        return [self.rows(slice(a, b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+
+    def minibatches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
+        """Yield batches of `size` rows (the last may be smaller), shuffled by `generator`."""
+        order = (
+            torch.arange(len(self))
+            if generator is None
+            else torch.randperm(len(self), generator=generator)
+        )
+        for start in range(0, len(self), size):
+            yield self.rows(order[start : start + size])
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """Stack batches that have the same fields and widths, in order."""
+        if not batches:
+            raise DataError("nothing to concatenate")
+        first = batches[0]
+        tensors = {k: torch.cat([b[str(k)] for b in batches]) for k in first.tensors.keys()}
+        columns = {k: np.concatenate([b.columns[k] for b in batches]) for k in first.columns}
+        return Batch(tensors, columns)  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{k}{list(v.shape)}" for k, v in self.tensors.to_dict().items())
+        return f"Batch({len(self)} rows: {fields}; columns {sorted(self.columns)})"
+
+
+def _column(values: Sequence[Any]) -> np.ndarray:
+    """Return `values` as a 1-d object array, without NumPy looking into nested lists."""
+    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
+        return values
+    out = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):
+        out[i] = value
+    return out

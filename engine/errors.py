@@ -1,0 +1,49 @@
+"""Every error that the engine raises on purpose, under one base.
+
+A message is one sentence or two: what is wrong, where (field, file, row), and what to do.
+Nothing here knows how an error is shown; `tasks/` turns these into a failed Flyte task.
+"""
+
+
+class EngineError(Exception):
+    """Base of all errors raised by HybridFlyte on purpose."""
+
+
+class ConfigError(EngineError):
+    """A setting is unknown, out of range, or contradicts another one."""
+
+
+class DataError(EngineError):
+    """Input data is missing, malformed, or breaks the data contract."""
+
+
+class ModelError(EngineError):
+    """A model folder is incomplete, or a model and its tokenizer disagree."""
+
+
+class RolloutError(EngineError):
+    """A rollout engine can't serve: stale or half-written weights, dead engine, bad request."""
+
+
+class RewardError(EngineError):
+    """A reward function raised, hung, or returned something that is not one float a sample."""
+
+
+class WorkerError(EngineError):
+    """A rank of a worker group failed; carries role, rank and the remote traceback."""
+
+
+class PlacementError(EngineError):
+    """The cluster can't hold what was asked for."""
+
+
+class TrackingError(EngineError):
+    """The MLflow server or registry can't be reached, or refused a write."""
+
+
+class LineageError(EngineError):
+    """A manifest is missing, unreadable, or does not match its artifact's content."""
+
+
+class StorageError(EngineError):
+    """An artifact could not be written or read completely (disk full, missing folder)."""
