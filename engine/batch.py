@@ -21,6 +21,9 @@ from torch import Tensor
 from engine.errors import DataError
 
 
+Column = Sequence[Any] | np.ndarray
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """Shape (in terms of B, P prompt columns, R response columns), dtype and meaning."""
@@ -35,7 +38,9 @@ FIELDS: dict[str, Field] = {
     "attention_mask": Field("B P+R", torch.long, "1 on prompt and response tokens"),
     "position_ids": Field("B P+R", torch.long, "0.. from the first real token; 0 on padding"),
     "prompts": Field("B P", torch.long, "prompt tokens, padded on the left"),
-    "responses": Field("B R", torch.long, "sampled tokens incl. the end token, padded on the right"),
+    "responses": Field(
+        "B R", torch.long, "sampled tokens incl. the end token, padded on the right"
+    ),
     "response_mask": Field("B R", torch.float32, "1 on tokens the policy sampled"),
     "rollout_log_probs": Field("B R", torch.float32, "log-probs the tokens were sampled with"),
     "old_log_probs": Field("B R", torch.float32, "trainer's log-probs before the update"),
@@ -111,6 +116,8 @@ class Batch:
     def __or__(self, other: Batch | Mapping[str, Tensor]) -> Batch:
         """Return the union of the fields of both; those of `other` win."""
         if not isinstance(other, Batch):
+            if not other:
+                return self
             other = Batch(other)
         if len(other) != len(self):
             raise DataError(f"can't unite batches of {len(self)} and {len(other)} rows")
@@ -161,7 +168,7 @@ class Batch:
         return f"Batch({len(self)} rows: {fields}; columns {sorted(self.columns)})"
 
 
-def _column(values: Sequence[Any]) -> np.ndarray:
+def _column(values: Column) -> np.ndarray:
     """Return `values` as a 1-d object array, without NumPy looking into nested lists."""
     if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
         return values

@@ -42,13 +42,16 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """The policy: a Hugging Face folder, or a small Qwen2-shaped model made from scratch."""
 
-    path: str = Field("", description="Hugging Face causal LM folder or hub id; empty: from scratch")
+    path: str = Field(
+        "", description="Hugging Face causal LM folder or hub id; empty: from scratch"
+    )
     hidden_size: int = Field(128, ge=8)
     intermediate_size: int = Field(384, ge=8)
     num_hidden_layers: int = Field(4, ge=1)
     num_attention_heads: int = Field(4, ge=1)
     num_key_value_heads: int = Field(2, ge=1)
     max_position_embeddings: int = Field(1024, ge=16, description="Context, in tokens")
+    initializer_range: float = Field(0.06, gt=0, description="Spread of random initial weights")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of the weights")
 
     @model_validator(mode="after")
@@ -124,12 +127,17 @@ class ActorConfig(Section):
     ppo_mini_batch_size: int = Field(0, ge=0, description="Completions an optimizer step; 0: all")
     ppo_epochs: int = Field(1, ge=1)
     max_tokens_per_micro_batch: int = Field(16384, ge=64)
+    old_log_probs: Literal["auto", "rollout", "trainer"] = Field(
+        "auto", description="As sampled, or by a forward pass; auto: as sampled where they agree"
+    )
     policy_loss: PolicyLossConfig = PolicyLossConfig()
-    clip_ratio: float = Field(0.2, gt=0, lt=1)
+    clip_ratio: float | None = Field(None, gt=0, lt=1, description="None: the loss's own (0.2)")
     clip_ratio_low: float | None = Field(None, gt=0, lt=1, description="None: clip_ratio")
     clip_ratio_high: float | None = Field(None, gt=0, description="None: clip_ratio")
-    clip_ratio_c: float = Field(3.0, gt=1, description="Dual clip's constant")
-    loss_agg_mode: str = Field("token-mean", description="How token losses become one number")
+    clip_ratio_c: float | None = Field(None, gt=1, description="Dual clip; None: the loss's own")
+    loss_agg_mode: str | None = Field(
+        None, description="How token losses become one number; None: the loss's own, or token-mean"
+    )
     entropy_coeff: float = Field(0.0, ge=0)
     use_kl_loss: bool = Field(True, description="KL to the reference as a term of the loss")
     kl_loss_coef: float = Field(0.001, ge=0)
@@ -162,8 +170,10 @@ class RolloutConfig(Section):
 class RewardConfig(Section):
     """What a completion is worth."""
 
-    name: str = Field("answer_match", description="Name in the registry, or package.module:function")
-    timeout_s: float = Field(30.0, gt=0, description="Deadline for one completion")
+    name: str = Field(
+        "answer_match", description="Name in the registry, or package.module:function"
+    )
+    timeout_s: float = Field(30.0, gt=0, description="Deadline for scoring one batch")
 
 
 class TrainerConfig(Section):
@@ -171,6 +181,7 @@ class TrainerConfig(Section):
 
     total_training_steps: int = Field(60, ge=1)
     train_batch_size: int = Field(64, ge=1, description="Prompts a step")
+    test_freq: int = Field(20, ge=1, description="Steps between greedy validations")
     placement: Literal["ray", "local"] = Field("ray", description="Ray actors, or this process")
     threads: int = Field(0, ge=0, description="CPU threads of a worker; 0: all cores")
     start_timeout_s: float = Field(120.0, gt=0, description="Deadline for the workers to be up")
@@ -186,6 +197,16 @@ class RLConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
+
+    @property
+    def recompute_old_log_probs(self) -> bool:
+        """Whether old log-probs come from the trainer's forward, not from sampling.
+
+        Truncated sampling (top-k, top-p) renormalises, so its log-probs are not the policy's.
+        """
+        mode = self.actor.old_log_probs
+        truncated = self.rollout.top_k > 0 or self.rollout.top_p < 1.0
+        return mode == "trainer" or (mode == "auto" and truncated)
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -220,7 +241,9 @@ class EvaluateConfig(Section):
     @model_validator(mode="after")
     def _enough_samples(self) -> Self:
         if self.samples < self.k:
-            raise ValueError(f"evaluate.samples={self.samples} must be at least evaluate.k={self.k}")
+            raise ValueError(
+                f"evaluate.samples={self.samples} must be at least evaluate.k={self.k}"
+            )
         return self
 
 
@@ -229,7 +252,9 @@ class PromoteConfig(Section):
 
     model_name: str = Field("hybridflyte-policy", min_length=1)
     alias: str = Field("champion", min_length=1)
-    minimum_gain: float = Field(0.0, ge=0, lt=1, description="Lower end of the interval must top it")
+    minimum_gain: float = Field(
+        0.0, ge=0, lt=1, description="Lower end of the interval must top it"
+    )
 
 
 class TrackingConfig(Section):
@@ -270,7 +295,9 @@ def load_config(path: str | Path) -> PipelineConfig:
     try:
         values = yaml.safe_load(Path(path).read_text())
     except FileNotFoundError:
-        raise ConfigError(f"config file {path} does not exist; give the path of a YAML file") from None
+        raise ConfigError(
+            f"config file {path} does not exist; give the path of a YAML file"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
     return parse_config(values or {})

@@ -78,14 +78,19 @@ def register_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
     return add
 
 
+def check_engine(name: str) -> None:
+    """Raise ConfigError unless `name` is a rollout engine."""
+    from engine.rollout import native, vllm  # noqa: F401  (they register themselves)
+
+    if name not in _ENGINES:
+        raise ConfigError(f"rollout.engine={name!r} is unknown; choose one of {sorted(_ENGINES)}")
+
+
 def create_engine(name: str, model: torch.nn.Module, **options: Any) -> RolloutEngine:
     """Build the engine `name` over the trainer's `model` (a transformers causal LM).
 
     Options every engine takes: `max_num_seqs` (rows decoded at once) and `max_model_len` (longest
     prompt plus completion, in tokens). Raises ConfigError for an unknown name.
     """
-    from engine.rollout import native, vllm  # noqa: F401  (they register themselves)
-
-    if name not in _ENGINES:
-        raise ConfigError(f"rollout.engine={name!r} is unknown; choose one of {sorted(_ENGINES)}")
+    check_engine(name)
     return _ENGINES[name](model, **options)

@@ -1,0 +1,201 @@
+"""Rollout speed: our engines beside transformers.generate, on one model, prompts and length mix.
+
+`python benchmarks/rollout.py --help`. The model is Qwen2-shaped with random weights. Lengths are
+either fixed or long-tailed: stop tokens with a total probability of 1/mean, cut at the limit. The
+contestants take turns within a repeat, so that a busy machine slows all of them alike; the best
+repeat of each counts. A token is useful if it is part of a completion: what is decoded after an end
+token, as static batches do, costs time and earns nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from engine.rollout.protocol import SamplingParams, create_engine
+
+# name: (hidden, intermediate, layers, heads, key heads, vocabulary)
+SIZES = {
+    "1M": (128, 384, 4, 4, 2, 512),
+    "10M": (320, 960, 8, 10, 2, 4096),
+    "100M": (768, 2304, 12, 12, 4, 16384),
+}
+Rollout = Callable[[int], int]  # seed → useful tokens
+
+
+def main() -> None:
+    args = parse_args()
+    transformers_logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(args.threads)
+    model, prompts, params = make_case(args)
+    contestants: dict[str, Rollout] = {}
+    engines = []
+    for name in args.engines:
+        if name == "transformers":
+            contestants[name] = with_transformers(model, prompts, params, args.max_num_seqs)
+            continue
+        engine = create_engine(
+            name,
+            model,
+            max_num_seqs=args.max_num_seqs,
+            max_model_len=args.prompt_length * 2 + args.max_new_tokens,
+            kv_cache_memory_mb=args.kv_cache_memory_mb,
+        )
+        engines.append(engine)
+        contestants[name] = with_engine(engine, prompts, params)
+    results = compete(contestants, args.repeats)
+    report(args, model, results)
+    for engine in engines:
+        engine.close()
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Tokens per second of the rollout engines against transformers.generate.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--size", choices=SIZES, default="1M", help="model size")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--mix", choices=["tail", "fixed"], default="tail", help="length mix")
+    parser.add_argument("--mean-length", type=int, default=20, help="mean length of a long tail")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--n", type=int, default=8, help="completions a prompt")
+    parser.add_argument("--prompt-length", type=int, default=30, help="mean length, in tokens")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--max-num-seqs", type=int, default=512, help="rows decoded at once")
+    parser.add_argument("--kv-cache-memory-mb", type=int, default=512, help="vLLM's KV cache")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3, help="timed repeats, after one untimed")
+    parser.add_argument("--json", default="", help="also write the figures to this file")
+    parser.add_argument(
+        "--engines", nargs="+", default=["native", "vllm", "transformers"], help="who takes part"
+    )
+    return parser.parse_args()
+
+
+def make_case(
+    args: argparse.Namespace,
+) -> tuple[Qwen2ForCausalLM, list[list[int]], SamplingParams]:
+    """Return the model, the prompts and how to sample."""
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = SIZES[args.size]
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        initializer_range=0.002,  # near-uniform samples: the stop tokens set the mean length
+    )
+    model = Qwen2ForCausalLM(config).to(getattr(torch, args.dtype)).eval()
+    stops = round(vocabulary / args.mean_length) if args.mix == "tail" else 0
+    low, high = args.prompt_length - args.prompt_length // 3, args.prompt_length * 4 // 3
+    lengths = torch.randint(low, high + 1, (args.prompts,)).tolist()
+    prompts = [torch.randint(stops, vocabulary, (length,)).tolist() for length in lengths]
+    params = SamplingParams(
+        n=args.n, max_new_tokens=args.max_new_tokens, stop_token_ids=tuple(range(stops))
+    )
+    return model, prompts, params
+
+
+def with_engine(engine: Any, prompts: list[list[int]], params: SamplingParams) -> Rollout:
+    def rollout(seed: int) -> int:
+        seeded = SamplingParams(
+            n=params.n,
+            max_new_tokens=params.max_new_tokens,
+            stop_token_ids=params.stop_token_ids,
+            seed=seed,
+        )
+        return sum(len(c.token_ids) for c in engine.generate(prompts, seeded))
+
+    return rollout
+
+
+def with_transformers(
+    model: Qwen2ForCausalLM, prompts: list[list[int]], params: SamplingParams, slots: int
+) -> Rollout:
+    """Static batches of `slots` rows, padded on the left."""
+    stops = list(params.stop_token_ids) or None
+    step = max(1, slots // params.n)
+
+    def rollout(seed: int) -> int:
+        torch.manual_seed(seed)
+        useful = 0
+        for start in range(0, len(prompts), step):
+            batch = prompts[start : start + step]
+            width = max(map(len, batch))
+            ids = torch.tensor([[0] * (width - len(p)) + p for p in batch])
+            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch])
+            output = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=True,
+                top_k=0,
+                num_return_sequences=params.n,
+                max_new_tokens=params.max_new_tokens,
+                eos_token_id=stops,
+                pad_token_id=0,
+            )[:, width:]
+            if stops is None:
+                useful += output.numel()
+                continue
+            ended = torch.isin(output, torch.tensor(stops)).cumsum(1)
+            useful += int(((ended - torch.isin(output, torch.tensor(stops)).long()) == 0).sum())
+        return useful
+
+    return rollout
+
+
+def compete(contestants: dict[str, Rollout], repeats: int) -> dict[str, dict[str, float]]:
+    """Return the best wall-clock and CPU-time rates of each, in useful tokens a second."""
+    best = {name: {"wall": 0.0, "cpu": 0.0, "tokens": 0.0} for name in contestants}
+    for repeat in range(repeats + 1):
+        for name, rollout in contestants.items():
+            gc.collect()
+            wall, cpu = time.perf_counter(), time.process_time()
+            tokens = rollout(repeat)
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            if repeat:
+                figures = best[name]
+                figures["wall"] = max(figures["wall"], tokens / wall)
+                figures["cpu"] = max(figures["cpu"], tokens / cpu)
+                figures["tokens"] += tokens / repeats
+    return best
+
+
+def report(
+    args: argparse.Namespace, model: Qwen2ForCausalLM, results: dict[str, dict[str, float]]
+) -> None:
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    print(
+        f"Qwen2 shape, {size:.1f}M parameters, {args.dtype}, {args.threads} thread(s); "
+        f"{args.prompts} prompts × {args.n}, {args.mix} lengths up to {args.max_new_tokens}"
+    )
+    base = results.get("transformers", next(iter(results.values())))
+    print(f"{'engine':<14}{'tokens':>9}{'tokens/s':>11}{'tokens/CPU s':>14}{'ratio':>8}")
+    for name, figures in results.items():
+        ratio = figures["cpu"] / base["cpu"]
+        print(
+            f"{name:<14}{figures['tokens']:>9.0f}{figures['wall']:>11.0f}"
+            f"{figures['cpu']:>14.0f}{ratio:>7.2f}x"
+        )
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"case": vars(args), "results": results}, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

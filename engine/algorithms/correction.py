@@ -1,0 +1,184 @@
+"""Rollout correction: tokens were sampled by another policy than the one that learns.
+
+What lives here: importance weights, truncated or masked, normalised; all of it in one call with
+rejection; metrics of the mismatch. What does not: the criteria of rejection (`rejection`).
+Call it on the GLOBAL batch before the update: normalisation and metrics look at all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.algorithms.masked import at_least_float, keep, masked_mean, masked_sum
+from engine.algorithms.rejection import parse_criteria, reject
+from engine.errors import ConfigError, DataError
+
+LEVELS = ("token", "sequence")
+_BOUND = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What the losses need. Take denominators from `response_mask`, not from the one before."""
+
+    weights: Tensor | None
+    """`[B, T]` without gradient, 0 outside the edited mask; None when `rollout_is` is off."""
+    response_mask: Tensor
+    """`[B, T]`, edited by rejection."""
+    metrics: dict[str, float]
+    """Under verl's names, without a prefix."""
+
+
+def correct_rollout(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    rollout_is: str | None = None,
+    rollout_is_threshold: str | float = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: str | float | None = None,
+) -> Correction:
+    """Weights, mask and metrics of a batch, all `[B, T]`; L = log π_old − log π_rollout.
+
+    rollout_is: `token` e^{L_t}, `sequence` e^{ΣL} (both with the exponent clamped to ±20).
+    rollout_is_threshold: a number C truncates weights at C (TIS); `"low_high"` sets weights
+    outside to 0 (IcePop). Batch normalisation then divides by the mean weight, by tokens or by
+    completions, over what rejection left. rollout_rs: see `rejection.parse_criteria`.
+    Source: TIS, Yao et al. (2025); IcePop, arXiv 2510.18855.
+    Raises ConfigError for wrong settings, DataError for unequal shapes.
+    """
+    bounds = check_correction(rollout_is, rollout_is_threshold, rollout_rs, rollout_rs_threshold)
+    for name, tensor in (
+        ("old_log_probs", old_log_probs),
+        ("rollout_log_probs", rollout_log_probs),
+    ):
+        if tensor.shape != response_mask.shape:
+            raise DataError(
+                f"{name} has shape {list(tensor.shape)} but response_mask "
+                f"{list(response_mask.shape)}"
+            )
+    old = keep(response_mask, at_least_float(old_log_probs.detach()))
+    rollout = keep(response_mask, at_least_float(rollout_log_probs.detach()))
+    metrics, mask = mismatch_metrics(old, rollout, response_mask), response_mask
+    if rollout_rs is not None:
+        criteria = parse_criteria(rollout_rs, rollout_rs_threshold)
+        mask, more = reject(old, rollout, response_mask, criteria)
+        metrics |= more
+    if rollout_is is None:
+        return Correction(None, mask, metrics)
+    raw = raw_weights(old, rollout, response_mask, rollout_is)
+    weights = bound_weights(raw, *bounds)
+    metrics |= _weight_metrics(raw, weights, mask, *bounds)
+    if rollout_is_batch_normalize:
+        mean = float(_mean_weight(weights, mask, rollout_is))
+        metrics["rollout_is_batch_norm_factor"] = mean if mean > 1e-8 else 1.0
+        weights = weights / metrics["rollout_is_batch_norm_factor"]
+    return Correction(keep(mask, weights), mask, metrics)
+
+
+def check_correction(
+    rollout_is: str | None,
+    rollout_is_threshold: str | float,
+    rollout_rs: str | None,
+    rollout_rs_threshold: str | float | None,
+) -> tuple[float | None, float]:
+    """Validate the settings of `correct_rollout`; return the weights' bounds (low, high)."""
+    if rollout_is is not None and rollout_is not in LEVELS:
+        raise ConfigError(f"rollout_is={rollout_is!r} is unknown; use token, sequence or null")
+    if rollout_rs is not None:
+        parse_criteria(rollout_rs, rollout_rs_threshold)
+    elif rollout_rs_threshold is not None:
+        raise ConfigError(
+            f"rollout_rs_threshold={rollout_rs_threshold!r} has no effect without rollout_rs; "
+            "set rollout_rs, or remove it"
+        )
+    try:
+        numbers = [float(part) for part in str(rollout_is_threshold).split("_")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or numbers[0] <= 0 or sorted(numbers) != numbers:
+        raise ConfigError(
+            f"rollout_is_threshold={rollout_is_threshold!r}: give one number above 0 (truncate) "
+            "or low_high with 0 < low ≤ high (mask)"
+        )
+    return (numbers[0] if len(numbers) == 2 else None), numbers[-1]
+
+
+def raw_weights(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, level: str
+) -> Tensor:
+    """π_old/π_rollout by token, or its product over the completion on each token, `[B, T]`."""
+    gap = keep(response_mask, old_log_probs - rollout_log_probs)
+    if level == "sequence":
+        gap = gap.sum(1, keepdim=True).expand(gap.shape)
+    return keep(response_mask, gap.clamp(-_BOUND, _BOUND).exp())
+
+
+def bound_weights(weights: Tensor, low: float | None, high: float) -> Tensor:
+    """Truncate at `high` (low is None), or set weights outside [low, high] to 0."""
+    if low is None:
+        return weights.clamp(max=high)
+    return keep((weights >= low) & (weights <= high), weights)
+
+
+def mismatch_metrics(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
+) -> dict[str, float]:
+    """How far the sampling policy is from the trained one; ideal values in brackets.
+
+    kl and k3_kl estimate KL(rollout ‖ old) [0]; training_ppl, rollout_ppl are perplexities by
+    completion and ppl_ratio their mean ratio [1]; chi2_token and chi2_seq are E[ρ²] − 1 [0].
+    All are 0 (ratios 1) for a batch without tokens.
+    """
+    mask, rows = response_mask, response_mask.bool().any(1)
+    gap = keep(mask, old_log_probs.double() - rollout_log_probs.double())
+    safe = gap.clamp(-_BOUND, _BOUND)
+    ours = masked_mean(old_log_probs.double(), mask, 1)
+    theirs = masked_mean(rollout_log_probs.double(), mask, 1)
+    squared_seq = (2 * masked_sum(gap, mask, 1).clamp(-_BOUND, _BOUND)).exp()
+    means = {
+        "kl": masked_mean(-gap, mask),
+        "k3_kl": masked_mean(torch.expm1(safe) - safe, mask),
+        "training_ppl": masked_mean((-ours).exp(), rows),
+        "rollout_ppl": masked_mean((-theirs).exp(), rows),
+        "log_ppl_diff": masked_mean(theirs - ours, rows),
+        "log_ppl_abs_diff": masked_mean((theirs - ours).abs(), rows),
+        "ppl_ratio": masked_mean((theirs - ours).exp(), rows),
+        "chi2_token": masked_mean(torch.expm1(2 * safe), mask),
+        "chi2_seq": masked_mean(squared_seq - 1, rows),
+    }
+    return {name: float(value) for name, value in means.items()}
+
+
+def _mean_weight(weights: Tensor, mask: Tensor, level: str) -> Tensor:
+    if level == "token":
+        return masked_mean(weights, mask)
+    return masked_mean(masked_mean(weights, mask, 1), mask.bool().any(1))
+
+
+def _weight_metrics(
+    raw: Tensor, weights: Tensor, mask: Tensor, low: float | None, high: float
+) -> dict[str, float]:
+    """Of the applied weights before normalisation, by token of the edited mask."""
+    inside = weights[mask.bool()].double()
+    outside = raw[mask.bool()]
+    if not inside.numel():
+        return {"rollout_is_mean": 0.0, "rollout_is_eff_sample_size": 0.0}
+    below = 1 / high if low is None else low
+    squares = float(inside.square().sum())
+    return {
+        "rollout_is_mean": float(inside.mean()),
+        "rollout_is_max": float(inside.max()),
+        "rollout_is_min": float(inside.min()),
+        "rollout_is_std": float(inside.std(correction=0)),
+        "rollout_is_eff_sample_size": float(inside.sum()) ** 2 / squares / inside.numel()
+        if squares
+        else 0.0,
+        "rollout_is_ratio_fraction_high": float((outside > high).double().mean()),
+        "rollout_is_ratio_fraction_low": float((outside < below).double().mean()),
+    }

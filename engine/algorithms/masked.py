@@ -1,0 +1,135 @@
+"""Arithmetic under a mask and within groups; entries outside the mask never matter.
+
+What lives here: sums, means, whitening, reward-to-go, group statistics by scatter.
+What does not: any algorithm. Values outside the mask may be NaN or infinite: they are replaced
+before arithmetic, not multiplied by zero, so they touch neither results nor gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def keep(mask: Tensor, x: Tensor, fill: float = 0.0) -> Tensor:
+    """Return `x` where `mask` is non-zero and `fill` elsewhere. Shapes must broadcast."""
+    return torch.where(mask.bool(), x, torch.full((), fill, dtype=x.dtype, device=x.device))
+
+
+def at_least_float(x: Tensor) -> Tensor:
+    """Return `x` in float32 if it is an integer or half-precision tensor, else as it is."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Σ x·m over `dim` (all dimensions when None)."""
+    kept = keep(mask, x)
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Σ x·m / Σ m over `dim`; 0 where the mask is empty."""
+    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
+    return masked_sum(x, mask, dim) / count.clamp(min=1)
+
+
+def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
+    """Variance of the entries inside the mask (scalar); 0 when there are fewer than two."""
+    mask = mask.bool()
+    count = mask.sum()
+    squares = masked_sum((keep(mask, x) - masked_mean(x, mask)).square(), mask)
+    variance = squares / (count - int(unbiased)).clamp(min=1)
+    return torch.where(count > 1, variance, torch.zeros_like(variance))
+
+
+def safe_divide(x: Tensor, y: Tensor) -> Tensor:
+    """x / y, and 0 (also as the gradient) where y is 0."""
+    zero = y == 0
+    return torch.where(zero, torch.zeros_like(x), x / torch.where(zero, torch.ones_like(y), y))
+
+
+def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """(x − μ)/√(var + 1e-8) inside the mask, 0 outside; `shift_mean=False` keeps the mean.
+
+    The variance has Bessel's correction. With one entry the result is 0 (or its mean).
+    """
+    mean = masked_mean(x, mask)
+    white = (keep(mask, x) - mean) * torch.rsqrt(masked_var(x, mask) + 1e-8)
+    return keep(mask, white if shift_mean else white + mean)
+
+
+def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """G_t = r_t + γ·G_next over the tokens inside the mask, `[B, T]`.
+
+    A masked token (a tool's or user's turn) neither pays nor discounts: it carries the return of
+    the next token of the policy. So G at a masked position equals G of the one after it.
+    """
+    rewards, mask = keep(mask, rewards), mask.bool()
+    running = torch.zeros_like(rewards[:, 0]) if rewards.shape[1] else rewards.sum(1)
+    out = torch.zeros_like(rewards)
+    for t in reversed(range(rewards.shape[1])):
+        running = torch.where(mask[:, t], rewards[:, t] + gamma * running, running)
+        out[:, t] = running
+    return out
+
+
+def sequence_scores(token_level_rewards: Tensor, mask: Tensor) -> Tensor:
+    """S_i = Σ_t r_it·m_it, `[B]`."""
+    return masked_sum(token_level_rewards, mask, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Rows sorted into groups: `index [B]` in 0..G-1, `size [G]`; rows may be left out."""
+
+    index: Tensor
+    size: Tensor
+    rows: Tensor
+    """`[B]` bool: rows that count. Others get no say in a group's statistics."""
+
+    @staticmethod
+    def of(group_ids: Tensor, rows: Tensor | None = None) -> Groups:
+        """Number the groups of `group_ids [B]` (any integers, any order)."""
+        _, index = torch.unique(group_ids, return_inverse=True)
+        rows = torch.ones_like(index, dtype=torch.bool) if rows is None else rows.bool()
+        groups = int(index.max()) + 1 if index.numel() else 0
+        size = torch.zeros(groups, dtype=torch.long, device=index.device)
+        return Groups(index, size.scatter_add(0, index, rows.long()), rows)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Σ of the rows of `x [B, ...]` by group, `[G, ...]`."""
+        rows = self.rows.reshape(-1, *[1] * (x.dim() - 1))
+        out = torch.zeros(len(self.size), *x.shape[1:], dtype=x.dtype, device=x.device)
+        return out.index_add(0, self.index, keep(rows, x))
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean of `x [B]` by group, `[G]`; exact where all of a group's rows are equal."""
+        # Summing differences to one of the rows makes equal rows give their value to the last
+        # bit, where a plain sum over n would leave rounding that later looks like a signal.
+        origin = self.min(x)
+        shifted = self.sum(x - origin[self.index])
+        return origin + shifted / self.size.clamp(min=1)
+
+    def std(self, x: Tensor) -> Tensor:
+        """Standard deviation with Bessel's correction by group, `[G]`; 0 for a group of one."""
+        squares = self.sum((x - self.mean(x)[self.index]).square())
+        return (squares / (self.size - 1).clamp(min=1)).sqrt()
+
+    def max(self, x: Tensor) -> Tensor:
+        """Largest of `x [B]` by group, `[G]`; 0 for a group without rows."""
+        return self._extreme(x, "amax", -torch.inf)
+
+    def min(self, x: Tensor) -> Tensor:
+        """Smallest of `x [B]` by group, `[G]`; 0 for a group without rows."""
+        return self._extreme(x, "amin", torch.inf)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """max − min by group, `[G]`: exactly 0 where all rows of a group are equal."""
+        return self.max(x) - self.min(x)
+
+    def _extreme(self, x: Tensor, reduce: str, start: float) -> Tensor:
+        out = torch.full((len(self.size),), start, dtype=x.dtype, device=x.device)
+        out = out.scatter_reduce(0, self.index, keep(self.rows, x, start), reduce)
+        return keep(self.size > 0, out)

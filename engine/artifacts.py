@@ -1,0 +1,259 @@
+"""Artifact folders: written whole or not at all, named by their content.
+
+What lives here: where artifacts are kept, staging folders, publishing by rename, and bringing a
+remote artifact to this machine. What does not: what a manifest says (`engine.lineage`).
+
+Layout under `home()`: `artifacts/<kind>/<16 hex digits>/` holds published artifacts, `.staging/`
+those being written, `.cache/` copies of remote ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.errors import LineageError, StorageError
+from engine.lineage.manifest import (
+    MANIFEST,
+    Draft,
+    tree_digest,
+    verify,
+    write_manifest,
+)
+from engine.lineage.store import HOME_VARIABLE, artifact_path, home
+
+RERUN_HINT = "run again with --overwrite-cache (or `make clean-cache`)"
+
+
+@contextlib.contextmanager
+def staging(kind: str) -> Iterator[Path]:
+    """Yield a fresh folder to write an artifact of this kind into; `publish` moves it away.
+
+    Whatever is still there at the end is removed, on success, error and Ctrl-C alike; a full
+    disk becomes a StorageError, whichever library met it. Leftovers of processes that died are
+    removed first.
+    """
+    root = home() / ".staging"
+    folder = root / f"{kind}-{_owner()}-{uuid.uuid4().hex[:8]}"
+    with _writing(folder):
+        _sweep(root)
+        folder.mkdir(parents=True)
+    try:
+        yield folder
+    except Exception as error:
+        # Other errors of a stage, a lost connection among them, are its own to explain.
+        if not _says_disk_full(error):
+            raise
+        raise _unwritable(error, folder) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(folder: str | Path, draft: Draft) -> Path:
+    """Write the manifest of a staged folder and move it to its place; return that place.
+
+    An equal artifact that is already there is kept when it is whole and replaced when it is not.
+    Every file is on disk before the rename, so a published folder is never half-written. Raises
+    StorageError for an empty folder or when the disk refuses.
+    """
+    folder = Path(folder)
+    if not any(path.is_file() for path in folder.rglob("*")):
+        raise StorageError(f"artifact folder {folder} has no files; nothing to publish")
+    with _writing(folder):
+        manifest = write_manifest(folder, draft)
+        _fsync_tree(folder)
+        target = artifact_path(manifest.kind, manifest.digest)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _move_into_place(folder, target, manifest.digest)
+    return target
+
+
+def local_path(uri: str | Path) -> Path:
+    """Return a local path with the content of `uri`: a path, file://, or anything fsspec reads.
+
+    A remote folder is downloaded once into `home()/.cache`; one with a manifest is checked against
+    it. Raises StorageError when nothing is there or the download fails.
+    """
+    text = os.fspath(uri)
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme != "file":
+        return _download(text)
+    path = Path(rest if separator else text).expanduser().absolute()
+    if not path.exists():
+        raise StorageError(f"artifact {path} was deleted or never written; {RERUN_HINT}")
+    return path
+
+
+def _download(uri: str) -> Path:
+    """Fetch a remote file or folder into the cache, whole or not at all."""
+    import fsspec
+
+    key = hashlib.sha256(uri.encode()).hexdigest()[:16]
+    target = home() / ".cache" / key / uri.rstrip("/").rsplit("/", 1)[-1]
+    try:
+        filesystem, remote = fsspec.core.url_to_fs(uri)
+        if not filesystem.exists(remote):
+            raise StorageError(f"artifact {uri} was deleted or never written; {RERUN_HINT}")
+        if _is_current(target, filesystem, remote):
+            return target
+        with staging("download") as folder:
+            draft = folder / target.name
+            filesystem.get(remote.rstrip("/"), str(draft), recursive=True)
+            if (draft / MANIFEST).is_file():
+                verify(draft)
+            _fsync_tree(draft)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _replace(draft, target)
+    except (StorageError, LineageError):
+        raise
+    except Exception as error:
+        raise StorageError(
+            f"can't download {uri}: {error or type(error).__name__}; check the address, its "
+            "credentials and the endpoint"
+        ) from error
+    return target
+
+
+def _is_current(target: Path, filesystem: object, remote: str) -> bool:
+    """Tell whether a cached copy still equals the remote artifact, by its manifest's bytes.
+
+    Without a manifest there is nothing to compare, so such a copy is fetched again.
+    """
+    if not (target / MANIFEST).is_file():
+        return False
+    try:
+        theirs = filesystem.cat_file(f"{remote.rstrip('/')}/{MANIFEST}")  # type: ignore[attr-defined]
+    except FileNotFoundError:
+        return False
+    if theirs != (target / MANIFEST).read_bytes():
+        return False
+    with contextlib.suppress(LineageError):
+        verify(target)
+        return True
+    return False
+
+
+def _move_into_place(folder: Path, target: Path, digest: str) -> None:
+    """Rename `folder` to `target`, giving way to an equal and whole artifact already there."""
+    if target.exists():
+        if _is_whole(target, digest):
+            shutil.rmtree(folder)
+            return
+        _replace(folder, target)
+        return
+    try:
+        os.rename(folder, target)
+    except OSError as error:
+        # Another process published the same content between the check and the rename.
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        shutil.rmtree(folder)
+    _fsync(target.parent)
+
+
+def _replace(folder: Path, target: Path) -> None:
+    """Put `folder` where `target` is; what was there leaves by a rename, then is deleted."""
+    if target.exists():
+        aside = home() / ".staging" / f"replaced-{_owner()}-{uuid.uuid4().hex[:8]}"
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(target, aside)
+        try:
+            os.rename(folder, target)
+        except BaseException:
+            os.rename(aside, target)
+            raise
+        if aside.is_dir():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.unlink()
+    else:
+        os.rename(folder, target)
+    _fsync(target.parent)
+
+
+def _is_whole(artifact: Path, digest: str) -> bool:
+    """Re-hash an artifact against its manifest and the digest that it should have."""
+    try:
+        return verify(artifact).digest == digest
+    except LineageError:
+        return False
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn an OSError of a write into a sentence with the path and the way out."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(error, path) from error
+
+
+def _unwritable(error: Exception, path: Path) -> StorageError:
+    where = getattr(error, "filename", None) or path
+    what = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    if _says_disk_full(error):
+        what = "no space left on the disk"
+        way_out = f"free some, or set {HOME_VARIABLE} to a folder on another disk"
+    elif isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        way_out = f"make it writable, or set {HOME_VARIABLE} to a folder that is"
+    else:
+        way_out = f"check the disk, or set {HOME_VARIABLE} to a folder on another one"
+    return StorageError(f"can't write {where}: {what}; {way_out}")
+
+
+def _says_disk_full(error: Exception) -> bool:
+    """Recognise a full disk from Python, and from safetensors and torch, which give it no errno."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    text = str(error)
+    return "No space left on device" in text or "inline_container.cc" in text
+
+
+def _owner() -> str:
+    """Return `<host>-<pid>`, by which `_sweep` knows whose staging folder it sees."""
+    return f"{socket.gethostname().replace('-', '_')}-{os.getpid()}"
+
+
+def _sweep(root: Path) -> None:
+    """Remove staging folders whose process, on this host, is no longer alive."""
+    host = _owner().rsplit("-", 1)[0]
+    for folder in root.glob("*-*-*-*") if root.is_dir() else ():
+        _, owner_host, pid, _ = folder.name.rsplit("-", 3)
+        if owner_host == host and pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _fsync_tree(folder: Path) -> None:
+    """Force the content of every file and folder below `folder` to disk."""
+    for base, _, files in os.walk(folder):
+        for name in files:
+            _fsync(Path(base) / name)
+        _fsync(Path(base))
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+__all__ = ["Draft", "artifact_path", "home", "local_path", "publish", "staging", "tree_digest"]

@@ -1,0 +1,215 @@
+"""What a person sees: quiet libraries, progress, tables, and numbers with units.
+
+Nothing is printed on import. Progress and tables go to stderr and stdout, so that a pipe gets the
+tables and a terminal both. What is worth saying is decided by the stages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from types import TracebackType
+from typing import Any, Generic, Self, TextIO, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+T = TypeVar("T")
+
+PIPED_SECONDS = 5.0  # between the plain lines of progress in a log file
+NOISY = (
+    "absl",
+    "alembic",
+    "asyncio",
+    "botocore",
+    "datasets",
+    "flytekit.core.data_persistence",
+    "fsspec",
+    "git",
+    "httpx",
+    "huggingface_hub",
+    "matplotlib",
+    "mlflow",
+    "ray",
+    "s3fs",
+    "sqlalchemy",
+    "torch",
+    "transformers",
+    "urllib3",
+    "vllm",
+)
+# Read by the libraries when they are imported, here and in the processes they start.
+SILENCE = {
+    "GIT_PYTHON_REFRESH": "quiet",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "PYTHONWARNINGS": "ignore",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_USAGE_STATS_PROMPT_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def quiet() -> None:
+    """Silence third-party chatter in this process and its children; errors still show.
+
+    Call it before importing torch, ray, transformers, mlflow or vllm. A variable that the user set
+    wins, so `VLLM_LOGGING_LEVEL=DEBUG` brings a library back.
+    """
+    for variable, value in SILENCE.items():
+        os.environ.setdefault(variable, value)
+    warnings.filterwarnings("ignore")
+    for name in NOISY:
+        logger = logging.getLogger(name)
+        logger.setLevel(max(logger.level, logging.ERROR))
+
+
+class Progress(Generic[T]):
+    """Progress over an iterable, or counted by `update`; use as a context manager or a loop.
+
+    A terminal gets a bar; a pipe gets a line at the start of the count, every few seconds, and at
+    the end, each with rate and time left.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[T] | int | None,
+        label: str,
+        unit: str = "it",
+        stream: TextIO | None = None,
+    ) -> None:
+        self._items = source if isinstance(source, Iterable) else None
+        if isinstance(source, int):
+            self.total: int | None = source
+        else:
+            self.total = len(source) if isinstance(source, Sized) else None
+        self.label = label
+        self.unit = unit
+        self.count = 0
+        self._stream = stream or sys.stderr
+        self._notes = ""
+        self._started = self._printed = time.monotonic()
+        self._bar: tqdm[Any] | None = None
+        if self._stream.isatty():
+            self._bar = tqdm(
+                total=self.total, desc=label, unit=unit, file=self._stream, dynamic_ncols=True
+            )
+
+    def update(self, step: int = 1, **notes: Any) -> None:
+        """Count `step` more; `notes` are shown behind, e.g. `loss=0.31`."""
+        self.count += step
+        if notes:
+            self._notes = " ".join(f"{key}={_short(value)}" for key, value in notes.items())
+        if self._bar is not None:
+            if notes:
+                self._bar.set_postfix_str(self._notes, refresh=False)
+            self._bar.update(step)
+        elif time.monotonic() - self._printed >= PIPED_SECONDS:
+            self._printed = time.monotonic()
+            print(self.line(), file=self._stream, flush=True)
+
+    def line(self) -> str:
+        """Return the plain line: label, count, share, rate, time left, notes."""
+        elapsed = max(time.monotonic() - self._started, 1e-9)
+        rate = self.count / elapsed
+        parts = [f"{self.label}: {self.count}"]
+        if self.total:
+            parts[0] += f"/{self.total} ({100 * self.count / self.total:.0f} %)"
+        parts.append(f"{rate:.3g} {self.unit}/s")
+        if self.total and 0 < self.count < self.total:
+            parts.append(f"{human_time((self.total - self.count) / rate)} left")
+        else:
+            parts.append(human_time(elapsed))
+        if self._notes:
+            parts.append(self._notes)
+        return " · ".join(parts)
+
+    def close(self) -> None:
+        """End the bar, or print the last line; safe to call twice."""
+        if self._bar is not None:
+            self._bar.close()
+        elif self._stream is not None and self.count:
+            print(self.line(), file=self._stream, flush=True)
+        self.count, self._bar = 0, None
+
+    def __iter__(self) -> Iterator[T]:
+        if self._items is None:
+            raise TypeError("this progress was given a total; count it with update()")
+        with self:
+            for item in self._items:
+                yield item
+                self.update()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def progress(
+    source: Iterable[T] | int | None, label: str, unit: str = "it", stream: TextIO | None = None
+) -> Progress[T]:
+    """Return progress over an iterable (loop over it) or a total (call `update`); to stderr."""
+    return Progress(source, label, unit, stream)
+
+
+def table(title: str, rows: Sequence[Mapping[str, Any]], stream: TextIO | None = None) -> None:
+    """Print rows as a table whose columns are the keys of the first one; nothing is cut off."""
+    grid = Table(title=title, title_justify="left", title_style="bold")
+    columns = list(rows[0]) if rows else []
+    for column in columns:
+        numeric = all(isinstance(row.get(column), int | float) for row in rows)
+        grid.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*(_short(row.get(column, "")) for column in columns))
+    out = stream or sys.stdout
+    # Without a terminal there is no width to keep to, and a path must stay on one line.
+    Console(file=out, width=None if out.isatty() else 200, highlight=False, markup=False).print(
+        grid
+    )
+
+
+def human_time(seconds: float) -> str:
+    """Return a duration for people: `0.4 s`, `37 s`, `4 min 05 s`, `2 h 07 min`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def human_bytes(size: float) -> str:
+    """Return a size for people in powers of 1024: `512 B`, `1.5 KiB`, `3.2 GiB`."""
+    power = 0
+    while abs(size) >= 1024 and power < 4:
+        size, power = size / 1024, power + 1
+    return f"{size:.1f} {('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}" if power else f"{size:.0f} B"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

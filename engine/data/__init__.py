@@ -1,0 +1,1 @@
+"""From a source to rows, tokens and batches: readers, tokenizer, templates, loaders."""

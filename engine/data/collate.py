@@ -1,0 +1,82 @@
+"""Padding: prompts and sampled completions become one `Batch` in the layout of `engine.batch`.
+
+Reading rows and turning text into tokens happen elsewhere in this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+
+
+def collate_prompts(rows: Sequence[dict[str, Any]], prompt_ids: Sequence[list[int]]) -> Batch:
+    """Make the batch of prompts that a step starts from: one row a prompt, tokens not yet padded.
+
+    Columns: `prompt_ids` (list of int), and every key of the rows, with `reward_model`'s
+    `ground_truth` lifted to a column of its own.
+    """
+    columns: dict[str, list[Any]] = {"prompt_ids": list(prompt_ids)}
+    for key in rows[0]:
+        columns[key] = [row[key] for row in rows]
+    if "ground_truth" not in columns and "reward_model" in columns:
+        columns["ground_truth"] = [m["ground_truth"] for m in columns["reward_model"]]
+    return Batch({"group_ids": torch.arange(len(rows))}, columns)
+
+
+def collate_completions(
+    prompts: Batch,
+    prompt_index: Sequence[int],
+    token_ids: Sequence[Sequence[int]],
+    log_probs: Sequence[Sequence[float]],
+    *,
+    pad_token_id: int,
+) -> Batch:
+    """Pad sampled completions beside their prompts.
+
+    `prompt_index[i]` is the row of `prompts` that completion i answers. Returns the fields
+    `input_ids`, `attention_mask`, `position_ids` `[B, P+R]`, `prompts` `[B, P]`, `responses`,
+    `response_mask`, `rollout_log_probs` `[B, R]` and `group_ids` `[B]`, with the prompts' columns.
+    """
+    sources = prompts.columns["prompt_ids"]
+    left = pad([sources[i] for i in prompt_index], pad_token_id, side="left")
+    right = pad(token_ids, pad_token_id, side="right")
+    left_mask = _presence([len(sources[i]) for i in prompt_index], left.shape[1]).flip(1)
+    right_mask = _presence([len(ids) for ids in token_ids], right.shape[1])
+    mask = torch.cat([left_mask, right_mask], 1).long()
+    tensors = {
+        "input_ids": torch.cat([left, right], 1),
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0) * mask,
+        "prompts": left,
+        "responses": right,
+        "response_mask": right_mask.float(),
+        "rollout_log_probs": pad(log_probs, 0.0, side="right"),
+        "group_ids": prompts["group_ids"][list(prompt_index)],
+    }
+    index = np.asarray(prompt_index, dtype=int)
+    columns = {k: v[index] for k, v in prompts.columns.items() if k != "prompt_ids"}
+    return Batch(tensors, columns)
+
+
+def pad(rows: Sequence[Sequence[Any]], value: float | int, side: str) -> Tensor:
+    """Stack lists into `[len(rows), longest]`, filled up with `value` on the given side."""
+    width = max(1, max(len(row) for row in rows))
+    kind = np.int64 if isinstance(value, int) else np.float32
+    out = np.full((len(rows), width), value, dtype=kind)
+    for target, row in zip(out, rows, strict=True):
+        if side == "left":
+            target[width - len(row) :] = row
+        else:
+            target[: len(row)] = row
+    return torch.from_numpy(out)
+
+
+def _presence(lengths: Sequence[int], width: int) -> Tensor:
+    """Boolean `[B, width]`: true in the first `lengths[i]` columns of row i."""
+    return torch.arange(width)[None] < torch.tensor(lengths)[:, None]

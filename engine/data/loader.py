@@ -1,0 +1,198 @@
+"""Prompts in batches, epoch after epoch, resumable to the row.
+
+Reads no files but in `make_rl_data_loader`; tokens come into it only there, on request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from engine.data.readers import read_rows
+from engine.data.rows import prompt_text, user_message
+from engine.data.templates import encode_prompt
+from engine.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PromptLoader:
+    """Endless batches of rows; every row comes once an epoch, in an order drawn from the seed.
+
+    A batch that an epoch's end cuts is filled from the next epoch, so all batches have
+    `batch_size` rows; only a frame with fewer rows than that gives its whole self each time.
+
+    >>> loader = PromptLoader(pd.DataFrame({"prompt": ["a", "b", "c"]}), batch_size=2, seed=0)
+    >>> len(loader.next_batch()), loader.state_dict()["position"]
+    (2, 2)
+    """
+
+    def __init__(
+        self, frame: pd.DataFrame, batch_size: int, seed: int, shuffle: bool = True
+    ) -> None:
+        if len(frame) == 0:
+            raise DataError("a prompt loader got no rows; give a frame with at least one")
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} must be at least 1")
+        self._rows = [
+            {str(column): value for column, value in row.items()}
+            for row in frame.to_dict("records")
+        ]
+        self.batch_size = min(batch_size, len(self._rows))
+        self._seed = seed
+        self._shuffle = shuffle
+        self._digest = _digest_prompts(self._rows)
+        self._epoch = 0
+        self._position = 0  # rows of this epoch already given
+        self._order = self._draw_order()
+
+    def __len__(self) -> int:
+        """Rows an epoch."""
+        return len(self._rows)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next row comes from, from 0."""
+        return self._epoch
+
+    def next_batch(self) -> list[dict[str, Any]]:
+        """Return the next `batch_size` rows, each a dict of the frame's columns."""
+        batch: list[dict[str, Any]] = []
+        while len(batch) < self.batch_size:
+            end = self._position + self.batch_size - len(batch)
+            batch += [dict(self._rows[i]) for i in self._order[self._position : end]]
+            self._position = min(end, len(self._rows))
+            if self._position == len(self._rows):
+                self._epoch += 1
+                self._position = 0
+                self._order = self._draw_order()
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader is: plain values, fit for JSON."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "rows": len(self._rows),
+            "digest": self._digest,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on right after the last row that the saved loader gave.
+
+        Another batch size may be in use by now. Raises DataError where the rows, the seed or the
+        order are not those of the saved state.
+        """
+        present = self.state_dict()
+        for key in ("rows", "digest", "seed", "shuffle"):
+            if state.get(key) != present[key]:
+                raise DataError(
+                    f"the saved loader state is of other data: {key} is {state.get(key)!r} there "
+                    f"and {present[key]!r} here; resume with the same data, seed and shuffle"
+                )
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if epoch < 0 or not 0 <= position < len(self._rows):
+            raise DataError(
+                f"the saved loader state is damaged: epoch {epoch}, position {position} of "
+                f"{len(self._rows)} rows; resume from another checkpoint"
+            )
+        self._epoch, self._position = epoch, position
+        self._order = self._draw_order()
+
+    def _draw_order(self) -> list[int]:
+        if not self._shuffle:
+            return list(range(len(self._rows)))
+        rng = np.random.default_rng([self._seed, self._epoch])
+        return [int(i) for i in rng.permutation(len(self._rows))]
+
+
+def make_rl_data_loader(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    batch_size: int = 64,
+    seed: int = 0,
+    shuffle: bool = True,
+    max_prompt_length: int = 0,
+) -> PromptLoader:
+    """Read RL rows from a JSONL or Parquet file and return their loader.
+
+    `prompt` may be chat messages or a plain string (one user message). Of the other columns of the
+    contract, missing ones are filled in; `ground_truth` may be a column of its own, or be absent
+    from all rows where the reward needs none. With a tokenizer, rows also get `prompt_ids`
+    (list[int]), and a prompt above `max_prompt_length` tokens (0: no limit) is refused. Raises
+    DataError that names the file and the first wrong rows.
+    """
+    raw = read_rows(path)
+    rows = [_contract_row(row, f"{path}, row {i}") for i, row in enumerate(raw, start=1)]
+    missing = [i for i, r in enumerate(rows, 1) if r["reward_model"].get("ground_truth") is None]
+    if missing and len(missing) < len(rows):
+        raise DataError(
+            f"{path}: {len(missing)} of {len(rows)} rows have no ground truth (rows "
+            f"{_first(missing)}); give reward_model.ground_truth in all rows or in none"
+        )
+    if tokenizer is not None:
+        _add_prompt_ids(rows, tokenizer, max_prompt_length, str(path))
+    return PromptLoader(pd.DataFrame(rows), batch_size, seed, shuffle)
+
+
+def _contract_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+    prompt = row.get("prompt")
+    if isinstance(prompt, str):
+        prompt = user_message(prompt)
+    is_chat = isinstance(prompt, list) and all(
+        isinstance(m, dict) and isinstance(m.get("content"), str) and isinstance(m.get("role"), str)
+        for m in prompt
+    )
+    if not is_chat or not prompt_text(prompt or []).strip():
+        raise DataError(
+            f"{where}: column 'prompt' is {row.get('prompt')!r}; give a string that is not empty, "
+            'or messages [{"role": "user", "content": …}]'
+        )
+    reward_model = row.get("reward_model") or {
+        "style": "rule",
+        "ground_truth": row.get("ground_truth"),
+    }
+    if not isinstance(reward_model, dict):
+        raise DataError(
+            f"{where}: column 'reward_model' is {reward_model!r}; give "
+            '{"style": "rule", "ground_truth": …}'
+        )
+    defaults = {"data_source": "file", "ability": "", "extra_info": {}}
+    return {**defaults, **row, "prompt": prompt, "reward_model": reward_model}
+
+
+def _add_prompt_ids(
+    rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, limit: int, path: str
+) -> None:
+    for row in rows:
+        row["prompt_ids"] = encode_prompt(tokenizer, row["prompt"])
+    long = [i for i, row in enumerate(rows, 1) if 0 < limit < len(row["prompt_ids"])]
+    if long:
+        raise DataError(
+            f"{path}: {len(long)} prompts are longer than {limit} tokens (rows {_first(long)}); "
+            "shorten or remove them, or raise max_prompt_length"
+        )
+
+
+def _first(numbers: list[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:5])
+    return shown + (", …" if len(numbers) > 5 else "")
+
+
+def _digest_prompts(rows: list[dict[str, Any]]) -> str:
+    """Tell one list of prompts from another, order included."""
+    text = json.dumps([row.get("prompt") for row in rows], sort_keys=True, default=_plain)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Let JSON write what a frame read from Parquet holds: arrays instead of lists."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else repr(value)

@@ -1,0 +1,95 @@
+"""Training and loading tokenizers; putting messages into tokens is in `templates`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from engine.errors import ConfigError, ModelError
+
+PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
+SPECIAL_TOKENS = (PAD, END, USER, ASSISTANT)
+
+# A word with the space before it, one digit, a calculator mark, the answer's mark with its space,
+# one operator. Digits alone are what lets a small model line up columns.
+_PIECES = Regex(r"#### ?|<<|>>| ?\p{L}+|\p{N}|[-+*/=]| ?[^\s\p{L}\p{N}]|\s")
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}{{- '<|assistant|>' -}}"
+    "{%- else -%}{{- '<|user|>' -}}{%- endif -%}"
+    "{{- message['content'] + '<|end|>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on `texts`, with at most `vocab_size` tokens.
+
+    Digits stay single; every text can be encoded and decoded without loss. The same texts give
+    the same files. A system message is rendered as a user turn. Raises ConfigError where
+    `vocab_size` is too small for the 256 bytes and the special tokens.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    smallest = len(alphabet) + len(SPECIAL_TOKENS)
+    if vocab_size < smallest:
+        raise ConfigError(
+            f"data.vocab_size={vocab_size} is too small: the bytes and special tokens alone take "
+            f"{smallest}; raise it"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(_PIECES, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder or hub id; raise ModelError where there is none."""
+    folder = Path(path)
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if folder.is_dir() and not any((folder / name).exists() for name in names):
+        raise ModelError(
+            f"folder {path} has no tokenizer (no {' or '.join(names[:2])}); save one there with "
+            "tokenizer.save_pretrained, or give another folder"
+        )
+    if not folder.exists() and (folder.is_absolute() or str(path).startswith(".")):
+        raise ModelError(f"tokenizer folder {path} does not exist; check the path")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+    except Exception as error:  # transformers raises many kinds for unreadable files
+        raise ModelError(
+            f"the tokenizer of {path} can't be loaded: {_first_line(error)}; give a folder saved "
+            "by save_pretrained, or a hub id that is reachable"
+        ) from error
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

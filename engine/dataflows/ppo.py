@@ -1,0 +1,22 @@
+"""PPO: advantages from a learned value of each state (arXiv:1707.06347, GAE arXiv:1506.02438)."""
+
+from __future__ import annotations
+
+from engine.batch import Batch
+from engine.controller.futures import LazyBatch
+from engine.controller.groups import Roles
+from engine.dataflows.algo import Algo, StepResult
+from engine.dataflows.registry import register_dataflow
+
+
+@register_dataflow("ppo", roles={"actor", "rollout", "reference", "reward", "critic"})
+def ppo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
+    """One step: sample, then reward, reference and critic side by side, then both updates."""
+    batch = LazyBatch(roles.rollout.generate(prompts))
+    batch |= roles.reward.score(batch)
+    batch |= roles.reference.log_probs(batch)
+    batch |= roles.critic.values(batch)
+    if algo.recompute_old_log_probs:
+        batch |= roles.actor.log_probs(batch)
+    batch |= algo.advantages(batch)
+    return StepResult(batch, [roles.critic.update(batch), roles.actor.update(batch)])

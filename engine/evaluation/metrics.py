@@ -1,0 +1,191 @@
+"""Numbers of an evaluation and their intervals: pass@k, majority vote, bootstrap, lengths.
+
+Pure NumPy on plain arrays; N is the number of problems. What does not live here: tables of
+completions (`rows`) and the comparison of two models (`summary`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from engine.errors import DataError
+
+FloatArray = NDArray[np.float64]
+
+_RESAMPLED_AT_ONCE = 1 << 20  # problem indices held in memory by the bootstrap: 8 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean with the ends of its confidence interval, e.g. Interval(0.31, 0.27, 0.35)."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class LengthSummary:
+    """Response lengths in tokens."""
+
+    mean: float
+    median: float
+    p95: float
+    max: float
+
+
+def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> FloatArray:
+    """Chance that at least one of k samples is right, estimated without bias from n ≥ k samples.
+
+    Chen et al. 2021 (arXiv:2107.03374), eq. 1: 1 − C(n−c, k) / C(n, k), as the product
+    1 − ∏_{i=n−c+1}^{n} (1 − k/i), in which no factorial can overflow.
+
+    samples: n, an integer or `[N]`; correct: c, `[N]` integers. Returns `[N]` float64.
+    Raises DataError unless 1 ≤ k ≤ n and 0 ≤ c ≤ n.
+    """
+    right = np.asarray(correct)
+    total = np.broadcast_to(np.asarray(samples), right.shape)
+    if right.ndim != 1 or right.dtype.kind not in "iu" or total.dtype.kind not in "iu":
+        raise DataError("pass@k needs integer counts of shape [N]; count the right samples first")
+    if np.any((right < 0) | (right > total)):
+        row = int(np.argmax((right < 0) | (right > total)))
+        raise DataError(
+            f"problem {row} has {right[row]} right of {total[row]} samples; "
+            "the count must lie between 0 and the number of samples"
+        )
+    if k < 1 or np.any(total < k):
+        fewest = int(total.min()) if total.size else 0
+        raise DataError(f"pass@{k} needs 1 ≤ k ≤ samples, but a problem has {fewest}; lower k")
+    result = np.empty(right.shape)
+    for n in np.unique(total):
+        here = total == n
+        result[here] = _pass_at_k_by_count(int(n), k)[right[here]]
+    return result
+
+
+def _pass_at_k_by_count(n: int, k: int) -> FloatArray:
+    """Return pass@k for c = 0 … n right samples, `[n+1]`."""
+    factors = 1.0 - k / np.arange(n, 0, -1)  # i = n, n−1, …, 1; exactly 0 at i = k
+    all_wrong = np.concatenate(([1.0], np.cumprod(factors)))
+    return 1.0 - all_wrong
+
+
+def majority_vote(answers: Sequence[str | None]) -> str | None:
+    """Return the most frequent answer; None only when every sample failed to give one.
+
+    Of equally frequent answers the one sampled first wins: samples are exchangeable, so this
+    favours no answer, as an order of the strings would.
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    return votes.most_common(1)[0][0] if votes else None
+
+
+def wilson_interval(correct: ArrayLike, confidence: float) -> Interval:
+    """Interval of a rate from N outcomes of 0 or 1 (Wilson 1927); never empty at 0 or 1.
+
+    correct: `[N]` booleans, or numbers that are 0 or 1. Raises DataError for anything else.
+    """
+    outcomes = _checked(correct, confidence)
+    if np.any((outcomes != 0) & (outcomes != 1)):
+        raise DataError("a Wilson interval needs outcomes of 0 or 1; use mean_interval for others")
+    n, rate = outcomes.size, float(outcomes.mean())
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    # At a rate of 0 or 1 one end is the rate itself; rounding must not push it past.
+    return Interval(rate, max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half)))
+
+
+def mean_interval(values: ArrayLike, confidence: float, samples: int, seed: int) -> Interval:
+    """Mean over problems with its percentile bootstrap interval (Efron 1979).
+
+    values: `[N]` finite numbers; samples: resamples drawn. Same seed, same interval.
+    """
+    checked = _checked(values, confidence)
+    if samples < 1:
+        raise DataError(f"bootstrap_samples={samples} must be at least 1")
+    means = _resampled_means(checked, samples, seed)
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return Interval(float(checked.mean()), float(low), float(high))
+
+
+def rate_interval(values: ArrayLike, confidence: float, samples: int, seed: int) -> Interval:
+    """Interval of a mean of N rates in [0, 1]: Wilson where all are 0 or 1, else bootstrap.
+
+    A bootstrap of values that are all 0 has no width and would claim certainty; Wilson's has.
+    """
+    rates = _checked(values, confidence)
+    if np.all((rates == 0) | (rates == 1)):
+        return wilson_interval(rates, confidence)
+    return mean_interval(rates, confidence, samples, seed)
+
+
+def paired_bootstrap(
+    before: ArrayLike, after: ArrayLike, confidence: float, samples: int, seed: int
+) -> Interval:
+    """Gain `after − before` on the same problems, with its percentile bootstrap interval.
+
+    Problems are resampled, not outcomes, so what both models share (a problem's difficulty)
+    cancels (Koehn 2004). before, after: `[N]` finite scores of problem i at position i.
+    Raises DataError when shapes differ or N < 2: one problem has no spread to resample, and
+    its interval would claim certainty.
+    """
+    first, second = _checked(before, confidence), _checked(after, confidence)
+    if first.shape != second.shape:
+        raise DataError(
+            f"paired scores differ in number: {first.size} before, {second.size} after; "
+            "score both models on the same problems"
+        )
+    if first.size < 2:
+        raise DataError("one problem can't show a gain; evaluate on at least 2 problems")
+    return mean_interval(second - first, confidence, samples, seed)
+
+
+def _resampled_means(values: FloatArray, samples: int, seed: int) -> FloatArray:
+    """Return the means of `samples` draws of N values with replacement, `[samples]`."""
+    generator = np.random.default_rng(seed)
+    n = values.size
+    at_once = max(1, _RESAMPLED_AT_ONCE // n)
+    means = np.empty(samples)
+    for start in range(0, samples, at_once):
+        stop = min(start + at_once, samples)
+        picks = generator.integers(0, n, size=(stop - start, n))
+        means[start:stop] = values[picks].mean(axis=1)
+    return means
+
+
+def length_summary(lengths: ArrayLike) -> LengthSummary:
+    """Summarise response lengths (`[N]`, tokens, at least one)."""
+    values = np.asarray(lengths, dtype=np.float64)
+    if values.ndim != 1 or values.size == 0 or not np.isfinite(values).all() or values.min() < 0:
+        raise DataError("response lengths must be a non-empty list of numbers of 0 or more")
+    median, p95 = np.quantile(values, [0.5, 0.95])
+    return LengthSummary(float(values.mean()), float(median), float(p95), float(values.max()))
+
+
+def format_rate(well_formed: Sequence[bool]) -> float:
+    """Share of completions that keep the answer format."""
+    if not well_formed:
+        raise DataError("a format rate needs at least one completion")
+    return sum(map(bool, well_formed)) / len(well_formed)
+
+
+def _checked(values: ArrayLike, confidence: float) -> FloatArray:
+    """Return `values` as `[N]` float64; raise DataError if empty, not flat or not finite."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0:
+        raise DataError(f"scores must be a non-empty list of N numbers, got shape {array.shape}")
+    if not np.isfinite(array).all():
+        row = int(np.argmin(np.isfinite(array)))
+        raise DataError(f"score of problem {row} is {array[row]}; every score must be finite")
+    if not 0 < confidence < 1:
+        raise DataError(f"confidence={confidence} must lie between 0 and 1, e.g. 0.95")
+    return array

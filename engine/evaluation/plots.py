@@ -1,0 +1,165 @@
+"""The report's pictures as inline SVG text: metric bars, length histogram, training curves.
+
+Figures are drawn without pyplot, so that no backend, style or open figure of the process is
+touched. Letters are outlines (matplotlib's own font): no font is looked up where a page is read.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from numpy.typing import ArrayLike
+
+from engine.evaluation.metrics import Interval
+from engine.evaluation.summary import Comparison
+
+BEFORE_COLOUR = "#a3adbd"
+AFTER_COLOUR = "#2f5fd0"
+_TEXT = "#3b4352"
+_FAINT = "#e6e9ef"
+_LINE_COLOURS = ("#2f5fd0", "#c2571a", "#2b8a5f", "#8a4fbf", "#b0306a", "#5b6472")
+_CURVES_A_ROW = 3
+
+
+def metric_bars(comparison: Comparison, names: tuple[str, str]) -> str:
+    """Bars of pass@1, pass@k and majority vote for both models, with their intervals."""
+    figure = Figure(figsize=(5.6, 3.3), facecolor="none")
+    axes = figure.add_subplot()
+    sides = (comparison.before, comparison.after)
+    labels = ["pass@1\ngreedy", f"pass@{comparison.k}\nsampled", "majority\nvote"]
+    ends = []
+    for side, (model, colour) in enumerate(zip(sides, (BEFORE_COLOUR, AFTER_COLOUR), strict=True)):
+        intervals = (model.pass_at_1, model.pass_at_k, model.majority)
+        places = np.arange(len(labels)) + (side - 0.5) * 0.38
+        means = [interval.mean for interval in intervals]
+        axes.bar(places, means, width=0.35, color=colour, label=names[side], zorder=2)
+        axes.errorbar(
+            places, means, yerr=_errors(intervals), fmt="none", ecolor=_TEXT, elinewidth=1.1,
+            capsize=3, capthick=1.1, zorder=3,
+        )  # fmt: skip
+        for place, interval in zip(places, intervals, strict=True):
+            axes.annotate(
+                f"{100 * interval.mean:.1f}", (place, interval.high), xytext=(0, 4),
+                textcoords="offset points", ha="center", fontsize=8, color=_TEXT,
+            )  # fmt: skip
+        ends += [interval.high for interval in intervals]
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_xlim(-0.6, len(labels) - 0.4)
+    axes.set_ylim(0, max(0.05, 1.15 * max(ends)))
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    _plain(axes)
+    _legend(axes)
+    return _to_svg(figure, "bars")
+
+
+def length_histogram(before: ArrayLike, after: ArrayLike, names: tuple[str, str]) -> str:
+    """Histogram of response lengths (`[N]` tokens a problem) of both models on common bins."""
+    first, second = (np.asarray(v, dtype=np.float64) for v in (before, after))
+    figure = Figure(figsize=(5.6, 3.3), facecolor="none")
+    axes = figure.add_subplot()
+    low, high = math.floor(min(first.min(), second.min())), max(first.max(), second.max())
+    width = max(1, math.ceil((high - low + 1) / 30))  # whole tokens, about 30 bins
+    bins: list[float] = np.arange(low, high + 2 * width, width).tolist()
+    sides = ((first, BEFORE_COLOUR, names[0]), (second, AFTER_COLOUR, names[1]))
+    for values, colour, name in sides:
+        axes.hist(values, bins, histtype="stepfilled", color=colour, alpha=0.45, label=name)
+        axes.hist(values, bins, histtype="step", color=colour, linewidth=1.4)
+        axes.axvline(float(values.mean()), color=colour, linewidth=1.2, linestyle=(0, (4, 2)))
+    axes.set_xlabel("tokens a response (a problem's mean; dashed: mean of all)")
+    axes.set_ylabel("problems")
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.set_ylim(top=1.18 * axes.get_ylim()[1])  # room for the legend
+    _plain(axes)
+    _legend(axes)
+    return _to_svg(figure, "lengths")
+
+
+def training_curves(curves: Mapping[str, Sequence[float]]) -> str:
+    """One small plot a metric over training steps; values that are not finite leave a gap."""
+    columns = 2 if len(curves) == 4 else min(_CURVES_A_ROW, len(curves))
+    rows = math.ceil(len(curves) / columns)
+    figure = Figure(figsize=(11.4, 2.25 * rows), facecolor="none")
+    for place, (name, values) in enumerate(curves.items()):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        colour = _LINE_COLOURS[place % len(_LINE_COLOURS)]
+        points = np.asarray(values, dtype=np.float64)
+        points = np.where(np.isfinite(points), points, np.nan)
+        steps = np.arange(1, points.size + 1)
+        smooth = _smoothed(points)
+        axes.plot(steps, points, color=colour, linewidth=0.9, alpha=0.35)
+        axes.plot(steps, smooth, color=colour, linewidth=1.8)
+        axes.set_title(name, fontsize=9, color=_TEXT, loc="left")
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        if place >= len(curves) - columns:
+            axes.set_xlabel("step")
+        _plain(axes)
+    return _to_svg(figure, "curves")
+
+
+def _smoothed(values: np.ndarray) -> np.ndarray:
+    """Centred moving mean over a tenth of the steps, `[T]`; gaps stay gaps."""
+    half = max(1, values.size // 20)
+    smooth = np.full(values.size, np.nan)
+    for step in range(values.size):
+        window = values[max(0, step - half) : step + half + 1]
+        if np.isfinite(values[step]):
+            smooth[step] = window[np.isfinite(window)].mean()
+    return smooth
+
+
+def _errors(intervals: Sequence[Interval]) -> np.ndarray:
+    """Return distances to the ends, `[2, n]`, as matplotlib's error bars take them."""
+    low = [max(0.0, i.mean - i.low) for i in intervals]
+    return np.array([low, [max(0.0, i.high - i.mean) for i in intervals]])
+
+
+def _plain(axes: Axes) -> None:
+    """Give axes the page's look, whatever style the process has set."""
+    axes.set_facecolor("none")
+    axes.set_axisbelow(True)
+    axes.grid(visible=False)
+    axes.grid(axis="y", color=_FAINT, linewidth=0.9)
+    axes.tick_params(length=0, labelsize=8, labelcolor=_TEXT)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color("#c3c9d4")
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set_fontsize(8)
+        label.set_color(_TEXT)
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(
+        loc="upper left", bbox_to_anchor=(0, 1.13), ncols=2, frameon=False, fontsize=8.5,
+        labelcolor=_TEXT, handlelength=1.1, handleheight=0.9, columnspacing=1.4,
+    )  # fmt: skip
+
+
+def _to_svg(figure: Figure, name: str) -> str:
+    """Return the figure as an `<svg>` element whose ids are the same each time and its own.
+
+    matplotlib salts ids at random and numbers groups alike in every figure; on one page they
+    would clash, and equal reports would differ.
+    """
+    figure.set_layout_engine("tight")
+    buffer = io.StringIO()
+    FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    found = dict.fromkeys(re.findall(r'\bid="([^"]+)"', svg))
+    ids = {old: f"{name}-{number}" for number, old in enumerate(found)}
+
+    def renamed(match: re.Match[str]) -> str:
+        return match[1] + ids.get(match[2], match[2]) + match[3]
+
+    return re.sub(r'(\bid="|href="#|url\(#)([^")]+)("|\))', renamed, svg)

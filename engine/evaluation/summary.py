@@ -1,0 +1,140 @@
+"""Two tables of evaluation rows in, their comparison out: each model's metrics and the gain.
+
+Holds numbers only: whether a gain suffices is decided in `gate`, how it looks in `report`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from engine.errors import DataError
+from engine.evaluation.metrics import (
+    Interval,
+    LengthSummary,
+    length_summary,
+    paired_bootstrap,
+    pass_at_k,
+    rate_interval,
+    wilson_interval,
+)
+from engine.evaluation.rows import check_paired
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """One model's metrics; rates are fractions of the problems."""
+
+    model: str  # "warm_start", "rl" or "champion"
+    pass_at_1: Interval  # greedy decoding, Wilson interval
+    pass_at_k: Interval  # sampled; Wilson if all are 0 or 1, else bootstrap
+    majority: Interval  # majority vote over the samples, Wilson interval
+    format_rate: Interval  # samples that keep the answer format; interval as above
+    response_length: LengthSummary  # a problem's mean tokens over its samples
+    greedy_length: LengthSummary  # tokens of greedy completions
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two models on the same problems. Gains are `after − before` with paired intervals."""
+
+    before: ModelSummary
+    after: ModelSummary
+    gain: Interval  # greedy pass@1: what promotion decides on
+    pass_at_k_gain: Interval
+    majority_gain: Interval
+    fixed: int  # problems wrong before and right after (greedy)
+    broken: int  # problems right before and wrong after (greedy)
+    problems: int  # N
+    prompt_digest: str  # SHA-256 of what both were asked
+    k: int  # of pass@k
+    samples: int  # fewest sampled completions of a problem
+    confidence: float  # of every interval, e.g. 0.95
+    bootstrap_samples: int
+    seed: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dicts, strings and numbers, as `json.dumps` takes them."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """Return strict JSON (no NaN), the same text for the same comparison."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True, allow_nan=False)
+
+
+def summarise(
+    rows_before: pd.DataFrame,
+    rows_after: pd.DataFrame,
+    k: int,
+    confidence: float,
+    bootstrap_samples: int,
+    seed: int,
+) -> Comparison:
+    """Compare two models' rows (see `rows.COLUMNS`) problem by problem.
+
+    Raises DataError when the rows are not of the same problems in the same order, when a problem
+    has fewer than k samples, or when there are fewer than 2 problems.
+    """
+    digest = check_paired(rows_before, rows_after)
+    if (rows_before["samples"].to_numpy() != rows_after["samples"].to_numpy()).any():
+        raise DataError(
+            "the models have different numbers of samples a problem, so pass@k and majority "
+            "votes can't be compared; evaluate both with the same evaluate.samples"
+        )
+
+    def gain(before: np.ndarray, after: np.ndarray) -> Interval:
+        return paired_bootstrap(before, after, confidence, bootstrap_samples, seed)
+
+    greedy_before, greedy_after = (_flags(r, "greedy_correct") for r in (rows_before, rows_after))
+    return Comparison(
+        before=_model_summary(rows_before, k, confidence, bootstrap_samples, seed),
+        after=_model_summary(rows_after, k, confidence, bootstrap_samples, seed),
+        gain=gain(greedy_before, greedy_after),
+        pass_at_k_gain=gain(_pass_at_k(rows_before, k), _pass_at_k(rows_after, k)),
+        majority_gain=gain(
+            _flags(rows_before, "majority_correct"), _flags(rows_after, "majority_correct")
+        ),
+        fixed=int(np.sum(~greedy_before & greedy_after)),
+        broken=int(np.sum(greedy_before & ~greedy_after)),
+        problems=len(rows_before),
+        prompt_digest=digest,
+        k=k,
+        samples=int(rows_before["samples"].min()),
+        confidence=confidence,
+        bootstrap_samples=bootstrap_samples,
+        seed=seed,
+    )
+
+
+def _model_summary(
+    rows: pd.DataFrame, k: int, confidence: float, bootstrap_samples: int, seed: int
+) -> ModelSummary:
+    return ModelSummary(
+        model=str(rows["model"].iloc[0]),
+        pass_at_1=wilson_interval(_flags(rows, "greedy_correct"), confidence),
+        pass_at_k=rate_interval(_pass_at_k(rows, k), confidence, bootstrap_samples, seed),
+        majority=wilson_interval(_flags(rows, "majority_correct"), confidence),
+        format_rate=rate_interval(
+            rows["format_rate"].to_numpy(), confidence, bootstrap_samples, seed
+        ),
+        response_length=length_summary(rows["response_length"].to_numpy()),
+        greedy_length=length_summary(rows["greedy_length"].to_numpy()),
+    )
+
+
+def _pass_at_k(rows: pd.DataFrame, k: int) -> np.ndarray:
+    return pass_at_k(rows["samples"].to_numpy(), rows["samples_correct"].to_numpy(), k)
+
+
+def _flags(rows: pd.DataFrame, column: str) -> np.ndarray:
+    """Return a column of booleans `[N]`; raise DataError for a hole in it."""
+    if rows[column].dtype != bool:
+        raise DataError(
+            f"evaluation column {column!r} must hold booleans, got {rows[column].dtype}; "
+            "evaluate again"
+        )
+    return rows[column].to_numpy()

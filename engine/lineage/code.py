@@ -1,0 +1,63 @@
+"""Which code is running: its git commit, and a digest of its sources that needs no git."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+import engine
+
+CODE_VERSION_VARIABLE = "HYBRIDFLYTE_CODE_VERSION"
+PACKAGES = ("engine", "tasks")
+
+
+def project_root() -> Path:
+    """Return the folder that holds the packages `engine` and `tasks`."""
+    return Path(engine.__file__).resolve().parent.parent
+
+
+def sources_digest(root: str | Path | None = None) -> str:
+    """Return the SHA-256 (hex) of every *.py file under engine/ and tasks/ of `root`.
+
+    It depends on names below `root` and on bytes alone: neither on the place of the checkout nor
+    on modification times, so that it can stand in cache keys.
+    """
+    base = Path(root) if root is not None else project_root()
+    digest = hashlib.sha256()
+    files = [path for package in PACKAGES for path in (base / package).rglob("*.py")]
+    for path in sorted(files, key=lambda path: path.relative_to(base).as_posix()):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest.update(f"{path.relative_to(base).as_posix()}\0{content}\n".encode())
+    return digest.hexdigest()
+
+
+def code_version() -> str:
+    """Return $HYBRIDFLYTE_CODE_VERSION, or the git commit, with "-dirty" for edited sources.
+
+    "unknown" outside a git checkout; `sources_digest` still tells versions apart there.
+    """
+    return os.environ.get(CODE_VERSION_VARIABLE) or git_version(project_root())
+
+
+@functools.cache
+def git_version(root: Path) -> str:
+    """Return the commit of the checkout at `root`, "-dirty" if a tracked or new source differs."""
+    try:
+        # A package installed below somebody else's checkout must not report that one's commit.
+        if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
+            return "unknown"
+        commit = _git(root, "rev-parse", "HEAD")
+        dirty = _git(root, "status", "--porcelain", "--", "*.py", "*.toml")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return f"{commit}-dirty" if dirty else commit
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
+    )
+    return done.stdout.strip()

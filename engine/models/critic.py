@@ -1,0 +1,43 @@
+"""The critic: a policy's backbone with one number a position in place of the vocabulary head."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+class CriticModel(nn.Module):
+    """Backbone and value head.
+
+    `forward(input_ids [B, L], attention_mask [B, L] or None)` returns values `[B, L]` in float32:
+    the value at column t is that of the state after reading token t.
+    """
+
+    def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.head.weight)  # a new critic predicts 0 everywhere
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        hidden = self.backbone(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
+        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
+
+
+def create_critic_model(model: PreTrainedModel) -> CriticModel:
+    """Make a critic that starts from a copy of `model`'s backbone; `model` is not touched."""
+    backbone = copy.deepcopy(model.base_model)
+    critic = CriticModel(backbone, model.config.get_text_config().hidden_size)
+    return critic.to(next(backbone.parameters()).dtype).requires_grad_(True)
+
+
+@torch.no_grad()
+def parameter_count(model: nn.Module) -> int:
+    """Number of distinct parameters (tied ones count once)."""
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,141 @@
+"""Getting a policy: a small Qwen2-shaped model from a configuration, or a Hugging Face model.
+
+Checks that belong to a model alone, or to a model and its tokenizer, live here too: they run
+before any compute is spent. Training and decoding don't.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from engine.config import ModelConfig
+from engine.errors import ModelError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def build_model(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PreTrainedModel:
+    """Make a small Qwen2-shaped model with random weights drawn from `seed`.
+
+    The vocabulary is the tokenizer's; input and output embeddings are tied.
+    """
+    shape = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        initializer_range=config.initializer_range,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(shape)
+    return model.to(dtype=_DTYPES[config.dtype])
+
+
+def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
+    """Load any Hugging Face causal LM from a folder or hub id.
+
+    Raises ModelError when the folder lacks a configuration or weights, or can't be read.
+    """
+    require_model_folder(path)
+    try:
+        return AutoModelForCausalLM.from_pretrained(str(path), dtype=_DTYPES[dtype])
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(
+            f"model.path={str(path)!r} can't be loaded as a causal language model: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def require_model_folder(path: str | Path) -> None:
+    """Raise ModelError unless `path` is a model folder with configuration and weights.
+
+    A value that is not a local folder and looks like a hub id (`owner/name`) is let through:
+    whether the hub has it is found out by loading it.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        if _looks_like_hub_id(str(path)):
+            return
+        raise ModelError(
+            f"model.path={str(path)!r} does not exist; give a folder written by save_pretrained, "
+            "a hub id (owner/name), or leave it empty for a model from scratch"
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model.path={str(path)!r} has no config.json; give a folder written by save_pretrained"
+        )
+    if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
+        raise ModelError(
+            f"model.path={str(path)!r} has no weights (model.safetensors); save the model there "
+            "with model.save_pretrained(folder)"
+        )
+    _require_whole_index(folder)
+
+
+def _require_whole_index(folder: Path) -> None:
+    """Raise ModelError when a sharded model lacks one of the files its index names."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    wanted = set(json.loads(index.read_text())["weight_map"].values())
+    missing = sorted(name for name in wanted if not (folder / name).is_file())
+    if missing:
+        raise ModelError(
+            f"model.path={str(folder)!r} lacks the weight files {missing}; copy them too"
+        )
+
+
+def check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Raise ModelError when the tokenizer can emit ids that the embedding does not have."""
+    if len(tokenizer) > vocab_size:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens but the model in {where} has an embedding "
+            f"of {vocab_size}; use the tokenizer that belongs to the model, or resize the embedding"
+        )
+
+
+def check_context(prompt_tokens: int, response_tokens: int, context: int) -> None:
+    """Raise ModelError when the longest prompt and completion don't fit the model's context."""
+    if prompt_tokens + response_tokens > context:
+        raise ModelError(
+            f"the longest prompt has {prompt_tokens} tokens and data.max_response_length="
+            f"{response_tokens}, together more than the model's context of {context}; lower "
+            "data.max_response_length, set data.max_prompt_length to drop long prompts, or raise "
+            "model.max_position_embeddings of a model from scratch"
+        )
+
+
+def vocabulary_and_context(path: str | Path) -> tuple[int, int]:
+    """Return the embedding's size and the context (tokens) of a model, without its weights."""
+    config = AutoConfig.from_pretrained(str(path)).get_text_config()
+    return int(config.vocab_size), int(getattr(config, "max_position_embeddings", 1 << 30))
+
+
+def _looks_like_hub_id(value: str) -> bool:
+    return value.count("/") == 1 and not value.startswith((".", "/", "~")) and " " not in value
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

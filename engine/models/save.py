@@ -1,0 +1,29 @@
+"""Writing a model folder that transformers, vLLM and this project can load again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from engine.errors import StorageError
+
+
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path
+) -> Path:
+    """Write safetensors, configuration and tokenizer to `folder`.
+
+    Raises StorageError (disk full, no permission). The caller publishes the folder by renaming
+    it, so a half-written one is never seen.
+    """
+    folder = Path(folder)
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise StorageError(
+            f"the model could not be written to {folder}: {error}; free space or choose another "
+            "place with HYBRIDFLYTE_HOME"
+        ) from error
+    return folder

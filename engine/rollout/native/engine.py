@@ -1,0 +1,140 @@
+"""The rollout engine `native`: decodes with the trainer's own parameters, copying none of them.
+
+An optimizer step is seen by the next rollout as it is; `update_weights` only records the version.
+Models of the Llama family take the fast path of `decoder.py`, others that of `generic.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.errors import RolloutError
+from engine.rollout.native import generic
+from engine.rollout.native.decoder import LlamaDecoder
+from engine.rollout.native.rows import RowResults
+from engine.rollout.native.scheduler import Scheduler
+from engine.rollout.native.weights import Unsupported, bind
+from engine.rollout.protocol import Completion, SamplingParams, register_engine
+from engine.rollout.requests import (
+    RolloutStats,
+    WeightGuard,
+    check_request,
+    resolve_max_model_len,
+)
+
+
+@register_engine("native")
+class NativeEngine:
+    """Rollouts on the device and in the storage of the trainer's model.
+
+    >>> engine = NativeEngine(model, max_num_seqs=512)
+    >>> engine.generate([[5, 6, 7]], SamplingParams(n=2, max_new_tokens=16, stop_token_ids=(2,)))
+    [Completion(prompt_index=0, …), Completion(prompt_index=0, …)]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_num_seqs: int = 512,
+        max_model_len: int | None = None,
+        kv_cache_memory_mb: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Bind to `model`, a transformers causal LM.
+
+        `max_model_len` defaults to the model's context. `kv_cache_memory_mb` is taken for the sake
+        of one set of options and not used: the cache follows the rows in flight. `seed` is added
+        to that of each request. Raises ConfigError for a length beyond the model's context.
+        """
+        if max_num_seqs < 1:
+            raise RolloutError(f"max_num_seqs={max_num_seqs} decodes nothing; use 1 or more")
+        self.stats = RolloutStats()
+        self._guard = WeightGuard("native")
+        self._max_num_seqs, self._seed = max_num_seqs, seed
+        self._model: nn.Module | None = model
+        self._max_model_len = resolve_max_model_len(max_model_len, _context(model))
+
+    @property
+    def policy_version(self) -> int:
+        return self._guard.version
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[Completion]:
+        """Return `n` completions a prompt, in order; `on_progress` gets the number finished so far.
+
+        A completion ends at a stop token, at `max_new_tokens`, or at `max_model_len`. Raises
+        RolloutError for a bad request, NaN logits, and weights that are not whole.
+        """
+        self._guard.check()
+        model = self._model
+        assert model is not None
+        check_request(prompts, params, self._max_model_len, _vocabulary(model))
+        self.stats = RolloutStats(prompt_tokens=sum(map(len, prompts)))
+        if not prompts:
+            return []
+        started = time.perf_counter()
+        with torch.inference_mode():
+            completions = self._decode(model, prompts, params, on_progress)
+        self.stats.seconds = time.perf_counter() - started
+        return completions
+
+    def _decode(
+        self,
+        model: nn.Module,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        on_progress: Callable[[int], None] | None,
+    ) -> list[Completion]:
+        params = dataclasses.replace(params, seed=params.seed + self._seed)
+        slots = min(self._max_num_seqs, len(prompts) * params.n)
+        device = next(model.parameters()).device
+        results = RowResults(prompts, params, self._max_model_len, device, on_progress)
+        try:
+            weights = bind(model)
+        except Unsupported:
+            generic.decode(model, prompts, params, slots, results, self.stats)
+        else:
+            longest = max(map(len, prompts))
+            new_tokens = min(params.max_new_tokens, self._max_model_len)
+            decoder = LlamaDecoder(weights, slots, params.n, longest, new_tokens)
+            Scheduler(decoder, prompts, params, slots, results, self.stats).run()
+        return results.completions(self._guard.version, self.stats)
+
+    def update_weights(self, model: nn.Module, version: int) -> None:
+        """Serve `model`'s storage from now on, as policy `version`; nothing is copied."""
+        with self._guard.updating(version):
+            _refuse_meta(model)
+            self._model = model
+
+    def close(self) -> None:
+        """Let go of the model; `generate` raises RolloutError afterwards."""
+        self._guard.refuse("it was closed")
+        self._model = None
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise RolloutError(
+                f"parameter {name!r} is on the meta device and holds no numbers; load the model"
+            )
+
+
+def _context(model: Any) -> int | None:
+    config: Any = getattr(model, "config", None)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])

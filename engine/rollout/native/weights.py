@@ -1,0 +1,150 @@
+"""The trainer's own parameters, looked up for decoding: no copies, checked to be a known shape.
+
+`bind` reads a transformers model of the Llama family (Llama, Mistral, Qwen2, Qwen3) into plain
+tuples of its parameters. Anything it does not know exactly, it refuses with the reason; such a
+model is decoded by `generic.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from engine.rollout.linear import LinearFunction, linear_function
+
+_FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # frequencies that don't follow the length
+
+
+class Weight(NamedTuple):
+    """A linear's parameters: weight `[out, in]`, bias `[out]` or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Norm(NamedTuple):
+    """An RMSNorm's weight `[size]` and epsilon."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer."""
+
+    q: Weight
+    k: Weight
+    v: Weight
+    o: Weight
+    gate: Weight
+    up: Weight
+    down: Weight
+    input_norm: Norm
+    post_norm: Norm
+    q_norm: Norm | None
+    k_norm: Norm | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """A Llama-shaped model: its parameters and the numbers its forward pass needs."""
+
+    layers: tuple[LayerWeights, ...]
+    embedding: Tensor  # [V, hidden]
+    head: Weight
+    norm: Norm
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float  # multiplies q·k
+    activation: Callable[[Tensor], Tensor]
+    rotary: nn.Module
+    linear: LinearFunction
+
+
+class Unsupported(Exception):
+    """The model differs from the shapes `decoder.py` computes; the message says where."""
+
+
+def bind(model: Any) -> ModelWeights:
+    """Look up `model`'s parameters; raise Unsupported where its forward pass is another one."""
+    if type(model) not in _FAMILIES:
+        raise Unsupported(f"{type(model).__name__} is not a Llama, Mistral, Qwen2 or Qwen3 model")
+    _refuse_variants(model)
+    config, body = model.config, model.model
+    attention = body.layers[0].self_attn
+    head = _linear(model.lm_head)
+    return ModelWeights(
+        layers=tuple(_layer(layer) for layer in body.layers),
+        embedding=body.embed_tokens.weight,
+        head=head,
+        norm=_norm(body.norm),
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        scaling=attention.scaling,
+        activation=_activation(body.layers[0].mlp.act_fn),
+        rotary=body.rotary_emb,
+        linear=linear_function(head.weight),
+    )
+
+
+def _refuse_variants(model: Any) -> None:
+    """Raise Unsupported for sliding windows, moving RoPE, hooks, adapters and sharded tensors."""
+    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]
+    if any(windows) or (
+        isinstance(model, MistralForCausalLM) and model.config.sliding_window is not None
+    ):
+        raise Unsupported("it uses sliding-window attention")
+    if model.model.rotary_emb.rope_type not in _STATIC_ROPE:
+        raise Unsupported(f"its RoPE type is {model.model.rotary_emb.rope_type!r}")
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise Unsupported(f"its module {name!r} has forward hooks")
+    for name, parameter in model.named_parameters():
+        if type(parameter.data) is not Tensor:
+            raise Unsupported(f"its parameter {name!r} is a {type(parameter.data).__name__}")
+
+
+def _layer(layer: Any) -> LayerWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    return LayerWeights(
+        q=_linear(attention.q_proj),
+        k=_linear(attention.k_proj),
+        v=_linear(attention.v_proj),
+        o=_linear(attention.o_proj),
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        down=_linear(mlp.down_proj),
+        input_norm=_norm(layer.input_layernorm),
+        post_norm=_norm(layer.post_attention_layernorm),
+        q_norm=None if q_norm is None else _norm(q_norm),
+        k_norm=None if k_norm is None else _norm(k_norm),
+    )
+
+
+def _linear(module: nn.Module) -> Weight:
+    if type(module) is not nn.Linear:
+        raise Unsupported(f"a projection is a {type(module).__name__}, not a plain Linear")
+    return Weight(module.weight, module.bias)
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, module.variance_epsilon)
+
+
+def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return F.silu if type(module).__name__ in {"SiLUActivation", "SiLU"} else module

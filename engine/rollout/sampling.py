@@ -1,0 +1,108 @@
+"""Drawing tokens from logits: noise that depends on nothing but a request's place, and truncation.
+
+A token is drawn by inverting the cumulative distribution at a uniform number. That number is a hash
+of (seed, prompt index, completion index, position), so neither the batch a row is decoded in nor
+its slot changes what is drawn. Nothing here knows models, caches or engines.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.rollout.protocol import SamplingParams
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+def row_keys(seed: int, prompt_index: Tensor, completion_index: Tensor) -> Tensor:
+    """Hash each row's place in the request to a key `[N]`, int64.
+
+    `prompt_index` and `completion_index` are int64 `[N]`.
+    """
+    root = _mix(torch.tensor(_signed(seed ^ _GOLDEN), device=prompt_index.device))
+    return _mix(_mix(root + prompt_index * _signed(_GOLDEN)) + completion_index * _signed(_MIX_1))
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Return float32 numbers in [0, 1) `[R]` for keys `[R]` at token positions `[R]` (int64).
+
+    The generator is SplitMix64 (Steele et al., 2014) used as a counter-based one; 24 bits are kept.
+    """
+    bits = _shift(_mix(keys + (positions + 1) * _signed(_GOLDEN)), 40)
+    return bits.to(torch.float32) * 2.0**-24
+
+
+def sample(logits: Tensor, noise: Tensor | None, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Draw one token a row: tokens int64 `[R]` and their log-probs float32 `[R]`.
+
+    `logits` is `[R, V]`; `noise` `[R]` in [0, 1) is ignored by greedy decoding. Log-probs are of
+    the distribution drawn from: softmax(logits / temperature), cut to `top_k`, then to `top_p`,
+    and renormalised; for greedy decoding of softmax(logits). A row of logits with a NaN gives a
+    NaN log-prob.
+    """
+    logits = logits.float()
+    if params.temperature == 0:
+        tokens = logits.argmax(-1, keepdim=True)
+        return tokens[:, 0], logits.softmax(-1).gather(1, tokens)[:, 0].log()
+    assert noise is not None
+    if params.temperature != 1:
+        logits = logits / params.temperature
+    vocabulary = logits.shape[-1]
+    if 0 < params.top_k < vocabulary or params.top_p < 1:
+        kept = params.top_k if 0 < params.top_k < vocabulary else vocabulary
+        logits, order = logits.topk(kept, dim=-1)  # sorted, most likely first
+        probs = _nucleus(logits.softmax(-1), params.top_p)
+        choice, log_probs = _invert(probs, noise)
+        return order.gather(1, choice)[:, 0], log_probs
+    choice, log_probs = _invert(logits.softmax(-1), noise)
+    return choice[:, 0], log_probs
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Keep the shortest prefix of sorted `probs` `[R, K]` with mass `top_p`, renormalised."""
+    if top_p >= 1:
+        return probs
+    before = probs.cumsum(-1) - probs
+    drop = before >= top_p
+    drop[:, 0] = False  # rounding or a tiny top_p must not empty the set
+    probs = probs.masked_fill(drop, 0.0)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def _invert(probs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index `[R, 1]` where the sum of `probs` `[R, K]` passes `noise`, and its log.
+
+    The index is the first whose sum exceeds the target, and the target lies below the last sum, so
+    a token of probability 0, which leaves the sum where it was, is never chosen.
+    """
+    cdf = probs.cumsum(-1)
+    total = cdf[:, -1:].contiguous()
+    target = torch.minimum(noise[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    index = torch.searchsorted(cdf, target, right=True).clamp_(max=probs.shape[-1] - 1)
+    chosen = probs.gather(1, index)
+    if probs.device.type != "cpu":  # a parallel scan need not be monotone
+        best, best_index = probs.max(-1, keepdim=True)
+        void = chosen == 0
+        index, chosen = torch.where(void, best_index, index), torch.where(void, best, chosen)
+    return index, chosen[:, 0].log()
+
+
+def _mix(z: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 tensors (multiplication wraps as on unsigned words)."""
+    z = (z ^ _shift(z, 30)) * _signed(_MIX_1)
+    z = (z ^ _shift(z, 27)) * _signed(_MIX_2)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch's `>>` on int64 carries the sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    """Return the int64 with the low 64 bits of `word`."""
+    word &= (1 << 64) - 1
+    return word - (1 << 64) if word >> 63 else word

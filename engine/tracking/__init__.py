@@ -1,0 +1,12 @@
+"""Runs, metrics and models in MLflow.
+
+`connection` opens a store and turns its errors into sentences, `registry` holds model versions and
+aliases, `stage` one run while it is open, `tracker` the runs of a pipeline, `values` what MLflow
+accepts as parameters and metrics. Importing this package does not import mlflow (which takes 2 s).
+"""
+
+from engine.tracking.registry import ModelVersion
+from engine.tracking.stage import StageRun
+from engine.tracking.tracker import Tracker
+
+__all__ = ["ModelVersion", "StageRun", "Tracker"]

@@ -1,0 +1,225 @@
+"""Opening an MLflow store, and turning what it raises into sentences.
+
+What lives here: which store is used, creating a SQLite one whole, deadlines, error texts. What
+does not: what is written into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from engine.errors import TrackingError
+from engine.tracking.values import shorten
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+T = TypeVar("T")
+
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
+# Set before mlflow is imported, and only where the user has not: few and short retries instead of
+# MLflow's 7 retries of 120 s; no chatter; no calls home from a training job.
+DEFAULTS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "GIT_PYTHON_REFRESH": "quiet",
+}
+CAUSES = {
+    r"Connection refused": "connection refused",
+    r"Name or service not known|Failed to resolve|NameResolutionError|nodename nor servname": (
+        "its host name is unknown"
+    ),
+    r"timed out|Timeout": "no answer in time",
+    r"No route to host|Network is unreachable": "the network does not reach it",
+    r"\b401\b|UNAUTHENTICATED": "it wants other credentials",
+    r"\b403\b|PERMISSION_DENIED": "it does not permit this",
+    r"unable to open database file": "the database file can't be opened",
+    r"file is not a database": "the file is not a database",
+    r"readonly database": "the database is read-only",
+    r"database is locked": "another process holds the database's lock",
+    r"disk I/O error|database or disk is full": "the disk is full or broken",
+}
+
+
+def default_uri() -> str:
+    """Return $MLFLOW_TRACKING_URI, or the SQLite file mlflow.db of the working directory."""
+    return os.environ.get(URI_VARIABLE) or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
+
+
+class Connection:
+    """One MLflow store, opened at first use."""
+
+    def __init__(self, uri: str | None = None, experiment: str = "hybridflyte") -> None:
+        self.uri = uri or default_uri()
+        self.experiment = experiment
+        for variable, value in DEFAULTS.items():
+            os.environ.setdefault(variable, value)
+
+    @property
+    def database(self) -> Path | None:
+        """The file of a SQLite store; None for a server."""
+        if not self.uri.startswith("sqlite:///"):
+            return None
+        return Path(self.uri.removeprefix("sqlite:///")).absolute()
+
+    @functools.cached_property
+    def client(self) -> MlflowClient:
+        """MLflow's client of this store; raises TrackingError when a SQLite one can't be made."""
+        from mlflow import MlflowClient
+
+        with self.talking("open the store"):
+            if self.database is not None:
+                _create_database(self.database)
+            registry = os.environ.get("MLFLOW_REGISTRY_URI") or self.uri
+            return MlflowClient(self.uri, registry)
+
+    @functools.cached_property
+    def experiment_id(self) -> str:
+        """The id of the experiment, which is created when it is not there yet."""
+        from mlflow.exceptions import MlflowException
+
+        with self.talking("open the experiment"):
+            found = self.client.get_experiment_by_name(self.experiment)
+            if found is None:
+                try:
+                    return str(
+                        self.client.create_experiment(self.experiment, self._artifact_location())
+                    )
+                except MlflowException:
+                    # Another process may have created it since; anything else is a real error.
+                    found = self.client.get_experiment_by_name(self.experiment)
+                    if found is None:
+                        raise
+        if found.lifecycle_stage != "active":
+            raise TrackingError(
+                f"MLflow experiment {self.experiment!r} at {self.uri} was deleted; restore it with "
+                f"`mlflow experiments restore -x {found.experiment_id}` or set tracking.experiment"
+            )
+        return str(found.experiment_id)
+
+    def check(self, timeout_s: float = 5.0) -> None:
+        """Raise TrackingError within about `timeout_s` seconds when the store does not answer."""
+        if self.database is not None:
+            _ = self.experiment_id  # local: no deadline, the first migration may take its time
+            return
+        client = self.client
+        with self.talking("reach the server"):
+            _within(timeout_s, lambda: _ask(client, timeout_s))
+        _ = self.experiment_id
+
+    @contextlib.contextmanager
+    def talking(self, action: str) -> Iterator[None]:
+        """Turn any error of the store within the block into a TrackingError."""
+        try:
+            yield
+        except TrackingError:
+            raise
+        except Exception as error:
+            if not _is_from_store(error):
+                raise
+            raise TrackingError(
+                f"can't {action} at MLflow {self.uri}: {cause(error)}; check {URI_VARIABLE}, or "
+                "unset it to record in ./mlflow.db"
+            ) from error
+
+    def _artifact_location(self) -> str | None:
+        """Return where a local store keeps artifacts; a server decides for itself."""
+        if self.database is None:
+            return None
+        return (self.database.parent / "mlartifacts").as_uri()
+
+
+def cause(error: BaseException) -> str:
+    """Return the reason behind an error of MLflow in a few words."""
+    text = f"{type(error).__name__}: {error}"
+    for pattern, words in CAUSES.items():
+        if re.search(pattern, text):
+            return words
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return shorten(first.split(". ")[0].rstrip("."), 200)
+
+
+def _is_from_store(error: Exception) -> bool:
+    """Tell errors of MLflow, its HTTP client and its database from bugs of our own."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in (
+        "mlflow",
+        "requests",
+        "urllib3",
+        "sqlalchemy",
+        "alembic",
+        "sqlite3",
+        "botocore",
+    )
+
+
+def _create_database(path: Path) -> None:
+    """Create a SQLite store under another name and link it in place when it is complete.
+
+    MLflow runs its migrations one by one, so a process killed among them, or two processes at
+    once, would leave a database that no later run can open.
+    """
+    if path.exists():
+        return
+    from mlflow import MlflowClient
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        client = MlflowClient(f"sqlite:///{draft}")
+        client.search_experiments(max_results=1)
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _ask(client: MlflowClient, timeout_s: float) -> None:
+    """Ask the server for one experiment, without retries."""
+    limits = {
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": str(max(1, int(timeout_s))),
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    }
+    before = {variable: os.environ.get(variable) for variable in limits}
+    os.environ.update(limits)
+    try:
+        client.search_experiments(max_results=1)
+    finally:
+        for variable, value in before.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
+
+
+def _within(timeout_s: float, call: Callable[[], T]) -> T:
+    """Return call(), or raise TimeoutError after `timeout_s`, whatever the call hangs on."""
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="mlflow-check", daemon=True)
+    thread.start()
+    thread.join(timeout_s + 0.5)
+    if failure:
+        raise failure[0]
+    if not outcome:
+        raise TimeoutError(f"no answer in {timeout_s:g} s, timed out")
+    return outcome[0]

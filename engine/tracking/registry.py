@@ -1,0 +1,209 @@
+"""Model versions and aliases in MLflow's registry.
+
+A version is a folder logged to a run, whatever is inside, with tags that lead back to the
+artifact it came from. When an alias may move is decided elsewhere (`tasks/promote.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import StorageError, TrackingError
+from engine.lineage.manifest import MANIFEST, tree_digest, verify
+from engine.tracking import values
+from engine.tracking.connection import Connection
+
+MODELS_FOLDER = "models"
+READY_SECONDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersion:
+    """One registered version."""
+
+    name: str  # e.g. "hybridflyte-policy"
+    version: str  # e.g. "3"
+    run_id: str  # the run that holds its files
+    source: str  # where MLflow keeps its files
+    tags: dict[str, str]  # artifact_uri, artifact_digest, …
+    aliases: tuple[str, ...]  # e.g. ("champion",)
+
+
+class Registry(Connection):
+    """Registering, naming and fetching models."""
+
+    def register_model(
+        self,
+        folder: str | Path,
+        model_name: str,
+        run_id: str,
+        tags: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Log `folder` to a run and make it a version of `model_name`; return the version.
+
+        A folder with a manifest is checked first. The version gets the tags artifact_uri,
+        artifact_digest and artifact_kind (of a manifest). If that content is a version already,
+        its number is returned and nothing is written, so that a retry registers once.
+        """
+        folder = Path(folder).absolute()
+        if not folder.is_dir():
+            raise StorageError(f"model folder {folder} does not exist; give a published artifact")
+        facts = {"artifact_uri": str(folder)}
+        if (folder / MANIFEST).is_file():
+            manifest = verify(folder)
+            facts |= {"artifact_digest": manifest.digest, "artifact_kind": manifest.kind}
+        else:
+            facts |= {"artifact_digest": tree_digest(folder)}
+        # Named by content, so that two models logged to one run keep apart.
+        place = f"{MODELS_FOLDER}/{facts['artifact_digest'][:16]}"
+        with self.talking("register the model"):
+            known = self._version_of(model_name, facts["artifact_digest"])
+            if known is not None:
+                return known
+            self.client.log_artifacts(run_id, str(folder), place)
+            root = self.client.get_run(run_id).info.artifact_uri.rstrip("/")
+            self._ensure_model(model_name)
+            made = self.client.create_model_version(
+                model_name,
+                f"{root}/{place}",
+                run_id=run_id,
+                tags=values.tags(facts | dict(tags or {})),
+                await_creation_for=READY_SECONDS,
+            )
+        return str(made.version)
+
+    def champion(self, model_name: str, alias: str = "champion") -> ModelVersion | None:
+        """Return the version under an alias, None when the model or alias does not exist.
+
+        A store that can't be asked is a TrackingError, never None.
+        """
+        with self.talking("look up a model"):
+            model = self._model(model_name)
+            version = model.aliases.get(alias) if model is not None else None
+            if version is None:
+                return None
+            return _version(self.client.get_model_version(model_name, str(version)))
+
+    def model_version(self, reference: str) -> ModelVersion:
+        """Return what `models:/NAME@ALIAS` or `models:/NAME/VERSION` means; else TrackingError."""
+        name, alias, number = _parse(reference)
+        if alias:
+            found = self.champion(name, alias)
+        else:
+            with self.talking("look up a model"):
+                matches = self.client.search_model_versions(_by_name(name))
+            found = next((_version(v) for v in matches if str(v.version) == number), None)
+        if found is None:
+            raise TrackingError(f"MLflow {self.uri} has no {reference}; check the name")
+        return found
+
+    def set_alias(self, model_name: str, alias: str, version: str, expected: str | None) -> None:
+        """Move `alias` to `version` if it still stands on `expected` (None: nowhere).
+
+        Raises TrackingError, and moves nothing, when it stands elsewhere: somebody promoted another
+        version since the comparison was made.
+        """
+        current = self.champion(model_name, alias)
+        at = current.version if current else None
+        if at != expected:
+            raise TrackingError(
+                f"alias {alias!r} of {model_name!r} is on version {at} where {expected} was "
+                "compared with; evaluate against the present one and promote again"
+            )
+        with self.talking("move an alias"):
+            self.client.set_registered_model_alias(model_name, alias, version)
+
+    def download_model(
+        self, model_name: str, version_or_alias: str | int, dest: str | Path
+    ) -> Path:
+        """Fetch a version's folder to `dest`, whole or not at all, checked by its manifest.
+
+        Digits mean a version, anything else an alias. `dest` must not exist.
+        """
+        import mlflow.artifacts
+
+        dest = Path(dest).absolute()
+        if dest.exists():
+            raise StorageError(f"{dest} is already there; choose another folder for the model")
+        label = str(version_or_alias)
+        sign = "/" if label.isdigit() else "@"
+        version = self.model_version(f"models:/{model_name}{sign}{label}")
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{dest.name}.", dir=dest.parent))
+        try:
+            with self.talking("download a model"):
+                # A models:/ address would be looked up in MLflow's global store, not in this one.
+                files = self.client.get_model_version_download_uri(model_name, version.version)
+                got = Path(
+                    mlflow.artifacts.download_artifacts(
+                        files, dst_path=str(draft), tracking_uri=self.uri
+                    )
+                )
+            if (got / MANIFEST).is_file():
+                verify(got)
+            os.rename(got, dest)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        return dest
+
+    def _model(self, model_name: str) -> Any | None:
+        """Return MLflow's registered model, None when there is none of that name."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self.client.get_registered_model(model_name)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+
+    def _ensure_model(self, model_name: str) -> None:
+        from mlflow.exceptions import MlflowException
+
+        if self._model(model_name) is None:
+            try:
+                self.client.create_registered_model(model_name)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+
+    def _version_of(self, model_name: str, digest: str) -> str | None:
+        """Return the version that holds this content, if one does."""
+        found = self.client.search_model_versions(_by_name(model_name))
+        same = [int(v.version) for v in found if v.tags.get("artifact_digest") == digest]
+        return str(max(same)) if same else None
+
+
+def _version(found: Any) -> ModelVersion:
+    return ModelVersion(
+        name=found.name,
+        version=str(found.version),
+        run_id=found.run_id or "",
+        source=found.source or "",
+        tags=dict(found.tags),
+        aliases=tuple(found.aliases),
+    )
+
+
+def _by_name(model_name: str) -> str:
+    return "name='" + model_name.replace("'", "''") + "'"
+
+
+def _parse(reference: str) -> tuple[str, str, str]:
+    """Split `models:/NAME@ALIAS` or `models:/NAME/VERSION` into name, alias and version."""
+    rest = reference.removeprefix("models:/")
+    name, at, alias = rest.rpartition("@")
+    if at and name and alias:
+        return name, alias, ""
+    name, slash, number = rest.rpartition("/")
+    if slash and name and number.isdigit():
+        return name, "", number
+    raise TrackingError(
+        f"{reference!r} is no model reference; write models:/NAME@ALIAS or models:/NAME/VERSION"
+    )

@@ -1,0 +1,1 @@
+"""Training loops: the warm start and reinforcement learning."""

@@ -1,0 +1,142 @@
+"""The RL loop: prompts in, an improved policy out.
+
+One ordinary program: take prompts, run the dataflow's step over the roles, report. What a step
+does is in `engine.dataflows`, what a role does in `engine.workers`, where they run in
+`engine.controller`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from engine.batch import Batch
+from engine.config import RLConfig
+from engine.controller.futures import LazyBatch
+from engine.controller.launch import launch
+from engine.data.collate import collate_prompts
+from engine.data.loader import PromptLoader
+from engine.data.templates import encode_prompt
+from engine.data.tokenizer import load_tokenizer
+from engine.dataflows import choose_dataflow
+from engine.dataflows.algo import Algo, StepResult
+from engine.trainers.rl_setup import check_config, place, role_specs
+
+OnStep = Callable[[int, int, dict[str, float]], None]  # step (1-based), total steps, metrics
+
+
+class RLTrainer:
+    """Improves the policy in `model_path` on the prompts of `loader`.
+
+    A context manager: leaving it stops the workers. `on_step(step, total_steps, metrics)` is
+    called after every step. Raises ConfigError or PlacementError before any worker starts.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        config: RLConfig,
+        loader: PromptLoader,
+        *,
+        max_response_length: int,
+        max_model_len: int,
+        seed: int = 0,
+        dtype: str = "float32",
+        on_step: OnStep = lambda step, total, metrics: None,
+    ) -> None:
+        check_config(config)
+        self.config, self.loader, self.on_step = config, loader, on_step
+        self.tokenizer = load_tokenizer(model_path)
+        self.dataflow = choose_dataflow(config.algorithm.adv_estimator)
+        self.algo = Algo(config.algorithm, recompute_old_log_probs=config.recompute_old_log_probs)
+        self.step = 0
+        specs = role_specs(
+            str(model_path),
+            config,
+            self.dataflow.roles,
+            max_response_length=max_response_length,
+            max_model_len=max_model_len,
+            seed=seed,
+            dtype=dtype,
+        )
+        self.roles = launch(place(config, self.dataflow.roles), specs, config.trainer.threads)
+
+    def fit(self, num_steps: int | None = None) -> dict[str, float]:
+        """Run `num_steps` more steps (default: up to the configured total); return the last
+        step's metrics."""
+        total = self.config.trainer.total_training_steps
+        stop = total if num_steps is None else self.step + num_steps
+        metrics: dict[str, float] = {}
+        while self.step < stop:
+            start = time.perf_counter()
+            prompts = self._encode(self.loader.next_batch())
+            result: StepResult = self.dataflow.step(self.roles, prompts, self.algo)
+            updates = [future.result() for future in result.updates]
+            self.step += 1
+            metrics = summarise(result.batch, time.perf_counter() - start)
+            for update in updates:
+                metrics |= update
+            self.on_step(self.step, stop, metrics)
+        return metrics
+
+    def validate(self, rows: Sequence[dict[str, Any]]) -> float:
+        """Mean reward of greedy completions to the prompts of `rows`."""
+        batch = LazyBatch(self.roles.rollout.generate_greedy(self._encode(rows)))
+        batch |= self.roles.reward.score(batch)
+        return float(batch["token_level_scores"].sum(1).mean())
+
+    def save(self, folder: str | Path) -> None:
+        """Write the policy and tokenizer as a Hugging Face folder."""
+        self.roles.actor.save(str(folder)).result()
+
+    def close(self) -> None:
+        """Stop the workers and free what they hold."""
+        self.roles.close()
+
+    def _encode(self, rows: Sequence[dict[str, Any]]) -> Batch:
+        ids = [encode_prompt(self.tokenizer, row["prompt"]) for row in rows]
+        return collate_prompts(rows, ids)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def summarise(lazy: LazyBatch, seconds: float) -> dict[str, float]:
+    """Facts of one step's batch: reward, lengths, truncation, group signal, throughput."""
+    batch = lazy.resolve()
+    scores = batch["token_level_scores"].sum(1)
+    lengths = batch["response_mask"].sum(1)
+    tokens = float(batch["attention_mask"].sum())
+    return {
+        "reward/mean": float(scores.mean()),
+        "reward/std": float(scores.std(correction=0)),
+        "reward/format_rate": float(batch.columns["has_format"].astype(float).mean()),
+        "reward/groups_with_signal": _groups_with_signal(scores, batch["group_ids"]),
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated": float(batch["truncated"].float().mean()),
+        "perf/step_s": seconds,
+        "perf/tokens_per_s": tokens / seconds,
+    }
+
+
+def _groups_with_signal(scores: torch.Tensor, group_ids: torch.Tensor) -> float:
+    """Share of groups whose completions don't all have the same score."""
+    _, index = group_ids.unique(return_inverse=True)
+    groups = int(index.max()) + 1
+    low = torch.full((groups,), torch.inf).scatter_reduce(0, index, scores, "amin")
+    high = torch.full((groups,), -torch.inf).scatter_reduce(0, index, scores, "amax")
+    return float((high > low).float().mean())

@@ -1,0 +1,139 @@
+"""The warm start: supervised fine-tuning on prompt/response pairs.
+
+Loss on response tokens only; batches of rows of similar length; micro-batches within a token
+budget, whose gradients add up to that of the whole batch. Reading rows and saving the model are
+the caller's matter.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.batch import Batch
+from engine.config import SFTConfig
+from engine.data.bucketing import length_bucketed_epoch
+from engine.data.collate import collate_completions
+from engine.errors import DataError
+from engine.models.forward import response_log_probs
+from engine.workers.micro import micro_batches
+from engine.workers.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One encoded pair."""
+
+    prompt_ids: list[int]  # e.g. [2, 17, 9, 3]
+    response_ids: list[int]  # ends with the end token, e.g. [21, 30, 1]
+
+
+OnStep = Callable[[int, int, dict[str, float]], None]  # step (1-based), total steps, metrics
+
+
+class SFTTrainer:
+    """Fine-tunes `model` in place.
+
+    `on_step(step, total_steps, metrics)` is called after every optimizer step with `sft/loss`
+    (mean negative log-likelihood a response token, nats), `sft/lr`, `sft/grad_norm`,
+    `sft/tokens_per_s`, and, where one was taken, `sft/validation_loss`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pad_token_id: int,
+        config: SFTConfig,
+        *,
+        seed: int,
+        on_step: OnStep = lambda step, total, metrics: None,
+    ) -> None:
+        self.model, self.config, self.seed = model, config, seed
+        self.pad_token_id, self.on_step = pad_token_id, on_step
+
+    def fit(self, train: Sequence[Example], validation: Sequence[Example]) -> dict[str, float]:
+        """Train for the configured epochs or steps; return the last step's metrics.
+
+        Raises DataError when there is nothing to train on, EngineError when training diverges.
+        """
+        if not train:
+            raise DataError("the warm start has no rows; check data.sft_size and the source")
+        torch.set_num_threads(self.config.threads or os.cpu_count() or 1)
+        total = self.total_steps(len(train))
+        optimizer = Optimizer(self.model, self.config.optim, total)
+        self.model.train()
+        metrics: dict[str, float] = {}
+        for step, rows in enumerate(self._batches(train, total), start=1):
+            start = time.perf_counter()
+            batch = _collate([train[i] for i in rows], self.pad_token_id)
+            loss = self._accumulate(batch)
+            norm = optimizer.step()
+            tokens = int(batch["attention_mask"].sum())
+            metrics = {
+                "sft/loss": loss,
+                "sft/lr": optimizer.lr,
+                "sft/grad_norm": norm,
+                "sft/tokens_per_s": tokens / (time.perf_counter() - start),
+            }
+            if validation and (step % self.config.validate_every == 0 or step == total):
+                metrics["sft/validation_loss"] = self.validation_loss(validation)
+            self.on_step(step, total, metrics)
+        return metrics
+
+    def total_steps(self, rows: int) -> int:
+        """Optimizer steps that the configuration asks for over `rows` examples."""
+        by_epochs = math.ceil(self.config.epochs * math.ceil(rows / self._batch_size(rows)))
+        return self.config.max_steps or by_epochs
+
+    def validation_loss(self, examples: Sequence[Example]) -> float:
+        """Mean negative log-likelihood a response token, in nats."""
+        batch = _collate(examples, self.pad_token_id)
+        total = 0.0
+        with torch.no_grad():
+            for _, micro in micro_batches(batch, self.config.max_tokens_per_micro_batch):
+                total -= float(response_log_probs(self.model, micro, 1.0)[0].sum())
+        return total / float(batch["response_mask"].sum())
+
+    def _accumulate(self, batch: Batch) -> float:
+        """Add the gradients of the mean loss over the batch's response tokens; return it."""
+        tokens = float(batch["response_mask"].sum())
+        total = 0.0
+        for _, micro in micro_batches(batch, self.config.max_tokens_per_micro_batch):
+            loss = -response_log_probs(self.model, micro, 1.0)[0].sum() / tokens
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+    def _batches(self, train: Sequence[Example], total: int) -> list[list[int]]:
+        """Row numbers of each of `total` steps; every epoch in a new order."""
+        lengths = [len(e.prompt_ids) + len(e.response_ids) for e in train]
+        batches: list[list[int]] = []
+        epoch = 0
+        while len(batches) < total:
+            size = self._batch_size(len(train))
+            batches += length_bucketed_epoch(lengths, size, seed=self.seed * 1000 + epoch)
+            epoch += 1
+        return batches[:total]
+
+    def _batch_size(self, rows: int) -> int:
+        return min(self.config.train_batch_size, rows)
+
+
+def _collate(examples: Sequence[Example], pad_token_id: int) -> Batch:
+    """Lay pairs out as completions, their sampling log-probs being none (zeros)."""
+    prompts = Batch(
+        {"group_ids": torch.arange(len(examples))}, {"prompt_ids": [e.prompt_ids for e in examples]}
+    )
+    return collate_completions(
+        prompts,
+        range(len(examples)),
+        [e.response_ids for e in examples],
+        [[0.0] * len(e.response_ids) for e in examples],
+        pad_token_id=pad_token_id,
+    ).select(["input_ids", "attention_mask", "responses", "response_mask"])

@@ -1,0 +1,72 @@
+"""Optimizer, learning-rate schedule and one clipped step: the same for SFT, actor and critic."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.config import OptimConfig
+from engine.errors import EngineError
+
+
+class Optimizer:
+    """AdamW whose schedule advances once an optimizer step.
+
+    Biases, norms and other vectors get no weight decay.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimConfig, total_steps: int) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        matrices = [p for p in self.parameters if p.dim() >= 2]
+        vectors = [p for p in self.parameters if p.dim() < 2]
+        groups: list[dict[str, Any]] = [{"params": matrices}] if matrices else []
+        if vectors:
+            groups.append({"params": vectors, "weight_decay": 0.0})
+        self._adam = torch.optim.AdamW(
+            groups,
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._adam, lambda step: learning_rate_factor(step, total_steps, config)
+        )
+        self._clip = config.grad_clip
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return float(self._schedule.get_last_lr()[0])
+
+    def step(self) -> float:
+        """Clip, update, clear gradients; return the global gradient norm before clipping.
+
+        Raises EngineError when the norm is not finite: the weights are left as they were.
+        """
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, self._clip))
+        if not math.isfinite(norm):
+            self._adam.zero_grad(set_to_none=True)
+            raise EngineError(
+                f"the gradient norm is {norm}: training has diverged; lower optim.lr "
+                f"(now {self.lr:.2e}) or look for bad rewards or data"
+            )
+        self._adam.step()
+        self._schedule.step()
+        self._adam.zero_grad(set_to_none=True)
+        return norm
+
+
+def learning_rate_factor(step: int, total_steps: int, config: OptimConfig) -> float:
+    """Share of the peak learning rate at `step` (0-based): linear warm-up, then the schedule."""
+    warmup = max(1, round(config.warmup_ratio * total_steps))
+    if config.warmup_ratio > 0 and step < warmup:
+        return (step + 1) / warmup
+    if config.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    shape = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape

@@ -1,0 +1,38 @@
+"""The reference: the policy as it was before RL, frozen."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.batch import Batch
+from engine.models import load_model
+from engine.models.forward import response_log_probs
+from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
+from engine.workers.micro import micro_batches
+
+
+class ReferenceWorker(Worker):
+    """Gives the frozen model's log-probs."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        model_path: str,
+        temperature: float,
+        max_tokens_per_micro_batch: int,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__(context)
+        self.model = load_model(model_path, dtype).eval().requires_grad_(False)
+        self.temperature, self.budget = temperature, max_tokens_per_micro_batch
+
+    @dispatch(Dispatch.DATA_PARALLEL)
+    def log_probs(self, batch: Batch) -> Batch:
+        """`ref_log_probs [B, R]`."""
+        out = torch.zeros(batch["responses"].shape)
+        with torch.no_grad():
+            for rows, micro in micro_batches(batch, self.budget):
+                width = micro["responses"].shape[1]
+                out[rows, :width] = response_log_probs(self.model, micro, self.temperature)[0]
+        return Batch({"ref_log_probs": out})

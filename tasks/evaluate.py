@@ -1,0 +1,145 @@
+"""Task `evaluate`: the warm start and the RL model on the same held-out problems.
+
+Artifact `evaluation`: `rows_warm_start.parquet`, `rows_rl.parquet` (schema `EVALUATION_ROWS`),
+`comparison.json` (rates with intervals, the paired gain), `report.html` (also the task's Deck).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flytekit import Deck, task
+from flytekit.deck import DeckField
+from flytekit.types.directory import FlyteDirectory
+
+from engine.config import DataConfig, EvaluateConfig
+from tasks.context import IMAGE, LARGE, RunContext, say, stage, stage_cache
+
+
+@task(
+    cache=stage_cache(),
+    requests=LARGE,
+    container_image=IMAGE,
+    retries=1,
+    enable_deck=True,
+    deck_fields=(DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT),
+)
+def evaluate(
+    run: RunContext,
+    dataset: FlyteDirectory,
+    warm_start: FlyteDirectory,
+    policy: FlyteDirectory,
+    data: DataConfig,
+    config: EvaluateConfig,
+    seed: int,
+) -> FlyteDirectory:
+    """Compare the two models by greedy pass@1, pass@k, majority vote, format and length."""
+    import pandas as pd
+
+    from engine.console import Progress, progress
+    from engine.evaluation.report import render_report
+    from engine.evaluation.summary import summarise
+    from engine.evaluator import evaluate_model
+    from tasks.schemas import EVALUATION_ROWS, check
+
+    settings = {"evaluate": config.model_dump(mode="json"), "seed": seed}
+    with stage("evaluation", run, settings) as this:
+        test_file = this.parent("dataset", dataset) / "test.parquet"
+        test = pd.read_parquet(test_file)
+        require_unseen(test_file.parent)
+        models = {
+            "warm_start": this.parent("warm_start", warm_start),
+            "rl": this.parent("policy", policy),
+        }
+        rows: dict[str, pd.DataFrame] = {}
+        each = len(test) * (1 + config.samples)
+        bar: Progress[None] = progress(len(models) * each, "evaluate", "answer")
+        with bar:
+            for name, folder in models.items():
+                done_before = len(rows) * each
+                rows[name] = evaluate_model(
+                    folder,
+                    test,
+                    name,  # type: ignore[arg-type]
+                    config,
+                    max_response_length=data.max_response_length,
+                    seed=seed,
+                    on_progress=lambda n, base=done_before: bar.update(base + n - bar.count),
+                )
+                check(rows[name], EVALUATION_ROWS, f"evaluation of {name}")
+                rows[name].to_parquet(this.folder / f"rows_{name}.parquet", index=False)
+        comparison = summarise(
+            rows["warm_start"],
+            rows["rl"],
+            config.k,
+            config.confidence,
+            config.bootstrap_samples,
+            seed,
+        )
+        (this.folder / "comparison.json").write_text(comparison.to_json())
+        page = render_report(
+            comparison,
+            rows["warm_start"],
+            rows["rl"],
+            facts={"run": run.run_id, "data": f"{data.source}, {len(test)} held-out problems"},
+            curves=training_curves(models["rl"]),
+        )
+        (this.folder / "report.html").write_text(page)
+        Deck("Evaluation", page)
+        say(
+            f"evaluation: pass@1 {comparison.before.pass_at_1.mean:.1%} → "
+            f"{comparison.after.pass_at_1.mean:.1%}, gain {comparison.gain.mean:+.1%} "
+            f"[{comparison.gain.low:+.1%}, {comparison.gain.high:+.1%}]"
+        )
+        return this.publish(
+            {
+                "pass_at_1_warm_start": comparison.before.pass_at_1.mean,
+                "pass_at_1_rl": comparison.after.pass_at_1.mean,
+                "gain": comparison.gain.mean,
+                "gain_low": comparison.gain.low,
+                "gain_high": comparison.gain.high,
+            }
+        )
+
+
+def require_unseen(dataset: Path) -> None:
+    """Raise DataError when a test prompt is in any split that a stage trained or chose on."""
+    import pandas as pd
+
+    from tasks.preprocess import SPLITS
+    from tasks.schemas import check_disjoint
+
+    check_disjoint({name: pd.read_parquet(dataset / f"{name}.parquet") for name in SPLITS})
+
+
+def training_curves(policy: Path) -> dict[str, list[float]]:
+    """Per-step metrics of the RL run that made the model, for the report."""
+    import pandas as pd
+
+    steps = pd.read_parquet(policy / "metrics.parquet")
+    wanted = {
+        "reward": "reward/mean",
+        "KL": "actor/kl",
+        "entropy": "actor/entropy",
+        "response length": "response/length_mean",
+    }
+    return {label: steps[key].tolist() for label, key in wanted.items() if key in steps}
+
+
+def read_comparison(evaluation: Path) -> dict[str, Any]:
+    """Return `comparison.json` of an evaluation artifact; LineageError when it is unreadable."""
+    from engine.errors import LineageError
+
+    path = evaluation / "comparison.json"
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise LineageError(
+            f"{path} can't be read ({error}); the evaluation is incomplete, so nothing is "
+            "promoted; run again with --overwrite-cache"
+        ) from error
+    if not isinstance(values, dict):
+        raise LineageError(f"{path} is not a JSON object; run again with --overwrite-cache")
+    return values

@@ -1,0 +1,136 @@
+"""Task `preprocess`: a source becomes validated Parquet splits and a tokenizer.
+
+Artifact `dataset`: `sft_train`, `sft_validation`, `train`, `validation`, `test` (`.parquet`, in the
+data contract of `tasks.schemas`), `tokenizer/` (Hugging Face), `dataset.json` (lengths in tokens).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+
+from engine.config import DataConfig
+from tasks.context import IMAGE, SMALL, RunContext, say, stage, stage_cache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from engine.data.sources import Splits
+
+SPLITS = ("sft_train", "sft_validation", "train", "validation", "test")
+
+
+@task(cache=stage_cache(), requests=SMALL, container_image=IMAGE)
+def preprocess(
+    run: RunContext,
+    data: DataConfig,
+    source_digest: str,
+    model_path: str,
+    model_digest: str,
+    context: int,
+    seed: int,
+) -> FlyteDirectory:
+    """Read, check and write the data; train a tokenizer where `model_path` is empty.
+
+    `context` is the model's limit in tokens that the longest prompt and response must fit.
+    """
+    from engine.data.sources import load_splits
+    from engine.lineage.manifest import Parent
+
+    config = {"data": data.model_dump(mode="json"), "model_path": model_path, "seed": seed}
+    with stage("dataset", run, config) as this:
+        splits = load_splits(data, seed)
+        check_contract(splits)
+        tokenizer = choose_tokenizer(splits, data, model_path)
+        splits, lengths = fit_to_context(splits, tokenizer, data, context)
+        for name in SPLITS:
+            getattr(splits, name).to_parquet(this.folder / f"{name}.parquet", index=False)
+        tokenizer.save_pretrained(this.folder / "tokenizer")
+        (this.folder / "dataset.json").write_text(json.dumps(lengths, indent=2))
+        this.parents.append(
+            Parent(
+                name="source",
+                kind="source",
+                digest=splits.source_digest,
+                uri=splits.source_uri,
+            )
+        )
+        rows = {f"rows_{name}": float(len(getattr(splits, name))) for name in SPLITS}
+        say(
+            f"dataset: {data.source}, "
+            + ", ".join(f"{name} {len(getattr(splits, name))}" for name in SPLITS)
+            + f" rows; longest prompt {lengths['max_prompt_length']} tokens"
+        )
+        log_inputs(this.tracked, this.folder, splits)
+        return this.publish(rows | {k: float(v) for k, v in lengths.items()})
+
+
+def check_contract(splits: Splits) -> None:
+    """Hold every split to its schema, and the splits apart; DataError names rows and columns."""
+    from tasks.schemas import RL_PROMPTS, SFT_PAIRS, check, check_disjoint
+
+    frames = splits.frames()
+    for name, frame in frames.items():
+        check(frame, SFT_PAIRS if name.startswith("sft_") else RL_PROMPTS, name)
+    check_disjoint(frames)
+
+
+def choose_tokenizer(splits: Splits, data: DataConfig, model_path: str) -> PreTrainedTokenizerBase:
+    """The start model's tokenizer, checked against its vocabulary, or one trained here."""
+    from engine.data.tokenizer import load_tokenizer, train_tokenizer
+    from engine.models import check_vocabulary, vocabulary_and_context
+
+    if model_path:
+        tokenizer = load_tokenizer(model_path)
+        check_vocabulary(vocabulary_and_context(model_path)[0], tokenizer, model_path)
+        return tokenizer
+    prompts = [message["content"] for prompt in splits.sft_train["prompt"] for message in prompt]
+    return train_tokenizer([*prompts, *splits.sft_train["response"]], data.vocab_size)
+
+
+def fit_to_context(
+    splits: Splits, tokenizer: PreTrainedTokenizerBase, data: DataConfig, context: int
+) -> tuple[Splits, dict[str, int]]:
+    """Drop rows whose prompt is over `data.max_prompt_length` (if set), then check the context.
+
+    Returns the splits and the longest prompt in tokens. Raises ModelError when prompt and response
+    don't fit the context, DataError when a split loses all its rows.
+    """
+    from dataclasses import replace
+
+    from engine.data.templates import encode_prompt
+    from engine.errors import DataError
+    from engine.models import check_context
+
+    longest, kept = 0, {}
+    for name in SPLITS:
+        frame = getattr(splits, name)
+        lengths = [len(encode_prompt(tokenizer, prompt)) for prompt in frame["prompt"]]
+        limit = data.max_prompt_length or max(lengths)
+        fits = [length <= limit for length in lengths]
+        if not any(fits):
+            raise DataError(
+                f"data.max_prompt_length={limit} leaves no row of {name}: its shortest prompt has "
+                f"{min(lengths)} tokens; raise it"
+            )
+        if not all(fits):
+            say(f"dataset: {name}: {fits.count(False)} prompts over {limit} tokens left out")
+        kept[name] = frame[fits].reset_index(drop=True)
+        longest = max(longest, max(n for n in lengths if n <= limit))
+    check_context(longest, data.max_response_length, context)
+    return replace(splits, **kept), {"max_prompt_length": longest}
+
+
+def log_inputs(tracked: object, folder: Path, splits: Splits) -> None:
+    """Record each split as an MLflow dataset input under its content digest."""
+    from engine.lineage.manifest import hash_file
+    from engine.tracking.stage import StageRun
+
+    assert isinstance(tracked, StageRun)
+    for name in SPLITS:
+        path = folder / f"{name}.parquet"
+        tracked.log_dataset(getattr(splits, name), name, hash_file(path)[:32], name)

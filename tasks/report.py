@@ -1,0 +1,171 @@
+"""Task `report`: the run's summary, as `summary.json` in the run's folder and as a table.
+
+It reads manifests, not memory, so a cached run tells the same facts. Not cached.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from tasks.context import (
+    IMAGE,
+    SMALL,
+    RunContext,
+    failures_as_sentences,
+    local_artifact,
+    say,
+    shown,
+)
+
+
+@task(cache=False, requests=SMALL, container_image=IMAGE)
+def report(
+    run: RunContext,
+    config_digest: str,
+    dataset: FlyteDirectory,
+    warm_start: FlyteDirectory,
+    policy: FlyteDirectory,
+    evaluation: FlyteDirectory,
+    promotion: FlyteDirectory,
+) -> FlyteFile:
+    """Write `summary.json`, end the MLflow parent run, and print what a person wants to know."""
+    with failures_as_sentences():
+        folders = {
+            "dataset": local_artifact(dataset),
+            "sft": local_artifact(warm_start),
+            "rl": local_artifact(policy),
+            "evaluation": local_artifact(evaluation),
+            "promotion": local_artifact(promotion),
+        }
+        facts = summarise(run, config_digest, folders)
+        path = write_summary(run, facts)
+        finish(run, facts, path)
+        show(facts, path, folders)
+    return FlyteFile(str(path))
+
+
+def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> dict[str, Any]:
+    """Collect the run's facts from its artifacts."""
+    from engine.lineage.manifest import read_manifest
+    from tasks.evaluate import read_comparison
+
+    manifests = {name: read_manifest(folder) for name, folder in folders.items()}
+    comparison = read_comparison(folders["evaluation"])
+    decision = json.loads((folders["promotion"] / "decision.json").read_text())
+    gain = comparison["gain"]
+
+    def passed(which: str) -> dict[str, Any]:
+        interval = comparison[which]["pass_at_1"]
+        return {"value": interval["mean"], "interval": [interval["low"], interval["high"]]}
+
+    before, after = passed("before"), passed("after")
+    return {
+        "run_id": run.run_id,
+        "pass_at_1": {"warm_start": before["value"], "rl": after["value"]},
+        "pass_at_1_interval": {"warm_start": before["interval"], "rl": after["interval"]},
+        "gain": gain["mean"],
+        "gain_interval": [gain["low"], gain["high"]],
+        "problems": comparison["problems"],
+        "seconds": {
+            **{name: manifest.metrics["seconds"] for name, manifest in manifests.items()},
+            "total": time.time() - run.started_at,
+        },
+        "cached": [
+            n for n, m in manifests.items() if m.created_at.timestamp() < run.started_at - 1
+        ],
+        "config_digest": config_digest,
+        "digests": {name: manifest.digest for name, manifest in manifests.items()},
+        "artifacts": {name: str(folder) for name, folder in folders.items()},
+        "promotion": decision,
+        "mlflow": {
+            "tracking_uri": tracking_uri(),
+            "experiment": run.experiment,
+            "run_id": run.mlflow_run,
+        },
+    }
+
+
+def write_summary(run: RunContext, facts: dict[str, Any]) -> Path:
+    """Write `runs/<run id>/summary.json` whole or not at all."""
+    from engine.artifacts import home
+    from engine.errors import StorageError
+
+    folder = home() / "runs" / run.run_id
+    path = folder / "summary.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / ".summary.json"
+        draft.write_text(json.dumps(facts, indent=2) + "\n")
+        os.replace(draft, path)
+    except OSError as error:
+        raise StorageError(
+            f"can't write {path}: {error}; free space or set HYBRIDFLYTE_HOME"
+        ) from error
+    return path
+
+
+def finish(run: RunContext, facts: dict[str, Any], path: Path) -> None:
+    """Record the outcome on the MLflow parent run and end it."""
+    from engine.tracking import Tracker
+
+    tracker = Tracker(experiment=run.experiment)
+    metrics = {
+        "pass_at_1.warm_start": facts["pass_at_1"]["warm_start"],
+        "pass_at_1.rl": facts["pass_at_1"]["rl"],
+        "gain": facts["gain"],
+        "gain.low": facts["gain_interval"][0],
+        "gain.high": facts["gain_interval"][1],
+    }
+    tracker.finish_pipeline(run.mlflow_run, "FINISHED", metrics)
+
+
+def show(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -> None:
+    """Print the summary table and where to look further."""
+    from engine.console import human_time, table
+
+    def rate(name: str) -> str:
+        low, high = facts["pass_at_1_interval"][name]
+        return f"{facts['pass_at_1'][name]:.1%}  [{low:.1%}, {high:.1%}]"
+
+    low, high = facts["gain_interval"]
+    cached = set(facts["cached"])
+    times = ", ".join(
+        f"{name} {'cached' if name in cached else human_time(seconds)}"
+        for name, seconds in facts["seconds"].items()
+        if name != "total"
+    )
+    decision = facts["promotion"]
+    rows = {
+        "pass@1 warm start": rate("warm_start"),
+        "pass@1 after RL": rate("rl"),
+        "gain": f"{facts['gain']:+.1%}  [{low:+.1%}, {high:+.1%}]  on {facts['problems']} problems",
+        "promotion": f"version {decision['model_version']}: {decision['reason']}",
+        "time": f"{human_time(facts['seconds']['total'])} ({times})",
+        "model": shown(folders["rl"]),
+        "report": shown(folders["evaluation"] / "report.html"),
+        "summary": shown(path),
+        "MLflow run": f"{facts['mlflow']['run_id']} in {facts['mlflow']['experiment']!r}",
+        "MLflow UI": f"mlflow ui --backend-store-uri {facts['mlflow']['tracking_uri']}",
+        "lineage": f"python -m engine.lineage {shown(folders['rl'])}",
+    }
+    table("RLHF run " + facts["run_id"], [{"": k, "result": v} for k, v in rows.items()])
+    if facts["pass_at_1"]["rl"] < 0.02:
+        say(
+            "Both models are near 0: a model this small, from scratch, can't solve these problems. "
+            "Start from a pretrained one with --model FOLDER."
+        )
+
+
+def tracking_uri() -> str:
+    """Where MLflow keeps this run."""
+    from engine.tracking.connection import default_uri
+
+    return default_uri()

@@ -1,0 +1,103 @@
+"""Task `rl`: GRPO or PPO from the warm start, on Ray actors.
+
+Artifact `rl`: a Hugging Face model folder with its tokenizer, and `metrics.parquet`, a row a step.
+"""
+
+from __future__ import annotations
+
+import json
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+
+from engine.config import DataConfig, RLConfig
+from tasks.context import IMAGE, SMALL, RunContext, say, stage, stage_cache
+from tasks.ray_cluster import RAY_CLUSTER
+
+# Requests are the submitter's; they are copied to no Ray pod that has a template of its own.
+
+
+@task(
+    task_config=RAY_CLUSTER,
+    cache=stage_cache(),
+    requests=SMALL,
+    container_image=IMAGE,
+    retries=1,
+)
+def rl(
+    run: RunContext,
+    dataset: FlyteDirectory,
+    warm_start: FlyteDirectory,
+    data: DataConfig,
+    config: RLConfig,
+    seed: int,
+) -> FlyteDirectory:
+    """Improve the warm start by reinforcement learning on the dataset's prompts."""
+    import pandas as pd
+
+    from engine.data.loader import PromptLoader
+    from engine.trainers.rl import RLTrainer
+
+    settings = {"rl": config.model_dump(mode="json"), "seed": seed}
+    with stage("rl", run, settings) as this:
+        folder = this.parent("dataset", dataset)
+        model = this.parent("warm_start", warm_start)
+        lengths = json.loads((folder / "dataset.json").read_text())
+        loader = PromptLoader(
+            pd.read_parquet(folder / "train.parquet"), config.trainer.train_batch_size, seed
+        )
+        rows = pd.read_parquet(folder / "validation.parquet").to_dict("records")
+        validation = [{str(k): v for k, v in row.items()} for row in rows]
+        history: list[dict[str, float]] = []
+        trainer = RLTrainer(
+            model,
+            config,
+            loader,
+            max_response_length=data.max_response_length,
+            max_model_len=lengths["max_prompt_length"] + data.max_response_length,
+            seed=seed,
+        )
+        with trainer:
+            say(
+                f"rl: {config.algorithm.adv_estimator} on {config.trainer.placement}, rollout by "
+                f"{config.rollout.engine}, {config.trainer.train_batch_size} prompts × "
+                f"{config.rollout.n} completions a step"
+            )
+
+            def report(step: int, total: int, metrics: dict[str, float]) -> None:
+                if step == total or step % config.trainer.test_freq == 0:
+                    metrics["validation/reward"] = trainer.validate(validation)
+                history.append({"step": float(step)} | metrics)
+                this.tracked.log_metrics(metrics, step)
+                say(step_line(step, total, metrics, history))
+
+            trainer.on_step = report
+            final = trainer.fit()
+            trainer.save(this.folder)
+        pd.DataFrame(history).to_parquet(this.folder / "metrics.parquet", index=False)
+        this.tracked.log_folder(this.folder, "checkpoint")
+        return this.publish({k.replace("/", "_"): v for k, v in final.items()})
+
+
+def step_line(
+    step: int, total: int, metrics: dict[str, float], history: list[dict[str, float]]
+) -> str:
+    """One line that says how a step went and how long the rest will take."""
+    from engine.console import human_time
+
+    seconds = sum(row["perf/step_s"] for row in history) / len(history)
+    parts = [
+        f"rl {step:>4}/{total}",
+        f"reward {metrics['reward/mean']:.3f}",
+        f"KL {metrics.get('actor/kl', 0.0):.4f}",
+        f"entropy {metrics['actor/entropy']:.3f}",
+        f"length {metrics['response/length_mean']:.1f}",
+        f"clip {metrics.get('actor/pg_clipfrac', 0.0):.3f}",
+        f"grad {metrics['actor/grad_norm']:.2f}",
+        f"{metrics['perf/tokens_per_s']:,.0f} tok/s",
+        f"{metrics['perf/step_s']:.1f} s",
+        f"{human_time(seconds * (total - step))} left",
+    ]
+    if "validation/reward" in metrics:
+        parts.append(f"validation {metrics['validation/reward']:.3f}")
+    return " · ".join(parts)

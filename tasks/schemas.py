@@ -1,0 +1,222 @@
+"""The data contract: which columns each kind of table has and what its cells must hold.
+
+`check` holds a table to a contract, `check_disjoint` holds splits apart. Both speak in one
+sentence that names split, column, problem and rows (counted from 0).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pandera.pandas as pa
+from pandera.errors import SchemaError, SchemaErrors
+
+from engine.data.rows import normalise, prompt_text
+from engine.errors import DataError
+
+_SHOWN = 5  # rows that a message names
+
+
+def _rule(holds: Callable[[Any], bool], error: str) -> pa.Check:
+    """Check every cell, missing ones too, and say what it must be."""
+    return pa.Check(holds, element_wise=True, ignore_na=False, error=error)
+
+
+def _column(*rules: pa.Check, required: bool = True) -> pa.Column:
+    # nullable: whether a missing cell is allowed is for the rules to say, in words of their own.
+    return pa.Column(checks=list(rules), nullable=True, required=required)
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+def _is_messages(value: Any) -> bool:
+    """Chat messages: a sequence of {"role": str, "content": str}; Parquet gives it as an array."""
+    return isinstance(value, list | tuple | np.ndarray) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in value
+    )
+
+
+def _has_words(value: Any) -> bool:
+    """False for an empty text or prompt; a wrong type is another rule's business."""
+    if _is_messages(value):
+        return len(value) > 0 and bool(str(value[-1]["content"]).strip())
+    return bool(value.strip()) if isinstance(value, str) else True
+
+
+def _has_ground_truth(value: Any) -> bool:
+    truth = value.get("ground_truth") if isinstance(value, dict) else ""
+    return not _is_missing(truth) and (not isinstance(value, dict) or bool(str(truth).strip()))
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        return False
+    return int(value) >= 0
+
+
+def _is_amount(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    return math.isfinite(float(value)) and float(value) >= 0
+
+
+_TEXT = _rule(lambda v: isinstance(v, str), "must be text")
+_FILLED = _rule(_has_words, "must not be empty")
+_MESSAGES = _rule(_is_messages, 'must be chat messages [{"role": "user", "content": text}]')
+_DICT = _rule(lambda v: isinstance(v, dict), "must be a dictionary")
+_TRUTH = _rule(_has_ground_truth, "must hold a ground_truth")
+_FLAG = _rule(lambda v: isinstance(v, bool | np.bool_), "must be true or false")
+_COUNT = _rule(_is_count, "must be a whole number, 0 or more")
+_AMOUNT = _rule(_is_amount, "must be a finite number, 0 or more")
+_SHARE = _rule(lambda v: not _is_amount(v) or float(v) <= 1, "must be at most 1")
+_ANSWER = _rule(lambda v: isinstance(v, str) or _is_missing(v), "must be text or missing")
+_ANSWERS = _rule(lambda v: isinstance(v, list | np.ndarray), "must be a list")
+
+_PROMPT = _column(_MESSAGES, _FILLED)
+_PROSE = _column(_TEXT, _FILLED)
+_EXTRA = _column(_DICT, required=False)
+
+
+def _table(columns: Mapping[str, pa.Column], *rules: pa.Check) -> pa.DataFrameSchema:
+    return pa.DataFrameSchema(dict(columns), checks=list(rules), strict=True)
+
+
+RL_PROMPTS = _table(
+    {
+        "data_source": _PROSE,
+        "prompt": _PROMPT,
+        "ability": _column(_TEXT),
+        "reward_model": _column(_DICT, _TRUTH),
+        "extra_info": _EXTRA,
+    }
+)
+
+SFT_PAIRS = _table({"prompt": _PROMPT, "response": _PROSE, "extra_info": _EXTRA})
+
+PREFERENCE_PAIRS = _table(
+    {"prompt": _PROMPT, "chosen": _PROSE, "rejected": _PROSE, "extra_info": _EXTRA},
+    pa.Check(
+        lambda frame: frame["chosen"] != frame["rejected"],
+        error="columns 'chosen' and 'rejected' must differ",
+    ),
+)
+
+KTO_ROWS = _table(
+    {"prompt": _PROMPT, "completion": _PROSE, "label": _column(_FLAG), "extra_info": _EXTRA}
+)
+
+EVALUATION_ROWS = _table(
+    {
+        "index": _column(_COUNT),
+        "data_source": _PROSE,
+        "prompt": _PROSE,
+        "ground_truth": _PROSE,
+        "model": _column(
+            _rule(
+                lambda v: v in ("warm_start", "rl", "champion"),
+                "must be warm_start, rl or champion",
+            )
+        ),
+        "greedy_completion": _column(_TEXT),
+        "greedy_answer": _column(_ANSWER),
+        "greedy_correct": _column(_FLAG),
+        "sample_answers": _column(_ANSWERS),
+        "samples_correct": _column(_COUNT),
+        "samples": _column(_COUNT),
+        "majority_answer": _column(_ANSWER),
+        "majority_correct": _column(_FLAG),
+        "response_length": _column(_AMOUNT),
+        "greedy_length": _column(_COUNT),
+        "format_rate": _column(_AMOUNT, _SHARE),
+    }
+)
+
+
+def check(frame: pd.DataFrame, schema: pa.DataFrameSchema, name: str) -> None:
+    """Raise DataError unless the table called `name` (a split, e.g. "train") keeps the contract."""
+    if len(frame) == 0:
+        raise DataError(f"{name} has no rows; give a source with at least one for each split")
+    frame = frame.reset_index(drop=True)  # so that an index label is a row number
+    try:
+        schema.validate(frame, lazy=True)
+    except SchemaErrors as errors:
+        raise DataError(_sentence(errors.schema_errors, frame, schema, name)) from None
+
+
+def _sentence(
+    errors: Sequence[SchemaError], frame: pd.DataFrame, schema: pa.DataFrameSchema, name: str
+) -> str:
+    """Tell the first problem: wrong columns before wrong cells."""
+    wanted = [column for column, spec in schema.columns.items() if spec.required]
+    missing = [column for column in wanted if column not in frame.columns]
+    unknown = [str(column) for column in frame.columns if column not in schema.columns]
+    if missing or unknown:
+        parts = [f"has no column {column!r}" for column in missing]
+        parts += [f"has an unknown column {column!r}" for column in unknown]
+        return f"{name} {' and '.join(parts)}; its columns must be {list(schema.columns)}"
+    first = errors[0]
+    rule = first.check.error if isinstance(first.check, pa.Check) else str(first)
+    rows = sorted({int(row) for row in first.failure_cases["index"]})
+    where = f"{len(rows)} of {len(frame)} rows ({_rows(rows)})"
+    column = first.schema.name
+    if column not in frame.columns:  # a rule about the whole table
+        return f"{name}: {rule}, but not so in {where}; correct or remove them"
+    value = _brief(frame[column].iloc[rows[0]])
+    return (
+        f"{name}: column {column!r} {rule}, but not so in {where}: row {rows[0]} has {value}; "
+        "correct or remove them"
+    )
+
+
+def check_disjoint(splits: Mapping[str, pd.DataFrame]) -> None:
+    """Raise DataError where a prompt of a held-out split is also in one that it must not be in.
+
+    The test split shares no prompt with any other; a validation split shares none with a training
+    split. SFT and RL may train on the same prompts, and validate on the same. Prompts are compared
+    without case and spacing.
+    """
+    rows = {name: _rows_by_prompt(frame) for name, frame in splits.items()}
+    for held_out, other in _pairs_apart(list(splits)):
+        shared = sorted(
+            (at, rows[other][text]) for text, at in rows[held_out].items() if text in rows[other]
+        )
+        if shared:
+            pairs = ", ".join(f"{a} and {b}" for a, b in shared[:_SHOWN])
+            more = ", …" if len(shared) > _SHOWN else ""
+            prompt = _brief(prompt_text(splits[held_out]["prompt"].iloc[shared[0][0]]))
+            raise DataError(
+                f"{len(shared)} prompts are in both {held_out} and {other} (rows {pairs}{more}; "
+                f"the first is {prompt}); remove them from one of the two"
+            )
+
+
+def _pairs_apart(names: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = [("test", other) for other in names if "test" in names and other != "test"]
+    held_out = [name for name in names if name.endswith("validation")]
+    training = [name for name in names if name.endswith("train")]
+    return pairs + [(a, b) for a in held_out for b in training]
+
+
+def _rows_by_prompt(frame: pd.DataFrame) -> dict[str, int]:
+    """Return the first row of each prompt's normalised text."""
+    first: dict[str, int] = {}
+    for row, prompt in enumerate(frame["prompt"]):
+        first.setdefault(normalise(prompt_text(prompt)), row)
+    return first
+
+
+def _rows(numbers: Sequence[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:_SHOWN])
+    return f"row{'s' if len(numbers) > 1 else ''} {shown}{', …' if len(numbers) > _SHOWN else ''}"
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"

@@ -1,0 +1,79 @@
+"""Task `sft`: the warm start. Artifact `sft`: a Hugging Face model folder with its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+
+from engine.config import ModelConfig, SFTConfig
+from tasks.context import IMAGE, LARGE, RunContext, say, stage, stage_cache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from engine.trainers.sft import Example
+
+
+@task(cache=stage_cache(), requests=LARGE, container_image=IMAGE, retries=1)
+def sft(
+    run: RunContext,
+    dataset: FlyteDirectory,
+    start: ModelConfig,
+    start_digest: str,
+    config: SFTConfig,
+    seed: int,
+) -> FlyteDirectory:
+    """Fine-tune the start model on the dataset's prompt/response pairs."""
+    from engine.console import Progress, progress
+    from engine.data.tokenizer import load_tokenizer
+    from engine.models import build_model, load_model, save_model
+    from engine.trainers.sft import SFTTrainer
+
+    settings = {
+        "model": start.model_dump(mode="json"),
+        "sft": config.model_dump(mode="json"),
+        "seed": seed,
+    }
+    with stage("sft", run, settings) as this:
+        data = this.parent("dataset", dataset)
+        tokenizer = load_tokenizer(data / "tokenizer")
+        model = (
+            load_model(start.path, start.dtype)
+            if start.path
+            else build_model(start, tokenizer, seed)
+        )
+        size = sum(p.numel() for p in model.parameters())
+        say(f"sft: {model.config.model_type} model with {size / 1e6:.2f}M parameters")
+        train, validation = (read_examples(data, n, tokenizer) for n in ("train", "validation"))
+        trainer = SFTTrainer(model, tokenizer.pad_token_id, config, seed=seed)
+        losses: dict[str, float] = {}
+        bar: Progress[None] = progress(trainer.total_steps(len(train)), "sft", unit="step")
+        with bar:
+
+            def report(step: int, total: int, metrics: dict[str, float]) -> None:
+                losses.update({k: v for k, v in metrics.items() if k.endswith("loss")})
+                this.tracked.log_metrics(metrics, step)
+                bar.update(1, **{k.removeprefix("sft/"): v for k, v in losses.items()})
+
+            trainer.on_step = report
+            final = trainer.fit(train, validation)
+        save_model(model, tokenizer, this.folder)
+        this.tracked.log_folder(this.folder, "checkpoint")
+        return this.publish({k.replace("/", "_"): v for k, v in final.items()})
+
+
+def read_examples(data: Path, split: str, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """Encode the pairs of a split of the dataset."""
+    import pandas as pd
+
+    from engine.data.templates import encode_prompt, encode_response
+    from engine.trainers.sft import Example
+
+    frame = pd.read_parquet(data / f"sft_{split}.parquet")
+    return [
+        Example(encode_prompt(tokenizer, prompt), encode_response(tokenizer, response))
+        for prompt, response in zip(frame["prompt"], frame["response"], strict=True)
+    ]

@@ -1,0 +1,113 @@
+"""Shaping of rewards and DAPO's dynamic sampling."""
+
+import math
+
+import pytest
+import torch
+
+from engine.algorithms import shaping
+from engine.algorithms.dynamic_sampling import (
+    Refill,
+    first_groups,
+    groups_with_signal,
+    refill_decision,
+)
+from engine.errors import ConfigError, DataError
+
+NAN = math.nan
+
+
+def test_scores_go_on_the_last_token_of_the_policy() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0]])
+    got = shaping.on_last_token(torch.tensor([5, 7, 9]), mask)
+    assert got.tolist() == [[0, 5, 0], [0, 0, 7], [0, 0, 0]]
+    assert got.dtype == torch.float32
+
+
+def test_overlong_penalty_by_hand() -> None:
+    lengths = torch.tensor([0, 80, 85, 90, 100, 110])
+    got = shaping.overlong_penalty(lengths, 100, 20)
+    assert got.tolist() == pytest.approx([0, 0, -0.25, -0.5, -1, -1.5])
+    assert shaping.overlong_penalty(lengths, 100, 20, 2.0)[3].item() == pytest.approx(-1)
+    with pytest.raises(ConfigError, match=r"overlong_buffer\.len=0"):
+        shaping.overlong_penalty(lengths, 100, 0)
+    with pytest.raises(ConfigError, match="between 1 and max_response_length=100"):
+        shaping.overlong_penalty(lengths, 100, 101)
+    with pytest.raises(ConfigError, match="penalty_factor=-1"):
+        shaping.overlong_penalty(lengths, 100, 20, -1)
+
+
+def test_kl_in_the_reward() -> None:
+    scores, kl = torch.tensor([[0.0, 1.0, NAN]]), torch.tensor([[2.0, -4.0, NAN]])
+    got = shaping.kl_in_reward(scores, kl.requires_grad_(), torch.tensor([[1, 1, 0]]), 0.25)
+    assert got.tolist() == [[-0.5, 2.0, 0.0]]
+    assert not got.requires_grad
+
+
+def test_weights_of_components() -> None:
+    components = torch.tensor([[1.0, 2.0, NAN], [3.0, 4.0, 5.0]])
+    assert shaping.weigh_components(components, [1.0, 0.5, 0.0]).tolist() == [2.0, 5.0]
+    with pytest.raises(DataError, match="for 2 weights"):
+        shaping.weigh_components(components, [1.0, 0.5])
+
+
+def test_clip() -> None:
+    rewards = torch.tensor([-3.0, 0.5, 3.0])
+    assert shaping.clip_rewards(rewards, -1, 1).tolist() == [-1, 0.5, 1]
+    assert shaping.clip_rewards(rewards, high=1).tolist() == [-3, 0.5, 1]
+    assert shaping.clip_rewards(rewards).tolist() == [-3, 0.5, 3]
+    with pytest.raises(ConfigError, match="is empty"):
+        shaping.clip_rewards(rewards, 2, 1)
+
+
+def test_whiten_keeps_the_mean_unless_asked() -> None:
+    rewards = torch.tensor([[1.0, 3.0, NAN], [5.0, 7.0, NAN]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
+    scale = math.sqrt(20 / 3)
+    kept = shaping.whiten_rewards(rewards, mask)
+    assert kept[0].tolist() == pytest.approx([4 - 3 / scale, 4 - 1 / scale, 0])
+    shifted = shaping.whiten_rewards(rewards, mask, shift_mean=True)
+    assert shifted[1].tolist() == pytest.approx([1 / scale, 3 / scale, 0])
+
+
+GROUPS = torch.tensor([5, 2, 5, 2, 8, 8, 3])
+
+
+def test_groups_without_spread_are_dropped() -> None:
+    metric = torch.tensor([1.0, 0.1, 0.0, 0.1, 0.2, 0.3, 1.0])
+    kept = groups_with_signal(metric, GROUPS)
+    assert kept.tolist() == [True, False, True, False, True, True, False]
+    assert groups_with_signal(metric, GROUPS, tolerance=0.5).tolist() == [
+        True,
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_rows_left_out_neither_count_nor_stay() -> None:
+    metric = torch.tensor([1.0, 0.0, NAN, 1.0, 0.2, 0.3, 1.0])
+    rows = torch.tensor([True, True, False, True, True, False, True])
+    kept = groups_with_signal(metric, GROUPS, rows)
+    assert kept.tolist() == [False, True, False, True, False, False, False]
+    one_group = torch.zeros(3, dtype=torch.long)
+    kept = groups_with_signal(torch.tensor([1.0, 0.0, NAN]), one_group, rows[[0, 1, 2]])
+    assert kept.tolist() == [True, True, False]
+
+
+def test_first_groups_in_order_of_appearance() -> None:
+    keep = torch.tensor([False, True, False, True, True, True, True])
+    assert first_groups(GROUPS, keep, 2).tolist() == [1, 3, 4, 5]
+    assert first_groups(GROUPS, keep, 9).tolist() == [1, 3, 4, 5, 6]
+    assert first_groups(GROUPS, keep & False, 2).tolist() == []
+
+
+def test_refill_is_bounded() -> None:
+    assert refill_decision(4, 4, 1, 3) is Refill.ENOUGH
+    assert refill_decision(3, 4, 2, 3) is Refill.MORE
+    assert refill_decision(3, 4, 3, 3) is Refill.GIVE_UP
+    with pytest.raises(ConfigError, match="max_num_gen_batches=0"):
+        refill_decision(0, 4, 0, 0)

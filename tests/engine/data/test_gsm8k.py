@@ -1,0 +1,280 @@
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import boto3
+import fsspec
+import pandas as pd
+import pytest
+from moto.server import ThreadedMotoServer
+
+from engine.config import DataConfig
+from engine.data.rows import prompt_text
+from engine.data.sources import Splits, load_splits, source_digest
+from engine.errors import DataError
+
+Row = dict[str, str]
+
+
+def problem(i: int) -> Row:
+    answer = f"Add: {i}+1=<<{i}+1={i + 1}>>{i + 1}\n#### {i + 1:,}"
+    return {"question": f"What is {i} plus 1?", "answer": answer}
+
+
+TRAIN = [problem(i) for i in range(990, 1040)]
+TEST = [problem(i) for i in range(20)]
+
+
+def jsonl(rows: list[Row]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def write(folder: Path, train: list[Row] = TRAIN, test: list[Row] = TEST) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.jsonl").write_bytes(jsonl(train))
+    (folder / "test.jsonl").write_bytes(jsonl(test))
+    return folder
+
+
+def config(path: Path | str, **sizes: int) -> DataConfig:
+    return DataConfig.model_validate({"source": "gsm8k", "path": str(path), **sizes})
+
+
+def questions(frame: pd.DataFrame) -> set[str]:
+    return {prompt_text(prompt) for prompt in frame["prompt"]}
+
+
+def assert_same(a: Splits, b: Splits) -> None:
+    for name, frame in a.frames().items():
+        pd.testing.assert_frame_equal(frame, b.frames()[name])
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    return write(tmp_path / "gsm8k")
+
+
+def test_sft_and_rl_train_on_the_same_rows_and_validation_is_carved_out(local: Path) -> None:
+    splits = load_splits(config(local), seed=0)
+    sizes = [len(frame) for frame in splits.frames().values()]
+    assert sizes == [40, 10, 40, 10, 20]
+    assert questions(splits.train) == questions(splits.sft_train)
+    assert questions(splits.validation) == questions(splits.sft_validation)
+    assert questions(splits.train) | questions(splits.validation) == {r["question"] for r in TRAIN}
+    assert questions(splits.test) == {r["question"] for r in TEST}
+
+
+def test_rows_keep_answer_and_ground_truth_together(local: Path) -> None:
+    splits = load_splits(config(local), seed=0)
+    by_question = {r["question"]: r for r in TRAIN}
+    pairs = zip(splits.train.to_dict("records"), splits.sft_train.to_dict("records"), strict=True)
+    for rl, sft in pairs:
+        row = by_question[prompt_text(rl["prompt"])]
+        assert sft["response"] == row["answer"]
+        truth = rl["reward_model"]["ground_truth"]
+        assert f"#### {int(truth):,}" == row["answer"].splitlines()[-1]
+        assert TRAIN[rl["extra_info"]["index"]] == row
+        assert rl["data_source"] == "gsm8k"
+
+
+def test_sizes_are_limits_and_the_seed_chooses_the_rows(local: Path) -> None:
+    limits = {"sft_size": 7, "train_size": 5, "validation_size": 3, "test_size": 4}
+    splits = load_splits(config(local, **limits), seed=0)
+    assert [len(frame) for frame in splits.frames().values()] == [7, 3, 5, 3, 4]
+    assert_same(splits, load_splits(config(local, **limits), seed=0))
+    other = load_splits(config(local, **limits), seed=1)
+    assert questions(other.validation) != questions(splits.validation)
+    pd.testing.assert_frame_equal(other.test, splits.test)
+
+
+def test_repeated_questions_cannot_reach_both_train_and_validation(tmp_path: Path) -> None:
+    repeated = [{**r, "question": r["question"].upper()} for r in TRAIN]
+    splits = load_splits(config(write(tmp_path, train=TRAIN + repeated)), seed=0)
+    assert len(splits.train) + len(splits.validation) == len(TRAIN)
+
+
+def test_the_digest_follows_the_bytes(local: Path) -> None:
+    before = source_digest(config(local), 0)
+    assert before == load_splits(config(local), 0).source_digest
+    assert before == source_digest(config(write(local.parent / "copy")), 1)
+    (local / "test.jsonl").write_bytes(jsonl(TEST[:-1]))
+    assert source_digest(config(local), 0) != before
+
+
+@pytest.mark.parametrize("folder", ["", "main", "data"])
+def test_parquet_shards_in_the_hubs_layout(tmp_path: Path, local: Path, folder: str) -> None:
+    hub = tmp_path / "hub"
+    (hub / folder).mkdir(parents=True)
+    pd.DataFrame(TRAIN[:30]).to_parquet(hub / folder / "train-00000-of-00002.parquet")
+    pd.DataFrame(TRAIN[30:]).to_parquet(hub / folder / "train-00001-of-00002.parquet")
+    pd.DataFrame(TEST).to_parquet(hub / folder / "test-00000-of-00001.parquet")
+    assert_same(load_splits(config(hub), 0), load_splits(config(local), 0))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"question": "Why?", "answer": "No mark"}, r"train\.jsonl, row 51: .* no ground truth"),
+        ({"question": "Why?", "answer": "5\n#### "}, r"train\.jsonl, row 51: .* no ground truth"),
+        ({"question": " ", "answer": "#### 5"}, r"train\.jsonl, row 51: column 'question'"),
+        ({"text": "Why?"}, r"train\.jsonl, row 51: column 'question' .* columns are \['text'\]"),
+    ],
+)
+def test_wrong_rows_are_named(tmp_path: Path, broken: Row, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_splits(config(write(tmp_path, train=[*TRAIN, broken])), 0)
+
+
+def test_wrong_paths_are_told_apart(tmp_path: Path, local: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.path is empty"):
+        load_splits(config(""), 0)
+    with pytest.raises(DataError, match="is not a folder"):
+        load_splits(config(tmp_path / "nowhere"), 0)
+    with pytest.raises(DataError, match="is not a folder"):
+        load_splits(config(local / "train.jsonl"), 0)
+    (local / "test.jsonl").unlink()
+    with pytest.raises(DataError, match=r"has no test\.jsonl"):
+        load_splits(config(local), 0)
+    with pytest.raises(DataError, match="4 distinct training problems are too few"):
+        load_splits(config(write(tmp_path / "few", train=TRAIN[:4])), 0)
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An S3 server of our own; yields its address."""
+    server = ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    for name, value in {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    yield endpoint
+    server.stop()
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def test_an_s3_prefix_gives_what_the_folder_gives(s3: str, local: Path) -> None:
+    client = boto3.client("s3", endpoint_url=s3)
+    client.create_bucket(Bucket="data")
+    for split, rows in (("train", TRAIN), ("test", TEST)):
+        client.put_object(Bucket="data", Key=f"sets/gsm8k/{split}.jsonl", Body=jsonl(rows))
+    splits = load_splits(config("s3://data/sets/gsm8k/"), 0)
+    expected = load_splits(config(local), 0)
+    assert_same(splits, expected)
+    assert splits.source_digest == expected.source_digest
+    with pytest.raises(DataError, match=r"s3://data/elsewhere' has no train\.jsonl"):
+        load_splits(config("s3://data/elsewhere"), 0)
+
+
+def test_an_s3_server_that_is_down_is_reported_at_once(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    start = time.monotonic()
+    with pytest.raises(DataError, match=r"s3://data/gsm8k can't be read .*AWS_ENDPOINT_URL"):
+        load_splits(config("s3://data/gsm8k"), 0)
+    assert time.monotonic() - start < 15
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub as a download of one dataset asks for."""
+
+    commit = hashlib.sha1(b"commit").hexdigest()
+    files: ClassVar = {
+        "train.jsonl": jsonl(TRAIN),
+        "test.jsonl": jsonl(TEST),
+        "socratic/x.jsonl": b"{}",
+    }
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        head, _, name = path.partition("/resolve/")
+        name = name.partition("/")[2]
+        if path.startswith("/api/datasets/team/sums/tree/"):
+            tree = [
+                {
+                    "type": "file",
+                    "path": file,
+                    "size": len(data),
+                    "oid": hashlib.sha1(data).hexdigest(),
+                }
+                for file, data in self.files.items()
+            ]
+            self.reply(200, json.dumps(tree).encode())
+        elif path.startswith("/api/datasets/team/sums"):
+            siblings = [{"rfilename": file} for file in self.files]
+            info = {"id": "team/sums", "sha": self.commit, "siblings": siblings, "tags": []}
+            self.reply(200, json.dumps({**info, "private": False}).encode())
+        elif head == "/datasets/team/sums" and name in self.files:
+            self.reply(200, self.files[name])
+        else:
+            self.reply(404, b"")
+
+    def reply(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", hashlib.sha1(body).hexdigest())
+        self.send_header("X-Repo-Commit", self.commit)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep the test's output quiet."""
+
+
+LOAD = """
+import sys
+from engine.config import DataConfig
+from engine.data.sources import load_splits
+from engine.errors import DataError
+try:
+    splits = load_splits(DataConfig(source="gsm8k", path=sys.argv[1]), 0)
+    print(len(splits.train), len(splits.test), splits.source_digest)
+except DataError as error:
+    print("DataError", error)
+"""
+
+
+def load_from_hub(endpoint: str, cache: Path, hub_id: str) -> str:
+    """Run in a process of its own: the hub's address is read when its client is imported."""
+    env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-c", LOAD, hub_id]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    return run.stdout.strip()
+
+
+def test_a_hub_id_is_downloaded_and_then_found_without_the_hub(tmp_path: Path, local: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    try:
+        first = load_from_hub(endpoint, tmp_path / "cache", "team/sums")
+        unknown = load_from_hub(endpoint, tmp_path / "cache", "team/nothing")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert first == f"40 20 {source_digest(config(local), 0)}"
+    assert unknown.startswith("DataError data.path='team/nothing' is neither a local folder nor")
+    assert load_from_hub(endpoint, tmp_path / "cache", "team/sums") == first
+    offline = load_from_hub(endpoint, tmp_path / "empty", "team/sums")
+    assert offline.startswith("DataError data.path='team/sums' is neither a local folder nor")
+    assert "download it where there is a network" in offline

@@ -1,0 +1,83 @@
+from types import SimpleNamespace
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from engine.data.templates import (
+    decode_response,
+    encode_prompt,
+    encode_response,
+    stop_token_ids,
+)
+from engine.data.tokenizer import train_tokenizer
+from engine.errors import ModelError
+
+USER = {"role": "user", "content": "Tom has 23 apples."}
+
+
+def plain_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = train_tokenizer(["Question: Answer:"], vocab_size=280)
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+def test_a_prompt_ends_where_the_assistant_speaks(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = encode_prompt(tokenizer, [USER])
+    assert tokenizer.decode(ids) == "<|user|>Tom has 23 apples.<|end|><|assistant|>"
+    assert all(type(i) is int for i in ids)
+
+
+def test_earlier_turns_are_kept(tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = [{"role": "system", "content": "Add."}, USER, {"role": "assistant", "content": "23"}]
+    text = tokenizer.decode(encode_prompt(tokenizer, [*turns, USER]))
+    assert text == (
+        "<|user|>Add.<|end|><|user|>Tom has 23 apples.<|end|><|assistant|>23<|end|>"
+        "<|user|>Tom has 23 apples.<|end|><|assistant|>"
+    )
+
+
+def test_prompt_and_response_make_the_whole_conversation(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    answer = "<<23+1=24>>24\n#### 24"
+    whole = tokenizer.apply_chat_template(
+        [USER, {"role": "assistant", "content": answer}], return_dict=False
+    )
+    assert encode_prompt(tokenizer, [USER]) + encode_response(tokenizer, answer) == whole
+
+
+def test_without_a_chat_template_the_prompt_is_plain_text() -> None:
+    tokenizer = plain_tokenizer()
+    ids = encode_prompt(tokenizer, [{"role": "system", "content": "Add."}, USER])
+    assert tokenizer.decode(ids) == "Add.\nQuestion: Tom has 23 apples.\nAnswer:"
+
+
+@pytest.mark.parametrize("text", ["#### 28", "#### 28<|end|>", "a<|end|>b<|end|><|end|>", ""])
+def test_the_end_token_comes_once_and_last(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    ids = encode_response(tokenizer, text)
+    assert ids[-1] == tokenizer.eos_token_id
+    assert ids.count(tokenizer.eos_token_id) == 1
+    assert decode_response(tokenizer, ids) == text.replace("<|end|>", "")
+
+
+def test_decoding_removes_special_tokens_and_nothing_else(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    text = " It is 5 , isn't it ?\n#### 5"
+    assert decode_response(tokenizer, [0, *encode_response(tokenizer, text), 0, 0]) == text
+
+
+def test_stop_tokens_are_those_of_tokenizer_and_model(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert stop_token_ids(tokenizer) == (1,)
+    assert stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=None)) == (1,)
+    assert stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=7)) == (1, 7)
+    assert stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=[9, 1, 7])) == (1, 7, 9)
+
+
+def test_a_tokenizer_without_end_token_is_refused() -> None:
+    tokenizer = plain_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ModelError, match="no end token"):
+        encode_response(tokenizer, "5")
+    with pytest.raises(ModelError, match="no end token"):
+        stop_token_ids(tokenizer)

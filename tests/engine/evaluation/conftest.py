@@ -1,0 +1,65 @@
+"""Two small models' completions to six problems, scored by the GSM8K mark."""
+
+import re
+
+import pytest
+
+from engine.evaluation.rows import Completions, Problems, build_rows
+
+TRUTHS = ["3", "14", "15", "92", "65", "35"]
+
+
+def read_answer(text):
+    found = re.search(r"#### (-?\d+)", text)
+    return found[1] if found else None
+
+
+def same(answer, truth):
+    return answer == truth
+
+
+def written(answers):
+    return ["no idea" if a is None else f"so\n#### {a}" for a in answers]
+
+
+@pytest.fixture
+def problems():
+    return Problems(
+        index=list(range(6)),
+        data_source=["arithmetic"] * 6,
+        prompt=[f"Question {i}: what is {truth} + 0?" for i, truth in enumerate(TRUTHS)],
+        ground_truth=TRUTHS,
+    )
+
+
+@pytest.fixture
+def make_rows(problems):
+    """Rows of a model from its greedy answers `[6]` and sampled answers `[6][n]`."""
+
+    def make(model, greedy, samples, problems=problems):
+        completions = Completions(
+            greedy=written(greedy),
+            greedy_lengths=[5 + i for i in range(6)],
+            samples=[written(s) for s in samples],
+            sample_lengths=[[4, 6, 8, 10][: len(s)] for s in samples],
+        )
+        return build_rows(model, problems, completions, read_answer, same)
+
+    return make
+
+
+@pytest.fixture
+def before(make_rows):
+    greedy = ["3", "0", None, "92", "0", "0"]  # right on problems 0 and 3
+    samples = [
+        ["3", "0", "0", "3"], ["0", "14", "0", None], [None] * 4,
+        ["92"] * 4, ["1", "2", "65", "65"], [None, None, "35", None],
+    ]  # fmt: skip
+    return make_rows("warm_start", greedy, samples)
+
+
+@pytest.fixture
+def after(make_rows):
+    greedy = ["3", "14", "15", "0", "65", None]  # right on 0, 1, 2, 4: fixes three, breaks one
+    samples = [["3"] * 4, ["14", "14", "0", "14"], ["15"] * 4, ["92"] * 4, ["65"] * 4, ["0"] * 4]
+    return make_rows("rl", greedy, samples)

@@ -1,0 +1,166 @@
+"""The HTML page: well-formed, self-contained, escaped, the same each time, and complete."""
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from engine.errors import DataError
+from engine.evaluation.report import render_report
+from engine.evaluation.summary import summarise
+
+VOID = {"meta", "col"}
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and text; fails on a tag that is not closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.words = [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join("".join(self.words).split())
+
+
+@pytest.fixture
+def render(before, after):
+    def call(first=before, second=after, **options):
+        comparison = summarise(first, second, 2, 0.95, 300, 0)
+        return render_report(comparison, first, second, **options)
+
+    return call
+
+
+def test_page_tells_the_numbers(render):
+    text = Page(render(facts={"run": "r-17"})).text
+    assert "The RL model can't be told from the warm start" in text
+    assert "6 held-out problems: 3 fixed, 1 broken" in text
+    assert "r-17" in text
+    assert "33.3 %" in text  # pass@1 before
+    assert "66.7 %" in text  # pass@1 after
+    assert "+33.3 points" in text
+    for row in ("pass@1, greedy", "pass@2, sampled", "majority of 4", "format kept"):
+        assert row in text
+
+
+def test_headline_follows_the_interval(render, make_rows, after):
+    none = make_rows("warm_start", ["0"] * 6, [["0"] * 4] * 6)
+    every = make_rows("rl", list(after["ground_truth"]), [["0"] * 4] * 6)
+    assert "is better than the warm start" in render(none, every)
+    assert "The warm start is worse than the RL model" in render(every, none)
+
+
+def test_examples_of_each_kind_and_no_more_than_asked(render):
+    text = Page(render()).text
+    assert "Fixed: 3 of 6 problems" in text
+    assert "Broken: 1 of 6 problems" in text
+    assert "Still wrong: 1 of 6 problems" in text
+    assert "Question 0" not in text  # right before and after
+    assert all(f"Question {i}" in text for i in (1, 2, 3, 4, 5))
+    assert "no answer" in text
+    one = Page(render(examples=1)).text
+    assert sum(f"Question {i}" in one for i in (1, 2, 4)) == 1
+
+
+def test_text_from_data_is_escaped(render, before, after):
+    evil = "<script>alert('x')</script> & \"q\" \0"
+    for rows in (before, after):
+        rows["prompt"] = evil
+    after.loc[1, "greedy_completion"] = "<img src=x onerror=alert(1)>" + "long " * 2000
+    page = render(facts={"<b>label</b>": "<i>value</i> \ud800"})
+    parsed = Page(page)
+    assert not {"script", "img", "b>label"} & set(parsed.tags)
+    assert "<script>alert('x')</script> & \"q\" \N{REPLACEMENT CHARACTER}" in parsed.text
+    assert "<b>label</b> <i>value</i> \N{REPLACEMENT CHARACTER}" in parsed.text.replace("><", "> <")
+    assert "[…]" in parsed.text
+    assert page.count("long ") < 1000
+    page.encode("utf-8")
+
+
+def test_page_loads_nothing(render):
+    page = render(curves={"reward": [0.1, 0.2]})
+    parsed = Page(page)
+    assert not {"script", "link", "img", "iframe"} & set(parsed.tags)
+    links = [v for name, v in parsed.attributes if name in ("src", "href", "xlink:href")]
+    assert all(link.startswith("#") for link in links)
+    assert "@import" not in page
+    assert set(re.findall(r"url\((.)", page)) <= {"#"}
+
+
+def test_ids_are_unique_and_every_reference_resolves(render):
+    page = render(curves={"reward": [0.1, 0.2], "kl": [0.0, 0.1]})
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    references = re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', page)
+    assert len(ids) == len(set(ids))
+    assert references
+    assert {a or b for a, b in references} <= set(ids)
+
+
+def test_style_touches_nothing_but_the_report(render):
+    css = re.search(r"<style>(.*?)</style>", render(), re.DOTALL)[1]
+    selectors = [s for block in re.findall(r"([^{}]+)\{", css) for s in block.split(",")]
+    assert selectors
+    assert all(s.strip().startswith((".evaluation", "@media")) for s in selectors)
+
+
+def test_same_input_same_page(render):
+    options = {"facts": {"run": "r"}, "curves": {"reward": [0.1, 0.4, 0.2]}}
+    assert render(**options) == render(**options)
+
+
+def test_curves_are_drawn_with_gaps_and_left_out_when_empty(render):
+    plain = Page(render(curves={"reward": []}))
+    assert "Training" not in plain.text
+    assert plain.tags.count("svg") == 2
+    curves = {"reward": [0.1, float("nan"), float("inf"), 0.4], "kl": [float("nan")] * 3}
+    drawn = render(curves=curves | {"entropy": [1.0]})
+    assert Page(drawn).tags.count("svg") == 3
+    assert "Training" in Page(drawn).text
+    assert not re.search(r'd="[^"]*(nan|inf)', drawn)
+
+
+def test_other_problems_are_refused(before, after):
+    comparison = summarise(before, after, 2, 0.95, 300, 0)
+    after.loc[0, "prompt"] = "other"
+    with pytest.raises(DataError, match="differ in 'prompt'"):
+        render_report(comparison, before, after)
+
+
+def test_matplotlib_state_is_left_alone(render):
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    render(curves={"reward": [0.1, 0.2]})
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_importing_the_report_loads_no_pyplot():
+    code = (
+        "import sys; import engine.evaluation.report; "
+        "bad = {'matplotlib.pyplot', 'torch', 'flytekit', 'engine.rewards', 'engine.rollout'}; "
+        "sys.exit(str(bad & set(sys.modules)) if bad & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,136 @@
+"""The evaluation table: its values, a Parquet round trip, and the pairing check."""
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from engine.errors import DataError
+from engine.evaluation.rows import COLUMNS, Completions, build_rows, check_paired, prompt_digest
+
+
+def test_one_row_a_problem_with_its_scores(before):
+    assert list(before.columns) == list(COLUMNS)
+    assert len(before) == 6
+    row = before.iloc[1]
+    assert (row["index"], row["model"], row["data_source"]) == (1, "warm_start", "arithmetic")
+    assert (row["prompt"], row["ground_truth"]) == ("Question 1: what is 14 + 0?", "14")
+    assert (row["greedy_completion"], row["greedy_answer"]) == ("so\n#### 0", "0")
+    assert not row["greedy_correct"]
+    assert row["sample_answers"] == ["0", "14", "0", None]
+    assert (row["samples_correct"], row["samples"], row["format_rate"]) == (1, 4, 0.75)
+    assert (row["majority_answer"], row["majority_correct"]) == ("0", False)
+    assert (row["response_length"], row["greedy_length"]) == (7.0, 6)
+
+
+def test_no_answer_is_wrong_and_never_wins_a_vote(before):
+    silent, one_answer = before.iloc[2], before.iloc[5]
+    assert pd.isna(silent["greedy_answer"])
+    assert pd.isna(silent["majority_answer"])
+    assert not silent["greedy_correct"]
+    assert not silent["majority_correct"]
+    assert (silent["samples_correct"], silent["format_rate"]) == (0, 0.0)
+    assert (one_answer["majority_answer"], one_answer["majority_correct"]) == ("35", True)
+
+
+def test_correct_is_not_asked_about_a_missing_answer(problems):
+    completions = Completions(["none"] * 6, [1] * 6, [["none"]] * 6, [[1]] * 6)
+
+    def correct(answer, truth):
+        raise AssertionError("asked")
+
+    rows = build_rows("rl", problems, completions, lambda text: None, correct)
+    assert rows["samples_correct"].sum() == 0
+    assert rows["greedy_answer"].isna().all()
+
+
+def test_a_format_may_ask_for_more_than_an_answer(problems):
+    completions = Completions(["7"] * 6, [1] * 6, [["7", "7!"]] * 6, [[1, 2]] * 6)
+    arguments = ("rl", problems, completions, lambda text: text, lambda a, t: False)
+    assert set(build_rows(*arguments)["format_rate"]) == {1.0}
+    strict = build_rows(*arguments, well_formed=lambda text: text.isdigit())
+    assert set(strict["format_rate"]) == {0.5}
+
+
+def test_rows_survive_parquet(before, after, tmp_path):
+    before.to_parquet(tmp_path / "rows.parquet")
+    read = pd.read_parquet(tmp_path / "rows.parquet")
+    assert [list(answers) for answers in read["sample_answers"]] == list(before["sample_answers"])
+    pd.testing.assert_frame_equal(
+        read.drop(columns="sample_answers"), before.drop(columns="sample_answers")
+    )
+    assert check_paired(read, after) == prompt_digest(before)
+
+
+def test_half_a_character_does_not_lose_the_evaluation(problems, tmp_path):
+    completions = Completions(["\ud83d 3"] * 6, [1] * 6, [["\ud83d"]] * 6, [[1]] * 6)
+    rows = build_rows("rl", problems, completions, lambda text: text, lambda a, t: False)
+    rows.to_parquet(tmp_path / "rows.parquet")
+    assert set(rows["greedy_completion"]) == set(rows["greedy_answer"]) == {"? 3"}
+
+
+def test_column_types_do_not_depend_on_the_answers(make_rows, before):
+    silent = make_rows("rl", [None] * 6, [[None]] * 6)
+    drop = ["sample_answers"]
+    assert (silent.dtypes.drop(drop) == before.dtypes.drop(drop)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"greedy": ["x"] * 5}, "'greedy': 5"),
+        ({"greedy_lengths": [1]}, "'greedy_lengths': 1"),
+        ({"samples": [["x"]] * 7}, "'samples': 7"),
+        ({"samples": [["x"]] * 5 + [[]]}, "problem 5 has 0 samples and 1 lengths"),
+        ({"sample_lengths": [[1]] * 3 + [[1, 2]] + [[1]] * 2}, "problem 3 has 1 samples and 2"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(problems, change, message):
+    good = Completions(["x"] * 6, [1] * 6, [["x"]] * 6, [[1]] * 6)
+    with pytest.raises(DataError, match=message):
+        build_rows("rl", problems, replace(good, **change), lambda t: t, lambda a, t: True)
+
+
+def test_an_empty_test_split_and_an_unknown_model_are_refused(problems):
+    empty = type(problems)([], [], [], [])
+    nothing = Completions([], [], [], [])
+    with pytest.raises(DataError, match="test split is empty"):
+        build_rows("rl", empty, nothing, lambda t: t, lambda a, t: True)
+    with pytest.raises(DataError, match="model='best' is unknown"):
+        build_rows("best", empty, nothing, lambda t: t, lambda a, t: True)
+
+
+# pairing
+
+
+def test_digest_covers_text_truth_and_order_but_not_the_model(before, after):
+    assert check_paired(before, after) == prompt_digest(before) == prompt_digest(after)
+    for column in ("prompt", "ground_truth", "data_source"):
+        other = before.copy()
+        other.loc[2, column] = "other"
+        assert prompt_digest(other) != prompt_digest(before)
+    assert prompt_digest(before.iloc[::-1]) != prompt_digest(before)
+
+
+def test_rows_of_other_problems_are_refused_and_named(before, after):
+    after.loc[4, "prompt"] = "Another question"
+    with pytest.raises(DataError, match=r"differ in 'prompt' at row 4: .*Another question"):
+        check_paired(before, after)
+
+
+def test_another_order_is_refused(before, after):
+    shuffled = after.iloc[[0, 1, 3, 2, 4, 5]].reset_index(drop=True)
+    with pytest.raises(DataError, match="differ in 'index' at row 2"):
+        check_paired(before, shuffled)
+
+
+def test_another_number_of_problems_is_refused(before, after):
+    with pytest.raises(DataError, match="asked 6 and 5 problems"):
+        check_paired(before, after.head(5))
+
+
+def test_two_models_in_one_table_and_missing_columns_are_refused(before, after):
+    with pytest.raises(DataError, match=r"\(after\) must hold one model, got \['rl', 'warm_start'"):
+        check_paired(before, pd.concat([after, before]))
+    with pytest.raises(DataError, match=r"\(before\) lack the columns \['samples'\]"):
+        check_paired(before.drop(columns="samples"), after)

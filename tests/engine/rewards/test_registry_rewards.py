@@ -1,0 +1,91 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from engine.rewards import registry
+from engine.rewards.answer_match import answer_match
+from engine.rewards.registry import register_reward, resolve_reward
+
+MODULE = """
+def ok(prompts, completions, *, ground_truth, **columns):
+    return [0.5] * len(completions)
+
+async def ok_async(prompts, completions, ground_truth=None, **columns):
+    return [0.5] * len(completions)
+
+class Reward:
+    def __call__(self, prompts, completions, *, ground_truth, **columns):
+        return [0.25] * len(completions)
+
+ok_object = Reward()
+
+def no_columns(prompts, completions, ground_truth):
+    return [0.0] * len(completions)
+
+def one_argument(text):
+    return 0.0
+
+number = 3
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "user_rewards_of_test.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "user_rewards_of_test", raising=False)
+    return "user_rewards_of_test"
+
+
+def test_built_in_rewards_are_found_by_name() -> None:
+    assert resolve_reward("answer_match") is answer_match
+
+
+@pytest.mark.parametrize(("name", "value"), [("ok", 0.5), ("ok_object", 0.25)])
+def test_a_users_reward_is_found_by_its_path(user_module: str, name: str, value: float) -> None:
+    reward = resolve_reward(f"{user_module}:{name}")
+    assert reward(["p"], ["c"], ground_truth=["1"], other=["x"]) == [value]
+    assert callable(resolve_reward(f"{user_module}:ok_async"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("answer_mach", r"'answer_mach' is unknown; choose one of \['answer_match'"),
+        ("{m}:nothing", "no function 'nothing'"),
+        ("{m}:number", "not a function"),
+        ("{m}:no_columns", r"can't be called .*any_other_column.* write it as"),
+        ("{m}:one_argument", "can't be called as a reward function"),
+        ("nowhere.at_all:f", r"can't be imported \(ModuleNotFoundError"),
+        (":f", "can't be imported"),
+    ],
+)
+def test_wrong_names_are_refused_before_any_rollout(
+    user_module: str, name: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_reward(name.format(m=user_module))
+
+
+def test_a_module_that_fails_on_import_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_reward_of_test.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        resolve_reward("broken_reward_of_test:f")
+
+
+def test_registering_makes_a_name_selectable_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
+
+    @register_reward("length")
+    def length(prompts, completions, *, ground_truth, **columns):  # type: ignore[no-untyped-def]
+        return [float(len(text)) for text in completions]
+
+    assert resolve_reward("length") is length
+    register_reward("length")(length)
+    with pytest.raises(ConfigError, match="'length' is already registered"):
+        register_reward("length")(answer_match)

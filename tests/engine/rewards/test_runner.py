@@ -1,0 +1,142 @@
+import asyncio
+import math
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import RewardError
+from engine.rewards import runner
+from engine.rewards.answer_match import answer_match
+
+COLUMNS = {"ground_truth": ["1", "2", "3"]}
+
+
+def run(reward: Any, timeout_s: float = 5.0, columns: dict[str, list[Any]] | None = None) -> Any:
+    return runner.score(reward, ["p"] * 3, ["a", "bb", "ccc"], columns or COLUMNS, timeout_s)
+
+
+def returning(value: Any) -> Any:
+    def reward(prompts: Any, completions: Any, *, ground_truth: Any, **columns: Any) -> Any:
+        return value
+
+    return reward
+
+
+def test_a_plain_function_gets_all_columns() -> None:
+    seen: dict[str, Any] = {}
+
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        seen.update(columns, prompts=prompts, completions=completions)
+        return [len(text) for text in completions]
+
+    assert run(reward, columns={**COLUMNS, "kind": ["x", "y", "z"]}) == [1.0, 2.0, 3.0]
+    assert seen == {
+        "prompts": ["p"] * 3,
+        "completions": ["a", "bb", "ccc"],
+        "ground_truth": ["1", "2", "3"],
+        "kind": ["x", "y", "z"],
+    }
+
+
+def test_a_coroutine_function_is_awaited() -> None:
+    async def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        lengths = [asyncio.sleep(0.01, len(text)) for text in completions]
+        return list(await asyncio.gather(*lengths))
+
+    assert run(reward) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "values", [[1, 0.5, True], np.array([1, 0.5, 1]), torch.tensor([1, 0.5, 1]), (1, 0.5, 1)]
+)
+def test_any_sequence_of_numbers_becomes_floats(values: Any) -> None:
+    scores = run(returning(values))
+    assert scores == [1.0, 0.5, 1.0]
+    assert all(type(score) is float for score in scores)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1.0, 2.0], "2 values for 3 completions"),
+        ([1.0] * 4, "4 values for 3 completions"),
+        ([1.0, math.nan, 0.0], "returned nan for completion 1"),
+        ([1.0, 0.0, math.inf], "returned inf for completion 2"),
+        ([None, 0.0, 0.0], "returned None for completion 0"),
+        (["1", 0.0, 0.0], "returned '1' for completion 0"),
+        ([[1.0], 0.0, 0.0], r"returned \[1.0\] for completion 0"),
+        ([10**400, 0.0, 0.0], "for completion 0"),
+        (1.0, "returned float; it must return a list"),
+        (None, "returned NoneType"),
+        ("abc", "returned str"),
+        ({"a": 1, "b": 2, "c": 3}, "returned dict"),
+    ],
+)
+def test_a_wrong_result_is_named(value: Any, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        run(returning(value))
+
+
+@pytest.mark.parametrize("error", [ValueError("bad row 7"), SystemExit("bad row 7")])
+def test_an_exception_becomes_a_reward_error(error: BaseException) -> None:
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        raise error
+
+    with pytest.raises(RewardError, match=f"raised {type(error).__name__}: bad row 7") as caught:
+        run(reward)
+    assert caught.value.__cause__ is error
+
+
+def test_a_rewards_own_timeout_is_not_taken_for_the_deadline() -> None:
+    async def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        raise TimeoutError("the grader's server")
+
+    with pytest.raises(RewardError, match="raised TimeoutError: the grader's server"):
+        run(reward)
+
+
+def test_a_reward_error_is_passed_on_as_it_is() -> None:
+    with pytest.raises(RewardError, match=r"^ground_truth of row 0 is 'x'"):
+        run(answer_match, columns={"ground_truth": ["x", "1", "2"]})
+
+
+def test_a_hung_function_ends_at_the_deadline() -> None:
+    release = threading.Event()
+
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        release.wait(30)
+        return [0.0] * 3
+
+    start = time.monotonic()
+    try:
+        with pytest.raises(RewardError, match=r"no answer for 3 completions within 0\.2 s"):
+            run(reward, timeout_s=0.2)
+    finally:
+        release.set()
+    assert time.monotonic() - start < 5
+
+
+def test_a_hung_coroutine_is_cancelled_at_the_deadline() -> None:
+    cancelled = threading.Event()
+
+    async def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            cancelled.set()
+        return [0.0] * 3
+
+    with pytest.raises(RewardError, match="no answer for 3 completions"):
+        run(reward, timeout_s=0.2)
+    assert cancelled.wait(5)
+
+
+def test_columns_must_fit_the_completions() -> None:
+    with pytest.raises(RewardError, match="ground_truth has 2 entries for 3 completions"):
+        run(returning([0.0] * 3), columns={"ground_truth": ["1", "2"]})
+    with pytest.raises(RewardError, match="prompts has 1 entries for 3 completions"):
+        runner.score(returning([0.0] * 3), ["p"], ["a", "b", "c"], COLUMNS, 1.0)

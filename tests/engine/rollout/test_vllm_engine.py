@@ -1,0 +1,159 @@
+"""The vLLM engine's own promises: shared storage, a clean process, copies as the fallback."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rollout_models import CONTEXT, Subject, build, make_prompts, reference_log_probs, train
+from transformers import Qwen2ForCausalLM
+
+from engine.errors import RolloutError
+from engine.rollout.protocol import SamplingParams, create_engine
+from engine.rollout.vllm import VllmEngine, launch
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+)
+
+
+def vllm_parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
+    return dict(engine._llm.apply_model(lambda module: list(module.named_parameters()))[0])
+
+
+@needs_vllm
+def test_the_fused_parameters_are_the_trainers(vllm_subject: Subject) -> None:
+    engine, model = vllm_subject.engine, vllm_subject.model
+    assert isinstance(engine, VllmEngine)
+    assert engine.shares_storage
+    engine.update_weights(model, engine.policy_version)
+    inner = vllm_parameters(engine)
+    for index, layer in enumerate(model.model.layers):
+        fused = inner[f"model.layers.{index}.self_attn.qkv_proj.weight"]
+        start = fused.data_ptr()
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            assert projection.weight.data_ptr() == start
+            assert projection.weight.is_contiguous()
+            start += projection.weight.numel() * 4
+        gate_up = inner[f"model.layers.{index}.mlp.gate_up_proj.weight"]
+        assert layer.mlp.gate_proj.weight.data_ptr() == gate_up.data_ptr()
+    assert model.lm_head.weight.data_ptr() == inner["model.embed_tokens.weight"].data_ptr()
+
+
+@needs_vllm
+def test_long_shared_prompts_see_new_weights(vllm_subject: Subject) -> None:
+    """Prefix caching works on blocks; a stale block would give the old weights' log-probs."""
+    engine, model = vllm_subject.engine, vllm_subject.model
+    prompt = (make_prompts(1, seed=3)[0] * CONTEXT)[: CONTEXT - 4]
+    params = SamplingParams(n=2, max_new_tokens=4, seed=1)
+    for _ in range(2):
+        train(model, steps=2)
+        engine.update_weights(model, engine.policy_version + 1)
+        for c in engine.generate([prompt], params):
+            expected = reference_log_probs(model, prompt, c.token_ids)
+            assert torch.allclose(torch.tensor(c.log_probs), expected, atol=1e-4)
+
+
+@needs_vllm
+def test_saving_and_state_dicts_work_on_views(vllm_subject: Subject, tmp_path: Path) -> None:
+    model = vllm_subject.model
+    vllm_subject.engine.update_weights(model, vllm_subject.engine.policy_version)
+    model.save_pretrained(tmp_path / "model")
+    again = Qwen2ForCausalLM.from_pretrained(tmp_path / "model")
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter)
+        assert torch.equal(state[name], parameter)
+
+
+@needs_vllm
+def test_optimizer_states_outlive_sharing(vllm_subject: Subject) -> None:
+    """Sharing, an update to another model and back must leave training as it would have been."""
+    engine = vllm_subject.engine
+    shared, alone = build("qwen2"), build("qwen2")
+    ids = make_prompts(1, seed=12)[0] * 2
+    batch = torch.tensor([ids])
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (shared, alone)]
+    for step in range(3):
+        if step == 1:
+            engine.update_weights(shared, engine.policy_version + 1)
+        if step == 2:
+            engine.update_weights(vllm_subject.model, engine.policy_version + 1)
+        for model, optimizer in zip((shared, alone), optimizers, strict=True):
+            model(input_ids=batch, labels=batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in alone.named_parameters():
+        assert torch.equal(shared.get_parameter(name), parameter)
+
+
+@needs_vllm
+def test_a_layout_that_cannot_be_shared_is_copied_and_the_process_left_clean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps are short here, so that prompts have to wait for the next one instead of being cut."""
+    monkeypatch.setattr(launch, "_STEP_TOKENS", 64)
+    model = build("gpt2")
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    environment = dict(os.environ)
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    set_threads = torch.set_num_threads
+    engine = VllmEngine(model, max_num_seqs=8, max_model_len=64, kv_cache_memory_mb=32)
+    try:
+        assert dict(os.environ) == environment
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert (np.random.get_state()[1] == states[1]).all()
+        assert random.getstate() == states[2]
+        assert torch.set_num_threads is set_threads
+        assert torch.get_num_threads() == 1
+        assert not engine.shares_storage
+        pointers = {n: p.data_ptr() for n, p in model.named_parameters()}
+        for version in (1, 2):
+            train(model, steps=2)
+            engine.update_weights(model, version)
+            prompts = [[5, 6, 7], [9] * 30, [8] * 40, [7] * 50]
+            for c in engine.generate(prompts, SamplingParams(n=2, max_new_tokens=6, seed=1)):
+                expected = reference_log_probs(model, prompts[c.prompt_index], c.token_ids)
+                assert torch.allclose(torch.tensor(c.log_probs), expected, atol=1e-4)
+        assert pointers == {n: p.data_ptr() for n, p in model.named_parameters()}
+    finally:
+        engine.close()
+        engine.close()
+    with pytest.raises(RolloutError, match="closed"):
+        engine.generate([[5]], SamplingParams())
+
+
+def test_without_vllm_the_message_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a)
+    )
+    with pytest.raises(RolloutError, match=r"rollout\.engine=native"):
+        create_engine("vllm", build("qwen2"))
+
+
+def test_importing_the_engines_imports_no_vllm() -> None:
+    import subprocess
+
+    code = (
+        "import sys, engine.rollout.vllm, engine.rollout.native;"
+        "sys.exit(any(name == 'vllm' or name.startswith('vllm.') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+@needs_vllm
+def test_a_head_size_without_a_kernel_is_refused_at_the_start() -> None:
+    model = build("qwen2")
+    model.config.num_attention_heads = 8
+    with pytest.raises(RolloutError, match="head size of 16"):
+        VllmEngine(model)

@@ -1,0 +1,157 @@
+"""Quiet libraries, progress on a terminal and in a pipe, tables, units."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+import time
+
+import pytest
+
+from engine import console
+from engine.console import human_bytes, human_time, progress, table
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (9.94, "9.9 s"),
+        (9.97, "10.0 s"),
+        (37.2, "37 s"),
+        (59.6, "1 min 00 s"),
+        (245, "4 min 05 s"),
+        (3599.7, "1 h 00 min"),
+        (7620, "2 h 07 min"),
+    ],
+)
+def test_human_time(seconds: float, text: str) -> None:
+    assert human_time(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (3 << 30, "3.0 GiB"),
+        (5 << 50, "5120.0 TiB"),
+    ],
+)
+def test_human_bytes(size: int, text: str) -> None:
+    assert human_bytes(size) == text
+
+
+def test_import_prints_nothing_and_quiet_keeps_errors() -> None:
+    code = (
+        "import engine.console as c, logging, os, sys, warnings\n"
+        "logging.basicConfig()\n"
+        "sys.stderr.flush(); assert 'ray' not in sys.modules and 'torch' not in sys.modules\n"
+        "os.environ['VLLM_LOGGING_LEVEL'] = 'DEBUG'\n"
+        "c.quiet()\n"
+        "warnings.warn('noise'); logging.getLogger('transformers.x').warning('noise')\n"
+        "logging.getLogger('ray').error('a real error')\n"
+        "logging.getLogger('engine').warning('ours')\n"
+        "print(os.environ['VLLM_LOGGING_LEVEL'], os.environ['TRANSFORMERS_VERBOSITY'])\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in console.SILENCE}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "DEBUG error\n"
+    assert done.stderr == "ERROR:ray:a real error\nWARNING:engine:ours\n"
+
+
+def test_importing_the_noisy_libraries_after_quiet_is_silent() -> None:
+    code = "from engine.console import quiet; quiet(); import mlflow, ray, transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_pipe_gets_lines_with_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(float(second) for second in range(1000))
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    out = io.StringIO()
+    with progress(20, "sft", unit="step", stream=out) as bar:
+        for step in range(20):
+            bar.update(loss=1 / (step + 1))
+    lines = out.getvalue().splitlines()
+    assert 3 <= len(lines) <= 8
+    assert lines[0].startswith("sft: 5/20 (25 %) · ")
+    assert " step/s · " in lines[0]
+    assert lines[0].endswith("left · loss=0.2")
+    assert lines[-1].startswith("sft: 20/20 (100 %)")
+    assert "left" not in lines[-1]
+
+
+def test_progress_yields_every_item_and_counts_them() -> None:
+    out = io.StringIO()
+    assert list(progress(["a", "b", "c"], "rows", stream=out)) == ["a", "b", "c"]
+    assert out.getvalue().startswith("rows: 3/3 (100 %)")
+    out = io.StringIO()
+    assert list(progress((x for x in "ab"), "rows", stream=out)) == ["a", "b"]
+    assert out.getvalue().startswith("rows: 2 · ")
+
+
+def test_progress_without_work_prints_nothing_and_a_total_is_no_loop() -> None:
+    out = io.StringIO()
+    assert list(progress([], "rows", stream=out)) == []
+    assert out.getvalue() == ""
+    with pytest.raises(TypeError, match=r"update\(\)"):
+        list(progress(3, "rows", stream=out))
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    out = Terminal()
+    with progress(4, "rollout", unit="seq", stream=out) as bar:
+        bar.update(3, reward=0.25)
+        time.sleep(0.15)
+        bar.update(1)
+    text = out.getvalue()
+    assert "\r" in text
+    assert "rollout: 100%" in text
+    assert "reward=0.25" in text
+    assert "seq/s" in text
+
+
+def test_a_table_in_a_pipe_keeps_paths_whole() -> None:
+    out = io.StringIO()
+    path = "/" + "long/" * 20 + "path"
+    table("Summary", [{"stage": "sft", "seconds": 12.34567}, {"stage": path, "seconds": 2}], out)
+    text = out.getvalue()
+    assert "Summary" in text
+    assert path in text
+    assert "12.35" in text
+    assert "\x1b" not in text
+
+
+def test_a_table_shows_brackets_as_they_are_and_fits_a_terminal() -> None:
+    code = (
+        "from engine.console import table; table('T', [{'interval': '[0.1, 0.3]', 'p': 'x' * 99}])"
+    )
+    leader, follower = pty.openpty()
+    subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=follower,
+        env={**os.environ, "COLUMNS": "60", "TERM": "xterm"},
+        check=True,
+    )
+    os.close(follower)
+    text = b""
+    try:
+        while chunk := os.read(leader, 4096):
+            text += chunk
+    except OSError:  # Linux ends a closed terminal with EIO
+        pass
+    os.close(leader)
+    assert b"[0.1, 0.3]" in text
+    assert text.count(b"x") == 99

