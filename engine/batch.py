@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn import functional as F
 
 from engine.errors import DataError
-
 
 Column = Sequence[Any] | np.ndarray
 
@@ -65,9 +66,9 @@ class Batch:
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], columns: Mapping[str, Sequence[Any]] | None = None
+        self, tensors: Mapping[str, Tensor], columns: Mapping[str, Column] | None = None
     ) -> None:
-        columns = dict(columns or {})
+        columns = columns or {}
         sizes = {name: int(t.shape[0]) for name, t in tensors.items()}
         sizes |= {name: len(column) for name, column in columns.items()}
         if not sizes:
@@ -75,17 +76,21 @@ class Batch:
         if len(set(sizes.values())) > 1:
             raise DataError(f"rows differ between the fields of a batch: {sizes}")
         self._size = next(iter(sizes.values()))
+        self.names = tuple(tensors)  # of the tensors, e.g. ("input_ids", "attention_mask")
         self.tensors = TensorDict(dict(tensors), batch_size=[self._size])
         self.columns: dict[str, np.ndarray] = {k: _column(v) for k, v in columns.items()}
-        self._check()
+        self._widths = self._check()
 
-    def _check(self) -> None:
-        """Hold known fields to the table: rank, dtype, and one P and one R in the batch."""
+    def _check(self) -> dict[str, int]:
+        """Hold known fields to the table: rank, dtype, and one P and one R in the batch.
+
+        Returns the widths that the fields show, by axis ("P", "R", "P+R").
+        """
         widths: dict[str, int] = {}
         for name, field in FIELDS.items():
-            if name not in self.tensors.keys():
+            if name not in self.names:
                 continue
-            tensor = self.tensors[name]
+            tensor = self[name]
             if tensor.dim() != len(field.shape.split()) or tensor.dtype != field.dtype:
                 raise DataError(
                     f"batch field {name!r} must be {field.dtype} of shape [{field.shape}], "
@@ -100,18 +105,24 @@ class Batch:
                     )
         if widths.keys() >= {"P", "R", "P+R"} and widths["P"] + widths["R"] != widths["P+R"]:
             raise DataError(f"prompt and response widths don't add up: {widths}")
+        return widths
 
     def __len__(self) -> int:
         return self._size
 
     def __contains__(self, name: str) -> bool:
-        return name in self.tensors.keys() or name in self.columns
+        return name in self.names or name in self.columns
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.tensors.keys():
-            have = ", ".join(sorted(map(str, self.tensors.keys())))
+        if name not in self.names:
+            have = ", ".join(sorted(self.names)) or "none"
             raise DataError(f"batch has no tensor {name!r}; it has {have}")
-        return self.tensors[name]
+        tensor: Any = self.tensors[name]
+        return tensor
+
+    def as_dict(self) -> dict[str, Tensor]:
+        """The tensors by name; they share their memory with the batch."""
+        return {name: self[name] for name in self.names}
 
     def __or__(self, other: Batch | Mapping[str, Tensor]) -> Batch:
         """Return the union of the fields of both; those of `other` win."""
@@ -121,8 +132,7 @@ class Batch:
             other = Batch(other)
         if len(other) != len(self):
             raise DataError(f"can't unite batches of {len(self)} and {len(other)} rows")
-        tensors = {**self.tensors.to_dict(), **other.tensors.to_dict()}
-        return Batch(tensors, {**self.columns, **other.columns})
+        return Batch(self.as_dict() | other.as_dict(), {**self.columns, **other.columns})
 
     def select(self, names: Iterable[str]) -> Batch:
         """Return a batch of just these tensors and columns, all of which must be there."""
@@ -132,16 +142,24 @@ class Batch:
 
     def rows(self, index: Tensor | Sequence[int] | slice) -> Batch:
         """Return the rows at `index` (integer indices, a boolean mask `[B]`, or a slice)."""
+        where: Any = index
         if not isinstance(index, slice):
-            index = torch.as_tensor(index)
-        tensors = {k: v[index] for k, v in self.tensors.to_dict().items()}
-        where = index if isinstance(index, slice) else index.numpy()
+            index = torch.as_tensor(index) if len(index) else torch.empty(0, dtype=torch.long)
+            where = index.numpy()
+        tensors = {name: self[name][index] for name in self.names}
         return Batch(tensors, {k: v[where] for k, v in self.columns.items()})
 
     def split(self, parts: int) -> list[Batch]:
-        """Split into `parts` runs of consecutive rows whose lengths differ by one at most."""
+        """Split into `parts` runs of consecutive rows whose lengths differ by one at most.
+
+        Raises DataError when there are fewer rows than parts.
+        """
+        if not 1 <= parts <= len(self):
+            raise DataError(
+                f"can't split {len(self)} rows into {parts} parts; use more rows or fewer ranks"
+            )
         edges = [round(i * len(self) / parts) for i in range(parts + 1)]
-        return [self.rows(slice(a, b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        return [self.rows(slice(a, b)) for a, b in pairwise(edges)]
 
     def minibatches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
         """Yield batches of `size` rows (the last may be smaller), shuffled by `generator`."""
@@ -155,17 +173,47 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Stack batches that have the same fields and widths, in order."""
+        """Stack batches that have the same fields, in order.
+
+        Where P or R differ (each rank pads to its own longest row), the narrower ones get more
+        padding, zeros that their masks leave out. Raises DataError when fields differ.
+        """
         if not batches:
             raise DataError("nothing to concatenate")
         first = batches[0]
-        tensors = {k: torch.cat([b[str(k)] for b in batches]) for k in first.tensors.keys()}
+        for other in batches[1:]:
+            differing = set(first.names) ^ set(other.names) | first.columns.keys() ^ other.columns
+            if differing:
+                raise DataError(f"can't stack batches: only one of them has {sorted(differing)}")
+        widths = [batch._prompt_and_response() for batch in batches]
+        most = max(p for p, _ in widths), max(r for _, r in widths)
+        more = [(most[0] - p, most[1] - r) for p, r in widths]
+        tensors = {}
+        for name in first.names:
+            parts = [_widen(name, b[name], *m) for b, m in zip(batches, more, strict=True)]
+            shapes = {part.shape[1:] for part in parts}
+            if len(shapes) > 1:
+                raise DataError(f"can't stack {name!r}: its rows have shapes {list(shapes)}")
+            tensors[name] = torch.cat(parts)
         columns = {k: np.concatenate([b.columns[k] for b in batches]) for k in first.columns}
-        return Batch(tensors, columns)  # type: ignore[arg-type]
+        return Batch(tensors, columns)
+
+    def _prompt_and_response(self) -> tuple[int, int]:
+        """P and R, 0 where no field shows them."""
+        p, r, both = (self._widths.get(axis, 0) for axis in ("P", "R", "P+R"))
+        return max(p, both - r) if r else p, max(r, both - p) if p else r
 
     def __repr__(self) -> str:
-        fields = ", ".join(f"{k}{list(v.shape)}" for k, v in self.tensors.to_dict().items())
+        fields = ", ".join(f"{k}{list(v.shape)}" for k, v in self.as_dict().items())
         return f"Batch({len(self)} rows: {fields}; columns {sorted(self.columns)})"
+
+
+def _widen(name: str, tensor: Tensor, prompt: int, response: int) -> Tensor:
+    """Add so many columns of padding on the outsides that the field has."""
+    shape = FIELDS[name].shape.split() if name in FIELDS else []
+    axis = shape[1] if len(shape) == 2 else ""
+    left, right = prompt if "P" in axis else 0, response if "R" in axis else 0
+    return F.pad(tensor, (left, right)) if left or right else tensor
 
 
 def _column(values: Column) -> np.ndarray:

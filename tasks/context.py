@@ -123,6 +123,8 @@ def stage(kind: str, run: RunContext, config: Mapping[str, Any]) -> Iterator[Sta
                 yield Stage(kind, folder, tracked, execution_name(run), dict(config))
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+            if stopped:
+                say(f"{kind}: interrupted; the stages before it are cached, run again to go on")
             with contextlib.suppress(TrackingError):  # the cause is what must be seen
                 tracker.finish_pipeline(run.mlflow_run, "KILLED" if stopped else "FAILED")
             raise

@@ -7,8 +7,9 @@ Artifact `evaluation`: `rows_warm_start.parquet`, `rows_rl.parquet` (schema `EVA
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flytekit import Deck, task
 from flytekit.deck import DeckField
@@ -16,6 +17,9 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, EvaluateConfig
 from tasks.context import IMAGE, LARGE, RunContext, say, stage, stage_cache
+
+if TYPE_CHECKING:
+    from engine.console import Progress
 
 
 @task(
@@ -38,7 +42,7 @@ def evaluate(
     """Compare the two models by greedy pass@1, pass@k, majority vote, format and length."""
     import pandas as pd
 
-    from engine.console import Progress, progress
+    from engine.console import progress
     from engine.evaluation.report import render_report
     from engine.evaluation.summary import summarise
     from engine.evaluator import evaluate_model
@@ -58,7 +62,7 @@ def evaluate(
         bar: Progress[None] = progress(len(models) * each, "evaluate", "answer")
         with bar:
             for name, folder in models.items():
-                done_before = len(rows) * each
+                so_far = counter(bar, len(rows) * each)
                 rows[name] = evaluate_model(
                     folder,
                     test,
@@ -66,7 +70,7 @@ def evaluate(
                     config,
                     max_response_length=data.max_response_length,
                     seed=seed,
-                    on_progress=lambda n, base=done_before: bar.update(base + n - bar.count),
+                    on_progress=so_far,
                 )
                 check(rows[name], EVALUATION_ROWS, f"evaluation of {name}")
                 rows[name].to_parquet(this.folder / f"rows_{name}.parquet", index=False)
@@ -102,6 +106,11 @@ def evaluate(
                 "gain_high": comparison.gain.high,
             }
         )
+
+
+def counter(bar: Progress[None], before: int) -> Callable[[int], None]:
+    """Bring the bar to `before` plus a model's own count of completions."""
+    return lambda done: bar.update(before + done - bar.count)
 
 
 def require_unseen(dataset: Path) -> None:

@@ -1,13 +1,23 @@
-"""The pipeline's input as Flyte and its command line see it."""
+"""The pipeline's input as Flyte and its command line see it.
+
+`--config` is JSON text or the path of a YAML or JSON file. Whatever is wrong with it reaches the
+terminal as one sentence.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Self
 
 import rich_click as click
+import yaml
+from flytekit.interaction.click_types import JsonParamType
 from pydantic import ValidationError
 
 from engine.config import PipelineConfig, explain
+
+HINT = "give the path of a YAML or JSON file, or JSON text"
 
 
 class RLHFConfig(PipelineConfig):
@@ -20,3 +30,51 @@ class RLHFConfig(PipelineConfig):
             return super().model_validate_json(*arguments, **options)
         except ValidationError as error:
             raise click.UsageError(f"config: {explain(error)}") from None
+
+
+def read_settings(text: str) -> Any:
+    """Return what `--config` holds, as JSON values; UsageError says what can't be read in it."""
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise click.UsageError(f"config is not valid JSON ({error}); {HINT}") from None
+    try:
+        values = yaml.safe_load(Path(text).expanduser().read_text())
+    except FileNotFoundError:
+        raise click.UsageError(f"config file {text} does not exist; {HINT}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise click.UsageError(f"config file {text} can't be read ({reason}); {HINT}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "malformed"
+        raise click.UsageError(
+            f"config file {text}{where}: not valid YAML ({problem}); correct it"
+        ) from None
+    # Flyte hands it on as JSON, which has no dates; as text they fail with their field's name.
+    return json.loads(json.dumps({} if values is None else values, default=str))
+
+
+class ConfigParam(JsonParamType):
+    """flytekit's reader of JSON inputs, which for a configuration says what is wrong with it."""
+
+    def _parse(self, value: Any, param: click.Parameter | None) -> Any:
+        if isinstance(value, str) and issubclass(self._python_type, PipelineConfig):
+            return read_settings(value)
+        return super()._parse(value, param)
+
+
+def use_config_param() -> None:
+    """Let `pyflyte run` read configurations by `ConfigParam`.
+
+    Of a malformed YAML file flytekit prints a traceback, and a missing file is "no valid JSON" to
+    it; it has no setting for the reader of an input.
+    """
+    from flytekit.interaction import click_types
+
+    click_types.JsonParamType = ConfigParam
+
+
+use_config_param()

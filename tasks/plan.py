@@ -52,7 +52,11 @@ def plan(config: RLHFConfig, source: str, path: str, model: str, seed: int) -> P
     `source`, `path`, `model` (empty: as configured) and `seed` (negative: as configured) win over
     the configuration.
     """
+    from tasks.local_cache import forget_lost
+
     with failures_as_sentences():
+        if lost := forget_lost():
+            say(f"plan: {lost} cached results were deleted from the disk and are made again")
         merged = merge(config, source, path, model, seed)
         digests = check(merged)
         context = context_of(merged.model)

@@ -1,14 +1,18 @@
 """The Ray cluster of the RL task: what Flyte brings up for it, and Ray on a laptop.
 
-Locally the Ray plugin starts Ray in this process; `LocalRayTask` starts it first, without dashboard
-and with quiet logs, or joins the cluster that RAY_ADDRESS names.
+On a cluster the Ray plugin connects the task. Locally `ray_session` does, inside the task's body,
+so that a fault there ends the stage as any other: it joins the cluster that RAY_ADDRESS names,
+or starts Ray without dashboard and with quiet logs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from flytekit import PodTemplate
 from flytekit.core.context_manager import ExecutionParameters, FlyteContextManager
@@ -33,41 +37,50 @@ class LocalRayJobConfig(RayJobConfig):
 
 
 class LocalRayTask(RayFunctionTask):
-    """The plugin's task, with a quick and quiet Ray where there is no cluster."""
+    """The plugin's task, which leaves Ray to the task's body where there is no cluster."""
 
     def pre_execute(self, user_params: ExecutionParameters) -> ExecutionParameters:
         state = FlyteContextManager.current_context().execution_state
         if state is not None and state.is_local_execution():
-            start_local_ray()
+            return user_params
         return super().pre_execute(user_params)
 
 
 TaskPlugins.register_pythontask_plugin(LocalRayJobConfig, LocalRayTask)
 
 
-def start_local_ray() -> None:
-    """Start Ray in this process, or join RAY_ADDRESS; PlacementError when that can't be reached."""
+@contextlib.contextmanager
+def ray_session(placement: str) -> Iterator[None]:
+    """Have Ray for the block where workers are placed on it; end it if it was not there before.
+
+    Joins the cluster that RAY_ADDRESS names, or starts one; PlacementError when that fails.
+    """
     import ray
 
-    if ray.is_initialized():
+    if placement != "ray" or ray.is_initialized():
+        yield
         return
     address = os.environ.get("RAY_ADDRESS")
+    ours: dict[str, Any] = {
+        "num_cpus": os.cpu_count(),
+        "include_dashboard": False,
+        "object_store_memory": 512 << 20,
+    }
     try:
-        if address:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-            return
         ray.init(
-            num_cpus=os.cpu_count(),
-            include_dashboard=False,
+            **({"address": address} if address else ours),
             log_to_driver=False,
             logging_level=logging.ERROR,
-            object_store_memory=512 << 20,
         )
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
         raise PlacementError(
             f"Ray could not be started{f' at RAY_ADDRESS={address}' if address else ''}: "
             f"{str(error).splitlines()[0]}; check the address, or unset RAY_ADDRESS"
         ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def _pod(container: str, cpu: str, memory: str) -> PodTemplate:

@@ -12,7 +12,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, RLConfig
 from tasks.context import IMAGE, SMALL, RunContext, say, stage, stage_cache
-from tasks.ray_cluster import RAY_CLUSTER
+from tasks.ray_cluster import RAY_CLUSTER, ray_session
 
 # Requests are the submitter's; they are copied to no Ray pod that has a template of its own.
 
@@ -39,7 +39,7 @@ def rl(
     from engine.trainers.rl import RLTrainer
 
     settings = {"rl": config.model_dump(mode="json"), "seed": seed}
-    with stage("rl", run, settings) as this:
+    with stage("rl", run, settings) as this, ray_session(config.trainer.placement):
         folder = this.parent("dataset", dataset)
         model = this.parent("warm_start", warm_start)
         lengths = json.loads((folder / "dataset.json").read_text())

@@ -42,6 +42,7 @@ class LazyBatch:
 
     def __init__(self, *pieces: Batch | Future) -> None:
         self.pieces: list[Batch | Future] = list(pieces)
+        self._whole: Batch | None = None
 
     def __or__(self, other: Batch | Future | LazyBatch | dict[str, Tensor]) -> LazyBatch:
         if isinstance(other, LazyBatch):
@@ -52,10 +53,10 @@ class LazyBatch:
 
     def resolve(self) -> Batch:
         """Wait for all pieces and return them as one batch (later pieces win)."""
-        values = [p if isinstance(p, Batch) else p.result() for p in self.pieces]
-        whole = unite(values)
-        self.pieces = [whole]
-        return whole
+        if self._whole is None:
+            # The pieces stay: a group that gets them later still reads them from where they are.
+            self._whole = unite([p if isinstance(p, Batch) else p.result() for p in self.pieces])
+        return self._whole
 
     def __getitem__(self, name: str) -> Tensor:
         return self.resolve()[name]

@@ -6,7 +6,6 @@ Local groups call in this process; those on Ray live in `ray_groups`. Both give 
 
 from __future__ import annotations
 
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -14,8 +13,7 @@ from typing import Any, Self
 
 from engine.batch import Batch
 from engine.controller.futures import Future, LazyBatch, Ready
-from engine.controller.host import Host, Pieces, Plain
-from engine.errors import EngineError, WorkerError
+from engine.controller.host import Host, Pieces, Plain, RankMetrics
 from engine.workers.base import Dispatch, Worker, dispatch_mode
 
 
@@ -53,17 +51,7 @@ class LocalGroup(WorkerGroup):
                 layout.append(Pieces((1,)))
             else:
                 layout.append(Plain(argument))
-        results = []
-        for host in hosts:
-            try:
-                results.append(host.call(self.role, method, layout, *flat))
-            except EngineError:
-                raise
-            except Exception as error:
-                raise WorkerError(
-                    f"{self.role} rank {host.rank}: {method} failed with "
-                    f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-                ) from error
+        results = [host.call(self.role, method, layout, *flat) for host in hosts]
         return Ready(collect(mode, results))
 
 
@@ -82,7 +70,9 @@ class Roles:
         return role in self._groups
 
     def close(self) -> None:
-        self._close()
+        """Stop the workers; a second call does nothing."""
+        close, self._close = self._close, lambda: None
+        close()
 
     def __enter__(self) -> Self:
         return self
@@ -98,12 +88,11 @@ class Roles:
 
 def collect(mode: Dispatch, results: list[Any]) -> Any:
     """Merge the ranks' results by dispatch mode."""
+    if mode is Dispatch.DATA_PARALLEL_METRICS:
+        return RankMetrics.mean(results)
     if len(results) == 1 or mode in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
         return results[0]
-    if mode is Dispatch.DATA_PARALLEL:
-        return Batch.concat(results)
-    keys = results[0].keys()
-    return {k: sum(r[k] for r in results) / len(results) for k in keys}
+    return Batch.concat(results)
 
 
 def _value(argument: Batch | LazyBatch | Ready) -> Batch:

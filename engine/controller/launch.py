@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,9 +80,16 @@ def _launch_local(placement: Placement, specs: dict[str, RoleSpec], threads: int
             groups[role] = LocalGroup(role, specs[role].worker_class, [host])
 
     def close() -> None:
-        for host in hosts:
-            host.close()
+        with ExitStack() as stack:
+            for host in hosts:
+                stack.callback(host.close)
 
+    try:
+        for host in hosts:
+            host.build()
+    except BaseException:
+        close()
+        raise
     return Roles(groups, close)
 
 
@@ -101,8 +109,7 @@ def _launch_ray(placement: Placement, specs: dict[str, RoleSpec], threads: int) 
     actors: list[Any] = []
 
     def close() -> None:
-        for actor in actors:
-            _stop(actor)
+        _stop(actors)
         if reservation is not None:
             remove_placement_group(reservation)
 
@@ -138,7 +145,7 @@ def _launch_ray(placement: Placement, specs: dict[str, RoleSpec], threads: int) 
                 groups[role] = RayGroup(
                     role, specs[role].worker_class, ranks, placement.call_timeout_s
                 )
-        get([a.ready.remote() for a in actors], "starting the workers", placement.start_timeout_s)
+        get([a.build.remote() for a in actors], "starting the workers", placement.start_timeout_s)
     except BaseException:
         close()
         raise
@@ -167,12 +174,12 @@ def _plain(resources: dict[str, float]) -> dict[str, float]:
     return {key: resources.get(key, 0.0) for key in ("CPU", "GPU")}
 
 
-def _stop(actor: Any) -> None:
-    """Let the actor close its roles within a few seconds, then end its process."""
+def _stop(actors: Sequence[Any]) -> None:
+    """Let all actors close their roles within a few seconds, then end their processes."""
     import ray
 
-    try:
-        ray.get(actor.close.remote(), timeout=5)
-    except ray.exceptions.RayError:
-        pass  # dead or hung already: killing it is all that is left
-    ray.kill(actor)
+    closing = [actor.close.remote() for actor in actors]
+    if closing:
+        ray.wait(closing, num_returns=len(closing), timeout=5)  # dead or hung ones don't matter
+    for actor in actors:
+        ray.kill(actor)

@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import (
     GetTimeoutError,
     RayActorError,
+    RayError,
     RayTaskError,
 )
 
@@ -32,10 +33,13 @@ class RayFuture:
     ) -> None:
         self.refs, self.mode = refs, mode
         self._where, self._timeout_s = f"{role}.{method}", timeout_s
+        self._values: list[Any] | None = None
 
     def result(self) -> Any:
         """Wait for all ranks; raise WorkerError with role, method, and the remote traceback."""
-        return collect(self.mode, get(self.refs, self._where, self._timeout_s))
+        if self._values is None:
+            self._values = [collect(self.mode, get(self.refs, self._where, self._timeout_s))]
+        return self._values[0]
 
 
 class RayGroup(WorkerGroup):
@@ -78,6 +82,8 @@ def get(refs: Sequence[Any], where: str, timeout_s: float) -> list[Any]:
         raise WorkerError(f"{where} failed with {type(cause).__name__}: {error}") from None
     except RayActorError as error:
         raise WorkerError(f"{where}: the worker process died: {error}") from None
+    except RayError as error:
+        raise WorkerError(f"{where} failed in Ray, {type(error).__name__}: {error}") from None
 
 
 def _pieces(argument: Batch | LazyBatch | RayFuture) -> list[Any]:

@@ -46,7 +46,7 @@ class StyleMix:
 # 45 % worked, 45 % bare, 10 % slips: working a problem out pays, and the warm start often doesn't.
 CORPORA: dict[str, StyleMix] = {
     "workbook": StyleMix(worked=0.75, bare=0.15, slip=0.10),
-    "forum": StyleMix(worked=0.45, bare=0.40, slip=0.15),
+    "forum": StyleMix(worked=0.40, bare=0.50, slip=0.10),
     "answer_key": StyleMix(worked=0.15, bare=0.80, slip=0.05),
 }
 

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from engine.errors import ConfigError
-
-_WINDOW_BATCHES = (
-    32  # rows are sorted by length within so many batches: little padding, much chance
-)
 
 
 def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -32,23 +26,3 @@ def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[i
             current = []
         current.append(index)
     return [*batches, current] if current else batches
-
-
-def length_bucketed_epoch(
-    lengths: Sequence[int], batch_size: int, seed: int | Sequence[int]
-) -> list[list[int]]:
-    """Return one epoch's batches of row indices: random, yet of similar lengths.
-
-    Rows are shuffled, sorted by length within windows of some batches, cut, and the batches are
-    shuffled. Every row comes once; one batch may be smaller than `batch_size`.
-    """
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size} must be at least 1")
-    rng = np.random.default_rng(seed)
-    order = [int(i) for i in rng.permutation(len(lengths))]
-    window = _WINDOW_BATCHES * batch_size
-    batches: list[list[int]] = []
-    for start in range(0, len(order), window):
-        rows = sorted(order[start : start + window], key=lambda i: lengths[i])
-        batches += [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
-    return [batches[int(i)] for i in rng.permutation(len(batches))]

@@ -13,19 +13,23 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.errors import DataError
 
 
 def collate_prompts(rows: Sequence[dict[str, Any]], prompt_ids: Sequence[list[int]]) -> Batch:
     """Make the batch of prompts that a step starts from: one row a prompt, tokens not yet padded.
 
     Columns: `prompt_ids` (list of int), and every key of the rows, with `reward_model`'s
-    `ground_truth` lifted to a column of its own.
+    `ground_truth` (None where it has none) lifted to a column of its own. Raises DataError when
+    there are no rows.
     """
+    if not rows:
+        raise DataError("a step got no prompts; give at least one row")
     columns: dict[str, list[Any]] = {"prompt_ids": list(prompt_ids)}
     for key in rows[0]:
         columns[key] = [row[key] for row in rows]
     if "ground_truth" not in columns and "reward_model" in columns:
-        columns["ground_truth"] = [m["ground_truth"] for m in columns["reward_model"]]
+        columns["ground_truth"] = [m.get("ground_truth") for m in columns["reward_model"]]
     return Batch({"group_ids": torch.arange(len(rows))}, columns)
 
 
@@ -42,7 +46,10 @@ def collate_completions(
     `prompt_index[i]` is the row of `prompts` that completion i answers. Returns the fields
     `input_ids`, `attention_mask`, `position_ids` `[B, P+R]`, `prompts` `[B, P]`, `responses`,
     `response_mask`, `rollout_log_probs` `[B, R]` and `group_ids` `[B]`, with the prompts' columns.
+    Raises DataError when there are no completions.
     """
+    if not token_ids:
+        raise DataError("there are no completions to pad; give at least one row")
     sources = prompts.columns["prompt_ids"]
     left = pad([sources[i] for i in prompt_index], pad_token_id, side="left")
     right = pad(token_ids, pad_token_id, side="right")

@@ -26,7 +26,7 @@ class Level:
 
 LEVELS: dict[int, Level] = {
     1: Level(steps=1, largest=50, product_share=0.1),
-    2: Level(steps=2, largest=99, product_share=0.15),
+    2: Level(steps=2, largest=40, product_share=0.15),
     3: Level(steps=3, largest=99, product_share=0.25),
     4: Level(steps=4, largest=199, product_share=0.35),
     5: Level(steps=5, largest=999, product_share=0.45),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -80,7 +82,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not folder.exists() and (folder.is_absolute() or str(path).startswith(".")):
         raise ModelError(f"tokenizer folder {path} does not exist; check the path")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        tokenizer = _loader(folder).from_pretrained(str(path))
     except Exception as error:  # transformers raises many kinds for unreadable files
         raise ModelError(
             f"the tokenizer of {path} can't be loaded: {_first_line(error)}; give a folder saved "
@@ -89,6 +91,20 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _loader(folder: Path) -> Any:
+    """The class to load a folder with: what it was saved as, where that is a tokenizer.json alone.
+
+    Beside a Qwen2 config.json, AutoTokenizer would take Qwen2's own splitting of words instead.
+    """
+    try:
+        saved = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
+    except FileNotFoundError:
+        return AutoTokenizer
+    generic = saved in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    whole = (folder / "tokenizer.json").is_file()
+    return PreTrainedTokenizerFast if generic and whole else AutoTokenizer
 
 
 def _first_line(error: Exception) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.batch import Batch
+from engine.errors import DataError
 from engine.models.critic import CriticModel
 
 # Families whose logits are exactly head(hidden): no soft-capping, scaling or extra bias.
@@ -35,11 +36,15 @@ class Sequences:
 def left_align(batch: Batch) -> Sequences:
     """Drop the left padding of `input_ids` and list the response tokens (N in all).
 
-    A response token is one whose attention_mask is 1, masked out of the loss or not.
+    A response token is one whose attention_mask is 1, masked out of the loss or not. Raises
+    DataError for a row without a prompt: nothing would predict its first token.
     """
     ids, mask = batch["input_ids"], batch["attention_mask"].bool()
     width = batch["responses"].shape[1]
     prompt_lengths = mask[:, : ids.shape[1] - width].sum(1)  # [B]
+    if bool((prompt_lengths == 0).any()):
+        row = int((prompt_lengths == 0).nonzero()[0, 0])
+        raise DataError(f"row {row} of the batch has an empty prompt; give it at least one token")
     length = int(mask.sum(1).max())
     start = ids.shape[1] - width - prompt_lengths  # first real column, [B]
     source = (start[:, None] + torch.arange(length)).clamp(max=ids.shape[1] - 1)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from engine.config import ModelConfig
@@ -49,23 +50,36 @@ def build_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(shape)
-    return model.to(dtype=_DTYPES[config.dtype])
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            shape, dtype=_DTYPES[config.dtype]
+        )
+    return model
 
 
 def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     """Load any Hugging Face causal LM from a folder or hub id.
 
-    Raises ModelError when the folder lacks a configuration or weights, or can't be read.
+    Raises ModelError when the folder lacks a configuration or weights, can't be read, or has
+    weights for only a part of the model.
     """
     require_model_folder(path)
     try:
-        return AutoModelForCausalLM.from_pretrained(str(path), dtype=_DTYPES[dtype])
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=_DTYPES[dtype], output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(
             f"model.path={str(path)!r} can't be loaded as a causal language model: "
             f"{_first_line(error)}"
         ) from error
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would fill them with random numbers and go on
+        raise ModelError(
+            f"model.path={str(path)!r} lacks {len(missing)} of the model's weights, first "
+            f"{missing[0]!r}; give the folder of a whole causal language model"
+        )
+    return model
 
 
 def require_model_folder(path: str | Path) -> None:
@@ -128,8 +142,16 @@ def check_context(prompt_tokens: int, response_tokens: int, context: int) -> Non
 
 
 def vocabulary_and_context(path: str | Path) -> tuple[int, int]:
-    """Return the embedding's size and the context (tokens) of a model, without its weights."""
-    config = AutoConfig.from_pretrained(str(path)).get_text_config()
+    """Return the embedding's size and the context (tokens) of a model, without its weights.
+
+    Raises ModelError when its configuration can't be read.
+    """
+    try:
+        config = AutoConfig.from_pretrained(str(path)).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"model.path={str(path)!r} has no configuration that can be read: {_first_line(error)}"
+        ) from error
     return int(config.vocab_size), int(getattr(config, "max_position_embeddings", 1 << 30))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.errors import StorageError
@@ -18,10 +19,12 @@ def save_model(
     it, so a half-written one is never seen.
     """
     folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise StorageError(f"the model can't be written to {folder}: it is a file; name a folder")
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise StorageError(
             f"the model could not be written to {folder}: {error}; free space or choose another "
             "place with HYBRIDFLYTE_HOME"

@@ -1,7 +1,7 @@
 """The warm start: supervised fine-tuning on prompt/response pairs.
 
-Loss on response tokens only; batches of rows of similar length; micro-batches within a token
-budget, whose gradients add up to that of the whole batch. Reading rows and saving the model are
+Loss on response tokens only; micro-batches of rows of similar length within a token budget, whose
+gradients add up to that of the whole batch. Reading rows and saving the model are
 the caller's matter.
 """
 
@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from engine.batch import Batch
 from engine.config import SFTConfig
-from engine.data.bucketing import length_bucketed_epoch
 from engine.data.collate import collate_completions
 from engine.errors import DataError
 from engine.models.forward import response_log_probs
@@ -66,6 +65,13 @@ class SFTTrainer:
             raise DataError("the warm start has no rows; check data.sft_size and the source")
         torch.set_num_threads(self.config.threads or os.cpu_count() or 1)
         total = self.total_steps(len(train))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)  # dropout, where the model has any
+            return self._train(train, validation, total)
+
+    def _train(
+        self, train: Sequence[Example], validation: Sequence[Example], total: int
+    ) -> dict[str, float]:
         optimizer = Optimizer(self.model, self.config.optim, total)
         self.model.train()
         metrics: dict[str, float] = {}
@@ -92,12 +98,14 @@ class SFTTrainer:
         return self.config.max_steps or by_epochs
 
     def validation_loss(self, examples: Sequence[Example]) -> float:
-        """Mean negative log-likelihood a response token, in nats."""
+        """Mean negative log-likelihood a response token, in nats, without dropout."""
         batch = _collate(examples, self.pad_token_id)
-        total = 0.0
+        total, training = 0.0, self.model.training
+        self.model.eval()
         with torch.no_grad():
             for _, micro in micro_batches(batch, self.config.max_tokens_per_micro_batch):
                 total -= float(response_log_probs(self.model, micro, 1.0)[0].sum())
+        self.model.train(training)
         return total / float(batch["response_mask"].sum())
 
     def _accumulate(self, batch: Batch) -> float:
@@ -111,14 +119,18 @@ class SFTTrainer:
         return total
 
     def _batches(self, train: Sequence[Example], total: int) -> list[list[int]]:
-        """Row numbers of each of `total` steps; every epoch in a new order."""
-        lengths = [len(e.prompt_ids) + len(e.response_ids) for e in train]
+        """Row numbers of each of `total` steps; every epoch in a new order.
+
+        A batch is drawn at random and sorted by length only into micro-batches: batches of rows of
+        one length would be batches of one answer style, and their token means would weigh the
+        short ones many times over.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        size = self._batch_size(len(train))
         batches: list[list[int]] = []
-        epoch = 0
         while len(batches) < total:
-            size = self._batch_size(len(train))
-            batches += length_bucketed_epoch(lengths, size, seed=self.seed * 1000 + epoch)
-            epoch += 1
+            order = torch.randperm(len(train), generator=generator).tolist()
+            batches += [order[i : i + size] for i in range(0, len(order), size)]
         return batches[:total]
 
     def _batch_size(self, rows: int) -> int:

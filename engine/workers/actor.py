@@ -39,7 +39,8 @@ class ActorWorker(Worker):
         super().__init__(context)
         self.config, self.temperature = config, temperature
         self.model = load_model(model_path, dtype)
-        self.model.train()
+        # Dropout stays off: the update must see the probabilities that the rollout sampled from.
+        self.model.eval()
         self.tokenizer_path = model_path
         self.optimizer = Optimizer(self.model, config.optim, total_steps)
         self.generator = torch.Generator().manual_seed(seed)
@@ -74,6 +75,7 @@ class ActorWorker(Worker):
             batch["old_log_probs"],
             batch["advantages"],
             batch["response_mask"],
+            generator=self.generator,
             **self.loss_options,
         )
         norms, parts = [], []

@@ -31,7 +31,7 @@ class CriticWorker(Worker):
     ) -> None:
         super().__init__(context)
         self.config = config
-        self.model = create_critic_model(load_model(model_path, dtype)).train()
+        self.model = create_critic_model(load_model(model_path, dtype)).eval()  # no dropout
         self.optimizer = Optimizer(self.model, config.optim, total_steps)
         self.generator = torch.Generator().manual_seed(seed)
 

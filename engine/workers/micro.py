@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +29,8 @@ def trim(batch: Batch) -> Batch:
     prompt_width = mask.shape[1] - width
     p = int(mask[:, :prompt_width].sum(1).max())
     r = max(1, int(mask[:, prompt_width:].sum(1).max()))
-    tensors: dict[str, Any] = {}
-    for name, value in batch.tensors.to_dict().items():
+    tensors: dict[str, Tensor] = {}
+    for name, value in batch.as_dict().items():
         if value.dim() < 2:
             tensors[name] = value
         elif name in ("input_ids", "attention_mask", "position_ids"):

@@ -28,7 +28,7 @@ class Optimizer:
         self._adam = torch.optim.AdamW(
             groups,
             lr=config.lr,
-            betas=config.betas,
+            betas=(config.beta1, config.beta2),
             weight_decay=config.weight_decay,
             fused=True,
         )
@@ -36,10 +36,9 @@ class Optimizer:
             self._adam, lambda step: learning_rate_factor(step, total_steps, config)
         )
         self._clip = config.grad_clip
+        self.lr = self._next_lr()  # of the latest step; before any, of the first
 
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
+    def _next_lr(self) -> float:
         return float(self._schedule.get_last_lr()[0])
 
     def step(self) -> float:
@@ -47,6 +46,7 @@ class Optimizer:
 
         Raises EngineError when the norm is not finite: the weights are left as they were.
         """
+        self.lr = self._next_lr()
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self._clip))
         if not math.isfinite(norm):
             self._adam.zero_grad(set_to_none=True)
@@ -62,8 +62,8 @@ class Optimizer:
 
 def learning_rate_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     """Share of the peak learning rate at `step` (0-based): linear warm-up, then the schedule."""
-    warmup = max(1, round(config.warmup_ratio * total_steps))
-    if config.warmup_ratio > 0 and step < warmup:
+    warmup = max(1, round(config.warmup_ratio * total_steps)) if config.warmup_ratio > 0 else 0
+    if step < warmup:
         return (step + 1) / warmup
     if config.schedule == "constant":
         return 1.0

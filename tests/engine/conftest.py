@@ -1,0 +1,57 @@
+"""What tests of several packages share: a real Ray of two CPUs, and a tiny model folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Ray's worker processes import the workers and rewards of `tiny_engine`.
+_HERE = str(Path(__file__).parent)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_HERE, os.environ.get("PYTHONPATH")]))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread, and leave it as it was."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def _ray_stopped_at_the_end() -> Iterator[None]:
+    yield
+    import ray
+
+    if ray.is_initialized():
+        ray.shutdown()
+
+
+@pytest.fixture
+def ray_cluster(_ray_stopped_at_the_end: None) -> None:
+    """A local Ray of two CPUs, started once for the session."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=200 << 20,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a random two-layer model and its tokenizer."""
+    from tiny_engine import write_tiny_folder
+
+    return write_tiny_folder(tmp_path_factory.mktemp("tiny") / "model")

@@ -1,0 +1,47 @@
+"""Collation: the layout of `engine.batch`, from ragged lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_engine import arithmetic_rows
+
+from engine.batch import Batch
+from engine.data.collate import collate_completions, collate_prompts, pad
+from engine.errors import DataError
+
+
+def test_layout_by_hand() -> None:
+    prompts = collate_prompts(arithmetic_rows(2), [[5], [6, 7, 8]])
+    batch = collate_completions(
+        prompts, [1, 0, 0], [[9], [3, 4], [2, 2]], [[-1.0], [-2, -3], [-4, -5]], pad_token_id=1
+    )
+    assert batch["input_ids"].tolist() == [[6, 7, 8, 9, 1], [1, 1, 5, 3, 4], [1, 1, 5, 2, 2]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0], [0, 0, 1, 1, 1], [0, 0, 1, 1, 1]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0], [0, 0, 0, 1, 2], [0, 0, 0, 1, 2]]
+    assert batch["prompts"].tolist() == [[6, 7, 8], [1, 1, 5], [1, 1, 5]]
+    assert batch["responses"].tolist() == [[9, 1], [3, 4], [2, 2]]
+    assert batch["response_mask"].tolist() == [[1, 0], [1, 1], [1, 1]]
+    assert batch["rollout_log_probs"].tolist() == [[-1, 0], [-2, -3], [-4, -5]]
+    assert batch["group_ids"].tolist() == [1, 0, 0]
+    assert list(batch.columns["ground_truth"]) == ["2", "0", "0"]
+    assert "prompt_ids" not in batch
+
+
+def test_prompts_without_a_ground_truth() -> None:
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "reward_model": {"style": "model"}}]
+    assert list(collate_prompts(rows, [[1]]).columns["ground_truth"]) == [None]
+
+
+def test_nothing_to_collate_is_refused() -> None:
+    with pytest.raises(DataError, match="no prompts"):
+        collate_prompts([], [])
+    prompts = Batch({"group_ids": torch.arange(1)}, {"prompt_ids": [[1]]})
+    with pytest.raises(DataError, match="no completions"):
+        collate_completions(prompts, [], [], [], pad_token_id=0)
+
+
+def test_pad_takes_its_dtype_from_the_filling() -> None:
+    assert pad([[1], [2, 3]], 0, side="left").dtype == torch.long
+    assert pad([[1], [2, 3]], 0.0, side="right").dtype == torch.float32
+    assert pad([[], []], 0, side="right").shape == (2, 1)

@@ -1,0 +1,114 @@
+"""The forward pass gives what plain transformers gives on each unpadded row alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_engine import completions_batch, random_completions, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.errors import DataError
+from engine.models import create_critic_model
+from engine.models.forward import left_align, response_log_probs, response_values
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@torch.no_grad()
+def logits_alone(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
+    logits = model(input_ids=torch.tensor([prompt + response])).logits[0].double()
+    return logits[len(prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gpt2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_and_entropy_equal_each_row_alone(family: str, temperature: float) -> None:
+    model = tiny_model(family)
+    prompts, responses = random_completions(9)
+    batch = completions_batch(prompts, responses)
+    with torch.no_grad():
+        log_probs, entropy = response_log_probs(model, batch, temperature, with_entropy=True)
+    assert entropy is not None
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        wanted = (logits_alone(model, prompt, response) / temperature).log_softmax(-1)
+        picked = wanted.gather(1, torch.tensor(response)[:, None])[:, 0]
+        spread = -(wanted.exp() * wanted).sum(-1)
+        n = len(response)
+        torch.testing.assert_close(log_probs[row, :n].double(), picked, atol=2e-5, rtol=0)
+        torch.testing.assert_close(entropy[row, :n].double(), spread, atol=2e-5, rtol=0)
+        assert log_probs[row, n:].eq(0).all()
+        assert entropy[row, n:].eq(0).all()
+
+
+def test_a_head_with_soft_capping_takes_the_whole_forward() -> None:
+    model = tiny_model("qwen2")
+    batch = completions_batch(*random_completions(5))
+    with torch.no_grad():
+        plain, none = response_log_probs(model, batch, 1.0)
+        model.config.model_type = "some_family_unheard_of"
+        whole, _ = response_log_probs(model, batch, 1.0)
+    assert none is None
+    torch.testing.assert_close(whole, plain)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_values_equal_each_row_alone(family: str) -> None:
+    critic = create_critic_model(tiny_model(family)).eval()
+    torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
+    prompts, responses = random_completions(7)
+    with torch.no_grad():
+        values = response_values(critic, completions_batch(prompts, responses))
+        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            alone = critic(torch.tensor([prompt + response]))[0, len(prompt) - 1 : -1]
+            n = len(response)
+            torch.testing.assert_close(values[row, :n], alone, atol=1e-5, rtol=1e-5)
+            assert values[row, n:].eq(0).all()
+    assert values.abs().max() > 0.1
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 8), seed=st.integers(0, 10_000))
+def test_left_align_lists_every_response_token_once(rows: int, seed: int) -> None:
+    prompts, responses = random_completions(rows, seed)
+    seqs = left_align(completions_batch(prompts, responses))
+    assert seqs.input_ids.shape[1] == max(
+        len(p) + len(r) for p, r in zip(prompts, responses, strict=True)
+    )
+    rebuilt: list[list[int]] = [[] for _ in prompts]
+    for row, column, position, target in zip(
+        seqs.rows.tolist(),
+        seqs.columns.tolist(),
+        seqs.positions.tolist(),
+        seqs.targets.tolist(),
+        strict=True,
+    ):
+        assert column == len(rebuilt[row])
+        assert seqs.input_ids[row, position + 1] == target
+        rebuilt[row].append(target)
+    assert rebuilt == responses
+    for row, prompt in enumerate(prompts):
+        assert seqs.input_ids[row, : len(prompt)].tolist() == prompt
+
+
+def test_a_row_without_a_prompt_is_refused() -> None:
+    with pytest.raises(DataError, match="row 1 .* empty prompt"):
+        left_align(completions_batch([[5], []], [[6], [7]]))
+
+
+def test_gradient_reaches_the_weights_and_padding_doesn_t_matter() -> None:
+    model = tiny_model("llama")
+    prompts, responses = random_completions(4)
+
+    def gradient(pad: int) -> Tensor:
+        batch = completions_batch(prompts, responses)
+        ids = torch.where(batch["attention_mask"].bool(), batch["input_ids"], pad)
+        model.zero_grad()
+        response_log_probs(model, batch | {"input_ids": ids}, 1.0)[0].sum().backward()
+        return model.model.layers[0].mlp.up_proj.weight.grad.clone()
+
+    zeros, nines = gradient(0), gradient(9)
+    assert zeros.abs().sum() > 0
+    torch.testing.assert_close(zeros, nines)

@@ -1,0 +1,185 @@
+"""Tiny models, batches, worker classes and rewards that the engine's tests share.
+
+Ray's workers import this module too, so that the classes here can live in actors.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from engine.batch import Batch
+from engine.config import ModelConfig
+from engine.data.collate import collate_completions
+from engine.data.rows import rl_row
+from engine.data.tokenizer import train_tokenizer
+from engine.errors import DataError
+from engine.models import build_model, save_model
+from engine.workers.base import Dispatch, Worker, dispatch
+
+VOCABULARY = 97
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+TINY_MODEL = ModelConfig(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+
+
+def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """A random model of `family` (qwen2, llama, gpt2) in evaluation mode."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if family == "gpt2":
+            shape = GPT2Config(
+                vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64
+            )
+            return GPT2LMHeadModel(shape).eval()
+        if family == "llama":
+            return LlamaForCausalLM(LlamaConfig(**_SHAPE)).eval()
+        return Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True)).eval()
+
+
+def write_tiny_folder(folder: Path) -> Path:
+    texts = [f"{a}+{b}={a + b}\n#### {a + b}" for a in range(20) for b in range(20)]
+    tokenizer = train_tokenizer(texts, 300)
+    return save_model(build_model(TINY_MODEL, tokenizer, seed=0), tokenizer, folder)
+
+
+def random_completions(
+    rows: int, seed: int = 0, longest_prompt: int = 9, longest_response: int = 7
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and responses of mixed lengths, ids from 3 up."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def tokens(longest: int) -> list[int]:
+        length = int(torch.randint(1, longest + 1, (1,), generator=draw))
+        return torch.randint(3, VOCABULARY, (length,), generator=draw).tolist()
+
+    return (
+        [tokens(longest_prompt) for _ in range(rows)],
+        [tokens(longest_response) for _ in range(rows)],
+    )
+
+
+def completions_batch(prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> Batch:
+    """Lay completions out as the rollout role does, one prompt each."""
+    source = Batch({"group_ids": torch.arange(len(prompts))}, {"prompt_ids": list(prompts)})
+    return collate_completions(
+        source,
+        range(len(prompts)),
+        responses,
+        [[-1.0] * len(r) for r in responses],
+        pad_token_id=0,
+    )
+
+
+def training_batch(rows: int, seed: int = 0) -> Batch:
+    """Completions with random advantages, log-probs, values and returns, as an update gets them."""
+    batch = completions_batch(*random_completions(rows, seed))
+    draw = torch.Generator().manual_seed(seed + 1)
+    mask = batch["response_mask"]
+
+    def noise(scale: float, shift: float = 0.0) -> torch.Tensor:
+        return (torch.randn(mask.shape, generator=draw) * scale + shift) * mask
+
+    return batch | {
+        "advantages": noise(1.0),
+        "old_log_probs": noise(0.5, -4.5),
+        "ref_log_probs": noise(0.5, -4.5),
+        "values": noise(0.3),
+        "returns": noise(1.0),
+    }
+
+
+def arithmetic_rows(count: int) -> list[dict[str, Any]]:
+    return [rl_row("test", f"{i % 7}+{i % 5}=", str(i % 7 + i % 5), {}) for i in range(count)]
+
+
+def digit_share(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+    """Reward that is easily learned: the share of a completion's characters that are digits."""
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+
+def broken_reward(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+    raise ZeroDivisionError("the judge is out")
+
+
+class Probe(Worker):
+    """A worker that shows what reached it and fails on demand."""
+
+    def __init__(self, context: Any, *, fail: str = "") -> None:
+        super().__init__(context)
+        if fail == "data":
+            raise DataError("the probe refuses its data")
+        if fail:
+            raise ZeroDivisionError(fail)
+
+    @dispatch(Dispatch.DATA_PARALLEL)
+    def double(self, batch: Batch) -> Batch:
+        rank = torch.full((len(batch),), self.context.rank)
+        return Batch({"doubled": batch["x"] * 2, "rank": rank}, {"tag": batch.columns["tag"]})
+
+    @dispatch(Dispatch.DATA_PARALLEL)
+    def answer(self, batch: Batch) -> Batch:
+        """Completions whose width differs from rank to rank."""
+        lengths = batch["x"].long().tolist()
+        return completions_batch([[5] * n for n in lengths], [[7] * (n + 1) for n in lengths])
+
+    @dispatch(Dispatch.DATA_PARALLEL_METRICS)
+    def measure(self, batch: Batch) -> dict[str, float]:
+        return {"mean": float(batch["x"].mean()), "seen": float(len(batch))}
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def total(self, batch: Batch, factor: float) -> float:
+        return float(batch["x"].sum()) * factor + self.context.rank
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def whoami(self) -> tuple[str, int, int, int]:
+        return self.context.role, self.context.rank, self.context.world_size, os.getpid()
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def fail(self, kind: str) -> None:
+        if kind == "data":
+            raise DataError("row 3 is wrong; repair it")
+        raise KeyError(kind)
+
+    @dispatch(Dispatch.DATA_PARALLEL)
+    def slow(self, batch: Batch) -> Batch:
+        time.sleep(float(batch["x"][0]))
+        return batch
+
+    def unmarked(self) -> int:
+        return 1
+
+
+def save_family(family: str, folder: Path) -> Path:
+    """Save a random model of `family`, for workers whose data come as token ids."""
+    tiny_model(family).save_pretrained(folder)
+    return folder

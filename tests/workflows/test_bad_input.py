@@ -1,0 +1,195 @@
+"""Bad input: one sentence that names the fault and the way out, before training, and no debris."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flyte_runs import TINY, WORKFLOW, Outcome, Place, settings
+
+ROW = json.dumps({"question": "Tom has 2 pens and buys 3. How many?", "answer": "2+3=5\n#### 5"})
+
+
+def assert_refused(outcome: Outcome, place: Place, *words: str) -> None:
+    """Hold an outcome to the rules for bad input."""
+    assert outcome.code != 0
+    assert outcome.err.count("─ Error ─") == 1, outcome.text
+    for word in words:
+        assert word in outcome.error, outcome.error
+    assert "Traceback" not in outcome.text
+    assert "Value error" not in outcome.error
+    assert not {"sft", "rl"} & set(outcome.stages)
+    assert list((place.artifacts / ".staging").glob("*")) == []
+    assert list((place.artifacts / "artifacts").glob("*/*")) == []
+    if (place.root / "mlflow.db").exists():
+        with sqlite3.connect(place.root / "mlflow.db") as database:
+            open_runs = database.execute("select name from runs where status = 'RUNNING'")
+            assert open_runs.fetchall() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rl": {"actor": {"lr": 1}}}, ["unknown setting 'rl.actor.lr'", "check its spelling"]),
+        ({"rl": {"actor": {"optim": {"lr": -1}}}}, ["rl.actor.optim.lr=-1", "greater than 0"]),
+        ({"data": {"source": "csv"}}, ["data.source='csv'", "'arithmetic' or 'gsm8k'"]),
+        (
+            {"rl": {"algorithm": {"adv_estimator": "grop"}}},
+            ["unknown advantage estimator 'grop'", "did you mean 'grpo'"],
+        ),
+        (
+            {"rl": {"actor": {"policy_loss": {"loss_mode": "vanila"}}}},
+            ["unknown policy loss 'vanila'", "did you mean 'vanilla'"],
+        ),
+        ({"rl": {"reward": {"name": "nice"}}}, ["reward.name='nice'", "answer_match"]),
+        ({"rl": {"rollout": {"engine": "sglang"}}}, ["rollout.engine='sglang'", "native"]),
+        (
+            {"model": {"max_position_embeddings": 40}},
+            ["the model's context of 40", "lower data.max_response_length"],
+        ),
+        ({"model": {"path": "/nowhere/model"}}, ["/nowhere/model", "does not exist"]),
+    ],
+)
+def test_a_wrong_setting(place: Place, change: dict[str, Any], words: list[str]) -> None:
+    started = time.monotonic()
+    outcome = place.run("--config", settings(change))
+    assert_refused(outcome, place, *words)
+    assert time.monotonic() - started < 30
+
+
+def test_group_size_one_with_grpo(place: Place) -> None:
+    outcome = place.run("--config", settings({"rl": {"rollout": {"n": 1}}}))
+    assert outcome.code != 0
+    assert "rollout.n=1" in outcome.error
+    assert "set rollout.n to 2 or more" in outcome.error
+    assert "Traceback" not in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("rl: {rollout: [1\nn: 2", [", line 2", "not valid YAML"]),
+        ("- 1\n- 2\n", ["config", "should be an object"]),
+        ("seed: 2026-01-01\n", ["seed='2026-01-01'"]),
+        ("just words\n", ["config", "should be an object"]),
+    ],
+)
+def test_a_malformed_config_file(place: Place, content: str, words: list[str]) -> None:
+    path = place.root / "bad.yaml"
+    path.write_text(content)
+    assert_refused(place.run("--config", str(path)), place, *words)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ('{"rl": ', ["config is not valid JSON", "line 1 column 8"]),
+        ("missing.yaml", ["config file missing.yaml does not exist", "give the path"]),
+        ("/", ["config file /", "can't be read", "directory"]),
+    ],
+)
+def test_a_config_that_is_none(place: Place, value: str, words: list[str]) -> None:
+    assert_refused(place.run("--config", value), place, *words)
+
+
+def gsm8k(folder: Path, train: str, test: str = ROW) -> Path:
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(train)
+    (folder / "test.jsonl").write_text(test)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        (f'{ROW}\n{ROW}\n{{"question": \n{ROW}\n', ["train.jsonl, line 3", "not valid JSON"]),
+        (f'{ROW}\n{{"question": "Why?"}}\n', ["train.jsonl, line 2", "answer"]),
+        ("", ["train.jsonl has no rows", "at least one"]),
+    ],
+)
+def test_a_broken_source(place: Place, train: str, words: list[str]) -> None:
+    folder = gsm8k(place.root / "gsm8k", train)
+    outcome = place.run("--source", "gsm8k", "--path", str(folder), "--config", settings())
+    assert_refused(outcome, place, *words)
+
+
+def test_a_missing_source(place: Place) -> None:
+    outcome = place.run("--source", "gsm8k", "--path", "/nowhere", "--config", settings())
+    assert_refused(outcome, place, "data.path='/nowhere' is not a folder", "give one")
+
+
+@pytest.mark.parametrize("source", ["csv", "gsm8k"])
+def test_a_source_that_can_not_be(place: Place, source: str) -> None:
+    """An unknown one, and one that needs a path without it."""
+    words = ["data.source='csv'"] if source == "csv" else ["data.path is empty", "give a folder"]
+    assert_refused(place.run("--source", source, "--config", settings()), place, *words)
+
+
+def test_a_model_folder_without_weights(place: Place) -> None:
+    folder = place.root / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    outcome = place.run("--model", str(folder), "--config", settings())
+    assert_refused(outcome, place, str(folder.name), "has no weights", "save_pretrained")
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(
+    place: Place, model_folder: Callable[..., Path]
+) -> None:
+    folder = model_folder("qwen2", vocabulary=100)
+    outcome = place.run("--model", str(folder), "--config", settings())
+    assert_refused(outcome, place, "vocabulary", "100")
+
+
+def test_mlflow_unreachable(place: Place) -> None:
+    """In a process of its own: MLflow's retries must not make a minute of it."""
+    started = time.monotonic()
+    outcome = place.pyflyte(
+        "run",
+        str(WORKFLOW),
+        "rlhf",
+        "--config",
+        settings(),
+        variables={"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"},
+    )
+    assert_refused(outcome, place, "http://127.0.0.1:9", "refused", "MLFLOW_TRACKING_URI")
+    assert time.monotonic() - started < 60
+    assert not place.artifacts.exists()
+
+
+def test_ray_unreachable(place: Place) -> None:
+    change = {"rl": {"trainer": {"placement": "ray"}}}
+    outcome = place.run("--config", settings(change), RAY_ADDRESS="nonsense://127.0.0.1:9")
+    assert outcome.code == 1
+    assert "RAY_ADDRESS=nonsense://127.0.0.1:9" in outcome.error
+    assert "Traceback" not in outcome.text
+    assert list((place.artifacts / ".staging").glob("*")) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB, which the data set alone fills."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this machine does not let us mount a small disk")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk(place: Place, small_disk: Path) -> None:
+    change = {"data": {"sft_size": 16 * TINY["data"]["sft_size"], "vocab_size": 1024}}
+    outcome = place.run("--config", settings(change), HYBRIDFLYTE_HOME=str(small_disk))
+    assert_refused(outcome, place, "no space left on the disk", "HYBRIDFLYTE_HOME")
+    assert [path for path in small_disk.rglob("*") if path.is_file()] == []

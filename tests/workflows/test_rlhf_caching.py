@@ -1,0 +1,125 @@
+"""What runs again, and what does not, after which change."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ON_RAY, Finished
+from flyte_runs import REPOSITORY, STAGES, WORKFLOW, Place, settings
+
+from engine.lineage.manifest import verify
+
+
+@pytest.fixture(scope="module")
+def ran(new_place: Callable[[], Place]) -> Place:
+    """A place where the tiny job ran once in this process."""
+    place = new_place()
+    outcome = place.run("--config", settings())
+    assert outcome.code == 0, outcome.text
+    assert outcome.stages == list(STAGES)
+    return place
+
+
+def test_an_unchanged_run_recomputes_nothing(finished: Finished) -> None:
+    started = time.monotonic()
+    again = finished.place.pyflyte("run", str(WORKFLOW), "rlhf", "--config", finished.config)
+    assert again.code == 0, again.text
+    # Promotion compares with the champion of the day, so it alone runs; here it is that champion.
+    assert again.stages == ["promotion"]
+    assert "is the champion already" in again.out
+    assert time.monotonic() - started < 40
+    before, after = finished.outcome.summary, again.summary
+    assert after["cached"] == ["dataset", "sft", "rl", "evaluation"]
+    for fact in ("pass_at_1", "gain", "gain_interval", "config_digest"):
+        assert after[fact] == before[fact]
+    assert {k: v for k, v in after["digests"].items() if k != "promotion"} == {
+        k: v for k, v in before["digests"].items() if k != "promotion"
+    }
+
+
+def test_a_changed_rl_setting_keeps_data_and_warm_start(finished: Finished) -> None:
+    change = {"rl": {"actor": {"kl_loss_coef": 0.002}, "trainer": {"placement": "local"}}}
+    outcome = finished.place.run("--config", settings(ON_RAY, change))
+    assert outcome.code == 0, outcome.text
+    assert outcome.stages == ["rl", "evaluation", "promotion"]
+    assert outcome.summary["cached"] == ["dataset", "sft"]
+    assert outcome.summary["digests"]["sft"] == finished.outcome.summary["digests"]["sft"]
+
+
+def test_changed_settings_of_evaluation_keep_the_models(ran: Place) -> None:
+    outcome = ran.run("--config", settings({"evaluate": {"temperature": 0.5}}))
+    assert outcome.stages == ["evaluation", "promotion"]
+
+
+def test_another_seed_recomputes_everything(ran: Place) -> None:
+    outcome = ran.run("--config", settings(), "--seed", "7")
+    assert outcome.stages == list(STAGES)
+
+
+def test_an_edit_in_the_engine_recomputes(finished: Finished, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    for name in tracked_files():
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, target)
+    edited = copy / "engine" / "algorithms" / "masked.py"
+    edited.write_text(edited.read_text() + "# edited\n")
+    outcome = finished.place.pyflyte(
+        "run",
+        str(copy / "workflows" / "rlhf.py"),
+        "rlhf",
+        "--config",
+        settings(),
+        variables={"PYTHONPATH": str(copy)},
+    )
+    assert outcome.code == 0, outcome.text
+    assert outcome.stages == list(STAGES)
+    # The data comes out equal, so it is the same artifact as before.
+    before = finished.outcome.summary["digests"]
+    assert outcome.summary["digests"]["dataset"] == before["dataset"]
+
+
+def tracked_files() -> list[str]:
+    """The sources of the project, those not committed yet included."""
+    listed = subprocess.run(
+        [
+            "git",
+            "ls-files",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+            "engine",
+            "tasks",
+            "workflows",
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode:  # an unpacked archive
+        return [
+            str(path.relative_to(REPOSITORY))
+            for package in ("engine", "tasks", "workflows")
+            for path in (REPOSITORY / package).rglob("*.py")
+        ]
+    return [name for name in listed.stdout.split() if (REPOSITORY / name).exists()]
+
+
+@pytest.mark.parametrize("kind", ["dataset", "sft", "rl", "evaluation"])
+def test_a_deleted_artifact_is_made_again(ran: Place, kind: str) -> None:
+    first = ran.run("--config", settings())
+    folder = Path(first.summary["artifacts"][kind])
+    shutil.rmtree(folder)
+    outcome = ran.run("--config", settings())
+    assert outcome.code == 0, outcome.text
+    assert "1 cached results were deleted from the disk and are made again" in outcome.out
+    assert outcome.stages[0] == kind
+    # Made from the same data and seed, so what was not deleted still fits and is not made again.
+    if kind in ("dataset", "evaluation"):
+        assert outcome.stages == [kind, "promotion"]
+    assert verify(Path(outcome.summary["artifacts"][kind])).kind == kind

@@ -1,0 +1,197 @@
+"""What a finished run leaves: summary, manifests, MLflow runs, rows, report, champion, output."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from conftest import Finished
+from flyte_runs import REPOSITORY, STAGES, TINY
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from engine.config import digest
+from engine.lineage.manifest import hash_file, read_manifest, verify
+from tasks.inputs import RLHFConfig
+from tasks.schemas import EVALUATION_ROWS, check, check_disjoint
+
+STEPS = TINY["rl"]["trainer"]["total_training_steps"]
+SPLITS = ("sft_train", "sft_validation", "train", "validation", "test")
+
+
+@pytest.fixture(scope="module")
+def client(finished: Finished) -> MlflowClient:
+    return MlflowClient(finished.place.tracking_uri, finished.place.tracking_uri)
+
+
+@pytest.fixture(scope="module")
+def runs(client: MlflowClient) -> dict[str, Run]:
+    """The runs in MLflow by name; the parent is `pipeline`."""
+    experiment = client.get_experiment_by_name("hybridflyte")
+    assert experiment is not None
+    found = client.search_runs([experiment.experiment_id])
+    names = {run.info.run_name.split("-")[0].replace("rlhf", "pipeline"): run for run in found}
+    assert len(names) == len(found), "two runs of the same name"
+    return names
+
+
+def test_the_summary_holds_what_was_promised(finished: Finished) -> None:
+    summary = finished.outcome.summary
+    rows = {
+        name: pd.read_parquet(finished.artifact("evaluation") / f"rows_{name}.parquet")
+        for name in ("warm_start", "rl")
+    }
+    rates = {name: frame["greedy_correct"].mean() for name, frame in rows.items()}
+    assert summary["pass_at_1"] == pytest.approx(rates)
+    assert summary["gain"] == pytest.approx(rates["rl"] - rates["warm_start"])
+    low, high = summary["gain_interval"]
+    assert low <= summary["gain"] <= high
+    assert summary["config_digest"] == digest(RLHFConfig.model_validate_json(finished.config))
+    assert set(summary["seconds"]) == {*STAGES, "total"}
+    assert all(seconds > 0 for seconds in summary["seconds"].values())
+    assert sum(summary["seconds"][s] for s in STAGES) < summary["seconds"]["total"]
+    assert summary["cached"] == []
+    for stage in STAGES:
+        assert verify(finished.artifact(stage)).digest == summary["digests"][stage]
+
+
+def test_the_artifacts_chain_from_the_promotion_to_the_source(finished: Finished) -> None:
+    digests = finished.outcome.summary["digests"]
+    parents = {
+        stage: {p.name: p.digest for p in read_manifest(finished.artifact(stage)).parents}
+        for stage in STAGES
+    }
+    data, warm_start, policy = (
+        {n: digests[s]}
+        for n, s in zip(("dataset", "warm_start", "policy"), ("dataset", "sft", "rl"), strict=True)
+    )
+    assert list(parents["dataset"]) == ["source"]
+    assert parents["sft"] == data
+    assert parents["rl"] == data | warm_start
+    assert parents["evaluation"] == data | warm_start | policy
+    assert parents["promotion"] == data | policy | {"evaluation": digests["evaluation"]}
+
+
+def test_the_lineage_command_walks_from_the_model_to_the_source(finished: Finished) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "engine.lineage", str(finished.artifact("rl")), "--verify"],
+        env=finished.place.environment(),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    for stage in ("dataset", "sft", "rl"):
+        assert finished.outcome.summary["digests"][stage][:12] in done.stdout
+    assert re.search(r"source \w{12} arithmetic://", done.stdout)
+    assert "verified" in done.stderr
+
+
+def test_mlflow_has_one_parent_and_one_nested_run_a_stage(
+    finished: Finished, runs: dict[str, Run]
+) -> None:
+    assert set(runs) == {"pipeline", *STAGES}
+    parent = runs["pipeline"]
+    assert parent.info.run_id == finished.outcome.summary["mlflow"]["run_id"]
+    for stage in STAGES:
+        assert runs[stage].data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert read_manifest(finished.artifact(stage)).mlflow_run == runs[stage].info.run_id
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    assert parent.data.metrics["gain"] == finished.outcome.summary["gain"]
+
+
+def test_mlflow_has_parameters_and_a_value_a_step(
+    client: MlflowClient, runs: dict[str, Run]
+) -> None:
+    assert runs["pipeline"].data.params["data.test_size"] == "32"
+    assert runs["rl"].data.params["rl.rollout.n"] == "4"
+    rewards = client.get_metric_history(runs["rl"].info.run_id, "reward/mean")
+    assert sorted(point.step for point in rewards) == list(range(1, STEPS + 1))
+    losses = client.get_metric_history(runs["sft"].info.run_id, "sft/loss")
+    assert sorted(point.step for point in losses) == list(range(1, TINY["sft"]["max_steps"] + 1))
+
+
+def test_mlflow_has_the_data_by_digest_and_the_checkpoints(
+    finished: Finished, client: MlflowClient, runs: dict[str, Run]
+) -> None:
+    folder = finished.artifact("dataset")
+    inputs = {i.dataset.name: i.dataset.digest for i in runs["dataset"].inputs.dataset_inputs}
+    assert inputs == {name: hash_file(folder / f"{name}.parquet")[:32] for name in SPLITS}
+    for stage in ("sft", "rl"):
+        files = client.list_artifacts(runs[stage].info.run_id, "checkpoint")
+        assert {"checkpoint/model.safetensors", "checkpoint/config.json"} <= {f.path for f in files}
+
+
+def test_the_champion_is_the_model_of_this_run(finished: Finished, client: MlflowClient) -> None:
+    champion = client.get_model_version_by_alias("hybridflyte-policy", "champion")
+    assert champion.tags["artifact_digest"] == finished.outcome.summary["digests"]["rl"]
+    assert finished.outcome.summary["promotion"]["promoted"] is True
+
+
+def test_the_evaluation_rows_keep_their_schema(finished: Finished) -> None:
+    for name in ("warm_start", "rl"):
+        rows = pd.read_parquet(finished.artifact("evaluation") / f"rows_{name}.parquet")
+        check(rows, EVALUATION_ROWS, name)
+        assert len(rows) == TINY["data"]["test_size"]
+        assert set(rows["model"]) == {name}
+
+
+def test_the_test_split_is_in_no_other(finished: Finished) -> None:
+    folder = finished.artifact("dataset")
+    frames = {name: pd.read_parquet(folder / f"{name}.parquet") for name in SPLITS}
+    check_disjoint(frames)
+    asked = [prompt[0]["content"] for prompt in frames["test"]["prompt"]]
+    evaluated = pd.read_parquet(finished.artifact("evaluation") / "rows_rl.parquet")["prompt"]
+    assert sorted(asked) == sorted(evaluated)
+
+
+def test_a_report_and_a_deck_are_written(finished: Finished) -> None:
+    page = (finished.artifact("evaluation") / "report.html").read_text()
+    assert "</html>" in page
+    assert finished.outcome.summary["run_id"] in page
+    decks = [path.read_text() for path in (finished.place.root / "tmp").rglob("deck.html")]
+    assert any("Evaluation" in deck for deck in decks)
+
+
+def test_the_output_is_ours_alone(finished: Finished) -> None:
+    ours = re.compile(
+        r"Running Execution on local\.|run \d{8}-\d{6}-\w{4}: |(dataset|sft|rl|evaluation|evaluate"
+        r"|promotion): |rl +\d+/\d+ · |RLHF run |[┏┃┡│└]|Both models are near 0|/.*/summary\.json$"
+    )
+    foreign = [line for line in finished.outcome.text.splitlines() if not ours.match(line)]
+    assert foreign == []
+
+
+def test_a_line_a_step_says_how_it_goes(finished: Finished) -> None:
+    lines = re.findall(r"^rl +(\d+)/(\d+) · (.*)$", finished.outcome.out, re.MULTILINE)
+    assert [(int(step), int(total)) for step, total, _ in lines] == [
+        (step, STEPS) for step in range(1, STEPS + 1)
+    ]
+    for word in ("reward", "KL", "entropy", "length", "clip", "grad", "tok/s", "left"):
+        assert all(word in line for _, _, line in lines)
+
+
+def test_the_table_says_where_everything_is(finished: Finished) -> None:
+    summary = finished.outcome.summary
+    table = finished.outcome.out[finished.outcome.out.index("RLHF run ") :]
+    for text in (
+        str(finished.artifact("rl")),
+        str(finished.artifact("evaluation") / "report.html"),
+        summary["mlflow"]["run_id"],
+        f"mlflow ui --backend-store-uri {finished.place.tracking_uri}",
+        "python -m engine.lineage",
+    ):
+        assert text in table
+    assert Path(finished.outcome.out.strip().splitlines()[-1]).name == "summary.json"
+    assert json.dumps(summary["promotion"]["model_version"]).strip('"') in table
+
+
+def test_nothing_half_written_is_left(finished: Finished) -> None:
+    assert list((finished.place.artifacts / ".staging").glob("*")) == []
+    assert list((finished.place.root / "work").iterdir()) == []

@@ -1,0 +1,120 @@
+"""Other starts and engines: saved models, real GSM8K rows, PPO, vLLM."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from flyte_runs import REPOSITORY, STAGES, Outcome, Place, settings
+from transformers import AutoModelForCausalLM
+
+from engine.lineage.manifest import tree_digest
+
+REAL_GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
+ONE_STEP = {"rl": {"trainer": {"total_training_steps": 1}}}
+
+
+def assert_complete(outcome: Outcome) -> None:
+    assert outcome.code == 0, outcome.text
+    assert outcome.stages == list(STAGES)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_a_saved_model_is_the_start(
+    place: Place, model_folder: Callable[..., Path], kind: str
+) -> None:
+    folder = model_folder(kind)
+    outcome = place.run("--model", str(folder), "--config", settings(ONE_STEP))
+    assert_complete(outcome)
+    trained = Path(outcome.summary["artifacts"]["rl"])
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    assert model.config.model_type == kind
+    start = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.num_parameters() == start.num_parameters()
+    assert not model.lm_head.weight.equal(start.lm_head.weight)
+    # Other weights in the same folder are another input.
+    before = tree_digest(folder)
+    torch_noise(start).save_pretrained(folder)
+    assert tree_digest(folder) != before
+    again = place.run("--model", str(folder), "--config", settings(ONE_STEP))
+    assert "sft" in again.stages
+
+
+def torch_noise(model: AutoModelForCausalLM) -> AutoModelForCausalLM:
+    import torch
+
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.01 * torch.randn_like(weight))
+    return model
+
+
+def rows(count: int, thing: str) -> str:
+    """Rows in the real files' format."""
+    lines = (
+        {
+            "question": f"Ann has {n} {thing} and buys {n + 3} more. How many does she have now?",
+            "answer": f"Ann has {n} + {n + 3} = <<{n}+{n + 3}={2 * n + 3}>>{2 * n + 3} {thing}.\n"
+            f"#### {2 * n + 3}",
+        }
+        for n in range(1, count + 1)
+    )
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+SMALL_DATA = {
+    "data": {"sft_size": 64, "train_size": 32, "validation_size": 8, "test_size": 16},
+}
+
+
+def test_gsm8k_from_a_folder(place: Place) -> None:
+    folder = place.root / "gsm8k"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(rows(120, "apples"))
+    (folder / "test.jsonl").write_text(rows(30, "pears"))
+    config = settings(SMALL_DATA, ONE_STEP)
+    outcome = place.run("--source", "gsm8k", "--path", str(folder), "--config", config)
+    assert_complete(outcome)
+    test = pd.read_parquet(Path(outcome.summary["artifacts"]["dataset"]) / "test.parquet")
+    assert len(test) == 16
+    assert all("pears" in prompt[0]["content"] for prompt in test["prompt"])
+    # A row more is another content, so the stages that read it run again.
+    with (folder / "train.jsonl").open("a") as file:
+        file.write(rows(1, "plums"))
+    again = place.run("--source", "gsm8k", "--path", str(folder), "--config", config)
+    assert again.stages[0] == "dataset"
+
+
+@pytest.mark.skipif(not REAL_GSM8K.is_dir(), reason=f"the real GSM8K files are not at {REAL_GSM8K}")
+def test_the_real_gsm8k_and_its_plain_verdict(place: Place) -> None:
+    config = settings(SMALL_DATA, ONE_STEP, {"data": {"max_response_length": 96}})
+    outcome = place.run("--source", "gsm8k", "--path", str(REAL_GSM8K), "--config", config)
+    assert_complete(outcome)
+    assert outcome.summary["pass_at_1"]["rl"] < 0.2
+    assert "Both models are near 0" in outcome.out
+    assert "--model FOLDER" in outcome.out
+
+
+def test_ppo_with_a_critic(place: Place) -> None:
+    change = {"rl": {"algorithm": {"adv_estimator": "gae"}, "rollout": {"n": 1}}}
+    outcome = place.run("--config", settings(change))
+    assert_complete(outcome)
+    metrics = pd.read_parquet(Path(outcome.summary["artifacts"]["rl"]) / "metrics.parquet")
+    critic = [name for name in metrics.columns if name.startswith("critic/")]
+    assert critic
+    assert metrics[critic].notna().all(axis=None)
+    assert metrics["step"].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_rollout_by_vllm(place: Place) -> None:
+    if shutil.which("gcc") is None and shutil.which("cc") is None:
+        pytest.skip("vLLM on a CPU compiles kernels, and there is no C compiler")
+    pytest.importorskip("vllm")
+    change = {"rl": {"rollout": {"engine": "vllm", "n": 2}, "trainer": {"placement": "ray"}}}
+    outcome = place.run("--config", settings(ONE_STEP, change))
+    assert_complete(outcome)
+    assert "rollout by vllm" in outcome.out
