@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from engine.errors import ConfigError
 
+
 class Section(BaseModel):
     """Base of all sections: immutable, and an unknown key is an error."""
 

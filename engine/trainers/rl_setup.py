@@ -27,14 +27,23 @@ def check_config(config: RLConfig) -> None:
     advantage_options(config.algorithm)
     policy_loss_options(config.actor)
     choose_dataflow(name)
-    check_kind(config.actor.kl_loss_type)
-    check_kind(config.algorithm.kl_penalty)
+    _check_kl("actor.kl_loss_type", config.actor.kl_loss_type)
+    _check_kl("algorithm.kl_penalty", config.algorithm.kl_penalty)
     check_engine(config.rollout.engine)
     resolve_reward(config.reward.name)
     if config.trainer.threads > (os.cpu_count() or 1) * 4:
         raise ConfigError(
             f"trainer.threads={config.trainer.threads} is far more than this machine's "
             f"{os.cpu_count()} cores; set 0 for all of them"
+        )
+
+
+def _check_kl(setting: str, kind: str) -> None:
+    check_kind(kind)
+    if kind == "full":
+        raise ConfigError(
+            f"{setting}=full needs the distributions over the vocabulary, which the workers don't "
+            "keep; use an estimate on the sampled tokens, such as low_var_kl"
         )
 
 

@@ -129,9 +129,15 @@ def test_concat_of_only_some_fields_and_of_none() -> None:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"input_ids": torch.zeros(2, 3)}, r"'input_ids' must be torch.int64 .*\[B P\+R\].*float32"),
+        (
+            {"input_ids": torch.zeros(2, 3)},
+            r"'input_ids' must be torch.int64 .*\[B P\+R\].*float32",
+        ),
         ({"values": torch.zeros(2)}, r"'values' must be torch.float32 of shape \[B R\].*\[2\]"),
-        ({"values": torch.zeros(2, 3), "returns": torch.zeros(2, 4)}, "'returns' has 4|'values' has"),
+        (
+            {"values": torch.zeros(2, 3), "returns": torch.zeros(2, 4)},
+            "'returns' has 4|'values' has",
+        ),
         (
             {
                 "input_ids": torch.zeros(2, 6, dtype=torch.long),

@@ -1,12 +1,10 @@
-"""Tiny models, batches, worker classes and rewards that the engine's tests share.
+"""Tiny models, batches and rewards that the engine's tests share.
 
-Ray's workers import this module too, so that the classes here can live in actors.
+Ray's workers import this module too, for its rewards.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,7 @@ from engine.config import ModelConfig
 from engine.data.collate import collate_completions
 from engine.data.rows import rl_row
 from engine.data.tokenizer import train_tokenizer
-from engine.errors import DataError
 from engine.models import build_model, save_model
-from engine.workers.base import Dispatch, Worker, dispatch
 
 VOCABULARY = 97
 _SHAPE: dict[str, Any] = {
@@ -129,54 +125,6 @@ def digit_share(prompts: Any, completions: Sequence[str], **columns: Any) -> lis
 
 def broken_reward(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
     raise ZeroDivisionError("the judge is out")
-
-
-class Probe(Worker):
-    """A worker that shows what reached it and fails on demand."""
-
-    def __init__(self, context: Any, *, fail: str = "") -> None:
-        super().__init__(context)
-        if fail == "data":
-            raise DataError("the probe refuses its data")
-        if fail:
-            raise ZeroDivisionError(fail)
-
-    @dispatch(Dispatch.DATA_PARALLEL)
-    def double(self, batch: Batch) -> Batch:
-        rank = torch.full((len(batch),), self.context.rank)
-        return Batch({"doubled": batch["x"] * 2, "rank": rank}, {"tag": batch.columns["tag"]})
-
-    @dispatch(Dispatch.DATA_PARALLEL)
-    def answer(self, batch: Batch) -> Batch:
-        """Completions whose width differs from rank to rank."""
-        lengths = batch["x"].long().tolist()
-        return completions_batch([[5] * n for n in lengths], [[7] * (n + 1) for n in lengths])
-
-    @dispatch(Dispatch.DATA_PARALLEL_METRICS)
-    def measure(self, batch: Batch) -> dict[str, float]:
-        return {"mean": float(batch["x"].mean()), "seen": float(len(batch))}
-
-    @dispatch(Dispatch.ONE_TO_ALL)
-    def total(self, batch: Batch, factor: float) -> float:
-        return float(batch["x"].sum()) * factor + self.context.rank
-
-    @dispatch(Dispatch.RANK_ZERO)
-    def whoami(self) -> tuple[str, int, int, int]:
-        return self.context.role, self.context.rank, self.context.world_size, os.getpid()
-
-    @dispatch(Dispatch.ONE_TO_ALL)
-    def fail(self, kind: str) -> None:
-        if kind == "data":
-            raise DataError("row 3 is wrong; repair it")
-        raise KeyError(kind)
-
-    @dispatch(Dispatch.DATA_PARALLEL)
-    def slow(self, batch: Batch) -> Batch:
-        time.sleep(float(batch["x"][0]))
-        return batch
-
-    def unmarked(self) -> int:
-        return 1
 
 
 def save_family(family: str, folder: Path) -> Path:

@@ -111,7 +111,7 @@ def gsm8k(folder: Path, train: str, test: str = ROW) -> Path:
     ("train", "words"),
     [
         (f'{ROW}\n{ROW}\n{{"question": \n{ROW}\n', ["train.jsonl, line 3", "not valid JSON"]),
-        (f'{ROW}\n{{"question": "Why?"}}\n', ["train.jsonl, line 2", "answer"]),
+        (f'{ROW}\n{{"question": "Why?"}}\n', ["train.jsonl, row 2: column 'answer' must be text"]),
         ("", ["train.jsonl has no rows", "at least one"]),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_tokenizer_larger_than_the_vocabulary(
 ) -> None:
     folder = model_folder("qwen2", vocabulary=100)
     outcome = place.run("--model", str(folder), "--config", settings())
-    assert_refused(outcome, place, "vocabulary", "100")
+    assert_refused(outcome, place, "the tokenizer has", "an embedding of 100", "use the tokenizer")
 
 
 def test_mlflow_unreachable(place: Place) -> None:
@@ -176,12 +176,12 @@ def test_ray_unreachable(place: Place) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB, which the data set alone fills."""
+    """A file system of 96 KiB, which the data set alone fills."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small disk needs root")
     folder = tmp_path / "small"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(folder)]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("this machine does not let us mount a small disk")
     yield folder

@@ -117,7 +117,7 @@ def test_a_deleted_artifact_is_made_again(ran: Place, kind: str) -> None:
     shutil.rmtree(folder)
     outcome = ran.run("--config", settings())
     assert outcome.code == 0, outcome.text
-    assert "1 cached results were deleted from the disk and are made again" in outcome.out
+    assert "plan: results that were deleted from the disk are made again (1)" in outcome.out
     assert outcome.stages[0] == kind
     # Made from the same data and seed, so what was not deleted still fits and is not made again.
     if kind in ("dataset", "evaluation"):

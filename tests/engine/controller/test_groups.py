@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engine import Probe
+from probe_worker import Probe
 
 from engine.batch import Batch
 from engine.controller import ray_groups
@@ -91,7 +91,7 @@ def test_a_future_feeds_the_next_call(group: WorkerGroup) -> None:
 
 
 def test_errors_of_ours_cross_as_themselves(group: WorkerGroup) -> None:
-    with pytest.raises(DataError, match="^row 3 is wrong; repair it$"):
+    with pytest.raises(DataError, match=r"^row 3 is wrong; repair it$"):
         group.fail("data").result()
 
 
@@ -105,7 +105,7 @@ def test_other_errors_name_role_rank_method_and_traceback(group: WorkerGroup) ->
 
 
 def test_a_method_that_is_not_marked_can_t_be_called(group: WorkerGroup) -> None:
-    with pytest.raises(WorkerError, match="Probe.unmarked can't be called on a group"):
+    with pytest.raises(WorkerError, match=r"Probe\.unmarked can't be called on a group"):
         group.unmarked()
     with pytest.raises(WorkerError, match=r"Probe\.missing"):
         group.missing()

@@ -40,27 +40,39 @@ def test_a_role_in_two_pools() -> None:
 
 
 def test_roles_without_a_pool() -> None:
-    with pytest.raises(PlacementError, match=r"placement has \['a'\], the dataflow needs \['a', 'b"):
+    with pytest.raises(
+        PlacementError, match=r"placement has \['a'\], the dataflow needs \['a', 'b"
+    ):
         launch(local(("a",)), [RoleSpec("a", Closing), RoleSpec("b", Closing)], threads=1)
 
 
 def test_one_process_holds_one_rank() -> None:
     placement = Placement((Pool(("a",), world_size=2),), kind="local")
-    with pytest.raises(PlacementError, match="2 ranks in one process; use trainer.placement=ray"):
+    with pytest.raises(PlacementError, match=r"2 ranks in one process; use trainer.placement=ray"):
         launch(placement, [RoleSpec("a", Closing)], threads=1)
 
 
 def test_a_failed_launch_closes_what_it_built() -> None:
     CLOSED.clear()
-    specs = [RoleSpec("a", Closing), RoleSpec("b", Closing), RoleSpec("c", Closing, {"fails": True})]
-    with pytest.raises(WorkerError, match="c rank 0: its construction failed with OSError: no such"):
+    specs = [
+        RoleSpec("a", Closing),
+        RoleSpec("b", Closing),
+        RoleSpec("c", Closing, {"fails": True}),
+    ]
+    with pytest.raises(
+        WorkerError, match="c rank 0: its construction failed with OSError: no such"
+    ):
         launch(local(("a",), ("b", "c")), specs, threads=1)
     assert CLOSED == ["b", "a"]
 
 
 def test_all_roles_are_closed_though_one_fails_to() -> None:
     CLOSED.clear()
-    specs = [RoleSpec("a", Closing), RoleSpec("b", Closing, {"stuck": True}), RoleSpec("c", Closing)]
+    specs = [
+        RoleSpec("a", Closing),
+        RoleSpec("b", Closing, {"stuck": True}),
+        RoleSpec("c", Closing),
+    ]
     roles = launch(local(("a", "b"), ("c",)), specs, threads=1)
     with pytest.raises(OSError, match="stuck"):
         roles.close()

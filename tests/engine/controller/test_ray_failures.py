@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import ray
 import torch
-from tiny_engine import Probe
+from probe_worker import Probe
 
 from engine.batch import Batch
 from engine.controller.futures import LazyBatch
@@ -34,7 +35,7 @@ def wait_until_gone(pid: int, seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
-            state = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except FileNotFoundError:
             return
         if state == "Z":

@@ -94,7 +94,7 @@ def test_left_align_lists_every_response_token_once(rows: int, seed: int) -> Non
 
 
 def test_a_row_without_a_prompt_is_refused() -> None:
-    with pytest.raises(DataError, match="row 1 .* empty prompt"):
+    with pytest.raises(DataError, match=r"row 1 .* empty prompt"):
         left_align(completions_batch([[5], []], [[6], [7]]))
 
 

@@ -48,9 +48,7 @@ def updated(folder: Path, batch: Batch, **changes: Any) -> tuple[Tensor, dict[st
 
 @pytest.mark.parametrize("loss", ["vanilla", "gspo", "geo_mean"])
 @pytest.mark.parametrize("mode", [None, "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_update_doesn_t_depend_on_micro_batches(
-    folder: Path, loss: str, mode: str | None
-) -> None:
+def test_update_doesn_t_depend_on_micro_batches(folder: Path, loss: str, mode: str | None) -> None:
     if loss != "vanilla" and mode == "seq-mean-token-sum-norm":
         mode = None
     terms = {

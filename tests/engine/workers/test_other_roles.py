@@ -11,7 +11,7 @@ from tiny_engine import arithmetic_rows, save_family, training_batch
 
 from engine.batch import Batch
 from engine.config import ActorConfig, CriticConfig, RewardConfig, RolloutConfig
-from engine.data.collate import collate_prompts
+from engine.data.collate import collate_completions, collate_prompts
 from engine.data.templates import encode_prompt, encode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.workers.actor import ActorWorker
@@ -125,7 +125,9 @@ def test_rollout_log_probs_are_the_actor_s(tiny_folder: Path, temperature: float
     torch.testing.assert_close(own, batch["rollout_log_probs"], atol=5e-5, rtol=0)
     lengths = batch["response_mask"].sum(1)
     assert lengths.max() <= 6
-    ends = batch["responses"][torch.arange(12), lengths.long() - 1] == rollout.tokenizer.eos_token_id
+    ends = (
+        batch["responses"][torch.arange(12), lengths.long() - 1] == rollout.tokenizer.eos_token_id
+    )
     assert torch.equal(batch["truncated"], ~ends)
 
 
@@ -151,13 +153,12 @@ def test_greedy_is_one_completion_a_prompt_and_repeats(tiny_folder: Path) -> Non
 
 
 def test_reward_lands_on_the_last_token(tiny_folder: Path) -> None:
-    _, rollout = policy(tiny_folder)
     tokenizer = load_tokenizer(tiny_folder)
     source = prompts(tiny_folder, 3)  # answers 0, 2, 4
-    from engine.data.collate import collate_completions
-
     ids = [encode_response(tokenizer, text) for text in ("#### 0", "1+1=2\n#### 3", "four #### 4")]
-    batch = collate_completions(source, range(3), ids, [[0.0] * len(i) for i in ids], pad_token_id=0)
+    batch = collate_completions(
+        source, range(3), ids, [[0.0] * len(i) for i in ids], pad_token_id=0
+    )
     worker = RewardWorker(
         WorkerContext("reward"), model_path=str(tiny_folder), config=RewardConfig()
     )

@@ -1,0 +1,131 @@
+"""The one-way dependencies, read from the source: who may import whom."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OURS = ("engine", "tasks", "workflows")
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(node: ast.AST, package: str) -> Iterator[str]:
+    """Modules that an import statement may load; `from a import b` counts as a and a.b."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            above = package.split(".")[: -node.level or None]
+            base = ".".join([*above, *([base] if base else [])])
+        yield base
+        yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def imports(path: Path, at_import_time: bool = False) -> set[str]:
+    """All modules a file imports; with `at_import_time`, only those outside functions."""
+    found: set[str] = set()
+    package = module_name(path) + ".x"
+    todo: list[ast.AST] = [ast.parse(path.read_text())]
+    while todo:
+        node = todo.pop()
+        if at_import_time and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        found.update(imported(node, package))
+        todo.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def under(module: str, *packages: str) -> bool:
+    return any(module == p or module.startswith(p + ".") for p in packages)
+
+
+def breaches(folder: str, *forbidden: str, allowed: tuple[str, ...] = ()) -> list[str]:
+    """Imports of `forbidden` modules in `folder`, except those that are `allowed`."""
+    files = sources(folder)
+    assert files, folder
+    return [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in files
+        for module in sorted(imports(path))
+        if under(module, *forbidden) and not under(module, *allowed)
+    ]
+
+
+def test_the_reader_sees_all_kinds_of_imports(tmp_path: Path) -> None:
+    tree = ast.parse("import a.b\nfrom c import d\nfrom . import e\nfrom .f import g")
+    found = {m for node in tree.body for m in imported(node, "p.q.x")}
+    assert {"a.b", "c", "c.d", "p.q.e", "p.q.f", "p.q.f.g"} <= found
+
+
+def test_engine_knows_nothing_of_flyte() -> None:
+    assert breaches("engine", "flytekit", "flytekitplugins", "tasks", "workflows") == []
+
+
+def test_tasks_don_t_know_workflows_and_workflows_don_t_compute() -> None:
+    assert breaches("tasks", "workflows") == []
+    assert breaches("workflows", "torch", "ray", "transformers", "vllm") == []
+
+
+def test_algorithms_stand_alone() -> None:
+    allowed = ("engine.algorithms", "engine.errors")
+    assert breaches("engine/algorithms", *OURS, "ray", "transformers", allowed=allowed) == []
+
+
+@pytest.mark.parametrize("package", ["rollout", "models", "rewards", "data"])
+def test_packages_side_by_side_don_t_know_each_other(package: str) -> None:
+    shared = ("engine.batch", "engine.config", "engine.errors", f"engine.{package}")
+    files = [
+        module
+        for path in sources(f"engine/{package}")
+        for module in imports(path)
+        # `from engine import batch` counts as engine and engine.batch; engine alone says nothing.
+        if under(module, *OURS) and module != "engine" and not under(module, *shared)
+    ]
+    assert files == []
+
+
+def test_dataflows_know_neither_ray_nor_ranks() -> None:
+    forbidden = ("ray", "torch.distributed", "engine.controller.ray_groups")
+    assert breaches("engine/dataflows", *forbidden) == []
+
+
+def test_the_controller_knows_no_algorithm() -> None:
+    assert (
+        breaches("engine/controller", "engine.algorithms", "engine.models", "engine.rollout") == []
+    )
+
+
+def test_workers_don_t_know_who_calls_them() -> None:
+    above = ("engine.controller", "engine.dataflows", "engine.trainers", "ray")
+    assert breaches("engine/workers", *above) == []
+
+
+def test_ray_is_imported_only_where_groups_live_on_it() -> None:
+    users = {
+        module_name(path)
+        for path in sources("engine")
+        if any(under(module, "ray") for module in imports(path, at_import_time=True))
+    }
+    assert users == {"engine.controller.ray_groups"}
+
+
+def test_ray_groups_load_only_when_ray_is_asked_for() -> None:
+    users = {
+        module_name(path)
+        for path in sources("engine")
+        if "engine.controller.ray_groups" in imports(path, at_import_time=True)
+    }
+    assert users == set()

@@ -1,0 +1,123 @@
+"""The warm start: it learns its rows, counts response tokens only, and repeats bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_engine import random_completions, tiny_model
+from transformers import PreTrainedModel
+
+from engine.config import SFTConfig
+from engine.errors import DataError, EngineError
+from engine.trainers.sft import Example, SFTTrainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def examples(rows: int, seed: int = 0) -> list[Example]:
+    return [Example(p, r) for p, r in zip(*random_completions(rows, seed), strict=True)]
+
+
+def trainer(model: PreTrainedModel, seed: int = 0, **changes: Any) -> SFTTrainer:
+    values = {"threads": 1, "train_batch_size": 8, "optim": {"lr": 1e-2}} | changes
+    return SFTTrainer(model, 0, SFTConfig.model_validate(values), seed=seed)
+
+
+def weights(model: PreTrainedModel) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_overfits_a_handful_of_rows() -> None:
+    model, rows = tiny_model("qwen2"), examples(6)
+    history: list[tuple[int, int, dict[str, float]]] = []
+    subject = trainer(model, max_steps=80, train_batch_size=6, validate_every=40)
+    subject.on_step = lambda *facts: history.append(facts)
+    final = subject.fit(rows, examples(4, seed=9))
+    assert history[0][2]["sft/loss"] > 3.0
+    assert final["sft/loss"] < 0.05
+    assert [step for step, _, _ in history] == list(range(1, 81))
+    assert {total for _, total, _ in history} == {80}
+    assert [s for s, _, m in history if "sft/validation_loss" in m] == [40, 80]
+    with torch.no_grad():
+        for row in rows:
+            logits = model(input_ids=torch.tensor([row.prompt_ids + row.response_ids])).logits[0]
+            said = logits[len(row.prompt_ids) - 1 : -1].argmax(-1).tolist()
+            assert said == row.response_ids
+
+
+def test_loss_is_the_mean_over_response_tokens_only() -> None:
+    model, rows = tiny_model("llama"), examples(5)
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for row in rows:
+            ids = torch.tensor([row.prompt_ids + row.response_ids])
+            logs = model(input_ids=ids).logits[0].log_softmax(-1)
+            start = len(row.prompt_ids) - 1
+            for offset, token in enumerate(row.response_ids):
+                total -= float(logs[start + offset, token])
+            tokens += len(row.response_ids)
+    subject = trainer(model, max_steps=1, train_batch_size=5)
+    assert subject.validation_loss(rows) == pytest.approx(total / tokens, rel=1e-5)
+    assert subject.fit(rows, [])["sft/loss"] == pytest.approx(total / tokens, rel=1e-5)
+
+
+def test_micro_batches_don_t_change_the_step() -> None:
+    results = []
+    for budget in (64, 8192):
+        model = tiny_model("qwen2")
+        trainer(model, max_steps=1, train_batch_size=16, max_tokens_per_micro_batch=budget).fit(
+            examples(16), []
+        )
+        results.append(weights(model))
+    assert (results[0] - results[1]).abs().quantile(0.99) < 1e-6
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_a_seed_fixes_every_bit(family: str) -> None:
+    def run(seed: int, disturbance: int) -> torch.Tensor:
+        torch.manual_seed(disturbance)
+        model = tiny_model(family)
+        trainer(model, seed=seed, max_steps=6).fit(examples(20), examples(3))
+        return weights(model)
+
+    first = run(0, 1)
+    assert torch.equal(first, run(0, 2))
+    assert not torch.equal(first, run(1, 1))
+
+
+def test_validation_has_no_dropout_and_leaves_the_mode() -> None:
+    model = tiny_model("gpt2").train()
+    subject = trainer(model)
+    rows = examples(4)
+    assert subject.validation_loss(rows) == subject.validation_loss(rows)
+    assert model.training
+
+
+def test_steps_by_epochs_or_by_number() -> None:
+    subject = trainer(tiny_model("qwen2"), epochs=2.5, train_batch_size=8)
+    assert subject.total_steps(20) == 8  # 2.5 epochs of 3 batches
+    assert subject.total_steps(3) == 3  # one batch of 3 rows an epoch
+    assert trainer(tiny_model("qwen2"), max_steps=7).total_steps(1000) == 7
+
+
+def test_every_row_comes_once_an_epoch_in_a_new_order() -> None:
+    subject = trainer(tiny_model("qwen2"), train_batch_size=4)
+    batches = subject._batches(examples(12), 6)
+    epochs = [[row for batch in batches[i : i + 3] for row in batch] for i in (0, 3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_nothing_to_train_on() -> None:
+    with pytest.raises(DataError, match=r"no rows; check data\.sft_size"):
+        trainer(tiny_model("qwen2")).fit([], [])
+
+
+def test_divergence_stops_the_run() -> None:
+    model = tiny_model("qwen2")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3:] = float("nan")
+    with pytest.raises(EngineError, match="diverged"):
+        trainer(model, max_steps=3).fit(examples(4), [])

@@ -1,0 +1,240 @@
+"""The promote task against a real registry: who becomes champion, and when nobody does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from flytekit.types.directory import FlyteDirectory
+
+from engine.artifacts import Draft, publish, staging
+from engine.config import DataConfig, EvaluateConfig, ModelConfig, PromoteConfig
+from engine.data.sources import load_splits
+from engine.data.tokenizer import train_tokenizer
+from engine.evaluation.summary import summarise
+from engine.evaluator import evaluate_model
+from engine.lineage.manifest import read_manifest
+from engine.models import build_model, save_model
+from engine.tracking import Tracker
+from tasks.context import RunContext, StageError
+from tasks.promote import promote
+
+SHAPE = ModelConfig(
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+EVALUATE = EvaluateConfig(samples=1, k=1, bootstrap_samples=200)
+NAME = "hybridflyte-policy"
+
+
+@dataclass
+class Bench:
+    """Artifacts as the stages before `promote` make them, with evaluations of our choice."""
+
+    data: DataConfig
+    dataset: Path
+
+    def model(self, seed: int) -> Path:
+        """Publish a model of its own."""
+        rows = pd.read_parquet(self.dataset / "test.parquet")
+        texts = [message["content"] for prompt in rows["prompt"] for message in prompt]
+        tokenizer = train_tokenizer(texts, 300)
+        with staging("rl") as folder:
+            save_model(build_model(SHAPE, tokenizer, seed), tokenizer, folder)
+            return publish(folder, Draft(kind="rl", config={"seed": seed}))
+
+    def evaluation(self, model: Path, correct: int) -> Path:
+        """Publish an evaluation in which the first `correct` greedy answers are right."""
+        test = pd.read_parquet(self.dataset / "test.parquet")
+        before = evaluate_model(
+            model, test, "warm_start", EVALUATE, max_response_length=4, seed=0
+        ).assign(greedy_correct=False)
+        after = before.assign(model="rl", greedy_correct=[i < correct for i in range(len(test))])
+        comparison = summarise(before, after, 1, 0.95, 200, 0)
+        with staging("evaluation") as folder:
+            before.to_parquet(folder / "rows_warm_start.parquet", index=False)
+            after.to_parquet(folder / "rows_rl.parquet", index=False)
+            (folder / "comparison.json").write_text(comparison.to_json())
+            return publish(folder, Draft(kind="evaluation", config={"model": str(model)}))
+
+    def promote(self, model: Path, evaluation: Path) -> dict[str, Any]:
+        """Run the task; return its decision."""
+        run = RunContext(
+            run_id="r", mlflow_run=Tracker().start_pipeline("p"), experiment="hybridflyte",
+            started_at=time.time(),
+        )  # fmt: skip
+        return self.promote_in(run, model, evaluation)
+
+    def promote_in(self, run: RunContext, model: Path, evaluation: Path) -> dict[str, Any]:
+        folder = promote(
+            run=run,
+            dataset=FlyteDirectory(str(self.dataset)),
+            policy=FlyteDirectory(str(model)),
+            evaluation=FlyteDirectory(str(evaluation)),
+            data=self.data,
+            evaluate=EVALUATE,
+            config=PromoteConfig(),
+            seed=0,
+        )
+        decision: dict[str, Any] = json.loads((Path(folder.path) / "decision.json").read_text())
+        return decision
+
+
+def champion() -> str | None:
+    found = Tracker().champion(NAME, "champion")
+    return found.tags["artifact_digest"] if found else None
+
+
+def digest(artifact: Path) -> str:
+    return read_manifest(artifact).digest
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow store whose migrations, which take seconds, are done."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    _ = Tracker(uri=f"sqlite:///{path}").client
+    return path
+
+
+@pytest.fixture
+def bench(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    torch.set_num_threads(1)
+    shutil.copy(store, tmp_path / "mlflow.db")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "hybridflyte"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    with contextlib.chdir(tmp_path):
+        yield make_bench(seed=0)
+
+
+def make_bench(seed: int) -> Bench:
+    data = DataConfig(
+        sft_size=8, train_size=8, validation_size=4, test_size=40, max_response_length=4
+    )
+    splits = load_splits(data, seed)
+    with staging("dataset") as folder:
+        splits.test.to_parquet(folder / "test.parquet", index=False)
+        return Bench(data, publish(folder, Draft(kind="dataset", config={"seed": seed})))
+
+
+@pytest.fixture
+def reigning(bench: Bench) -> Path:
+    """A champion that solves 20 of 40 problems."""
+    model = bench.model(seed=1)
+    assert bench.promote(model, bench.evaluation(model, 20))["promoted"] is True
+    assert champion() == digest(model)
+    return model
+
+
+def test_a_worse_model_is_not_promoted_and_told_why(bench: Bench, reigning: Path) -> None:
+    model = bench.model(seed=2)
+    decision = bench.promote(model, bench.evaluation(model, 10))
+    assert decision["promoted"] is False
+    assert decision["gain"][0] == pytest.approx(-0.25)
+    assert "lower end must be above" in decision["reason"]
+    assert champion() == digest(reigning)
+
+
+def test_an_equal_model_is_not_promoted(bench: Bench, reigning: Path) -> None:
+    model = bench.model(seed=2)
+    assert bench.promote(model, bench.evaluation(model, 20))["promoted"] is False
+    assert champion() == digest(reigning)
+
+
+def test_a_better_model_takes_the_alias(bench: Bench, reigning: Path) -> None:
+    model = bench.model(seed=2)
+    decision = bench.promote(model, bench.evaluation(model, 36))
+    assert decision["promoted"] is True
+    assert decision["gain"][0] == pytest.approx(0.4)
+    assert decision["previous_champion"] != decision["model_version"]
+    assert champion() == digest(model)
+
+
+def test_promoting_twice_changes_nothing(bench: Bench, reigning: Path) -> None:
+    again = bench.promote(reigning, bench.evaluation(reigning, 20))
+    assert again["promoted"] is False
+    assert "is the champion already" in again["reason"]
+    assert again["model_version"] == again["previous_champion"]
+    assert champion() == digest(reigning)
+
+
+def test_a_champion_of_other_problems_is_evaluated_on_these(
+    bench: Bench, reigning: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = make_bench(seed=5)
+    model = other.model(seed=2)
+    decision = other.promote(model, other.evaluation(model, 12))
+    assert "evaluating the champion" in capsys.readouterr().out
+    # Its weights are random, so on these problems it solves none, whatever it did on its own.
+    assert decision["gain"][0] == pytest.approx(12 / 40)
+    assert decision["promoted"] is True
+
+
+def test_a_champion_with_a_spoilt_evaluation_is_evaluated_anew(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = bench.model(seed=1)
+    evidence = bench.evaluation(first, 20)
+    bench.promote(first, evidence)
+    spoil(evidence)
+    model = bench.model(seed=2)
+    decision = bench.promote(model, bench.evaluation(model, 12))
+    assert "recorded evaluation is of no use" in capsys.readouterr().out
+    assert decision["gain"][0] == pytest.approx(12 / 40)
+
+
+def spoil(evidence: Path) -> None:
+    rows = pd.read_parquet(evidence / "rows_rl.parquet").assign(greedy_correct=True)
+    rows.to_parquet(evidence / "rows_rl.parquet", index=False)
+
+
+def lose_a_file(evidence: Path) -> None:
+    (evidence / "comparison.json").unlink()
+
+
+def lose_the_manifest(evidence: Path) -> None:
+    (evidence / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [spoil, lose_a_file, lose_the_manifest])
+def test_tampered_evidence_promotes_nobody(
+    bench: Bench, reigning: Path, damage: Callable[[Path], None]
+) -> None:
+    model = bench.model(seed=2)
+    evidence = bench.evaluation(model, 36)
+    damage(evidence)
+    with pytest.raises(StageError):
+        bench.promote(model, evidence)
+    assert champion() == digest(reigning)
+    assert list((Path.cwd() / "hybridflyte" / ".staging").glob("*")) == []
+
+
+def test_an_unreachable_registry_promotes_nobody(
+    bench: Bench, reigning: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bench.model(seed=2)
+    evidence = bench.evaluation(model, 36)
+    run = RunContext(run_id="r", mlflow_run="x", experiment="hybridflyte", started_at=0.0)
+    uri = f"sqlite:///{Path.cwd() / 'mlflow.db'}"
+    with monkeypatch.context() as away:
+        away.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+        started = time.monotonic()
+        with pytest.raises(StageError, match="MLFLOW_TRACKING_URI"):
+            bench.promote_in(run, model, evidence)
+        assert time.monotonic() - started < 30
+    found = Tracker(uri=uri).champion(NAME, "champion")
+    assert found is not None
+    assert found.tags["artifact_digest"] == digest(reigning)

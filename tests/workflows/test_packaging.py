@@ -1,0 +1,148 @@
+"""What `pyflyte package` registers: caching, images, resources, the Ray cluster, the interface."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from flyte_runs import REPOSITORY, WORKFLOW, Place
+from flyteidl.admin.launch_plan_pb2 import LaunchPlan
+from flyteidl.admin.task_pb2 import TaskSpec
+from flyteidl.admin.workflow_pb2 import WorkflowSpec
+from flyteidl.core.tasks_pb2 import Resources
+from flyteidl.plugins.ray_pb2 import RayJob
+from google.protobuf.json_format import MessageToDict, ParseDict
+
+IMAGE = "ghcr.io/x/y:1"
+CACHED = {"preprocess", "sft", "rl", "evaluate"}
+ALL = CACHED | {"plan", "promote", "report"}
+MESSAGES: dict[str, Any] = {"1": TaskSpec, "2": WorkflowSpec, "3": LaunchPlan}
+
+
+def package(place: Place, image: str = IMAGE) -> dict[str, Any]:
+    """Package the workflows without a network; return the messages by kind and short name."""
+    target = place.root / "package.tgz"
+    place.variables  # noqa: B018 (makes the folders)
+    outcome = place.pyflyte(
+        "--pkgs", "workflows", "package", "--image", f"default={image}", "--output", str(target),
+        "-f", "--source", str(REPOSITORY),
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.text
+    found = {}
+    with tarfile.open(target) as archive:
+        for member in archive.getmembers():
+            file = archive.extractfile(member)
+            stem, _, number = member.name.removesuffix(".pb").rpartition("_")
+            if file is None or number not in MESSAGES:
+                continue
+            message = MESSAGES[number].FromString(file.read())
+            found[f"{MESSAGES[number].__name__}:{stem.rsplit('.', 1)[-1]}"] = message
+    return found
+
+
+@pytest.fixture(scope="module")
+def packaged(new_place: Callable[[], Place]) -> dict[str, Any]:
+    return package(new_place())
+
+
+@pytest.fixture(scope="module")
+def tasks(packaged: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key.removeprefix("TaskSpec:"): message.template
+        for key, message in packaged.items()
+        if key.startswith("TaskSpec:")
+    }
+
+
+def memory(resources: Resources) -> dict[int, str]:
+    return {entry.name: entry.value for entry in resources.requests}
+
+
+def test_every_stage_is_registered(tasks: dict[str, Any]) -> None:
+    assert set(tasks) == ALL
+
+
+def test_stages_are_cached_by_content_code_and_image(tasks: dict[str, Any]) -> None:
+    for name, template in tasks.items():
+        meta = template.metadata
+        assert meta.discoverable == (name in CACHED), name
+        assert meta.cache_serializable == (name in CACHED), name
+        assert list(meta.cache_ignore_input_vars) == (["run"] if name in CACHED else []), name
+        assert bool(meta.discovery_version) == (name in CACHED), name
+
+
+def test_cache_versions_follow_code_and_image_alone(
+    packaged: dict[str, Any], tasks: dict[str, Any], place: Place
+) -> None:
+    versions = {name: t.metadata.discovery_version for name, t in tasks.items()}
+    again = package(place)
+    assert versions == {
+        name: again[f"TaskSpec:{name}"].template.metadata.discovery_version for name in tasks
+    }
+
+
+def test_images_and_resources(tasks: dict[str, Any]) -> None:
+    cpu, mem = Resources.ResourceName.CPU, Resources.ResourceName.MEMORY
+    for name, template in tasks.items():
+        assert template.container.image == IMAGE, name
+        asked = memory(template.container.resources)
+        large = name in {"sft", "evaluate", "promote"}
+        assert asked == ({cpu: "2", mem: "6Gi"} if large else {cpu: "1", mem: "2Gi"}), name
+    assert tasks["rl"].metadata.retries.retries == 1
+    assert tasks["plan"].metadata.retries.retries == 0
+
+
+def test_the_deck_is_registered(tasks: dict[str, Any]) -> None:
+    assert tasks["evaluate"].metadata.generates_deck.value
+    assert not tasks["sft"].metadata.generates_deck.value
+
+
+def test_rl_brings_its_ray_cluster(tasks: dict[str, Any]) -> None:
+    template = tasks["rl"]
+    assert template.type == "ray"
+    job = ParseDict(MessageToDict(template.custom), RayJob())
+    assert job.shutdown_after_job_finishes
+    assert job.ttl_seconds_after_finished == 600
+    assert job.ray_cluster.enable_autoscaling
+    assert dict(job.ray_cluster.head_group_spec.ray_start_params) == {"num-cpus": "0"}
+    (workers,) = job.ray_cluster.worker_group_spec
+    assert (workers.min_replicas, workers.replicas, workers.max_replicas) == (1, 1, 2)
+    for spec, container in ((job.ray_cluster.head_group_spec, "ray-head"), (workers, "ray-worker")):
+        pod = MessageToDict(spec.k8s_pod.pod_spec)
+        (volume,) = pod["volumes"]
+        assert volume["emptyDir"]["medium"] == "Memory"
+        (only,) = [c for c in pod["containers"] if c["name"] == container]
+        assert {"name": volume["name"], "mountPath": "/dev/shm"} in only["volumeMounts"]
+        assert only["resources"]["requests"] == only["resources"]["limits"]
+
+
+def test_the_interface_of_the_workflow(packaged: dict[str, Any]) -> None:
+    workflow = packaged["WorkflowSpec:rlhf"].template
+    inputs = workflow.interface.inputs.variables
+    assert set(inputs) == {"config", "source", "path", "model", "seed"}
+    assert all(variable.description for variable in inputs.values())
+    assert len(workflow.nodes) == len(ALL)
+    defaults = packaged["LaunchPlan:rlhf"].spec.default_inputs.parameters
+    assert not any(parameter.required for parameter in defaults.values())
+
+
+def test_help_without_a_workflow(place: Place) -> None:
+    outcome = place.invoke("run", str(WORKFLOW))
+    assert outcome.code == 2
+    assert "rlhf" in outcome.text
+    assert "Warm-start a model" in outcome.text
+
+
+def test_help_documents_the_inputs(place: Place) -> None:
+    outcome = place.run("--help")
+    assert outcome.code == 0
+    said = " ".join(outcome.out.split())
+    for words in (
+        "config: Settings as JSON or a YAML file",
+        "source: Data source, arithmetic or gsm8k",
+        "model: Hugging Face model folder to start from",
+        "seed: Seed of data, weights and sampling",
+    ):
+        assert words in said
