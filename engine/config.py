@@ -87,7 +87,7 @@ class OptimConfig(Section):
 class SFTConfig(Section):
     """The warm start: supervised fine-tuning on prompt/response rows."""
 
-    epochs: float = Field(6.0, gt=0)
+    epochs: float = Field(8.0, gt=0)
     max_steps: int = Field(0, ge=0, description="Stop after so many steps; 0: by epochs")
     train_batch_size: int = Field(32, ge=1, description="Rows an optimizer step")
     max_tokens_per_micro_batch: int = Field(8192, ge=64)
@@ -126,7 +126,7 @@ class PolicyLossConfig(Section):
 class ActorConfig(Section):
     """The policy's update."""
 
-    optim: OptimConfig = OptimConfig(lr=1e-3, weight_decay=0.0)
+    optim: OptimConfig = OptimConfig(lr=5e-4, weight_decay=0.0)
     ppo_mini_batch_size: int = Field(0, ge=0, description="Completions an optimizer step; 0: all")
     ppo_epochs: int = Field(1, ge=1)
     max_tokens_per_micro_batch: int = Field(16384, ge=64)
@@ -181,8 +181,8 @@ class RewardConfig(Section):
 class TrainerConfig(Section):
     """The RL loop."""
 
-    total_training_steps: int = Field(120, ge=1)
-    train_batch_size: int = Field(64, ge=1, description="Prompts a step")
+    total_training_steps: int = Field(80, ge=1)
+    train_batch_size: int = Field(128, ge=1, description="Prompts a step")
     test_freq: int = Field(20, ge=1, description="Steps between greedy validations")
     placement: Literal["ray", "local"] = Field("ray", description="Ray actors, or this process")
     threads: int = Field(0, ge=0, description="CPU threads of a worker; 0: all cores")

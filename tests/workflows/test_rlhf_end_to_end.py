@@ -30,14 +30,15 @@ def client(finished: Finished) -> MlflowClient:
 
 
 @pytest.fixture(scope="module")
-def runs(client: MlflowClient) -> dict[str, Run]:
-    """The runs in MLflow by name; the parent is `pipeline`."""
-    experiment = client.get_experiment_by_name("hybridflyte")
-    assert experiment is not None
-    found = client.search_runs([experiment.experiment_id])
-    names = {run.info.run_name.split("-")[0].replace("rlhf", "pipeline"): run for run in found}
-    assert len(names) == len(found), "two runs of the same name"
-    return names
+def runs(finished: Finished, client: MlflowClient) -> dict[str, Run]:
+    """The parent run (`pipeline`) and its nested ones, by name."""
+    parent = client.get_run(finished.outcome.summary["mlflow"]["run_id"])
+    nested = client.search_runs(
+        [parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+    )
+    names = {run.info.run_name: run for run in nested}
+    assert len(names) == len(nested), "a stage has two runs"
+    return {"pipeline": parent, **names}
 
 
 def test_the_summary_holds_what_was_promised(finished: Finished) -> None:
@@ -121,7 +122,9 @@ def test_mlflow_has_the_data_by_digest_and_the_checkpoints(
     finished: Finished, client: MlflowClient, runs: dict[str, Run]
 ) -> None:
     folder = finished.artifact("dataset")
-    inputs = {i.dataset.name: i.dataset.digest for i in runs["dataset"].inputs.dataset_inputs}
+    recorded = runs["dataset"].inputs
+    assert recorded is not None
+    inputs = {i.dataset.name: i.dataset.digest for i in recorded.dataset_inputs}
     assert inputs == {name: hash_file(folder / f"{name}.parquet")[:32] for name in SPLITS}
     for stage in ("sft", "rl"):
         files = client.list_artifacts(runs[stage].info.run_id, "checkpoint")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from flyte_runs import REPOSITORY, STAGES, WORKFLOW, Outcome, Place, settings
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.lineage.manifest import tree_digest
 
@@ -33,20 +34,18 @@ def test_a_saved_model_is_the_start(
     trained = Path(outcome.summary["artifacts"]["rl"])
     model = AutoModelForCausalLM.from_pretrained(trained)
     assert model.config.model_type == kind
-    start = AutoModelForCausalLM.from_pretrained(folder)
+    start: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
     assert model.num_parameters() == start.num_parameters()
     assert not model.lm_head.weight.equal(start.lm_head.weight)
     # Other weights in the same folder are another input.
     before = tree_digest(folder)
-    torch_noise(start).save_pretrained(folder)
+    with_noise(start).save_pretrained(folder)
     assert tree_digest(folder) != before
     again = place.run("--model", str(folder), "--config", settings(ONE_STEP))
     assert "sft" in again.stages
 
 
-def torch_noise(model: AutoModelForCausalLM) -> AutoModelForCausalLM:
-    import torch
-
+def with_noise(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.01 * torch.randn_like(weight))
