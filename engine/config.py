@@ -319,8 +319,10 @@ def explain(error: ValidationError) -> str:
         field = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown setting {field!r}; check its spelling and its section")
+        elif item["type"] == "value_error":
+            lines.append(item["msg"].removeprefix("Value error, "))
         elif field:
             lines.append(f"{field}={item['input']!r}: {item['msg']}")
         else:
-            lines.append(item["msg"].removeprefix("Value error, "))
+            lines.append(item["msg"])
     return "; ".join(lines)
