@@ -32,7 +32,7 @@ class DataConfig(Section):
     source: Literal["arithmetic", "gsm8k"] = Field("arithmetic", description="Where rows come from")
     path: str = Field("", description="Folder, s3:// prefix or hub id (gsm8k only)")
     difficulty: int = Field(2, ge=1, le=5, description="Steps and sizes of arithmetic problems")
-    sft_size: int = Field(8192, ge=1, description="Rows for the warm start (0 < rows)")
+    sft_size: int = Field(16384, ge=1, description="Rows for the warm start (0 < rows)")
     train_size: int = Field(4096, ge=1, description="Prompts for RL")
     validation_size: int = Field(256, ge=1, description="Rows for validation")
     test_size: int = Field(512, ge=1, description="Held-out rows, seen in no stage but evaluation")
@@ -87,7 +87,7 @@ class OptimConfig(Section):
 class SFTConfig(Section):
     """The warm start: supervised fine-tuning on prompt/response rows."""
 
-    epochs: float = Field(8.0, gt=0)
+    epochs: float = Field(5.0, gt=0)
     max_steps: int = Field(0, ge=0, description="Stop after so many steps; 0: by epochs")
     train_batch_size: int = Field(32, ge=1, description="Rows an optimizer step")
     max_tokens_per_micro_batch: int = Field(8192, ge=64)
