@@ -150,7 +150,7 @@ def show(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -> None:
         "promotion": f"version {decision['model_version']}: {decision['reason']}",
         "time": f"{human_time(facts['seconds']['total'])} ({times})",
         "model": shown(folders["rl"]),
-        "report": shown(folders["evaluation"] / "report.html"),
+        "report (Deck)": shown(folders["evaluation"] / "report.html"),
         "summary": shown(path),
         "MLflow run": f"{facts['mlflow']['run_id']} in {facts['mlflow']['experiment']!r}",
         "MLflow UI": f"mlflow ui --backend-store-uri {facts['mlflow']['tracking_uri']}",
