@@ -79,6 +79,8 @@ def draw_problem(rng: random.Random, level: Level) -> Problem | None:
         n, m = rng.randint(2, 9), rng.randint(2, 9)
         steps.append(Step(n, "*", m))
         opening, value = scene.product.format(name=name, thing=thing, n=n, m=m), n * m
+        if value > level.largest:
+            return None
     else:
         value = rng.randint(2, level.largest)
         opening = scene.opening.format(name=name, thing=thing, n=value)
@@ -91,8 +93,6 @@ def draw_problem(rng: random.Random, level: Level) -> Problem | None:
         steps.append(step)
         clauses.append(clause)
         value = step.result
-    if value > level.largest:
-        return None
     subject = scene.subject.format(name=name, pronoun=pronoun)
     question = scene.question.format(thing=thing)
     middle = f" {subject} {_join(clauses)}." if clauses else ""
