@@ -167,7 +167,11 @@ def test_mlflow_unreachable(place: Place) -> None:
 
 def test_ray_unreachable(place: Place) -> None:
     change = {"rl": {"trainer": {"placement": "ray"}}}
-    outcome = place.run("--config", settings(change), RAY_ADDRESS="nonsense://127.0.0.1:9")
+    # In a process of its own: another test may have left Ray running in this one.
+    outcome = place.pyflyte(
+        *("run", str(WORKFLOW), "rlhf", "--config", settings(change)),
+        variables={"RAY_ADDRESS": "nonsense://127.0.0.1:9"},
+    )
     assert outcome.code == 1
     assert "RAY_ADDRESS=nonsense://127.0.0.1:9" in outcome.error
     assert "Traceback" not in outcome.text

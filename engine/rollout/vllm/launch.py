@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import random
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -98,7 +99,7 @@ def _launch(**options: Any) -> Any:
     from vllm.model_executor.layers import utils
     from vllm.v1.sample import sampler
 
-    with _plain_weights(utils), _quick_gc():
+    with _plain_weights(utils), _quick_gc(), _no_request_proxies():
         llm = vllm.LLM(
             **options,
             load_format="dummy",
@@ -155,6 +156,26 @@ def _save_config(model: nn.Module, folder: str) -> None:
     config: Any = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
+
+
+@contextmanager
+def _no_request_proxies() -> Iterator[None]:
+    """Hide modules that hold Flask's request proxies while vLLM starts.
+
+    Its start looks into every object of every module, and such a proxy raises when it is looked at
+    outside a request. Flask comes with MLflow.
+    """
+    hidden: dict[str, Any] = {}
+    werkzeug = sys.modules.get("werkzeug.local")
+    if werkzeug is not None:
+        for name, module in list(sys.modules.items()):
+            values = list((getattr(module, "__dict__", None) or {}).values())
+            if any(type(value) is werkzeug.LocalProxy for value in values):
+                hidden[name] = sys.modules.pop(name)
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import random
 import sys
 from pathlib import Path
 
+import flask.globals  # noqa: F401 (its proxies once broke the start of vLLM)
 import numpy as np
 import pytest
 import torch
