@@ -46,8 +46,16 @@ FIELDS: dict[str, Field] = {
     "rollout_log_probs": Field("B R", torch.float32, "log-probs the tokens were sampled with"),
     "old_log_probs": Field("B R", torch.float32, "trainer's log-probs before the update"),
     "ref_log_probs": Field("B R", torch.float32, "frozen reference's log-probs"),
+    "ref_kl": Field("B R", torch.float32, "exact KL of the policy from the reference"),
+    "sum_pi_squared": Field("B R", torch.float32, "Σ_v π(v)² of each token's distribution"),
+    "rollout_is_weights": Field("B R", torch.float32, "importance weights; 0 where rejected"),
+    "cov_selected": Field("B R", torch.bool, "tokens that clip_cov or kl_cov treat apart"),
     "token_level_scores": Field("B R", torch.float32, "reward as given, on the last token"),
-    "token_level_rewards": Field("B R", torch.float32, "scores less any KL penalty in the reward"),
+    "token_level_rewards": Field("B R", torch.float32, "scores, shaped, less any KL penalty"),
+    "reward_components": Field("B K", torch.float32, "named parts of the score, if it has any"),
+    "reward_failed": Field("B", torch.bool, "no reward could be had: the row is not learned from"),
+    "reward_error": Field("B", torch.bool, "the reward failed, whatever became of the row"),
+    "baseline_rewards": Field("B", torch.float32, "reward of the prompt's greedy completion"),
     "values": Field("B R", torch.float32, "critic's value of the state before each token"),
     "advantages": Field("B R", torch.float32, "advantage of each token, 0 where masked"),
     "returns": Field("B R", torch.float32, "value targets"),
@@ -119,6 +127,10 @@ class Batch:
             raise DataError(f"batch has no tensor {name!r}; it has {have}")
         tensor: Any = self.tensors[name]
         return tensor
+
+    def get(self, name: str) -> Tensor | None:
+        """The tensor `name`, or None where the batch has none."""
+        return self[name] if name in self.names else None
 
     def as_dict(self) -> dict[str, Tensor]:
         """The tensors by name; they share their memory with the batch."""

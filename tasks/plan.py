@@ -105,9 +105,9 @@ def check(config: RLHFConfig) -> tuple[str, str]:
     from engine.models import require_model_folder
     from engine.rollout.protocol import check_engine
     from engine.tracking import Tracker
-    from engine.trainers.rl_setup import check_config
+    from engine.trainers.rl_checks import check_config
 
-    check_config(config.rl)
+    check_config(config.rl, config.data.max_response_length)
     check_engine(config.evaluate.engine)
     data = source_digest(config.data, config.seed)
     model = ""

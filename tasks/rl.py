@@ -86,14 +86,9 @@ def step_line(
     from engine.console import human_time
 
     seconds = sum(row["perf/step_s"] for row in history) / len(history)
-    parts = [
-        f"rl {step:>4}/{total}",
-        f"reward {metrics['reward/mean']:.3f}",
-        f"KL {metrics.get('actor/kl', 0.0):.4f}",
-        f"entropy {metrics['actor/entropy']:.3f}",
-        f"length {metrics['response/length_mean']:.1f}",
-        f"clip {metrics.get('actor/pg_clipfrac', 0.0):.3f}",
-        f"grad {metrics['actor/grad_norm']:.2f}",
+    facts = {name: shown.format(metrics[key]) for name, key, shown in _FACTS if key in metrics}
+    parts = [f"rl {step:>4}/{total}", *(f"{name} {shown}" for name, shown in facts.items())]
+    parts += [
         f"{metrics['perf/tokens_per_s']:,.0f} tok/s",
         f"{metrics['perf/step_s']:.1f} s",
         f"{human_time(seconds * (total - step))} left",
@@ -101,3 +96,15 @@ def step_line(
     if "validation/reward" in metrics:
         parts.append(f"validation {metrics['validation/reward']:.3f}")
     return " · ".join(parts)
+
+
+# What a step's line shows of what the algorithm at hand measures, and how.
+_FACTS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("KL", "actor/kl", "{:.4f}"),
+    ("entropy", "actor/entropy", "{:.3f}"),
+    ("accuracy", "actor/rewards/accuracies", "{:.3f}"),
+    ("length", "response/length_mean", "{:.1f}"),
+    ("clip", "actor/pg_clipfrac", "{:.3f}"),
+    ("grad", "actor/grad_norm", "{:.2f}"),
+)

@@ -31,7 +31,7 @@ def rlhf(
     """Warm-start a model, improve it by RL, compare both, and promote the better one.
 
     Args:
-        config: Settings as JSON or a YAML file; see engine/config.py for all of them.
+        config: Settings as JSON or a YAML file; see engine/config/ for all of them.
         source: Data source, arithmetic or gsm8k; empty: as in config.
         path: Folder, s3:// prefix or hub id of the data; empty: as in config.
         model: Hugging Face model folder to start from; empty: as in config.

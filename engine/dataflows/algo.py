@@ -1,17 +1,27 @@
-"""The arithmetic between the roles' calls: rewards less KL, then advantages. No waiting, no Ray."""
+"""The arithmetic between the roles' calls: rewards, correction, advantages. No waiting, no Ray.
+
+It sees the global batch; what must be computed over all of it (group statistics, whitening,
+selections by covariance, edited masks) is computed here, once, before ranks and micro-batches.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.algorithms import advantages
+import torch
+from torch import Tensor
+
+from engine.algorithms import losses, shaping
+from engine.algorithms.advantages import AdvantageInputs, get_advantage
+from engine.algorithms.correction import correct_rollout
 from engine.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
-from engine.algorithms.masked import masked_mean
-from engine.algorithms.shaping import kl_in_reward
+from engine.algorithms.masked import keep, masked_mean
 from engine.batch import Batch
-from engine.config import AlgorithmConfig
+from engine.config import RLConfig
 from engine.controller.futures import Future, LazyBatch
-from engine.workers.options import advantage_options
+from engine.dataflows.needs import Needs
+from engine.workers.options import advantage_options, policy_loss_options
 
 
 @dataclass
@@ -23,14 +33,27 @@ class StepResult:
 
 
 class Algo:
-    """Advantages by configuration; keeps the state of an adaptive KL coefficient."""
+    """Advantages by configuration. Its state (KL coefficient, generator) belongs to checkpoints."""
 
-    def __init__(self, config: AlgorithmConfig, *, recompute_old_log_probs: bool = False) -> None:
-        self.config = config
-        self.recompute_old_log_probs = recompute_old_log_probs
-        self.estimator = advantages.get_advantage(config.adv_estimator)
-        self.options = advantage_options(config)
-        control = config.kl_ctrl
+    def __init__(
+        self,
+        config: RLConfig,
+        needs: Needs,
+        *,
+        max_response_length: int,
+        seed: int = 0,
+        more_prompts: Callable[[], Batch] | None = None,
+    ) -> None:
+        self.config, self.max_response_length = config, max_response_length
+        self.needs = needs
+        self.more_prompts = more_prompts
+        self.metrics: dict[str, float] = {}
+        self.generator = torch.Generator().manual_seed(seed)
+        self.estimator = get_advantage(config.algorithm.adv_estimator)
+        self._options = advantage_options(config.algorithm)
+        self._loss_mode = config.actor.policy_loss.loss_mode
+        self._loss_options = policy_loss_options(config.actor)
+        control = config.algorithm.kl_ctrl
         self.kl_control: FixedKL | AdaptiveKL = (
             FixedKL(control.kl_coef)
             if control.type == "fixed"
@@ -38,23 +61,117 @@ class Algo:
         )
 
     def advantages(self, lazy: LazyBatch) -> Batch:
-        """`token_level_rewards`, `advantages`, `returns`, all `[B, R]`; waits for what it reads."""
+        """What the updates learn from; waits for what it reads. All `[B, R]`.
+
+        `token_level_rewards`, `advantages`, `returns`, and the `response_mask` to train with:
+        rows whose reward failed and what rollout correction rejects are out of it. With
+        correction `rollout_is_weights`, and what the policy loss prepares over the global batch.
+        """
         batch = lazy.resolve()
-        rewards, mask = batch["token_level_scores"], batch["response_mask"]
-        if self.config.use_kl_in_reward:
-            old = batch["old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"]
-            kl = kl_estimate(old, batch["ref_log_probs"], self.config.kl_penalty, mask=mask)
-            rewards = kl_in_reward(rewards, kl, mask, self.kl_control.value)
-            self.kl_control.update(float(masked_mean(kl, mask)), len(batch))
-        optional = {name: batch[name] for name in ("values", "old_log_probs") if name in batch}
-        out = self.estimator(
-            advantages.AdvantageInputs(rewards, mask, batch["group_ids"], **optional),
-            **self.options,
+        present = _without_failures(batch)
+        rewards = self._with_kl(self.shaped_rewards(batch, present), batch, present)
+        fields, mask = self._corrected(batch, present)
+        # Estimators see the mask before rejection: a reward on a rejected token still counts.
+        out = self.estimator(self._inputs(batch | fields, rewards, present), **self._options)
+        fields |= {
+            "token_level_rewards": rewards,
+            "advantages": keep(mask, out.advantages.float()),
+            "returns": keep(mask, out.returns.float()),
+            "response_mask": mask,
+        }
+        fields |= losses.prepare(
+            self._loss_mode,
+            _old_log_probs(batch),
+            fields["advantages"],
+            mask,
+            generator=self.generator,
+            **self._loss_options,
         )
-        return Batch(
-            {
-                "token_level_rewards": rewards,
-                "advantages": out.advantages.float(),
-                "returns": out.returns.float(),
-            }
+        return Batch(fields)
+
+    def shaped_rewards(self, batch: Batch, mask: Tensor) -> Tensor:
+        """Scores, clipped and less the penalty for length, `[B, R]`, before any KL."""
+        config, rewards = self.config.reward, batch["token_level_scores"]
+        if config.clip is not None:
+            total = rewards.sum(1)
+            change = shaping.clip_rewards(total, *config.clip) - total
+            rewards = rewards + shaping.on_last_token(change, mask)
+        if config.overlong_buffer.enable:
+            buffer = config.overlong_buffer
+            penalty = shaping.overlong_penalty(
+                batch["response_mask"].sum(1),
+                self.max_response_length,
+                buffer.len,
+                buffer.penalty_factor,
+            )
+            self.metrics["reward/overlong_penalty"] = float(penalty.mean())
+            rewards = rewards + shaping.on_last_token(penalty, mask)
+        return rewards
+
+    def baseline(self, sampled: LazyBatch, greedy: LazyBatch) -> Batch:
+        """`baseline_rewards [B]`: for each sampled row the reward of its prompt's greedy one."""
+        rows, source = sampled.resolve(), greedy.resolve()
+        reward = self.shaped_rewards(source, source["response_mask"]).sum(1)
+        where = {group: i for i, group in enumerate(source["group_ids"].tolist())}
+        index = [where[group] for group in rows["group_ids"].tolist()]
+        return Batch({"baseline_rewards": reward[index]})
+
+    def take_metrics(self) -> dict[str, float]:
+        """What the step's arithmetic measured, forgetting it."""
+        metrics, self.metrics = self.metrics, {}
+        return metrics
+
+    def _with_kl(self, rewards: Tensor, batch: Batch, mask: Tensor) -> Tensor:
+        """Rewards less β·KL, whitened where asked for."""
+        config = self.config.algorithm
+        if config.use_kl_in_reward:
+            kl = self._reward_kl(batch, mask)
+            rewards = shaping.kl_in_reward(rewards, kl, mask, self.kl_control.value)
+            mean = float(masked_mean(kl, mask))
+            self.metrics |= {"reward/kl": mean, "reward/kl_coef": self.kl_control.value}
+            self.kl_control.update(mean, len(batch))
+        if self.config.reward.whiten:
+            rewards = shaping.whiten_rewards(rewards, mask)
+        return keep(mask, rewards)
+
+    def _reward_kl(self, batch: Batch, mask: Tensor) -> Tensor:
+        kind = self.config.algorithm.kl_penalty
+        if kind == "full":
+            return batch["ref_kl"]
+        return kl_estimate(_old_log_probs(batch), batch["ref_log_probs"], kind, mask=mask)
+
+    def _corrected(self, batch: Batch, mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Importance weights, where they are on, and the mask that rejection leaves."""
+        settings = self.config.algorithm.rollout_correction
+        if not settings.enabled:
+            return {}, mask
+        out = correct_rollout(
+            batch["old_log_probs"], batch["rollout_log_probs"], mask, **settings.model_dump()
         )
+        self.metrics |= {f"rollout_corr/{name}": value for name, value in out.metrics.items()}
+        fields = {} if out.weights is None else {"rollout_is_weights": out.weights.float()}
+        return fields, out.response_mask
+
+    def _inputs(self, batch: Batch, rewards: Tensor, mask: Tensor) -> AdvantageInputs:
+        optional = {name: batch[name] for name in _OPTIONAL if name in batch}
+        if "old_log_probs" in self.estimator.requires:
+            optional["old_log_probs"] = _old_log_probs(batch)
+        return AdvantageInputs(rewards, mask, batch["group_ids"], **optional)
+
+
+_OPTIONAL = (
+    "values",
+    "reward_components",
+    "baseline_rewards",
+    "sum_pi_squared",
+    "rollout_is_weights",
+)
+
+
+def _old_log_probs(batch: Batch) -> Tensor:
+    return batch["old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"]
+
+
+def _without_failures(batch: Batch) -> Tensor:
+    mask = batch["response_mask"]
+    return keep(~batch["reward_failed"][:, None], mask) if "reward_failed" in batch else mask

@@ -6,17 +6,21 @@ from engine.batch import Batch
 from engine.controller.futures import LazyBatch
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult
+from engine.dataflows.passes import policy_passes
 from engine.dataflows.registry import register_dataflow
 
 
-@register_dataflow("ppo", roles={"actor", "rollout", "reference", "reward", "critic"})
+@register_dataflow(
+    "ppo",
+    roles={"actor", "rollout", "reward", "critic"},
+    optional={"reference"},
+    provides={"values"},
+)
 def ppo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample, then reward, reference and critic side by side, then both updates."""
+    """One step: sample, then reward, critic and reference side by side, then both updates."""
     batch = LazyBatch(roles.rollout.generate(prompts))
     batch |= roles.reward.score(batch)
-    batch |= roles.reference.log_probs(batch)
     batch |= roles.critic.values(batch)
-    if algo.recompute_old_log_probs:
-        batch |= roles.actor.log_probs(batch)
+    batch = policy_passes(roles, batch, algo)
     batch |= algo.advantages(batch)
     return StepResult(batch, [roles.critic.update(batch), roles.actor.update(batch)])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.algorithms.kl_full import full_kl
 from engine.batch import Batch
 from engine.errors import DataError
 from engine.models.critic import CriticModel
@@ -47,7 +48,7 @@ def left_align(batch: Batch) -> Sequences:
         raise DataError(f"row {row} of the batch has an empty prompt; give it at least one token")
     length = int(mask.sum(1).max())
     start = ids.shape[1] - width - prompt_lengths  # first real column, [B]
-    source = (start[:, None] + torch.arange(length)).clamp(max=ids.shape[1] - 1)
+    source = (start[:, None] + torch.arange(length, device=ids.device)).clamp(max=ids.shape[1] - 1)
     aligned = ids.gather(1, source)
     present = mask[:, ids.shape[1] - width :]
     rows, columns = present.nonzero(as_tuple=True)
@@ -55,13 +56,33 @@ def left_align(batch: Batch) -> Sequences:
     return Sequences(aligned, rows, positions, batch["responses"][rows, columns], columns)
 
 
-def response_log_probs(
-    model: PreTrainedModel, batch: Batch, temperature: float, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of the response tokens under softmax(logits / temperature).
+@dataclass(frozen=True, slots=True)
+class TokenOutputs:
+    """What a forward pass says about response tokens: float32 `[B, R]`, 0 where there is none."""
 
-    Returns `[B, R]` float32 log-probs and, on request, `[B, R]` entropies in nats; 0 where there
-    is no token.
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    """In nats."""
+    sum_pi_squared: Tensor | None = None
+    """Σ_v π(v)²."""
+    full_kl: Tensor | None = None
+    """KL(π ‖ π_ref), exact over the vocabulary, in nats."""
+
+
+def token_outputs(
+    model: PreTrainedModel,
+    batch: Batch,
+    temperature: float,
+    *,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
+    sum_pi_squared: bool = False,
+    reference: PreTrainedModel | None = None,
+) -> TokenOutputs:
+    """Run `model` over a batch, its distributions being softmax(logits / temperature).
+
+    The optional outputs are computed on request; the KL to `reference` if one is given. Entropy
+    has a gradient only where asked for: without, its graph is not kept.
     """
     seqs = left_align(batch)
     logits = _response_logits(model, seqs).float()
@@ -69,9 +90,25 @@ def response_log_probs(
         logits = logits / temperature
     log_softmax = logits.log_softmax(-1)
     picked = log_softmax.gather(1, seqs.targets[:, None]).squeeze(1)
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1) if with_entropy else None
+    spread = log_softmax if entropy_gradient else log_softmax.detach()
+    flat = {
+        "log_probs": picked,
+        "entropy": -(spread.exp() * spread).sum(-1) if entropy else None,
+        "sum_pi_squared": spread.detach().exp().square().sum(-1) if sum_pi_squared else None,
+    }
+    if reference is not None:
+        with torch.no_grad():
+            theirs = _response_logits(reference, seqs).float() / temperature
+        flat["full_kl"] = full_kl(logits, theirs)
     like = batch["responses"]
-    return _scatter(picked, seqs, like), None if entropy is None else _scatter(entropy, seqs, like)
+    return TokenOutputs(
+        **{k: _scatter(v, seqs, like) for k, v in flat.items() if v is not None},
+    )
+
+
+def response_log_probs(model: PreTrainedModel, batch: Batch, temperature: float) -> Tensor:
+    """Log-probs `[B, R]` (float32) of the response tokens; 0 where there is no token."""
+    return token_outputs(model, batch, temperature).log_probs
 
 
 def response_values(critic: CriticModel | nn.Module, batch: Batch) -> Tensor:
@@ -92,5 +129,5 @@ def _response_logits(model: PreTrainedModel, seqs: Sequences) -> Tensor:
 
 
 def _scatter(flat: Tensor, seqs: Sequences, like: Tensor) -> Tensor:
-    out = torch.zeros(like.shape, dtype=torch.float32)
+    out = torch.zeros(like.shape, dtype=torch.float32, device=flat.device)
     return out.index_put((seqs.rows, seqs.columns), flat)

@@ -1,6 +1,7 @@
 """Reward functions by name.
 
-Adding one: a module in this package whose function carries `@register_reward("name")`.
+Adding one: a module in this package whose function carries `@register_reward("name")`, with
+`components=("answer", ...)` if it returns named components.
 """
 
 from __future__ import annotations
@@ -9,27 +10,45 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import engine.rewards
 from engine.errors import ConfigError
 from engine.rewards.protocol import RewardFunction
 
-_REWARDS: dict[str, RewardFunction] = {}
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A registered reward; no components where it returns a plain list."""
+
+    function: RewardFunction
+    components: tuple[str, ...]  # in the order in which it returns them, e.g. ("answer", "format")
+
+
+_REWARDS: dict[str, _Entry] = {}
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def register_reward(name: str) -> Callable[[_F], _F]:
-    """Make a reward function selectable as `reward.name=<name>`; a name can be taken once."""
+def register_reward(name: str, components: tuple[str, ...] = ()) -> Callable[[_F], _F]:
+    """Make a reward function selectable as `reward.name=<name>`; a name can be taken once.
+
+    `components` are the names that it returns, in order; none for a reward that returns a plain
+    list. Raises ConfigError for a name that is taken and for a component that is named twice.
+    """
+    if isinstance(components, str) or len(set(components)) < len(components):
+        raise ConfigError(
+            f"reward {name!r} declares components={components!r}; give a tuple of different names"
+        )
 
     def add(function: _F) -> _F:
         present = _REWARDS.get(name)
-        if present is not None and _origin(present) != _origin(function):
+        if present is not None and _origin(present.function) != _origin(function):
             raise ConfigError(
-                f"reward {name!r} is already registered by {_origin(present)}; "
+                f"reward {name!r} is already registered by {_origin(present.function)}; "
                 f"choose another name for {_origin(function)}"
             )
-        _REWARDS[name] = function
+        _REWARDS[name] = _Entry(function, tuple(components))
         return function
 
     return add
@@ -47,6 +66,23 @@ def resolve_reward(name: str) -> RewardFunction:
     return function
 
 
+def declared_components(reward: str | RewardFunction) -> tuple[str, ...] | None:
+    """Return the component names that a reward (its name, or the function) was registered with.
+
+    () says that it returns a plain list; None that nothing is known before its first call, as for
+    a function at `package.module:function` that was not registered. Raises ConfigError for a name
+    that can't be resolved.
+    """
+    if isinstance(reward, str):
+        function = resolve_reward(reward)
+        if reward in _REWARDS:
+            return _REWARDS[reward].components
+    else:
+        function = reward
+    entries = (entry for entry in _REWARDS.values() if entry.function is function)
+    return next((entry.components for entry in entries), None)
+
+
 def _registered(name: str) -> RewardFunction:
     for module in pkgutil.iter_modules(engine.rewards.__path__):
         importlib.import_module(f"engine.rewards.{module.name}")
@@ -55,7 +91,7 @@ def _registered(name: str) -> RewardFunction:
             f"reward.name={name!r} is unknown; choose one of {sorted(_REWARDS)}, or give your own "
             "as package.module:function"
         )
-    return _REWARDS[name]
+    return _REWARDS[name].function
 
 
 def _import_reward(name: str) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 
+from engine.algorithms.masked import Groups
 from engine.batch import Batch
 from engine.config import RLConfig
 from engine.controller.futures import LazyBatch
@@ -23,9 +24,10 @@ from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
 from engine.data.templates import encode_prompt
 from engine.data.tokenizer import load_tokenizer
-from engine.dataflows import choose_dataflow
 from engine.dataflows.algo import Algo, StepResult
-from engine.trainers.rl_setup import check_config, place, role_specs
+from engine.dataflows.needs import needs_of
+from engine.trainers.rl_checks import check_config
+from engine.trainers.rl_setup import place, role_specs
 
 OnStep = Callable[[int, int, dict[str, float]], None]  # step (1-based), total steps, metrics
 
@@ -49,22 +51,30 @@ class RLTrainer:
         dtype: str = "float32",
         on_step: OnStep = lambda step, total, metrics: None,
     ) -> None:
-        check_config(config)
+        self.dataflow = check_config(config, max_response_length)
         self.config, self.loader, self.on_step = config, loader, on_step
         self.tokenizer = load_tokenizer(model_path)
-        self.dataflow = choose_dataflow(config.algorithm.adv_estimator)
-        self.algo = Algo(config.algorithm, recompute_old_log_probs=config.recompute_old_log_probs)
+        needs = needs_of(config, self.dataflow)
+        self.algo = Algo(
+            config,
+            needs,
+            max_response_length=max_response_length,
+            seed=seed,
+            more_prompts=self._next_prompts,
+        )
         self.step = 0
+        roles = needs.roles(self.dataflow)
         specs = role_specs(
             str(model_path),
             config,
-            self.dataflow.roles,
+            roles,
+            needs,
             max_response_length=max_response_length,
             max_model_len=max_model_len,
             seed=seed,
             dtype=dtype,
         )
-        self.roles = launch(place(config, self.dataflow.roles), specs, config.trainer.threads)
+        self.roles = launch(place(config, roles), specs, config.trainer.threads)
 
     def fit(self, num_steps: int | None = None) -> dict[str, float]:
         """Run `num_steps` more steps (default: up to the configured total); return the last
@@ -74,11 +84,12 @@ class RLTrainer:
         metrics: dict[str, float] = {}
         while self.step < stop:
             start = time.perf_counter()
-            prompts = self._encode(self.loader.next_batch())
+            prompts = self._next_prompts()
             result: StepResult = self.dataflow.step(self.roles, prompts, self.algo)
             updates = [future.result() for future in result.updates]
             self.step += 1
             metrics = summarise(result.batch, time.perf_counter() - start)
+            metrics |= self.algo.take_metrics()
             for update in updates:
                 metrics |= update
             self.on_step(self.step, stop, metrics)
@@ -98,6 +109,9 @@ class RLTrainer:
         """Stop the workers and free what they hold."""
         self.roles.close()
 
+    def _next_prompts(self) -> Batch:
+        return self._encode(self.loader.next_batch())
+
     def _encode(self, rows: Sequence[dict[str, Any]]) -> Batch:
         ids = [encode_prompt(self.tokenizer, row["prompt"]) for row in rows]
         return collate_prompts(rows, ids)
@@ -115,28 +129,43 @@ class RLTrainer:
 
 
 def summarise(lazy: LazyBatch, seconds: float) -> dict[str, float]:
-    """Facts of one step's batch: reward, lengths, truncation, group signal, throughput."""
+    """Facts of one step's batch: reward, lengths, truncation, group signal, throughput.
+
+    Means of rewards leave out the rows whose reward failed.
+    """
     batch = lazy.resolve()
-    scores = batch["token_level_scores"].sum(1)
-    lengths = batch["response_mask"].sum(1)
+    width = batch["responses"].shape[1]
+    lengths = batch["attention_mask"][:, -width:].sum(1).float()
     tokens = float(batch["attention_mask"].sum())
-    return {
+    failed = batch["reward_error"]
+    scores = batch["token_level_scores"].sum(1)[~failed]
+    facts = {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(correction=0)),
+        "reward/errors": float(failed.float().mean()),
         "reward/format_rate": float(batch.columns["has_format"].astype(float).mean()),
-        "reward/groups_with_signal": _groups_with_signal(scores, batch["group_ids"]),
+        "reward/groups_with_signal": _groups_with_signal(scores, batch["group_ids"][~failed]),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float(batch["truncated"].float().mean()),
         "perf/step_s": seconds,
         "perf/tokens_per_s": tokens / seconds,
     }
+    for name, column in _component_columns(batch):
+        facts[f"reward/{name}"] = float(column[~failed].mean())
+    return facts
+
+
+def _component_columns(batch: Batch) -> list[tuple[str, torch.Tensor]]:
+    """The reward's components `[B]` by name, if it has any."""
+    if "reward_components" not in batch:
+        return []
+    names = batch.columns["reward_component_names"][0]
+    return list(zip(names, batch["reward_components"].unbind(1), strict=True))
 
 
 def _groups_with_signal(scores: torch.Tensor, group_ids: torch.Tensor) -> float:
     """Share of groups whose completions don't all have the same score."""
-    _, index = group_ids.unique(return_inverse=True)
-    groups = int(index.max()) + 1
-    low = torch.full((groups,), torch.inf).scatter_reduce(0, index, scores, "amin")
-    high = torch.full((groups,), -torch.inf).scatter_reduce(0, index, scores, "amax")
-    return float((high > low).float().mean())
+    every = torch.ones_like(group_ids, dtype=torch.bool)
+    groups = Groups.of(group_ids, every)
+    return float((groups.spread(scores) > 0).float().mean())

@@ -1,50 +1,17 @@
-"""What an RL run is made of before it starts: checks, roles and their placement."""
+"""What an RL run is made of before it starts: its roles and their placement."""
 
 from __future__ import annotations
 
 import math
 import os
 
-from engine.algorithms import advantages
-from engine.algorithms.kl import check_kind
 from engine.config import ActorConfig, CriticConfig, RLConfig
 from engine.controller.host import RoleSpec
 from engine.controller.launch import Placement, Pool
-from engine.dataflows import choose_dataflow
-from engine.errors import ConfigError
-from engine.rewards import resolve_reward
-from engine.rollout.protocol import check_engine
-from engine.workers.options import advantage_options, policy_loss_options
+from engine.dataflows.needs import Needs
 
 # Roles that share the policy's process, in the order in which they are built.
 _COLOCATED = ("actor", "rollout", "reference", "critic")
-
-
-def check_config(config: RLConfig) -> None:
-    """Raise ConfigError for a name that no registry has or a setting without effect."""
-    name = config.algorithm.adv_estimator
-    advantages.check_group_size(name, config.rollout.n)
-    advantage_options(config.algorithm)
-    policy_loss_options(config.actor)
-    choose_dataflow(name)
-    _check_kl("actor.kl_loss_type", config.actor.kl_loss_type)
-    _check_kl("algorithm.kl_penalty", config.algorithm.kl_penalty)
-    check_engine(config.rollout.engine)
-    resolve_reward(config.reward.name)
-    if config.trainer.threads > (os.cpu_count() or 1) * 4:
-        raise ConfigError(
-            f"trainer.threads={config.trainer.threads} is far more than this machine's "
-            f"{os.cpu_count()} cores; set 0 for all of them"
-        )
-
-
-def _check_kl(setting: str, kind: str) -> None:
-    check_kind(kind)
-    if kind == "full":
-        raise ConfigError(
-            f"{setting}=full needs the distributions over the vocabulary, which the workers don't "
-            "keep; use an estimate on the sampled tokens, such as low_var_kl"
-        )
 
 
 def place(config: RLConfig, roles: frozenset[str]) -> Placement:
@@ -63,6 +30,7 @@ def role_specs(
     model_path: str,
     config: RLConfig,
     roles: frozenset[str],
+    needs: Needs,
     *,
     max_response_length: int,
     max_model_len: int,
@@ -90,6 +58,9 @@ def role_specs(
                 "temperature": temperature,
                 "total_steps": steps * _steps_an_update(config.actor, rows),
                 "seed": seed,
+                "preference": config.algorithm.preference,
+                "sum_pi_squared": needs.sum_pi_squared,
+                "plugins": config.plugins,
             },
         ),
         RoleSpec(

@@ -104,7 +104,7 @@ class SFTTrainer:
         self.model.eval()
         with torch.no_grad():
             for _, micro in micro_batches(batch, self.config.max_tokens_per_micro_batch):
-                total -= float(response_log_probs(self.model, micro, 1.0)[0].sum())
+                total -= float(response_log_probs(self.model, micro, 1.0).sum())
         self.model.train(training)
         return total / float(batch["response_mask"].sum())
 
@@ -113,7 +113,7 @@ class SFTTrainer:
         tokens = float(batch["response_mask"].sum())
         total = 0.0
         for _, micro in micro_batches(batch, self.config.max_tokens_per_micro_batch):
-            loss = -response_log_probs(self.model, micro, 1.0)[0].sum() / tokens
+            loss = -response_log_probs(self.model, micro, 1.0).sum() / tokens
             loss.backward()
             total += float(loss.detach())
         return total

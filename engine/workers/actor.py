@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -11,15 +12,20 @@ from engine.algorithms import losses
 from engine.algorithms.aggregation import Denominators, aggregate
 from engine.algorithms.kl import kl_estimate
 from engine.algorithms.metrics import Sum, finish, merge, over_mask
+from engine.algorithms.skip import rows_with_gradient
 from engine.batch import Batch
-from engine.config import ActorConfig
+from engine.config import ActorConfig, PreferenceConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.models import load_model, save_model
-from engine.models.forward import response_log_probs
+from engine.models.forward import TokenOutputs, token_outputs
+from engine.plugins import import_plugins
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
 from engine.workers.micro import micro_batches
 from engine.workers.optim import Optimizer
 from engine.workers.options import policy_loss_options
+from engine.workers.pairs import accumulate_pairs
+
+Metrics = dict[str, Sum]
 
 
 class ActorWorker(Worker):
@@ -35,9 +41,14 @@ class ActorWorker(Worker):
         total_steps: int,
         seed: int,
         dtype: str = "float32",
+        preference: PreferenceConfig | None = None,
+        sum_pi_squared: bool = False,
+        plugins: tuple[str, ...] = (),
     ) -> None:
         super().__init__(context)
+        import_plugins(plugins)
         self.config, self.temperature = config, temperature
+        self.preference, self.sum_pi_squared = preference or PreferenceConfig(), sum_pi_squared
         self.model = load_model(model_path, dtype)
         # Dropout stays off: the update must see the probabilities that the rollout sampled from.
         self.model.eval()
@@ -53,36 +64,68 @@ class ActorWorker(Worker):
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def log_probs(self, batch: Batch) -> Batch:
-        """The policy's log-probs before the update: `old_log_probs [B, R]`."""
-        out = torch.zeros(batch["responses"].shape)
+        """The policy's log-probs before the update: `old_log_probs [B, R]`.
+
+        Adds `sum_pi_squared [B, R]` where the worker was built for an estimator that reads it.
+        """
+        out = {"old_log_probs": torch.zeros(batch["responses"].shape)}
+        if self.sum_pi_squared:
+            out["sum_pi_squared"] = torch.zeros(batch["responses"].shape)
         with torch.no_grad():
             for rows, micro in micro_batches(batch, self.config.max_tokens_per_micro_batch):
                 width = micro["responses"].shape[1]
-                out[rows, :width] = response_log_probs(self.model, micro, self.temperature)[0]
-        return Batch({"old_log_probs": out})
+                got = token_outputs(
+                    self.model, micro, self.temperature, sum_pi_squared=self.sum_pi_squared
+                )
+                out["old_log_probs"][rows, :width] = got.log_probs.cpu()
+                if got.sum_pi_squared is not None:
+                    out["sum_pi_squared"][rows, :width] = got.sum_pi_squared.cpu()
+        return Batch(out)
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
     def update(self, batch: Batch) -> dict[str, float]:
         """Take the optimizer steps of one batch and return metrics, averaged over its tokens.
 
-        Reads `advantages`, `old_log_probs` (or `rollout_log_probs` in its place) and, for a KL
+        Reads `advantages`, `old_log_probs` (or `rollout_log_probs` in its place), what the policy
+        loss prepared over the global batch, `rollout_is_weights` if there are any and, for a KL
         term, `ref_log_probs`, all `[B, R]`.
         """
         if "old_log_probs" not in batch:
             batch = batch | {"old_log_probs": batch["rollout_log_probs"]}
-        batch = batch | losses.prepare(
-            self.config.policy_loss.loss_mode,
-            batch["old_log_probs"],
-            batch["advantages"],
-            batch["response_mask"],
-            generator=self.generator,
-            **self.loss_options,
-        )
+        return self._optimize(self._minibatches(batch), self._accumulate)
+
+    @dispatch(Dispatch.DATA_PARALLEL_METRICS)
+    def update_pairs(self, batch: Batch) -> dict[str, float]:
+        """Take the optimizer steps of one batch of pairs: rows 2i are chosen, 2i+1 rejected.
+
+        Reads `ref_log_probs [B, R]`, unless the preference loss knows no reference.
+        """
+        pairs = torch.arange(len(batch)).view(-1, 2)
+        size = (self.config.ppo_mini_batch_size or len(batch)) // 2
+
+        def minis() -> Iterator[Batch]:
+            order = torch.randperm(len(pairs), generator=self.generator)
+            for part in order.split(max(1, size)):
+                yield batch.rows(pairs[part].flatten())
+
+        def accumulate(mini: Batch) -> Metrics:
+            budget = self.config.max_tokens_per_micro_batch
+            return accumulate_pairs(self.model, mini, self.preference, self.temperature, budget)
+
+        return self._optimize(minis, accumulate)
+
+    def _minibatches(self, batch: Batch) -> Callable[[], Iterator[Batch]]:
+        size = self.config.ppo_mini_batch_size or len(batch)
+        return lambda: batch.minibatches(size, self.generator if size < len(batch) else None)
+
+    def _optimize(
+        self, minis: Callable[[], Iterator[Batch]], accumulate: Callable[[Batch], Metrics]
+    ) -> dict[str, float]:
+        """Step on every mini-batch of every epoch; the policy is one version newer afterwards."""
         norms, parts = [], []
         for _ in range(self.config.ppo_epochs):
-            size = self.config.ppo_mini_batch_size or len(batch)
-            for mini in batch.minibatches(size, self.generator if size < len(batch) else None):
-                parts.append(self._accumulate(mini))
+            for mini in minis():
+                parts.append(accumulate(mini))
                 norms.append(self.optimizer.step())
         self.context.shared["policy_version"] += 1
         metrics = {f"actor/{k}": v for k, v in finish(merge(parts)).items()}
@@ -91,43 +134,84 @@ class ActorWorker(Worker):
             "actor/lr": self.optimizer.lr,
         }
 
-    def _accumulate(self, mini: Batch) -> dict[str, Sum]:
-        """Add the gradients of one mini-batch, micro-batch by micro-batch."""
-        denominators = Denominators.from_mask(mini["response_mask"])
-        parts = []
-        for _, micro in micro_batches(mini, self.config.max_tokens_per_micro_batch):
+    def _accumulate(self, mini: Batch) -> Metrics:
+        """Add the gradients of one mini-batch, micro-batch by micro-batch.
+
+        Rows that can't change the gradient get no pass; the denominators count them all the same.
+        """
+        config, mask = self.config, mini["response_mask"]
+        denominators = Denominators.from_mask(mask)
+        active = rows_with_gradient(
+            config.policy_loss.loss_mode,
+            mini["advantages"],
+            mask,
+            entropy_coeff=config.entropy_coeff,
+            kl_loss_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
+        )
+        parts = [{"rows_skipped": over_mask((~active).double(), mask.any(1))}]
+        if not bool(active.any()):
+            self.optimizer.zero_gradients()  # Adam's momentum still moves the weights
+            return merge(parts)
+        rows = mini if bool(active.all()) else mini.rows(active)
+        for _, micro in micro_batches(rows, config.max_tokens_per_micro_batch):
             loss, metrics = self._loss(micro, denominators)
             loss.backward()
             parts.append(metrics)
         return merge(parts)
 
-    def _loss(self, micro: Batch, denominators: Denominators) -> tuple[Tensor, dict[str, Sum]]:
+    def _loss(self, micro: Batch, denominators: Denominators) -> tuple[Tensor, Metrics]:
         """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL of one micro-batch."""
         config, mask = self.config, micro["response_mask"]
-        log_probs, entropy = response_log_probs(
-            self.model, micro, self.temperature, with_entropy=True
+        full = config.use_kl_loss and config.kl_loss_type == "full"
+        got = token_outputs(
+            self.model,
+            micro,
+            self.temperature,
+            entropy=True,
+            entropy_gradient=config.entropy_coeff > 0,
+            reference=self.context.shared["reference"] if full else None,
         )
-        assert entropy is not None
+        assert got.entropy is not None
         policy_loss = losses.get_policy_loss(config.policy_loss.loss_mode)
         out = policy_loss(
-            log_probs,
+            got.log_probs,
             micro["old_log_probs"],
             micro["advantages"],
             mask,
+            rollout_is_weights=micro.get("rollout_is_weights"),
             **self.loss_options,
             **{name: micro[name] for name in policy_loss.prepared},
         )
-        mode = self.loss_agg_mode
-        loss = aggregate(out.loss, mask, mode, denominators)
-        metrics = dict(out.metrics) | {"entropy": over_mask(entropy, mask)}
+        loss = self._aggregate(out.loss, mask, denominators)
+        metrics = dict(out.metrics) | {"entropy": over_mask(got.entropy, mask)}
         if config.entropy_coeff:
-            loss = loss - config.entropy_coeff * aggregate(entropy, mask, mode, denominators)
-        if "ref_log_probs" in micro:
-            kl = kl_estimate(log_probs, micro["ref_log_probs"], config.kl_loss_type, mask=mask)
+            entropy = self._aggregate(got.entropy, mask, denominators)
+            loss = loss - config.entropy_coeff * entropy
+        kl = self._kl(got, micro)
+        if kl is not None:
             metrics["kl"] = over_mask(kl, mask)
             if config.use_kl_loss:
-                loss = loss + config.kl_loss_coef * aggregate(kl, mask, mode, denominators)
+                loss = loss + config.kl_loss_coef * self._aggregate(kl, mask, denominators)
         return loss, metrics
+
+    def _kl(self, got: TokenOutputs, micro: Batch) -> Tensor | None:
+        """KL to the reference `[B, R]`, where the batch or the process has one."""
+        if got.full_kl is not None:
+            return got.full_kl
+        if "ref_log_probs" not in micro:
+            return None
+        kind = self.config.kl_loss_type if self.config.use_kl_loss else "low_var_kl"
+        mask = micro["response_mask"]
+        return kl_estimate(got.log_probs, micro["ref_log_probs"], kind, mask=mask)
+
+    def _aggregate(self, tokens: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+        return aggregate(
+            tokens,
+            mask,
+            self.loss_agg_mode,
+            denominators,
+            scale_factor=self.config.loss_scale_factor,
+        )
 
     @dispatch(Dispatch.RANK_ZERO)
     def save(self, folder: str) -> str:

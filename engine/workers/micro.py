@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.batch import Batch
+from engine.batch import FIELDS, Batch
 from engine.data.bucketing import token_budget_batches
 
 
@@ -24,19 +24,18 @@ def micro_batches(batch: Batch, max_tokens: int) -> Iterator[tuple[Tensor, Batch
 
 
 def trim(batch: Batch) -> Batch:
-    """Drop the columns that are padding in every row; widths P and R shrink together."""
+    """Drop the columns that are padding in every row; widths P and R shrink together.
+
+    Fields that the batch's table doesn't know stay as they are.
+    """
     mask, width = batch["attention_mask"], batch["responses"].shape[1]
     prompt_width = mask.shape[1] - width
     p = int(mask[:, :prompt_width].sum(1).max())
     r = max(1, int(mask[:, prompt_width:].sum(1).max()))
     tensors: dict[str, Tensor] = {}
     for name, value in batch.as_dict().items():
-        if value.dim() < 2:
-            tensors[name] = value
-        elif name in ("input_ids", "attention_mask", "position_ids"):
-            tensors[name] = value[:, prompt_width - p : prompt_width + r]
-        elif name == "prompts":
-            tensors[name] = value[:, prompt_width - p :]
-        else:
-            tensors[name] = value[:, :r]
+        axis = FIELDS[name].shape.partition(" ")[2] if name in FIELDS else ""
+        start = prompt_width - p if "P" in axis else 0
+        stops = {"P+R": prompt_width + r, "P": prompt_width, "R": r}
+        tensors[name] = value[:, start : stops[axis]] if axis in stops else value
     return Batch(tensors)

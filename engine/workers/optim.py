@@ -41,6 +41,11 @@ class Optimizer:
     def _next_lr(self) -> float:
         return float(self._schedule.get_last_lr()[0])
 
+    def zero_gradients(self) -> None:
+        """Give every parameter a gradient of 0: an update that nothing pulls at."""
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
     def step(self) -> float:
         """Clip, update, clear gradients; return the global gradient norm before clipping.
 

@@ -7,48 +7,81 @@ that no setting is silently without effect.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel
 
-from engine.algorithms import advantages, losses
-from engine.config import ActorConfig, AlgorithmConfig
+from engine.algorithms import advantages, losses, preference
+from engine.config import ActorConfig, AlgorithmConfig, PolicyLossConfig, PreferenceConfig
 from engine.errors import ConfigError
 
-_LOSS_FIELDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-_ADVANTAGE_FIELDS = ("gamma", "lam", "norm_adv_by_std_in_grpo")
+_CLIP_FIELDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+_ACTOR_FIELDS = (*_CLIP_FIELDS, "tau_pos", "tau_neg")
+_LOSS_FIELDS = tuple(name for name in PolicyLossConfig.model_fields if name != "loss_mode")
+_ADVANTAGE_FIELDS = (
+    "gamma",
+    "lam",
+    "whiten",
+    "norm_adv_by_std_in_grpo",
+    "epsilon",
+    "f_norm",
+    "gdpo_reward_weights",
+    "handle_zero_tail",
+)
+_PREFERENCE_FIELDS = tuple(name for name in PreferenceConfig.model_fields if name != "loss")
 
 
 def policy_loss_options(config: ActorConfig) -> dict[str, Any]:
     """Options of `actor.policy_loss.loss_mode`; raise ConfigError for one without effect."""
     name = config.policy_loss.loss_mode
     read = losses.options(name)
-    options = _chosen(config, "actor", _LOSS_FIELDS, name, set(read))
+    options = _chosen(config, "actor", _ACTOR_FIELDS, name, read)
+    options |= _chosen(config.policy_loss, "actor.policy_loss", _LOSS_FIELDS, name, read)
     losses.get_policy_loss(name).check_options(options)
-    losses.aggregation_mode(name, config.loss_agg_mode)
+    mode = losses.aggregation_mode(name, config.loss_agg_mode)
+    if config.loss_scale_factor is not None and mode != "seq-mean-token-sum-norm":
+        raise ConfigError(
+            f"actor.loss_scale_factor={config.loss_scale_factor} has no effect with "
+            f"loss_agg_mode={mode}; set loss_agg_mode to seq-mean-token-sum-norm, or remove it"
+        )
     return options
 
 
 def advantage_options(config: AlgorithmConfig) -> dict[str, Any]:
     """Options of `algorithm.adv_estimator`; raise ConfigError for one without effect."""
     name = config.adv_estimator
-    read = advantages.options(name)
-    return _chosen(config, "algorithm", _ADVANTAGE_FIELDS, name, set(read))
+    return _chosen(config, "algorithm", _ADVANTAGE_FIELDS, name, advantages.options(name))
+
+
+def preference_options(config: PreferenceConfig) -> dict[str, Any]:
+    """Options of `algorithm.preference.loss`; raise ConfigError for one without effect."""
+    name = config.loss
+    read = preference.options(name)
+    options = _chosen(config, "algorithm.preference", _PREFERENCE_FIELDS, name, read)
+    preference.get_pair_loss(name).check_options(options)
+    return options
+
+
+def changed(config: BaseModel, fields: Iterable[str] | None = None) -> dict[str, Any]:
+    """The fields of a section whose values differ from their defaults."""
+    known = type(config).model_fields
+    return {
+        field: getattr(config, field)
+        for field in (known if fields is None else fields)
+        if getattr(config, field) != known[field].get_default(call_default_factory=True)
+    }
 
 
 def _chosen(
-    config: BaseModel, section: str, fields: tuple[str, ...], name: str, read: set[str]
+    config: BaseModel, section: str, fields: tuple[str, ...], name: str, read: Iterable[str]
 ) -> dict[str, Any]:
     """The fields that differ from their defaults; the entry's own defaults stand for the rest."""
-    changed = {
-        field: getattr(config, field)
-        for field in fields
-        if getattr(config, field) != type(config).model_fields[field].default
-    }
-    for field, value in changed.items():
+    chosen = changed(config, fields)
+    for field, value in chosen.items():
         if field not in read:
             raise ConfigError(
                 f"{section}.{field}={value} has no effect: {name!r} doesn't read it (it reads "
                 f"{', '.join(sorted(read)) or 'no options'}); remove it"
             )
-    return changed
+    return chosen

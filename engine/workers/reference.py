@@ -6,13 +6,13 @@ import torch
 
 from engine.batch import Batch
 from engine.models import load_model
-from engine.models.forward import response_log_probs
+from engine.models.forward import response_log_probs, token_outputs
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
 from engine.workers.micro import micro_batches
 
 
 class ReferenceWorker(Worker):
-    """Gives the frozen model's log-probs."""
+    """Gives the frozen model's log-probs. Shares `reference` (the model) with its process."""
 
     def __init__(
         self,
@@ -26,6 +26,7 @@ class ReferenceWorker(Worker):
         super().__init__(context)
         self.model = load_model(model_path, dtype).eval().requires_grad_(False)
         self.temperature, self.budget = temperature, max_tokens_per_micro_batch
+        context.shared["reference"] = self.model
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def log_probs(self, batch: Batch) -> Batch:
@@ -34,5 +35,18 @@ class ReferenceWorker(Worker):
         with torch.no_grad():
             for rows, micro in micro_batches(batch, self.budget):
                 width = micro["responses"].shape[1]
-                out[rows, :width] = response_log_probs(self.model, micro, self.temperature)[0]
+                out[rows, :width] = response_log_probs(self.model, micro, self.temperature).cpu()
         return Batch({"ref_log_probs": out})
+
+    @dispatch(Dispatch.DATA_PARALLEL)
+    def full_kl(self, batch: Batch) -> Batch:
+        """`ref_kl [B, R]`: exact KL of the process's policy, as it is now, from this model."""
+        out = torch.zeros(batch["responses"].shape)
+        with torch.no_grad():
+            for rows, micro in micro_batches(batch, self.budget):
+                kl = token_outputs(
+                    self.context.shared["policy"], micro, self.temperature, reference=self.model
+                ).full_kl
+                assert kl is not None
+                out[rows, : micro["responses"].shape[1]] = kl.cpu()
+        return Batch({"ref_kl": out})

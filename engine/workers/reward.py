@@ -3,43 +3,109 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from engine.batch import Batch
+from engine.algorithms.shaping import on_last_token, weigh_components
+from engine.batch import Batch, Column
 from engine.config import RewardConfig
 from engine.data.templates import decode_response
 from engine.data.tokenizer import load_tokenizer
-from engine.rewards import has_format, resolve_reward, score
+from engine.rewards import (
+    Scores,
+    declared_components,
+    has_format,
+    ordered_weights,
+    resolve_reward,
+    score,
+)
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
 
 
 class RewardWorker(Worker):
-    """Scores completions on CPU; holds a tokenizer and no weights."""
+    """Scores completions on CPU; holds a tokenizer and no weights.
+
+    Raises ConfigError for weights of components that the reward is known not to have.
+    """
 
     def __init__(self, context: WorkerContext, *, model_path: str, config: RewardConfig) -> None:
         super().__init__(context)
         self.config = config
         self.function = resolve_reward(config.name)
+        self.components = declared_components(config.name)
+        if self.components is not None:
+            ordered_weights(config.name, self.components, config.weights)
         self.tokenizer = load_tokenizer(model_path)
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def score(self, batch: Batch) -> Batch:
-        """`token_level_scores [B, R]` with the score on each completion's last token.
+        """Score the rows; raise RewardError where none of them can be scored.
 
-        Columns added: `completion` (text) and `has_format` (it ends in an answer line).
+        Tensors added: `token_level_scores [B, R]` float32, the weighted sum of the components on
+        each completion's last token; `reward_components [B, K]` float32 where there are any;
+        `reward_error [B]` bool, true where the reward failed (its scores are then 0); and
+        `reward_failed [B]` bool, true for those rows that must not be learned from, which is all
+        of them with on_error=drop.
+
+        Columns added: `completion` (text), `has_format` (it ends in an answer line),
+        `reward_error_cause` ("" or one of raised, deadline, malformed, not_finite) and, with
+        components, `reward_component_names` (the K names in order, the same in each row).
         """
-        mask = batch["response_mask"]
-        lengths = mask.sum(1).long()
-        rows = batch["responses"].tolist()
-        texts = [
-            decode_response(self.tokenizer, ids[:length])
-            for ids, length in zip(rows, lengths.tolist(), strict=True)
-        ]
-        prompts = [message[-1]["content"] for message in batch.columns["prompt"]]
-        columns = {k: list(v) for k, v in batch.columns.items() if k != "prompt"}
-        scores = score(self.function, prompts, texts, columns, self.config.timeout_s)
-        out = torch.zeros_like(mask)
-        out[torch.arange(len(scores)), (lengths - 1).clamp(min=0)] = torch.tensor(scores)
-        return Batch(
-            {"token_level_scores": out},
-            {"completion": texts, "has_format": [has_format(text) for text in texts]},
+        return self._score(batch, whole=True)
+
+    @dispatch(Dispatch.DATA_PARALLEL)
+    def score_part(self, batch: Batch) -> Batch:
+        """Score some rows of a batch; parts that are concatenated equal the whole.
+
+        As `score`, but no error where all of them fail, since other parts may have scores: look
+        at `reward_error` when they are together.
+        """
+        return self._score(batch, whole=False)
+
+    def _score(self, batch: Batch, whole: bool) -> Batch:
+        texts = self._completions(batch)
+        scores = score(
+            self.function,
+            [message[-1]["content"] for message in batch.columns["prompt"]],
+            texts,
+            {name: list(values) for name, values in batch.columns.items() if name != "prompt"},
+            self.config.timeout_s,
+            components=self.components,
+            on_error=self.config.on_error,
         )
+        if whole:
+            scores.raise_if_none()
+        self.components = scores.components
+        columns: dict[str, Column] = {
+            "completion": texts,
+            "has_format": [has_format(text) for text in texts],
+            "reward_error_cause": [
+                scores.failures[row].cause if row in scores.failures else ""
+                for row in range(len(batch))
+            ],
+        }
+        if scores.components:
+            columns["reward_component_names"] = [scores.components] * len(batch)
+        return Batch(self._tensors(scores, batch["response_mask"]), columns)
+
+    def _completions(self, batch: Batch) -> list[str]:
+        lengths = batch["response_mask"].sum(1).long().tolist()
+        rows = batch["responses"].tolist()
+        return [
+            decode_response(self.tokenizer, ids[:length])
+            for ids, length in zip(rows, lengths, strict=True)
+        ]
+
+    def _tensors(self, scores: Scores, mask: Tensor) -> dict[str, Tensor]:
+        names = scores.components
+        weights: list[float] = []  # nothing is known of the columns before the first result
+        if names is not None:
+            weights = ordered_weights(self.config.name, names, self.config.weights)
+        table = torch.tensor(scores.rows, dtype=torch.float32).reshape(len(mask), len(weights))
+        error = torch.tensor([row in scores.failures for row in range(len(mask))], dtype=torch.bool)
+        dropped = error if self.config.on_error == "drop" else torch.zeros_like(error)
+        tensors = {
+            "token_level_scores": on_last_token(weigh_components(table, weights), mask),
+            "reward_error": error,
+            "reward_failed": dropped.clone(),
+        }
+        return tensors | ({"reward_components": table} if names else {})

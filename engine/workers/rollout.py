@@ -32,6 +32,7 @@ class RolloutWorker(Worker):
         self.tokenizer = load_tokenizer(model_path)
         policy = context.shared["policy"]
         self.stop = stop_token_ids(self.tokenizer, policy.config)
+        self._draws = (-1, 0)  # policy version, and how often it was sampled from
         self.engine = create_engine(
             config.engine,
             policy,
@@ -57,13 +58,15 @@ class RolloutWorker(Worker):
         if self.engine.policy_version != version:
             self.engine.update_weights(shared["policy"], version)
         greedy = temperature == 0.0
+        draw = self._draws[1] + 1 if self._draws[0] == version else 0
+        self._draws = self._draws if greedy else (version, draw)
         params = SamplingParams(
             n=n,
             max_new_tokens=self.max_response_length,
             temperature=temperature,
             top_k=0 if greedy else self.config.top_k,
             top_p=1.0 if greedy else self.config.top_p,
-            seed=hash((self.seed, version, self.context.rank)) & 0x7FFFFFFF,
+            seed=hash((self.seed, version, draw, self.context.rank)) & 0x7FFFFFFF,
             stop_token_ids=self.stop,
         )
         done = self.engine.generate(list(prompts.columns["prompt_ids"]), params)

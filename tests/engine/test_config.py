@@ -27,7 +27,6 @@ STEP = {"trainer": {"train_batch_size": 8}, "rollout": {"n": 4}}
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (nested("rl.rollout.n", 1), r"rollout.n=1 with algorithm.adv_estimator=grpo.*2 or more"),
         (
             {"rl": {**STEP, "actor": {"ppo_mini_batch_size": 33}}},
             r"actor.ppo_mini_batch_size=33 is more than the 32 completions of a step",
@@ -148,17 +147,3 @@ def test_files_that_can_t_be_read(tmp_path: Path) -> None:
     (tmp_path / "d.yaml").write_bytes(b"seed: \xff\xfe")
     with pytest.raises(ConfigError, match=r"can't be read|not valid YAML"):
         load_config(tmp_path / "d.yaml")
-
-
-@pytest.mark.parametrize(
-    ("rl", "wanted"),
-    [
-        ({}, False),
-        ({"rollout": {"top_k": 5}}, True),
-        ({"rollout": {"top_p": 0.9}}, True),
-        ({"rollout": {"top_p": 0.9}, "actor": {"old_log_probs": "rollout"}}, False),
-        ({"actor": {"old_log_probs": "trainer"}}, True),
-    ],
-)
-def test_when_old_log_probs_are_recomputed(rl: dict[str, Any], wanted: bool) -> None:
-    assert parse_config({"rl": rl}).rl.recompute_old_log_probs is wanted

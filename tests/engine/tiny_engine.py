@@ -123,8 +123,23 @@ def digit_share(prompts: Any, completions: Sequence[str], **columns: Any) -> lis
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
+def digits_and_brevity(
+    prompts: Any, completions: Sequence[str], **columns: Any
+) -> dict[str, list[float]]:
+    """A reward of two components."""
+    brevity = [1.0 - min(len(text), 20) / 20 for text in completions]
+    return {"digits": digit_share(prompts, completions), "brevity": brevity}
+
+
 def broken_reward(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
     raise ZeroDivisionError("the judge is out")
+
+
+def sometimes_broken(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+    """Fails on completions with an even number of characters."""
+    if any(len(text) % 2 == 0 for text in completions):
+        raise ValueError("an even completion")
+    return digit_share(prompts, completions)
 
 
 def save_family(family: str, folder: Path) -> Path:

@@ -8,7 +8,7 @@ import pytest
 from flyte_runs import REPOSITORY
 
 from engine.config import PipelineConfig, load_config
-from engine.trainers.rl_setup import check_config
+from engine.trainers.rl_checks import check_config
 
 SHIPPED = sorted((REPOSITORY / "workflows" / "configs").glob("*.yaml"))
 

@@ -1,7 +1,9 @@
-"""Which dataflow an estimator runs on, what it calls in which order, and its arithmetic."""
+"""Which dataflow an estimator runs on, and what each calls in which order."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,22 +12,30 @@ from tiny_engine import training_batch
 
 from engine.algorithms import advantages
 from engine.batch import Batch
-from engine.config import AlgorithmConfig
+from engine.config import AlgorithmConfig, RLConfig
 from engine.controller.futures import LazyBatch, Ready
 from engine.dataflows import choose_dataflow
 from engine.dataflows.algo import Algo
+from engine.dataflows.needs import needs_of
 from engine.errors import ConfigError
 
 PROMPTS = Batch({"group_ids": torch.arange(4)})
 
 
-def scored(rows: int = 8) -> Batch:
-    """Four groups of two completions, as they are after scoring."""
+def scored(rows: int = 8, first: float = 0.0) -> Batch:
+    """Four groups of two completions, as they are after scoring; all groups have signal."""
     batch = training_batch(rows)
     mask = batch["response_mask"]
     scores = torch.zeros_like(mask)
-    scores[torch.arange(rows), mask.sum(1).long() - 1] = torch.arange(rows).float()
-    return batch | {"token_level_scores": scores, "group_ids": torch.arange(rows) // 2}
+    scores[torch.arange(rows), mask.sum(1).long() - 1] = first + torch.arange(rows).float()
+    return batch | {
+        "rollout_log_probs": batch["old_log_probs"] - 0.1 * mask,
+        "token_level_scores": scores,
+        "reward_failed": torch.zeros(rows, dtype=torch.bool),
+        "group_ids": torch.arange(rows) // 2,
+        "ref_kl": mask * 0.5,
+        "sum_pi_squared": mask * 0.3,
+    }
 
 
 class Role:
@@ -35,83 +45,185 @@ class Role:
         self.name, self.calls, self.source = name, calls, source
 
     def __getattr__(self, method: str) -> Any:
+        rollout = ["input_ids", "attention_mask", "responses", "response_mask", "group_ids"]
         gives = {
-            "generate": ["input_ids", "attention_mask", "responses", "response_mask", "group_ids"],
-            "score": ["token_level_scores"],
+            "generate": [*rollout, "rollout_log_probs"],
+            "generate_greedy": [*rollout, "rollout_log_probs"],
+            "score": ["token_level_scores", "reward_failed"],
             "values": ["values"],
-            "log_probs": ["ref_log_probs" if self.name == "reference" else "old_log_probs"],
+            "full_kl": ["ref_kl"],
+            "log_probs": ["ref_log_probs"]
+            if self.name == "reference"
+            else ["old_log_probs", "sum_pi_squared"],
         }
 
         def call(argument: Any) -> Ready:
             given = argument.resolve() if isinstance(argument, LazyBatch) else argument
             self.calls.append((f"{self.name}.{method}", set(given.names)))
-            if method == "update":
+            if method.startswith("update"):
                 return Ready({f"{self.name}/done": 1.0})
-            return Ready(self.source.select(gives[method]))
+            whole = self.source.select(gives[method])
+            return Ready(whole if len(given) in (len(whole), 4) else whole.rows(range(len(given))))
 
         return call
 
 
 class AllRoles:
-    def __init__(self) -> None:
+    def __init__(self, source: Batch | None = None) -> None:
         self.calls: list[tuple[str, set[str]]] = []
         for name in ("actor", "rollout", "reference", "critic", "reward"):
-            setattr(self, name, Role(name, self.calls, scored()))
+            setattr(self, name, Role(name, self.calls, source or scored()))
+
+    @property
+    def order(self) -> list[str]:
+        return [call for call, _ in self.calls]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["grpo", "gae"])
-def test_a_step_calls_its_roles_and_hands_on_what_they_gave(name: str, recompute: bool) -> None:
-    roles = AllRoles()
-    dataflow = choose_dataflow(name)
-    algo = Algo(AlgorithmConfig(adv_estimator=name), recompute_old_log_probs=recompute)
+def settings(**sections: Any) -> RLConfig:
+    return RLConfig.model_validate(sections)
+
+
+def algo_of(config: RLConfig, **options: Any) -> Algo:
+    needs = needs_of(config, choose_dataflow(config.algorithm))
+    return Algo(config, needs, max_response_length=7, **options)
+
+
+ACTOR_ONLY = {"use_kl_loss": False}
+START = ["rollout.generate", "reward.score"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "wanted"),
+    [
+        ({}, [*START, "reference.log_probs", "actor.update"]),
+        ({"actor": ACTOR_ONLY}, [*START, "actor.update"]),
+        ({"actor": {"kl_loss_type": "full"}}, [*START, "actor.update"]),
+        (
+            {
+                "actor": ACTOR_ONLY,
+                "algorithm": {"use_kl_in_reward": True, "kl_penalty": "full"},
+            },
+            [*START, "reference.full_kl", "actor.update"],
+        ),
+        (
+            {"actor": ACTOR_ONLY, "rollout": {"top_k": 5}},
+            [*START, "actor.log_probs", "actor.update"],
+        ),
+        (
+            {"actor": ACTOR_ONLY, "rollout": {"top_p": 0.9}},
+            [*START, "actor.log_probs", "actor.update"],
+        ),
+        (
+            {"actor": ACTOR_ONLY | {"old_log_probs": "rollout"}, "rollout": {"top_p": 0.9}},
+            [*START, "actor.update"],
+        ),
+        (
+            {"actor": ACTOR_ONLY | {"old_log_probs": "trainer"}},
+            [*START, "actor.log_probs", "actor.update"],
+        ),
+        (
+            {
+                "actor": ACTOR_ONLY,
+                "algorithm": {"rollout_correction": {"rollout_is": "token"}},
+            },
+            [*START, "actor.log_probs", "actor.update"],
+        ),
+        (
+            {"actor": ACTOR_ONLY, "algorithm": {"adv_estimator": "optimal_token_baseline"}},
+            [*START, "actor.log_probs", "actor.update"],
+        ),
+        (
+            {"algorithm": {"adv_estimator": "gae"}},
+            [*START, "critic.values", "reference.log_probs", "critic.update", "actor.update"],
+        ),
+        (
+            {"actor": ACTOR_ONLY, "algorithm": {"adv_estimator": "remax"}},
+            [
+                "rollout.generate",
+                "rollout.generate_greedy",
+                "reward.score",
+                "reward.score",
+                "actor.update",
+            ],
+        ),
+        (
+            {"algorithm": {"dataflow": "online_dpo"}},
+            [*START, "reference.log_probs", "actor.update_pairs"],
+        ),
+        (
+            {"algorithm": {"dataflow": "online_dpo", "preference": {"loss": "simpo"}}},
+            [*START, "actor.update_pairs"],
+        ),
+        (
+            {"actor": ACTOR_ONLY, "algorithm": {"filter_groups": {"enable": True}}},
+            [*START, "actor.update"],
+        ),
+        (
+            {"actor": ACTOR_ONLY, "algorithm": {"adv_estimator": "rloo"}},
+            [*START, "actor.update"],
+        ),
+    ],
+)
+def test_a_step_calls_what_its_settings_need_and_no_more(
+    sections: dict[str, Any], wanted: list[str]
+) -> None:
+    config, roles = settings(**sections), AllRoles()
+    dataflow = choose_dataflow(config.algorithm)
+    algo = algo_of(config)
     result = dataflow.step(roles, PROMPTS, algo)
-    order = [call for call, _ in roles.calls]
-    wanted = ["rollout.generate", "reward.score", "reference.log_probs"]
-    wanted += ["critic.values"] if name == "gae" else []
-    wanted += ["actor.log_probs"] if recompute else []
-    wanted += ["critic.update"] if name == "gae" else []
-    assert order == [*wanted, "actor.update"]
-    assert {call.split(".")[0] for call in order} == dataflow.roles
-    given = roles.calls[-1][1]
-    assert {"advantages", "returns", "ref_log_probs", "token_level_rewards"} <= given
-    assert ("old_log_probs" in given) == recompute
-    assert ("values" in given) == (name == "gae")
+    assert roles.order == wanted
+    called = {call.split(".")[0] for call in roles.order}
+    started = algo.needs.roles(dataflow)
+    # With kl_loss_type=full the actor itself asks the reference in its process.
+    assert called <= started
+    assert started - called <= ({"reference"} if "full" in str(sections) else set())
     assert [update.result() for update in result.updates][-1] == {"actor/done": 1.0}
+
+
+def test_updates_get_what_the_passes_gave() -> None:
+    config, roles = settings(algorithm={"adv_estimator": "gae"}), AllRoles()
+    result = choose_dataflow(config.algorithm).step(roles, PROMPTS, algo_of(config))
+    given = roles.calls[-1][1]
+    assert {"advantages", "returns", "values", "ref_log_probs", "token_level_rewards"} <= given
+    assert "old_log_probs" not in given
     assert "advantages" in result.batch.resolve()
 
 
 @pytest.mark.parametrize("name", advantages.names())
-def test_every_estimator_has_a_dataflow_or_is_refused(name: str) -> None:
+def test_every_estimator_has_a_dataflow(name: str) -> None:
     needs = advantages.requires(name)
-    if needs - {"values"}:
-        with pytest.raises(ConfigError, match=f"adv_estimator={name} needs"):
-            choose_dataflow(name)
-    else:
-        assert choose_dataflow(name).name == ("ppo" if "values" in needs else "grpo")
+    special = {"gae": "ppo", "remax": "remax", "rloo": "rloo"}
+    assert choose_dataflow(AlgorithmConfig(adv_estimator=name)).name == special.get(name, "grpo")
+    assert ("values" in needs) == (name == "gae")
 
 
-def test_advantages_by_hand() -> None:
-    batch = scored()
-    out = Algo(AlgorithmConfig(norm_adv_by_std_in_grpo=False)).advantages(LazyBatch(batch))
-    sign = torch.tensor([-0.5, 0.5] * 4)[:, None]
-    torch.testing.assert_close(out["advantages"], sign * batch["response_mask"])
-    assert torch.equal(out["token_level_rewards"], batch["token_level_scores"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataflow": "grpo", "adv_estimator": "remax"}, "needs what dataflow 'grpo' doesn't"),
+        ({"dataflow": "remax", "adv_estimator": "gae"}, "a critic that gives values"),
+        ({"dataflow": "grop"}, "algorithm.dataflow='grop' is unknown"),
+        ({"dataflow": "nowhere:step"}, "can't be imported"),
+        ({"dataflow": "engine.dataflows.dynamic:DynamicSampling"}, "is not registered"),
+    ],
+)
+def test_dataflows_that_can_t_run_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_dataflow(AlgorithmConfig.model_validate(changes))
 
 
-@pytest.mark.parametrize("old", ["old_log_probs", "rollout_log_probs"])
-def test_kl_in_the_reward(old: str) -> None:
-    batch = scored()
-    if old == "rollout_log_probs":
-        batch = batch.select([n for n in batch.names if n != "old_log_probs"])
-    settings = AlgorithmConfig.model_validate(
-        {
-            "use_kl_in_reward": True,
-            "kl_ctrl": {"type": "adaptive", "kl_coef": 0.3, "target_kl": 100.0, "horizon": 80},
-        }
+def test_a_dataflow_from_outside_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_flow.py").write_text(
+        "from engine.dataflows import register_dataflow\n"
+        "@register_dataflow('mine', roles={'rollout'})\n"
+        "def step(roles, prompts, algo):\n"
+        "    return 'stepped'\n"
     )
-    algo = Algo(settings)
-    out = algo.advantages(LazyBatch(batch))
-    penalty = 0.3 * (batch[old] - batch["ref_log_probs"]) * batch["response_mask"]
-    torch.testing.assert_close(out["token_level_rewards"], batch["token_level_scores"] - penalty)
-    assert algo.kl_control.value == pytest.approx(0.3 * (1 - 0.2 * 8 / 80))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    dataflow = choose_dataflow(AlgorithmConfig(dataflow="my_flow:step"))
+    assert dataflow.step(None, None, None) == "stepped"
+    assert dataflow.roles == {"rollout"}
+    assert choose_dataflow(AlgorithmConfig(dataflow="mine")) is dataflow
+    sys.modules.pop("my_flow")

@@ -12,7 +12,12 @@ from transformers import PreTrainedModel
 
 from engine.errors import DataError
 from engine.models import create_critic_model
-from engine.models.forward import left_align, response_log_probs, response_values
+from engine.models.forward import (
+    left_align,
+    response_log_probs,
+    response_values,
+    token_outputs,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,33 +30,56 @@ def logits_alone(model: PreTrainedModel, prompt: list[int], response: list[int])
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gpt2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_and_entropy_equal_each_row_alone(family: str, temperature: float) -> None:
-    model = tiny_model(family)
+def test_outputs_equal_each_row_alone(family: str, temperature: float) -> None:
+    model, reference = tiny_model(family), tiny_model(family, seed=1)
     prompts, responses = random_completions(9)
     batch = completions_batch(prompts, responses)
     with torch.no_grad():
-        log_probs, entropy = response_log_probs(model, batch, temperature, with_entropy=True)
-    assert entropy is not None
+        got = token_outputs(
+            model, batch, temperature, entropy=True, sum_pi_squared=True, reference=reference
+        )
+        plain = token_outputs(model, batch, temperature)
+    assert plain.entropy is plain.sum_pi_squared is plain.full_kl is None
+    assert torch.equal(plain.log_probs, got.log_probs)
+    assert got.entropy is not None
+    assert got.sum_pi_squared is not None
+    assert got.full_kl is not None
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         wanted = (logits_alone(model, prompt, response) / temperature).log_softmax(-1)
-        picked = wanted.gather(1, torch.tensor(response)[:, None])[:, 0]
-        spread = -(wanted.exp() * wanted).sum(-1)
+        other = (logits_alone(reference, prompt, response) / temperature).log_softmax(-1)
         n = len(response)
-        torch.testing.assert_close(log_probs[row, :n].double(), picked, atol=2e-5, rtol=0)
-        torch.testing.assert_close(entropy[row, :n].double(), spread, atol=2e-5, rtol=0)
-        assert log_probs[row, n:].eq(0).all()
-        assert entropy[row, n:].eq(0).all()
+        pairs = [
+            (got.log_probs, wanted.gather(1, torch.tensor(response)[:, None])[:, 0]),
+            (got.entropy, -(wanted.exp() * wanted).sum(-1)),
+            (got.sum_pi_squared, wanted.exp().square().sum(-1)),
+            (got.full_kl, (wanted.exp() * (wanted - other)).sum(-1)),
+        ]
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours[row, :n].double(), theirs, atol=2e-5, rtol=0)
+            assert ours[row, n:].eq(0).all()
 
 
 def test_a_head_with_soft_capping_takes_the_whole_forward() -> None:
     model = tiny_model("qwen2")
     batch = completions_batch(*random_completions(5))
     with torch.no_grad():
-        plain, none = response_log_probs(model, batch, 1.0)
+        plain = response_log_probs(model, batch, 1.0)
         model.config.model_type = "some_family_unheard_of"
-        whole, _ = response_log_probs(model, batch, 1.0)
-    assert none is None
+        whole = response_log_probs(model, batch, 1.0)
     torch.testing.assert_close(whole, plain)
+
+
+def test_entropy_has_a_gradient_only_on_request() -> None:
+    model, batch = tiny_model("qwen2"), completions_batch(*random_completions(4))
+    without = token_outputs(model, batch, 1.0, entropy=True).entropy
+    with_one = token_outputs(model, batch, 1.0, entropy=True, entropy_gradient=True).entropy
+    assert without is not None
+    assert with_one is not None
+    assert torch.equal(without, with_one.detach())
+    assert not without.requires_grad
+    with_one.sum().backward()
+    grads = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    assert max(grads) > 0
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
@@ -106,7 +134,7 @@ def test_gradient_reaches_the_weights_and_padding_doesn_t_matter() -> None:
         batch = completions_batch(prompts, responses)
         ids = torch.where(batch["attention_mask"].bool(), batch["input_ids"], pad)
         model.zero_grad()
-        response_log_probs(model, batch | {"input_ids": ids}, 1.0)[0].sum().backward()
+        response_log_probs(model, batch | {"input_ids": ids}, 1.0).sum().backward()
         return model.model.layers[0].mlp.up_proj.weight.grad.clone()
 
     zeros, nines = gradient(0), gradient(9)

@@ -6,9 +6,11 @@ import pytest
 from engine.errors import ConfigError
 from engine.rewards import registry
 from engine.rewards.answer_match import answer_match
-from engine.rewards.registry import register_reward, resolve_reward
+from engine.rewards.registry import declared_components, register_reward, resolve_reward
 
 MODULE = """
+from engine.rewards import register_reward
+
 def ok(prompts, completions, *, ground_truth, **columns):
     return [0.5] * len(completions)
 
@@ -28,6 +30,10 @@ def one_argument(text):
     return 0.0
 
 number = 3
+
+@register_reward("of_user", components=("a", "b"))
+def parts(prompts, completions, *, ground_truth, **columns):
+    return {"a": [0.0] * len(completions), "b": [1.0] * len(completions)}
 """
 
 
@@ -36,6 +42,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "user_rewards_of_test.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "user_rewards_of_test", raising=False)
+    monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
     return "user_rewards_of_test"
 
 
@@ -53,7 +60,7 @@ def test_a_users_reward_is_found_by_its_path(user_module: str, name: str, value:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("answer_mach", r"'answer_mach' is unknown; choose one of \['answer_match'"),
+        ("answer_mach", r"'answer_mach' is unknown; choose one of \[.*'answer_match'"),
         ("{m}:nothing", "no function 'nothing'"),
         ("{m}:number", "not a function"),
         ("{m}:no_columns", r"can't be called .*any_other_column.* write it as"),
@@ -89,3 +96,21 @@ def test_registering_makes_a_name_selectable_once(monkeypatch: pytest.MonkeyPatc
     register_reward("length")(length)
     with pytest.raises(ConfigError, match="'length' is already registered"):
         register_reward("length")(answer_match)
+
+
+def test_declared_components_are_known_before_any_call(user_module: str) -> None:
+    assert declared_components("answer_match") == ()
+    assert declared_components(answer_match) == ()
+    assert declared_components(f"{user_module}:ok") is None
+    assert declared_components(resolve_reward(f"{user_module}:ok_object")) is None
+    assert declared_components(f"{user_module}:parts") == ("a", "b")
+    assert declared_components("of_user") == ("a", "b")
+    assert declared_components(resolve_reward("of_user")) == ("a", "b")
+    with pytest.raises(ConfigError, match="'of_usr' is unknown"):
+        declared_components("of_usr")
+
+
+@pytest.mark.parametrize("components", ["answer", ("answer", "format", "answer")])
+def test_wrong_declarations_are_refused(components: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"reward 'x' declares .* a tuple of different names"):
+        register_reward("x", components=components)

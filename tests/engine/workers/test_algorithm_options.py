@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.algorithms import advantages, losses
-from engine.config import ActorConfig, AlgorithmConfig
+from engine.algorithms import advantages, losses, preference
+from engine.config import ActorConfig, AlgorithmConfig, PolicyLossConfig, PreferenceConfig
 from engine.errors import ConfigError
-from engine.workers.options import advantage_options, policy_loss_options
+from engine.workers.options import advantage_options, policy_loss_options, preference_options
 
 
 def actor(loss_mode: str = "vanilla", **changes: object) -> ActorConfig:
@@ -83,12 +83,50 @@ def test_settings_reach_the_estimator() -> None:
 
 
 @pytest.mark.parametrize("name", advantages.names())
-def test_a_default_left_alone_means_the_same_in_both_places(name: str) -> None:
-    """The configuration's default isn't passed on, so the estimator's own must be equal."""
+def test_every_option_of_an_estimator_is_a_setting(name: str) -> None:
+    """A default isn't passed on, so it is None there, or equal to the estimator's own."""
     fields = AlgorithmConfig.model_fields
     for option, default in advantages.options(name).items():
-        if option in fields:
-            assert fields[option].default == default, option
+        assert fields[option].default in (None, default), option
+
+
+@pytest.mark.parametrize("name", losses.names())
+def test_every_option_of_a_loss_is_a_setting(name: str) -> None:
+    fields = ActorConfig.model_fields | PolicyLossConfig.model_fields
+    for option in losses.options(name):
+        assert fields[option].default is None, option
+
+
+@pytest.mark.parametrize("name", preference.names())
+def test_every_option_of_a_pair_loss_is_a_setting(name: str) -> None:
+    for option in preference.options(name):
+        assert PreferenceConfig.model_fields[option].default is None, option
+    assert preference_options(PreferenceConfig(loss=name)) == {}
+
+
+def test_pair_settings() -> None:
+    given = PreferenceConfig(loss="simpo", beta=3.0, simpo_gamma=0.1)
+    assert preference_options(given) == {"beta": 3.0, "simpo_gamma": 0.1}
+    with pytest.raises(ConfigError, match=r"algorithm\.preference\.simpo_gamma=0\.1 has no effect"):
+        preference_options(PreferenceConfig(simpo_gamma=0.1))
+
+
+def test_loss_settings_of_both_sections() -> None:
+    config = actor("sapo", tau_pos=2.0)
+    assert policy_loss_options(config) == {"tau_pos": 2.0}
+    section = {"loss_mode": "clip_cov", "clip_cov_ub": 9.0}
+    config = ActorConfig.model_validate({"policy_loss": section, "clip_ratio": 0.1})
+    assert policy_loss_options(config) == {"clip_ratio": 0.1, "clip_cov_ub": 9.0}
+    wrong = ActorConfig.model_validate({"policy_loss": {"dro_beta": 0.3}})
+    with pytest.raises(ConfigError, match=r"actor\.policy_loss\.dro_beta=0\.3 has no effect"):
+        policy_loss_options(wrong)
+
+
+def test_the_scale_factor_belongs_to_one_aggregation() -> None:
+    good = actor(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=64.0)
+    assert policy_loss_options(good) == {}
+    with pytest.raises(ConfigError, match=r"loss_scale_factor=64\.0 has no effect"):
+        policy_loss_options(actor(loss_scale_factor=64.0))
 
 
 @pytest.mark.parametrize("name", losses.names())

@@ -37,9 +37,9 @@ def test_trimmed_log_probs_equal_untrimmed_ones() -> None:
     model = tiny_model("qwen2")
     batch = completions_batch(*random_completions(10))
     with torch.no_grad():
-        whole = response_log_probs(model, batch, 1.0)[0]
+        whole = response_log_probs(model, batch, 1.0)
         for index, micro in micro_batches(batch, 30):
-            part = response_log_probs(model, micro, 1.0)[0]
+            part = response_log_probs(model, micro, 1.0)
             width = part.shape[1]
             torch.testing.assert_close(part, whole[index, :width], atol=1e-5, rtol=0)
             assert whole[index, width:].eq(0).all()

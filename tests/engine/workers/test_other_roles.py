@@ -1,4 +1,4 @@
-"""Critic, reference, reward and rollout, each by itself."""
+"""Critic, reference and rollout, each by itself."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import torch
 from tiny_engine import arithmetic_rows, save_family, training_batch
 
 from engine.batch import Batch
-from engine.config import ActorConfig, CriticConfig, RewardConfig, RolloutConfig
-from engine.data.collate import collate_completions, collate_prompts
-from engine.data.templates import encode_prompt, encode_response
+from engine.config import ActorConfig, CriticConfig, RolloutConfig
+from engine.data.collate import collate_prompts
+from engine.data.templates import encode_prompt
 from engine.data.tokenizer import load_tokenizer
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
 from engine.workers.critic import CriticWorker
 from engine.workers.reference import ReferenceWorker
-from engine.workers.reward import RewardWorker
 from engine.workers.rollout import RolloutWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -134,7 +133,10 @@ def test_rollout_log_probs_are_the_actor_s(tiny_folder: Path, temperature: float
 def test_rollout_follows_the_policy_and_says_its_version(tiny_folder: Path) -> None:
     actor, rollout = policy(tiny_folder)
     first = rollout.generate(prompts(tiny_folder))
-    assert torch.equal(first["responses"], rollout.generate(prompts(tiny_folder))["responses"])
+    again = policy(tiny_folder)[1].generate(prompts(tiny_folder))
+    assert torch.equal(first["responses"], again["responses"])
+    another = rollout.generate(prompts(tiny_folder))
+    assert not torch.equal(first["input_ids"], another["input_ids"]), "fresh draws, same weights"
     advantages = torch.randn(first["responses"].shape, generator=torch.Generator().manual_seed(0))
     actor.update(first | {"advantages": advantages * first["response_mask"]})
     second = rollout.generate(prompts(tiny_folder))
@@ -150,22 +152,3 @@ def test_greedy_is_one_completion_a_prompt_and_repeats(tiny_folder: Path) -> Non
     first, second = (rollout.generate_greedy(prompts(tiny_folder)) for _ in range(2))
     assert len(first) == 3
     assert torch.equal(first["responses"], second["responses"])
-
-
-def test_reward_lands_on_the_last_token(tiny_folder: Path) -> None:
-    tokenizer = load_tokenizer(tiny_folder)
-    source = prompts(tiny_folder, 3)  # answers 0, 2, 4
-    ids = [encode_response(tokenizer, text) for text in ("#### 0", "1+1=2\n#### 3", "four #### 4")]
-    batch = collate_completions(
-        source, range(3), ids, [[0.0] * len(i) for i in ids], pad_token_id=0
-    )
-    worker = RewardWorker(
-        WorkerContext("reward"), model_path=str(tiny_folder), config=RewardConfig()
-    )
-    out = worker.score(batch)
-    scores = out["token_level_scores"]
-    assert scores.sum(1).tolist() == [1.0, 0.0, 1.0]
-    assert scores[0, len(ids[0]) - 1] == 1.0
-    assert scores[2, len(ids[2]) - 1] == 1.0
-    assert list(out.columns["completion"]) == ["#### 0", "1+1=2\n#### 3", "four #### 4"]
-    assert list(out.columns["has_format"]) == [True, True, False]

@@ -1,0 +1,58 @@
+"""Every knob of the pipeline: frozen models with defaults, bounds and help texts.
+
+Where verl has the same knob it has the same name. A section is what one stage reads, so that a
+change in it reruns that stage and what follows it. Settings that contradict one another are
+refused here, before anything is computed. Nothing here reads files other than configurations.
+"""
+
+from engine.config.algorithm import (
+    AlgorithmConfig,
+    FilterGroupsConfig,
+    KLControlConfig,
+    PreferenceConfig,
+    RolloutCorrectionConfig,
+)
+from engine.config.base import Section
+from engine.config.data import DataConfig, ModelConfig
+from engine.config.parse import digest, explain, load_config, parse_config
+from engine.config.pipeline import EvaluateConfig, PipelineConfig, PromoteConfig, TrackingConfig
+from engine.config.rl import (
+    ActorConfig,
+    CriticConfig,
+    OverlongBufferConfig,
+    PolicyLossConfig,
+    RewardConfig,
+    RLConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from engine.config.training import OptimConfig, SFTConfig
+
+__all__ = [
+    "ActorConfig",
+    "AlgorithmConfig",
+    "CriticConfig",
+    "DataConfig",
+    "EvaluateConfig",
+    "FilterGroupsConfig",
+    "KLControlConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "OverlongBufferConfig",
+    "PipelineConfig",
+    "PolicyLossConfig",
+    "PreferenceConfig",
+    "PromoteConfig",
+    "RLConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RolloutCorrectionConfig",
+    "SFTConfig",
+    "Section",
+    "TrackingConfig",
+    "TrainerConfig",
+    "digest",
+    "explain",
+    "load_config",
+    "parse_config",
+]

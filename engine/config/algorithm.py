@@ -1,0 +1,88 @@
+"""How rewards become advantages, under verl's names where verl has the same thing."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from engine.config.base import Section
+
+
+class KLControlConfig(Section):
+    """Coefficient of a KL penalty inside the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    kl_coef: float = Field(0.001, ge=0)
+    horizon: int = Field(10000, ge=1, description="Samples over which an adaptive one reacts")
+    target_kl: float = Field(0.1, gt=0, description="KL that an adaptive one steers to")
+
+
+class RolloutCorrectionConfig(Section):
+    """What to do about tokens that another policy sampled than the one that learns."""
+
+    rollout_is: Literal["token", "sequence"] | None = Field(
+        None, description="Level of the importance weights; None: no weights"
+    )
+    rollout_is_threshold: str | float = Field(
+        2.0, description="A number truncates weights (TIS); 'low_high' masks outside (IcePop)"
+    )
+    rollout_is_batch_normalize: bool = Field(False, description="Divide by the mean weight")
+    rollout_rs: str | None = Field(
+        None, description="Rejection criteria, e.g. token_k1,seq_mean_k3; None: no rejection"
+    )
+    rollout_rs_threshold: str | float | None = Field(
+        None, description="Bounds of the criteria, e.g. '0.5_2.0,0.01'"
+    )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is corrected."""
+        return self.rollout_is is not None or self.rollout_rs is not None
+
+
+class FilterGroupsConfig(Section):
+    """DAPO's dynamic sampling: groups without signal are sampled again from other prompts."""
+
+    enable: bool = False
+    metric: Literal["score", "reward"] = Field(
+        "score", description="What must differ in a group: the raw score, or the shaped reward"
+    )
+    max_num_gen_batches: int = Field(10, ge=1, description="Rollouts a step, at most")
+
+
+class PreferenceConfig(Section):
+    """Online DPO: how a pair's loss is made. An option that is None has the loss's own default."""
+
+    loss: str = Field("sigmoid", description="Name in the registry of preference losses")
+    beta: float | None = Field(None, gt=0, description="Pull to the reference")
+    label_smoothing: float | None = Field(None, ge=0, lt=0.5, description="Share of wrong labels")
+    length_normalize: bool | None = Field(None, description="Log-probs a token, not a completion")
+    simpo_gamma: float | None = Field(None, ge=0, description="SimPO's margin")
+
+
+class AlgorithmConfig(Section):
+    """How rewards become advantages."""
+
+    dataflow: str = Field(
+        "auto",
+        description="Name in the registry of dataflows, or package.module:function; "
+        "auto: the estimator's",
+    )
+    adv_estimator: str = Field("grpo", description="Name in the registry of advantage estimators")
+    gamma: float = Field(1.0, ge=0, le=1, description="Discount")
+    lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda")
+    whiten: bool = Field(True, description="GAE's advantages get mean 0 and variance 1")
+    norm_adv_by_std_in_grpo: bool = Field(True, description="False: Dr. GRPO")
+    epsilon: float | None = Field(None, gt=0, description="None: the estimator's own")
+    f_norm: float = Field(1.0, gt=0, description="GPG's divisor")
+    gdpo_reward_weights: tuple[float, ...] | None = Field(
+        None, description="GDPO: one weight a reward component; None: 1 each"
+    )
+    handle_zero_tail: bool = Field(True, description="Optimal token baseline: see its page")
+    use_kl_in_reward: bool = False
+    kl_penalty: str = Field("k1", description="KL estimator inside the reward")
+    kl_ctrl: KLControlConfig = KLControlConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    preference: PreferenceConfig = PreferenceConfig()

@@ -1,0 +1,54 @@
+"""What to learn from, and the policy's shape."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from engine.config.base import Section
+
+
+class DataConfig(Section):
+    """What to learn from."""
+
+    source: Literal["arithmetic", "gsm8k"] = Field("arithmetic", description="Where rows come from")
+    path: str = Field("", description="Folder, s3:// prefix or hub id (gsm8k only)")
+    difficulty: int = Field(2, ge=1, le=5, description="Steps and sizes of arithmetic problems")
+    sft_size: int = Field(16384, ge=1, description="Rows for the warm start (0 < rows)")
+    train_size: int = Field(4096, ge=1, description="Prompts for RL")
+    validation_size: int = Field(256, ge=1, description="Rows for validation")
+    test_size: int = Field(512, ge=1, description="Held-out rows, seen in no stage but evaluation")
+    max_prompt_length: int = Field(0, ge=0, description="Longest prompt in tokens; 0: as they come")
+    max_response_length: int = Field(64, ge=1, description="Longest completion in tokens")
+    vocab_size: int = Field(512, ge=64, description="Size of the BPE vocabulary trained here")
+
+
+class ModelConfig(Section):
+    """The policy: a Hugging Face folder, or a small Qwen2-shaped model made from scratch."""
+
+    path: str = Field(
+        "", description="Hugging Face causal LM folder or hub id; empty: from scratch"
+    )
+    hidden_size: int = Field(96, ge=8)
+    intermediate_size: int = Field(256, ge=8)
+    num_hidden_layers: int = Field(3, ge=1)
+    num_attention_heads: int = Field(3, ge=1)
+    num_key_value_heads: int = Field(1, ge=1)
+    max_position_embeddings: int = Field(1024, ge=16, description="Context, in tokens")
+    initializer_range: float = Field(0.08, gt=0, description="Spread of random initial weights")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of the weights")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        return self

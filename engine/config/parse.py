@@ -1,0 +1,64 @@
+"""From files and dictionaries to a configuration, and from mistakes to sentences."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from engine.config.pipeline import PipelineConfig
+from engine.errors import ConfigError
+
+
+def digest(section: BaseModel) -> str:
+    """Return the SHA-256 (hex) of a section's values, whatever the order of its keys."""
+    canonical = json.dumps(section.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def parse_config(values: dict[str, Any]) -> PipelineConfig:
+    """Build a PipelineConfig; raise ConfigError with one line a wrong key."""
+    try:
+        return PipelineConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
+
+
+def load_config(path: str | Path) -> PipelineConfig:
+    """Read a YAML or JSON file; raise ConfigError when it is missing, malformed or wrong."""
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"config file {path} does not exist; give the path of a YAML file"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} can't be read: {error}; give a YAML file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+    if not isinstance(values, dict | None):
+        raise ConfigError(
+            f"config file {path} holds a {type(values).__name__}; its top level must be sections "
+            "such as `data:` and `rl:`"
+        )
+    return parse_config(values or {})
+
+
+def explain(error: ValidationError) -> str:
+    """Turn pydantic's report into sentences that name the field, the value and the way out."""
+    lines = []
+    for item in error.errors():
+        field = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown setting {field!r}; check its spelling and its section")
+        elif item["type"] == "value_error":
+            lines.append(item["msg"].removeprefix("Value error, "))
+        elif field:
+            lines.append(f"{field}={item['input']!r}: {item['msg']}")
+        else:
+            lines.append(item["msg"])
+    return "; ".join(lines)

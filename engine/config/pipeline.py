@@ -1,0 +1,60 @@
+"""All stages together: evaluation, promotion, tracking, and the whole."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from engine.config.base import Section
+from engine.config.data import DataConfig, ModelConfig
+from engine.config.rl import RLConfig
+from engine.config.training import SFTConfig
+
+
+class EvaluateConfig(Section):
+    """How the two models are compared."""
+
+    k: int = Field(4, ge=1, description="pass@k")
+    samples: int = Field(4, ge=1, description="Samples a problem for pass@k and majority vote")
+    temperature: float = Field(0.8, gt=0)
+    confidence: float = Field(0.95, gt=0.5, lt=1)
+    bootstrap_samples: int = Field(10000, ge=100)
+    engine: str = Field("native", description="native or vllm")
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> Self:
+        if self.samples < self.k:
+            raise ValueError(
+                f"evaluate.samples={self.samples} must be at least evaluate.k={self.k}"
+            )
+        return self
+
+
+class PromoteConfig(Section):
+    """When a model becomes the champion."""
+
+    model_name: str = Field("hybridflyte-policy", min_length=1)
+    alias: str = Field("champion", min_length=1)
+    minimum_gain: float = Field(
+        0.0, ge=0, lt=1, description="Lower end of the interval must top it"
+    )
+
+
+class TrackingConfig(Section):
+    """Where runs are recorded."""
+
+    experiment: str = Field("hybridflyte", min_length=1)
+
+
+class PipelineConfig(Section):
+    """All of it: the one input of `workflows/rlhf.py:rlhf`."""
+
+    seed: int = Field(0, ge=0)
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    sft: SFTConfig = SFTConfig()
+    rl: RLConfig = RLConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    promote: PromoteConfig = PromoteConfig()
+    tracking: TrackingConfig = TrackingConfig()

@@ -1,0 +1,138 @@
+"""The roles of an RL run and the loop around them."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from engine.config.algorithm import AlgorithmConfig
+from engine.config.base import Section
+from engine.config.training import OptimConfig
+
+
+class PolicyLossConfig(Section):
+    """Which policy loss. An option that is None has the loss's own default."""
+
+    loss_mode: str = Field("vanilla", description="Name in the registry of policy losses")
+    clip_cov_ratio: float | None = Field(None, gt=0, description="Share of tokens clip_cov drops")
+    clip_cov_lb: float | None = Field(None, description="Least covariance that clip_cov drops")
+    clip_cov_ub: float | None = Field(None, description="Largest covariance that clip_cov drops")
+    kl_cov_ratio: float | None = Field(None, gt=0, le=1, description="Share kl_cov penalises")
+    ppo_kl_coef: float | None = Field(None, ge=0, description="kl_cov's penalty")
+    dro_beta: float | None = Field(None, gt=0, description="DRO's quadratic pull")
+
+
+class ActorConfig(Section):
+    """The policy's update."""
+
+    optim: OptimConfig = OptimConfig(lr=5e-4, weight_decay=0.0)
+    ppo_mini_batch_size: int = Field(0, ge=0, description="Completions an optimizer step; 0: all")
+    ppo_epochs: int = Field(1, ge=1)
+    max_tokens_per_micro_batch: int = Field(16384, ge=64)
+    old_log_probs: Literal["auto", "rollout", "trainer"] = Field(
+        "auto", description="As sampled, or by a forward pass; auto: as sampled where they agree"
+    )
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    clip_ratio: float | None = Field(None, gt=0, lt=1, description="None: the loss's own (0.2)")
+    clip_ratio_low: float | None = Field(None, gt=0, lt=1, description="None: clip_ratio")
+    clip_ratio_high: float | None = Field(None, gt=0, description="None: clip_ratio")
+    clip_ratio_c: float | None = Field(None, gt=1, description="Dual clip; None: the loss's own")
+    tau_pos: float | None = Field(None, gt=0, description="SAPO's gate where advantages are > 0")
+    tau_neg: float | None = Field(None, gt=0, description="SAPO's gate where advantages are <= 0")
+    loss_agg_mode: str | None = Field(
+        None, description="How token losses become one number; None: the loss's own, or token-mean"
+    )
+    loss_scale_factor: float | None = Field(
+        None, gt=0, description="Divisor of seq-mean-token-sum-norm; None: the response width"
+    )
+    entropy_coeff: float = Field(0.0, ge=0)
+    use_kl_loss: bool = Field(True, description="KL to the reference as a term of the loss")
+    kl_loss_coef: float = Field(0.001, ge=0)
+    kl_loss_type: str = Field("low_var_kl", description="KL estimator in the loss")
+
+
+class CriticConfig(Section):
+    """The value model of PPO."""
+
+    optim: OptimConfig = OptimConfig(lr=1e-3, weight_decay=0.0)
+    ppo_mini_batch_size: int = Field(0, ge=0, description="Completions an optimizer step; 0: all")
+    ppo_epochs: int = Field(2, ge=1)
+    max_tokens_per_micro_batch: int = Field(16384, ge=64)
+    cliprange_value: float = Field(0.5, gt=0)
+
+
+class RolloutConfig(Section):
+    """How completions are sampled."""
+
+    engine: str = Field("native", description="native or vllm")
+    n: int = Field(8, ge=1, description="Completions a prompt")
+    temperature: float = Field(1.0, gt=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_num_seqs: int = Field(512, ge=1, description="Completions decoded at once")
+    kv_cache_memory_mb: int = Field(256, ge=16, description="vLLM's KV cache (CPU)")
+
+
+class OverlongBufferConfig(Section):
+    """DAPO's soft penalty on completions that come near the length limit."""
+
+    enable: bool = False
+    len: int = Field(16, ge=1, description="Tokens before the limit where the penalty sets in")
+    penalty_factor: float = Field(1.0, ge=0, description="Penalty at the limit")
+
+
+class RewardConfig(Section):
+    """What a completion is worth."""
+
+    name: str = Field(
+        "answer_match", description="Name in the registry, or package.module:function"
+    )
+    timeout_s: float = Field(30.0, gt=0, description="Deadline for scoring one batch")
+    weights: dict[str, float] = Field({}, description="Weights of named components; 1 unless given")
+    on_error: Literal["drop", "zero", "fail"] = Field(
+        "drop", description="A sample whose reward fails: leave it out, score 0, or end the run"
+    )
+    clip: tuple[float, float] | None = Field(None, description="Bounds of a completion's reward")
+    whiten: bool = Field(False, description="Scale token rewards to unit variance over the batch")
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+
+
+class TrainerConfig(Section):
+    """The RL loop."""
+
+    total_training_steps: int = Field(80, ge=1)
+    train_batch_size: int = Field(128, ge=1, description="Prompts a step")
+    test_freq: int = Field(20, ge=1, description="Steps between greedy validations")
+    placement: Literal["ray", "local"] = Field("ray", description="Ray actors, or this process")
+    threads: int = Field(0, ge=0, description="CPU threads of a worker; 0: all cores")
+    start_timeout_s: float = Field(120.0, gt=0, description="Deadline for the workers to be up")
+    step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for one call to a worker")
+
+
+class RLConfig(Section):
+    """Reinforcement learning from the warm start."""
+
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    plugins: tuple[str, ...] = Field(
+        (), description="Modules to import: your own estimators, losses and dataflows"
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        rows = self.trainer.train_batch_size * self.rollout.n
+        for role, size in (
+            ("actor", self.actor.ppo_mini_batch_size),
+            ("critic", self.critic.ppo_mini_batch_size),
+        ):
+            if size > rows:
+                raise ValueError(
+                    f"{role}.ppo_mini_batch_size={size} is more than the {rows} completions of a "
+                    "step (trainer.train_batch_size × rollout.n); lower it, or set 0 for all"
+                )
+        return self

@@ -1,0 +1,34 @@
+"""Optimizer and warm start."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from engine.config.base import Section
+
+
+class OptimConfig(Section):
+    """AdamW with a warm-up and a schedule."""
+
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate")
+    weight_decay: float = Field(0.01, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the gradient's mean")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the gradient's square")
+    warmup_ratio: float = Field(0.05, ge=0, lt=1, description="Share of the steps spent warming up")
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Where the schedule ends, over lr")
+    grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm")
+
+
+class SFTConfig(Section):
+    """The warm start: supervised fine-tuning on prompt/response rows."""
+
+    epochs: float = Field(5.0, gt=0)
+    max_steps: int = Field(0, ge=0, description="Stop after so many steps; 0: by epochs")
+    train_batch_size: int = Field(32, ge=1, description="Rows an optimizer step")
+    max_tokens_per_micro_batch: int = Field(8192, ge=64)
+    validate_every: int = Field(200, ge=1, description="Steps between validation losses")
+    optim: OptimConfig = OptimConfig(lr=2e-3, schedule="cosine")
+    threads: int = Field(0, ge=0, description="CPU threads; 0: all cores")

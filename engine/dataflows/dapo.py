@@ -1,0 +1,27 @@
+"""DAPO: groups whose completions all score the same teach nothing and are sampled again
+(arXiv:2503.14476, section 3.2)."""
+
+from __future__ import annotations
+
+from engine.batch import Batch
+from engine.controller.futures import LazyBatch
+from engine.controller.groups import Roles
+from engine.dataflows.algo import Algo, StepResult
+from engine.dataflows.dynamic import DynamicSampling
+from engine.dataflows.passes import policy_passes
+from engine.dataflows.registry import register_dataflow
+
+
+@register_dataflow(
+    "dapo", roles={"actor", "rollout", "reward"}, optional={"reference"}, refills=True
+)
+def dapo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
+    """One step: sample until enough groups have signal, then learn as GRPO does."""
+    sampling = DynamicSampling(algo, wanted=len(prompts))
+    for asked in sampling.rounds(prompts):
+        batch = LazyBatch(roles.rollout.generate(asked))
+        batch |= roles.reward.score(batch)
+        sampling.add(batch)
+    batch = policy_passes(roles, LazyBatch(sampling.batch()), algo)
+    batch |= algo.advantages(batch)
+    return StepResult(batch, [roles.actor.update(batch)])

@@ -1,0 +1,83 @@
+"""The bookkeeping of dynamic sampling: which groups were kept, and whether to sample on.
+
+Which groups have signal and when to stop are pure functions in `algorithms.dynamic_sampling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from engine.algorithms.dynamic_sampling import (
+    Refill,
+    first_groups,
+    groups_with_signal,
+    refill_decision,
+)
+from engine.batch import Batch
+from engine.controller.futures import LazyBatch
+from engine.dataflows.algo import Algo
+from engine.errors import ConfigError
+
+
+class DynamicSampling:
+    """Collects groups with signal over several rollouts of one step, `wanted` of them at most.
+
+    Where the bound on rollouts is reached with no group at all, the last rollout is taken as it
+    is: its advantages are zero, so the step changes nothing but by its KL term, and the metrics
+    say so (`sampling/groups_kept` 0).
+    """
+
+    def __init__(self, algo: Algo, wanted: int) -> None:
+        self._algo, self._wanted = algo, wanted
+        self._settings = algo.config.algorithm.filter_groups
+        self._kept: list[Batch] = []
+        self._last: Batch | None = None
+        self._rollouts = self._groups = self._sampled = 0
+
+    def rounds(self, prompts: Batch) -> Iterator[Batch]:
+        """Prompts to sample next, beginning with `prompts`; `add` must be called for each."""
+        yield prompts
+        while self._decision() is Refill.MORE:
+            if self._algo.more_prompts is None:
+                raise ConfigError(
+                    "algorithm.filter_groups needs more prompts than the step was given; run it "
+                    "by a trainer, which has a loader"
+                )
+            yield self._algo.more_prompts()
+
+    def add(self, lazy: LazyBatch) -> None:
+        """Keep the groups with signal of one rollout; waits for its scores."""
+        batch = lazy.resolve()
+        # Each rollout numbers its groups from 0; together they need numbers of their own.
+        batch = batch | {"group_ids": batch["group_ids"] + self._sampled}
+        self._sampled += len(batch["group_ids"].unique())
+        metric = batch["token_level_scores"]
+        if self._settings.metric == "reward":
+            metric = self._algo.shaped_rewards(batch, batch["response_mask"])
+        rows = ~batch["reward_failed"] if "reward_failed" in batch else None
+        keep = groups_with_signal(metric.sum(1), batch["group_ids"], rows)
+        self._rollouts += 1
+        self._last = batch
+        self._groups += len(batch["group_ids"][keep].unique())
+        if bool(keep.any()):
+            self._kept.append(batch.rows(keep))
+
+    def batch(self) -> Batch:
+        """The first `wanted` groups with signal, or the last rollout where there are none."""
+        assert self._last is not None, "a step samples at least once"
+        metrics = self._algo.metrics
+        metrics["sampling/rollouts"] = float(self._rollouts)
+        metrics["sampling/groups_sampled"] = float(self._sampled)
+        metrics["sampling/groups_kept"] = float(min(self._groups, self._wanted))
+        if not self._kept:
+            return self._last
+        whole = Batch.concat(self._kept)
+        every = torch.ones(len(whole), dtype=torch.bool)
+        return whole.rows(first_groups(whole["group_ids"], every, self._wanted))
+
+    def _decision(self) -> Refill:
+        return refill_decision(
+            self._groups, self._wanted, self._rollouts, self._settings.max_num_gen_batches
+        )

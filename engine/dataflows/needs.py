@@ -1,0 +1,55 @@
+"""Which passes over a batch a configuration asks for: worked out once, before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.algorithms import advantages
+from engine.config import RLConfig
+from engine.dataflows.registry import Dataflow
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a step must compute beyond rollout, reward and update."""
+
+    reference: bool
+    """Some role compares with the frozen reference."""
+    ref_log_probs: bool
+    """Its log-probs of the sampled tokens are read."""
+    ref_kl: bool
+    """Its exact KL is part of the reward."""
+    old_log_probs: bool
+    """The trainer's own log-probs from before the update are read, not those of sampling."""
+    sum_pi_squared: bool
+    """And the sums of squared probabilities with them."""
+
+    def roles(self, dataflow: Dataflow) -> frozenset[str]:
+        """The roles to start."""
+        return dataflow.roles | (dataflow.optional if self.reference else frozenset())
+
+
+def needs_of(config: RLConfig, dataflow: Dataflow) -> Needs:
+    """Read them off the settings.
+
+    Truncated sampling (top-k, top-p) renormalises, so its log-probs are not the policy's; rollout
+    correction compares both.
+    """
+    algorithm, actor = config.algorithm, config.actor
+    if dataflow.uses_reference is not None:
+        wanted = dataflow.uses_reference(config)
+        return Needs(wanted, wanted, False, False, False)
+    in_reward, in_loss = algorithm.use_kl_in_reward, actor.use_kl_loss
+    squares = "sum_pi_squared" in advantages.requires(algorithm.adv_estimator)
+    truncated = config.rollout.top_k > 0 or config.rollout.top_p < 1.0
+    return Needs(
+        reference=in_reward or in_loss,
+        ref_log_probs=(in_reward and algorithm.kl_penalty != "full")
+        or (in_loss and actor.kl_loss_type != "full"),
+        ref_kl=in_reward and algorithm.kl_penalty == "full",
+        old_log_probs=actor.old_log_probs == "trainer"
+        or (actor.old_log_probs == "auto" and truncated)
+        or algorithm.rollout_correction.enabled
+        or squares,
+        sum_pi_squared=squares,
+    )

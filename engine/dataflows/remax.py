@@ -1,0 +1,28 @@
+"""ReMax: the reward of one greedy completion a prompt is the baseline (arXiv:2310.10505)."""
+
+from __future__ import annotations
+
+from engine.batch import Batch
+from engine.controller.futures import LazyBatch
+from engine.controller.groups import Roles
+from engine.dataflows.algo import Algo, StepResult
+from engine.dataflows.passes import policy_passes
+from engine.dataflows.registry import register_dataflow
+
+
+@register_dataflow(
+    "remax",
+    roles={"actor", "rollout", "reward"},
+    optional={"reference"},
+    provides={"baseline_rewards"},
+)
+def remax(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
+    """One step: sample and decode greedily, score both, learn from the difference."""
+    batch = LazyBatch(roles.rollout.generate(prompts))
+    greedy = LazyBatch(roles.rollout.generate_greedy(prompts))
+    batch |= roles.reward.score(batch)
+    greedy |= roles.reward.score(greedy)
+    batch = policy_passes(roles, batch, algo)
+    batch |= algo.baseline(batch, greedy)
+    batch |= algo.advantages(batch)
+    return StepResult(batch, [roles.actor.update(batch)])

@@ -1,0 +1,148 @@
+"""Whether the settings of an RL run make sense together; nothing is computed here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from engine.algorithms import advantages
+from engine.algorithms.correction import check_correction
+from engine.algorithms.kl import check_kind
+from engine.config import KLControlConfig, RLConfig
+from engine.dataflows import choose_dataflow
+from engine.dataflows.needs import needs_of
+from engine.dataflows.registry import Dataflow
+from engine.errors import ConfigError
+from engine.plugins import import_plugins
+from engine.rewards import declared_components, resolve_reward
+from engine.rollout.protocol import check_engine
+from engine.workers.options import (
+    advantage_options,
+    changed,
+    policy_loss_options,
+    preference_options,
+)
+
+
+def check_config(config: RLConfig, max_response_length: int | None = None) -> Dataflow:
+    """Raise ConfigError for unknown names, contradictions and settings without effect.
+
+    Returns the dataflow that the settings name.
+    """
+    import_plugins(config.plugins)
+    algorithm = config.algorithm
+    dataflow = choose_dataflow(algorithm)
+    if dataflow.uses_advantages:
+        advantages.check_group_size(algorithm.adv_estimator, config.rollout.n)
+    elif config.rollout.n < 2:
+        raise ConfigError(
+            f"rollout.n={config.rollout.n} with algorithm.dataflow={dataflow.name}: it compares "
+            "the completions of one prompt; set rollout.n to 2 or more"
+        )
+    advantage_options(algorithm)
+    policy_loss_options(config.actor)
+    preference_options(algorithm.preference)
+    check_kind(config.actor.kl_loss_type)
+    check_kind(algorithm.kl_penalty)
+    check_engine(config.rollout.engine)
+    resolve_reward(config.reward.name)
+    _check_rewards(config, max_response_length)
+    _check_correction(config)
+    for setting, why in _without_effect(config, dataflow):
+        raise ConfigError(f"{setting} has no effect {why}; remove it")
+    if config.trainer.threads > (os.cpu_count() or 1) * 4:
+        raise ConfigError(
+            f"trainer.threads={config.trainer.threads} is far more than this machine's "
+            f"{os.cpu_count()} cores; set 0 for all of them"
+        )
+    return dataflow
+
+
+def _check_rewards(config: RLConfig, max_response_length: int | None) -> None:
+    reward, buffer = config.reward, config.reward.overlong_buffer
+    if reward.clip is not None and reward.clip[0] > reward.clip[1]:
+        raise ConfigError(f"reward.clip={list(reward.clip)} is empty; put the lower bound first")
+    if buffer.enable and max_response_length is not None and buffer.len > max_response_length:
+        raise ConfigError(
+            f"reward.overlong_buffer.len={buffer.len} is more than the longest completion of "
+            f"{max_response_length} tokens (data.max_response_length); lower it"
+        )
+    components = declared_components(reward.name)
+    if config.algorithm.adv_estimator == "gdpo" and components == ():
+        raise ConfigError(
+            f"algorithm.adv_estimator=gdpo normalises each component of a reward, and "
+            f"reward.name={reward.name} has none; choose one with components, such as "
+            "answer_and_format"
+        )
+    unknown = set(reward.weights) - set(components or reward.weights)
+    if unknown or (components == () and reward.weights):
+        raise ConfigError(
+            f"reward.weights names {sorted(unknown or reward.weights)}, but the components of "
+            f"reward.name={reward.name} are {list(components or ())}; correct the names"
+        )
+
+
+def _check_correction(config: RLConfig) -> None:
+    settings = config.algorithm.rollout_correction
+    check_correction(
+        settings.rollout_is,
+        settings.rollout_is_threshold,
+        settings.rollout_rs,
+        settings.rollout_rs_threshold,
+    )
+    if settings.enabled and config.actor.old_log_probs == "rollout":
+        raise ConfigError(
+            "actor.old_log_probs=rollout with algorithm.rollout_correction: the correction "
+            "compares the trainer's log-probs with those of sampling; set old_log_probs to auto"
+        )
+
+
+def _without_effect(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
+    """Settings that were changed from their defaults although nothing reads them, and why."""
+    algorithm, actor, reward = config.algorithm, config.actor, config.reward
+    needs = needs_of(config, dataflow)
+    if not actor.use_kl_loss:
+        yield from _settings("actor", actor, "without actor.use_kl_loss", _KL_LOSS)
+    if not algorithm.use_kl_in_reward:
+        why = "without algorithm.use_kl_in_reward"
+        yield from _settings("algorithm", algorithm, why, ("kl_penalty", "kl_ctrl"))
+    if algorithm.kl_ctrl.type == "fixed":
+        fields = tuple(set(KLControlConfig.model_fields) - {"type", "kl_coef"})
+        why = "with algorithm.kl_ctrl.type=fixed"
+        yield from _settings("algorithm.kl_ctrl", algorithm.kl_ctrl, why, fields)
+    if "critic" not in needs.roles(dataflow):
+        why = f"with dataflow {dataflow.name}, which has no critic"
+        yield from _settings("critic", config.critic, why)
+    if dataflow.uses_advantages:
+        why = f"with dataflow {dataflow.name}, which makes no preference pairs"
+        yield from _settings("algorithm.preference", algorithm.preference, why)
+    if not algorithm.filter_groups.enable:
+        why = "without algorithm.filter_groups.enable"
+        if not dataflow.refills:
+            yield from _settings("algorithm.filter_groups", algorithm.filter_groups, why)
+    elif not dataflow.refills:
+        yield "algorithm.filter_groups.enable", f"with dataflow {dataflow.name}; use dapo"
+    if not algorithm.rollout_correction.enabled:
+        why = "without rollout_is or rollout_rs"
+        yield from _settings("algorithm.rollout_correction", algorithm.rollout_correction, why)
+    if not reward.overlong_buffer.enable:
+        why = "without reward.overlong_buffer.enable"
+        yield from _settings("reward.overlong_buffer", reward.overlong_buffer, why)
+    if algorithm.adv_estimator == "gdpo" and dataflow.uses_advantages:
+        why = "with adv_estimator=gdpo, which takes the reward's components as they are"
+        yield from _settings("reward", reward, why, ("clip", "whiten", "overlong_buffer"))
+        yield from _settings("reward", reward, f"{why} (gdpo_reward_weights)", ("weights",))
+        yield from _settings("algorithm", algorithm, why, ("use_kl_in_reward",))
+
+
+_KL_LOSS = ("kl_loss_coef", "kl_loss_type")
+
+
+def _settings(
+    section: str, config: BaseModel, why: str, fields: tuple[str, ...] | None = None
+) -> Iterator[tuple[str, str]]:
+    for field, value in changed(config, fields).items():
+        shown = "" if isinstance(value, BaseModel) else f"={value}"
+        yield f"{section}.{field}{shown}", why

@@ -1,0 +1,251 @@
+"""What a failing reward costs: the samples at fault, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import RewardError
+from engine.rewards import runner
+from engine.rewards.result import RewardFailure, Scores
+
+Reward = Callable[..., Any]
+RELEASE = threading.Event()  # ends what hangs, after each test
+
+
+@pytest.fixture(autouse=True)
+def release() -> Iterator[None]:
+    RELEASE.clear()
+    yield
+    RELEASE.set()
+
+
+def run(reward: Reward, texts: list[str], timeout_s: float = 5.0, **options: Any) -> Scores:
+    options = {"on_error": "drop"} | options
+    columns = {"ground_truth": list(range(len(texts)))}
+    return runner.score(reward, ["p"] * len(texts), texts, columns, timeout_s, **options)
+
+
+def by_text(prompts: Any, completions: Any, *, ground_truth: Any, **columns: Any) -> list[float]:
+    """Score digits; a text says how it fails."""
+    scores = [math.nan if text == "nan" else float(text.isdigit()) for text in completions]
+    if "raise" in completions:
+        raise ValueError(f"no judge for row {ground_truth[completions.index('raise')]}")
+    if "hang" in completions:
+        RELEASE.wait(30)
+    return scores[1:] if "short" in completions else scores
+
+
+async def by_text_async(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    if "hang" in completions:
+        await asyncio.sleep(30)
+    others = ["x" if text == "hang" else text for text in completions]
+    return await asyncio.sleep(0.001, by_text(prompts, others, **columns))
+
+
+def in_parts(prompts: Any, completions: Any, **columns: Any) -> dict[str, list[float]]:
+    scores = by_text(prompts, completions, **columns)
+    return {"digits": scores, "length": [len(text) / 10 for text in completions]}
+
+
+CAUSES = {"raise": "raised", "hang": "deadline", "short": "malformed", "nan": "not_finite"}
+
+
+@pytest.mark.parametrize("reward", [by_text, by_text_async])
+@pytest.mark.parametrize("fault", CAUSES)
+@pytest.mark.parametrize("on_error", ["drop", "zero"])
+def test_only_the_culprit_has_no_score(reward: Reward, fault: str, on_error: str) -> None:
+    scores = run(reward, ["1", "a", fault, "2"], 0.4, on_error=on_error)
+    assert {row: failure.cause for row, failure in scores.failures.items()} == {2: CAUSES[fault]}
+    assert scores.rows == [[1.0], [0.0], [0.0], [1.0]]
+    assert scores.components == ()
+
+
+@pytest.mark.parametrize("reward", [by_text, by_text_async])
+@pytest.mark.parametrize("fault", CAUSES)
+def test_with_fail_the_first_failure_ends_it(reward: Reward, fault: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RewardFailure) as caught:
+        run(reward, ["1", "a", fault, "2"], 0.3, on_error="fail")
+    assert caught.value.cause == CAUSES[fault]
+    assert time.monotonic() - start < 5
+
+
+def test_all_kinds_at_once_are_told_apart() -> None:
+    texts = ["1", "raise", "hang", "2", "short", "nan", "raise", "x"]
+    scores = run(by_text, texts, 0.5)
+    causes = [scores.failures[i].cause if i in scores.failures else "" for i in range(len(texts))]
+    assert causes == [CAUSES.get(text, "") for text in texts]
+    assert [row for (row,) in scores.rows] == [float(text.isdigit()) for text in texts]
+    assert str(scores.failures[6]).endswith("raised ValueError: no judge for row 6")
+    assert isinstance(scores.failures[6].__cause__, ValueError)
+
+
+def test_components_fail_together() -> None:
+    scores = run(in_parts, ["11", "raise", "nan"])
+    assert scores.components == ("digits", "length")
+    assert scores.rows == [[1.0, 0.2], [0.0, 0.0], [0.0, 0.0]]
+    assert [scores.failures[i].cause for i in (1, 2)] == ["raised", "not_finite"]
+
+
+def test_values_that_aren_t_finite_need_no_second_call() -> None:
+    calls = []
+
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        calls.append(list(completions))
+        return by_text(prompts, completions, **columns)
+
+    assert list(run(reward, ["nan", "1", "nan"]).failures) == [0, 2]
+    assert calls == [["nan", "1", "nan"]]
+
+
+def test_a_single_completion_is_not_tried_twice() -> None:
+    calls = []
+
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        calls.append(list(completions))
+        raise ValueError
+
+    scores = run(reward, ["1"], components=("a", "b"))
+    assert (scores.rows, list(scores.failures)) == ([[0.0, 0.0]], [0])
+    assert calls == [["1"]]
+
+
+def test_names_that_differ_between_samples_cost_those_that_came_later() -> None:
+    def reward(prompts: Any, completions: Any, **columns: Any) -> dict[str, list[float]]:
+        names = {text[0] for text in completions}
+        if len(names) > 1:
+            raise ValueError("can't score both")
+        return {name: [1.0] * len(completions) for name in names}
+
+    scores = run(reward, ["a1", "b1", "a2"])
+    assert scores.components == ("a",)
+    assert {row: failure.cause for row, failure in scores.failures.items()} == {1: "malformed"}
+    assert "where components ['a'] was" in str(scores.failures[1])
+
+
+def test_declared_names_are_held_to() -> None:
+    with pytest.raises(RewardError, match=r"where components \['length', 'digits'\] was declared"):
+        run(in_parts, ["1", "2"], components=("length", "digits")).raise_if_none()
+    with pytest.raises(RewardError, match="a plain list where"):
+        run(by_text, ["1", "2"], components=("digits",), on_error="fail")
+
+
+def test_many_that_hang_don_t_starve_the_others() -> None:
+    texts = ["hang"] * (runner._AT_ONCE * 2) + ["1"] * 20
+    start = time.monotonic()
+    scores = run(by_text, texts, 0.8)
+    assert time.monotonic() - start < 10
+    assert {text for i, text in enumerate(texts) if i in scores.failures} == {"hang"}
+    assert len(scores.failures) == runner._AT_ONCE * 2
+    assert scores.rows[-20:] == [[1.0]] * 20
+
+
+def test_single_rows_run_side_by_side_on_a_bounded_number_of_threads() -> None:
+    lock, now, most = threading.Lock(), 0, 0
+
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        nonlocal now, most
+        if len(completions) > 1:
+            raise ValueError("one at a time")
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.02)
+        with lock:
+            now -= 1
+        return [1.0]
+
+    scores = run(reward, ["1"] * 40, 20.0)
+    assert scores.failures == {}
+    assert 2 <= most <= runner._AT_ONCE
+
+
+def test_slow_single_rows_end_at_one_common_deadline() -> None:
+    start = time.monotonic()
+    scores = run(by_text, ["hang"] * 40, 0.3)
+    assert time.monotonic() - start < 5
+    assert {failure.cause for failure in scores.failures.values()} == {"deadline"}
+    assert len(scores.failures) == 40
+
+
+def test_no_thread_is_left_that_python_would_wait_for() -> None:
+    before = set(threading.enumerate())
+    run(by_text, ["hang", "1"], 0.15)
+    run(by_text_async, ["hang", "1"], 0.15)
+    left = set(threading.enumerate()) - before
+    assert all(thread.daemon for thread in left)
+    RELEASE.set()
+    for thread in left:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in left)
+
+
+def test_what_spins_is_stopped_at_the_deadline() -> None:
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        while "spin" in completions:
+            time.sleep(0.001)
+        return [1.0] * len(completions)
+
+    before = set(threading.enumerate())
+    assert list(run(reward, ["1", "spin", "1"], 0.3).failures) == [1]
+    left = set(threading.enumerate()) - before
+    for thread in left:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in left)
+
+
+def test_one_warning_a_batch_with_count_cause_and_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="engine.rewards"):
+        run(by_text, ["1", "nan", "raise", "raise"])
+        run(by_text, ["1", "2"])
+    assert [record.name for record in caplog.records] == ["engine.rewards"]
+    message = caplog.records[0].getMessage()
+    assert "failed for 3 of 4 completions (not_finite 1, raised 2)" in message
+    assert "left out of learning (reward.on_error=drop)" in message
+    assert "first, completion 1: reward 'by_text' returned nan" in message
+    assert "no judge for row 2" in caplog.text
+    assert "in by_text" in caplog.text, "the traceback"
+
+
+def test_a_batch_that_only_fails_as_a_whole_is_logged_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return [1.0]
+
+    assert run(reward, ["a", "b"], on_error="zero").rows == [[1.0], [1.0]]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "all 2 completions at once, though for none by itself: " in caplog.text
+    assert "returned 1 values for 2 completions" in caplog.text
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    texts=st.lists(st.sampled_from(["1", "a", "nan", "raise", "short"]), max_size=8),
+    cut=st.integers(0, 8),
+    parts=st.booleans(),
+)
+def test_parts_scored_apart_equal_the_whole(texts: list[str], cut: int, parts: bool) -> None:
+    score = functools.partial(run, in_parts if parts else by_text)
+    names = ("digits", "length") if parts else ()
+    whole = score(texts, components=names)
+    first, second = score(texts[:cut], components=names), score(texts[cut:], components=names)
+    assert first.rows + second.rows == whole.rows
+    size = len(first.rows)
+    failed = [*first.failures, *(size + row for row in second.failures)]
+    assert failed == sorted(whole.failures)
+    alone = [score([text], components=names).rows[0] for text in texts]
+    assert whole.rows == alone

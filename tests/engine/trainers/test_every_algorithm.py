@@ -1,0 +1,159 @@
+"""Every estimator, policy loss, aggregation, KL and correction runs through the real trainer."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from tiny_engine import arithmetic_rows
+
+from engine.algorithms import advantages, aggregation, kl, losses, preference, rejection
+from engine.config import RLConfig
+from engine.data.loader import PromptLoader
+from engine.trainers.rl import RLTrainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it, section by section."""
+    out = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merged(out[key], value) if both else value
+    return out
+
+
+def two_steps(folder: Path, **changes: Any) -> list[dict[str, float]]:
+    """Metrics of two steps with two optimizer steps each, so that the second is off-policy."""
+    base = {
+        "actor": {
+            "optim": {"lr": 5e-3, "weight_decay": 0.0, "warmup_ratio": 0.0},
+            "ppo_mini_batch_size": 8,
+            "max_tokens_per_micro_batch": 128,
+        },
+        "rollout": {"n": 4},
+        "reward": {"name": "tiny_engine:digit_share"},
+        "trainer": {
+            "total_training_steps": 2,
+            "train_batch_size": 4,
+            "placement": "local",
+            "threads": 1,
+        },
+    }
+    settings = RLConfig.model_validate(merged(base, changes))
+    loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), 4, 0)
+    history: list[dict[str, float]] = []
+    with RLTrainer(folder, settings, loader, max_response_length=6, max_model_len=40) as trainer:
+        trainer.on_step = lambda step, total, metrics: history.append(dict(metrics))
+        trainer.fit()
+    assert len(history) == 2
+    for metrics in history:
+        broken = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+        assert not broken
+        assert metrics["actor/grad_norm"] > 0
+    return history
+
+
+@pytest.mark.parametrize("name", advantages.names())
+def test_every_advantage_estimator(tiny_folder: Path, name: str) -> None:
+    changes: dict[str, Any] = {"algorithm": {"adv_estimator": name}}
+    if name == "gdpo":
+        changes["reward"] = {"name": "tiny_engine:digits_and_brevity"}
+    metrics = two_steps(tiny_folder, **changes)[-1]
+    assert ("critic/grad_norm" in metrics) == (name == "gae")
+    assert ("reward/brevity" in metrics) == (name == "gdpo")
+
+
+@pytest.mark.parametrize("name", losses.names())
+def test_every_policy_loss(tiny_folder: Path, name: str) -> None:
+    history = two_steps(tiny_folder, actor={"policy_loss": {"loss_mode": name}})
+    assert any(abs(metrics["actor/ppo_kl"]) > 1e-7 for metrics in history), "never off-policy"
+
+
+@pytest.mark.parametrize("mode", aggregation.MODES)
+def test_every_aggregation(tiny_folder: Path, mode: str) -> None:
+    extra = {"loss_scale_factor": 32.0} if mode == "seq-mean-token-sum-norm" else {}
+    two_steps(tiny_folder, actor={"loss_agg_mode": mode} | extra)
+
+
+@pytest.mark.parametrize("kind", kl.NAMES)
+def test_every_kl_in_the_loss(tiny_folder: Path, kind: str) -> None:
+    history = two_steps(tiny_folder, actor={"kl_loss_type": kind, "kl_loss_coef": 0.1})
+    assert abs(history[-1]["actor/kl"]) > 1e-9
+
+
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "low_var_kl", "full"])
+def test_every_kl_in_the_reward(tiny_folder: Path, kind: str) -> None:
+    history = two_steps(
+        tiny_folder,
+        algorithm={"use_kl_in_reward": True, "kl_penalty": kind, "kl_ctrl": {"type": "adaptive"}},
+        actor={"use_kl_loss": False},
+    )
+    assert history[0]["reward/kl"] == pytest.approx(0.0, abs=1e-5)
+    assert abs(history[1]["reward/kl"]) > 1e-6
+    assert history[1]["reward/kl_coef"] != history[0]["reward/kl_coef"]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("threshold", [2.0, "0.5_5.0"])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_every_importance_weight(
+    tiny_folder: Path, level: str, threshold: Any, normalise: bool
+) -> None:
+    settings = {
+        "rollout_is": level,
+        "rollout_is_threshold": threshold,
+        "rollout_is_batch_normalize": normalise,
+    }
+    metrics = two_steps(tiny_folder, algorithm={"rollout_correction": settings})[-1]
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("criterion", rejection.CRITERIA)
+def test_every_rejection(tiny_folder: Path, criterion: str) -> None:
+    bound = "0.5_2.0" if criterion.endswith("k1") else "0.5"
+    settings = {"rollout_rs": criterion, "rollout_rs_threshold": bound}
+    metrics = two_steps(tiny_folder, algorithm={"rollout_correction": settings})[-1]
+    assert metrics[f"rollout_corr/rollout_rs_{criterion}_masked_fraction"] == 0.0
+
+
+@pytest.mark.parametrize("name", preference.names())
+def test_every_preference_loss_online(tiny_folder: Path, name: str) -> None:
+    changes = {"dataflow": "online_dpo", "preference": {"loss": name}}
+    metrics = two_steps(tiny_folder, algorithm=changes)[-1]
+    assert 0 <= metrics["actor/rewards/accuracies"] <= 1
+    assert metrics["preference/pairs"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "metric"),
+    [
+        ({"algorithm": {"filter_groups": {"enable": True}}}, "sampling/rollouts"),
+        (
+            {"reward": {"overlong_buffer": {"enable": True, "len": 5}}},
+            "reward/overlong_penalty",
+        ),
+        ({"reward": {"clip": [0.1, 0.6], "whiten": True}}, "reward/mean"),
+        ({"reward": {"name": "answer_and_format", "weights": {"format": 0.2}}}, "reward/format"),
+        ({"actor": {"entropy_coeff": 0.01}}, "actor/entropy"),
+        ({"actor": {"use_kl_loss": False}}, "actor/rows_skipped"),
+        ({"algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False}}, "actor/kl"),
+        (
+            {
+                "algorithm": {"adv_estimator": "gdpo", "gdpo_reward_weights": [1.0, 0.5]},
+                "reward": {"name": "tiny_engine:digits_and_brevity"},
+            },
+            "reward/brevity",
+        ),
+    ],
+)
+def test_every_shaping(tiny_folder: Path, changes: dict[str, Any], metric: str) -> None:
+    if "answer_and_format" in str(changes):
+        changes = merged(
+            changes, {"actor": {"entropy_coeff": 0.01}}
+        )  # few random answers are right
+    assert metric in two_steps(tiny_folder, **changes)[-1]
