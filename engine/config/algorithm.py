@@ -86,3 +86,4 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     preference: PreferenceConfig = PreferenceConfig()
+    teacher: str = Field("", description="Model folder that dataflow distillation learns from")

@@ -70,6 +70,9 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
+    parts: int = Field(
+        1, ge=1, description="Parts whose rewards are computed while the rest still decodes"
+    )
     max_num_seqs: int = Field(512, ge=1, description="Completions decoded at once")
     kv_cache_memory_mb: int = Field(256, ge=16, description="vLLM's KV cache (CPU)")
 
@@ -104,6 +107,19 @@ class TrainerConfig(Section):
     total_training_steps: int = Field(80, ge=1)
     train_batch_size: int = Field(128, ge=1, description="Prompts a step")
     test_freq: int = Field(20, ge=1, description="Steps between greedy validations")
+    mode: Literal["sync", "one_step_off", "async"] = Field(
+        "sync", description="Who waits for whom: each for the other, or rollout runs ahead"
+    )
+    staleness: int = Field(1, ge=0, description="async: versions a completion may be behind")
+    rollout_workers: int = Field(1, ge=1, description="async: processes that only decode")
+    rollout_threads: int = Field(
+        0, ge=0, description="Threads of one process that only decodes; 0: half of the cores"
+    )
+    rollout_silence_s: float = Field(
+        60.0, gt=0, description="async: a rollout worker without a sign of life is replaced"
+    )
+    max_rollout_restarts: int = Field(3, ge=0, description="async: of one rollout worker")
+    timeline_steps: int = Field(0, ge=0, description="Steps whose timeline is written (Perfetto)")
     placement: Literal["ray", "local"] = Field("ray", description="Ray actors, or this process")
     threads: int = Field(0, ge=0, description="CPU threads of a worker; 0: all cores")
     start_timeout_s: float = Field(120.0, gt=0, description="Deadline for the workers to be up")

@@ -7,29 +7,56 @@ futures themselves, so rows go from worker to worker and not through the control
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from engine.batch import Batch
 
 
+@runtime_checkable
 class Future(Protocol):
     """One call on a group, under way or done."""
+
+    gives: frozenset[str]  # fields of the batch that it results in; none: unknown
 
     def result(self) -> Any:
         """Wait (up to the group's deadline) and return the value, or raise WorkerError."""
         ...
 
+    def done(self) -> bool:
+        """Whether `result` would answer, or raise, without waiting for work."""
+        ...
+
 
 class Ready:
-    """A future whose value is already there: what local groups return."""
+    """A future whose value is already there."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
+        self.gives: frozenset[str] = frozenset()
 
     def result(self) -> Any:
         return self._value
+
+    def done(self) -> bool:
+        return True
+
+
+class Stacked:
+    """The rows of several futures, one after the other, as one future."""
+
+    def __init__(self, parts: Sequence[Future]) -> None:
+        self.parts = tuple(parts)
+        self.gives = self.parts[0].gives
+
+    def result(self) -> Batch:
+        """Wait for all parts."""
+        return Batch.concat([part.result() for part in self.parts])
+
+    def done(self) -> bool:
+        return all(part.done() for part in self.parts)
 
 
 class LazyBatch:
@@ -65,9 +92,17 @@ class LazyBatch:
         return len(self.resolve())
 
 
-def unite(pieces: list[Batch]) -> Batch:
-    """Merge batches over the same rows, later ones winning."""
+def unite(pieces: list[Any]) -> Any:
+    """Merge batches over the same rows, later ones winning; one value of any kind stays itself."""
     whole = pieces[0]
     for piece in pieces[1:]:
         whole = whole | piece
     return whole
+
+
+def late(what: str, timeout_s: float) -> str:
+    """The message for a call that passed its deadline."""
+    return (
+        f"{what} gave no result within {timeout_s:g} s; the worker hangs or the deadline "
+        "(trainer.step_timeout_s, trainer.start_timeout_s) is too short"
+    )

@@ -1,56 +1,41 @@
-"""Placement: which roles share which processes, and bringing those processes up.
+"""Bringing a placement up: worker groups in this process, or Ray actors on a placement group.
 
-`Placement` is a value; `launch` turns it and the roles' specs into worker groups, in this process
-or as Ray actors on one placement group. Asking for more than the cluster has fails at once.
+The values (`Placement`, `Pool`) and the check of what a cluster holds are in `placement`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from engine.controller.groups import LocalGroup, Roles, WorkerGroup
+from engine.controller.groups import Roles, WorkerGroup
 from engine.controller.host import Host, RoleSpec
+from engine.controller.local_groups import LocalGroup, LocalHost, take_spans
+from engine.controller.placement import Node, Placement, Pool, require_capacity
+from engine.controller.timeline import CONTROLLER, Recorder, Span, recording
 from engine.errors import PlacementError
 
+__all__ = ["Placement", "Pool", "launch"]
 
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """Roles that live together in each of `world_size` processes."""
-
-    roles: tuple[str, ...]  # built in this order, e.g. ("actor", "rollout", "reference")
-    world_size: int = 1
-    cpus: float = 1.0  # a process, e.g. 2.0; 0 for roles that mostly wait
-    gpus: float = 0.0  # a process, e.g. 1.0
+Started = tuple[dict[str, WorkerGroup], Callable[[], list[Span]]]
+DASHBOARD_VARIABLE = "HYBRIDFLYTE_RAY_DASHBOARD"
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Which role sits where.
-
-    >>> Placement.colocated(("actor", "rollout", "reference"), cpus=2, reward_apart=True)
-    """
-
-    pools: tuple[Pool, ...]
-    kind: Literal["ray", "local"] = "ray"
-    start_timeout_s: float = 120.0  # deadline for the processes to be up
-    call_timeout_s: float = 1800.0  # deadline for one call
-
-    def __post_init__(self) -> None:
-        roles = [role for pool in self.pools for role in pool.roles]
-        doubled = sorted({role for role in roles if roles.count(role) > 1})
-        if doubled:
-            raise PlacementError(f"placed twice: {doubled}; give each role one pool")
-
-
-def launch(placement: Placement, specs: Sequence[RoleSpec], threads: int = 0) -> Roles:
+def launch(
+    placement: Placement,
+    specs: Sequence[RoleSpec],
+    threads: int = 0,
+    recorder: Recorder | None = None,
+) -> Roles:
     """Start the processes, build the roles in them, and return their groups.
 
+    `recorder` is that of a run which these roles join (`Roles.recorder`): its timeline keeps the
+    controller's own spans, and these roles record theirs if that run does.
     Raises PlacementError when a role has no pool or the cluster can't hold the pools, and
     WorkerError when a role can't be built.
     """
@@ -60,126 +45,157 @@ def launch(placement: Placement, specs: Sequence[RoleSpec], threads: int = 0) ->
         raise PlacementError(
             f"placement has {sorted(placed)}, the dataflow needs {sorted(by_name)}"
         )
-    if placement.kind == "local":
-        return _launch_local(placement, by_name, threads)
-    return _launch_ray(placement, by_name, threads)
+    start = _launch_local if placement.kind == "local" else _launch_ray
+    own = Recorder(CONTROLLER) if placement.timeline and recorder is None else None
+    with ExitStack() as closing:  # undoes a launch that fails, and later is what close() does
+        if own:
+            closing.enter_context(recording(own))
+        groups, spans = start(placement, by_name, threads, own or recorder, closing)
+
+        def timeline() -> list[Span]:
+            return spans() + (own.take() if own else [])
+
+        return Roles(groups, closing.pop_all().close, own or recorder, timeline)
 
 
-def _launch_local(placement: Placement, specs: dict[str, RoleSpec], threads: int) -> Roles:
+def _launch_local(
+    placement: Placement,
+    specs: dict[str, RoleSpec],
+    threads: int,
+    recorder: Recorder | None,
+    closing: ExitStack,
+) -> Started:
     groups: dict[str, WorkerGroup] = {}
-    hosts: list[Host] = []
+    hosts: list[LocalHost] = []
     for pool in placement.pools:
         if pool.world_size != 1:
             raise PlacementError(
                 f"roles {pool.roles} ask for {pool.world_size} ranks in one process; use "
                 "trainer.placement=ray"
             )
-        host = Host([specs[role] for role in pool.roles], threads=threads)
-        hosts.append(host)
-        for role in pool.roles:
-            groups[role] = LocalGroup(role, specs[role].worker_class, [host])
+        held = [specs[role] for role in pool.roles]
+        count = threads or max(1, int(pool.cpus))
+        hosts.append(LocalHost(Host(held, threads=count, timeline=recorder is not None)))
+        closing.callback(hosts[-1].close)
+        for spec in held:
+            groups[spec.name] = LocalGroup(spec, hosts[-1:], placement.call_timeout_s, recorder)
+    for host in hosts:
+        host.host.build()
 
-    def close() -> None:
-        with ExitStack() as stack:
-            for host in hosts:
-                stack.callback(host.close)
+    def spans() -> list[Span]:
+        return take_spans(hosts, placement.call_timeout_s)
 
-    try:
-        for host in hosts:
-            host.build()
-    except BaseException:
-        close()
-        raise
-    return Roles(groups, close)
+    return groups, spans
 
 
-def _launch_ray(placement: Placement, specs: dict[str, RoleSpec], threads: int) -> Roles:
+def _launch_ray(
+    placement: Placement,
+    specs: dict[str, RoleSpec],
+    threads: int,
+    recorder: Recorder | None,
+    closing: ExitStack,
+) -> Started:
+    import ray
+
+    from engine.controller.ray_groups import RayGroup, stop, wait
+
+    if not ray.is_initialized():
+        ray.init(**init_options(placement, os.environ))
+    require_capacity(placement.pools, _nodes(), placement.strategy)
+    where = iter(_reserve(placement, closing))
+    run = f"hybridflyte-{placement.run}{'-' if placement.run else ''}{uuid.uuid4().hex[:6]}"
+    groups: dict[str, WorkerGroup] = {}
+    actors: list[Any] = []
+    closing.callback(stop, actors)
+    sent: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the run's, for all groups
+    names: list[str] = []
+    for pool in placement.pools:
+        count = (threads or max(1, int(pool.cpus))) if pool.cpus else 1
+        held = [specs[role] for role in pool.roles]
+        ranks = [
+            ray.remote(Host)
+            .options(
+                name=f"{run}/{pool.name}/{rank}",
+                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(count)}},
+                **next(where),
+            )
+            .remote(held, rank, pool.world_size, count, recorder is not None)
+            for rank in range(pool.world_size)
+        ]
+        actors.extend(ranks)
+        names.extend(f"{pool.name} rank {rank}: " for rank in range(pool.world_size))
+        for spec in held:
+            groups[spec.name] = RayGroup(spec, ranks, placement.call_timeout_s, recorder, sent)
+    built = [actor.build.remote() for actor in actors]
+    wait(
+        {ref: f"{n}its start" for ref, n in zip(built, names, strict=True)},
+        placement.start_timeout_s,
+    )
+
+    def spans() -> list[Span]:
+        asked = [actor.spans.remote() for actor in actors]
+        parts = {ref: f"{n}its timeline" for ref, n in zip(asked, names, strict=True)}
+        return [span for part in wait(parts, placement.call_timeout_s) for span in part]
+
+    return groups, spans
+
+
+def init_options(placement: Placement, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of `ray.init`: join the cluster of RAY_ADDRESS, or start one here."""
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address := environ.get("RAY_ADDRESS"):
+        return {"address": address, **quiet}
+    wanted = placement.dashboard or environ.get(DASHBOARD_VARIABLE, "0") not in ("", "0")
+    return {"include_dashboard": wanted, **quiet}
+
+
+def _nodes() -> list[Node]:
+    import ray
+
+    return [
+        Node(f"{n['NodeManagerAddress']} {n['NodeID'][:6]}", n["Resources"], n["Labels"])
+        for n in ray.nodes()
+        if n["Alive"]
+    ]
+
+
+def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, Any]]:
+    """Reserve room for all processes at once; return each one's actor options, pool by pool."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from engine.controller.ray_groups import RayGroup, get
-
-    if not ray.is_initialized():
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    bundles = [_bundle(pool) for pool in placement.pools for _ in range(pool.world_size)]
-    require_capacity(bundles, ray.cluster_resources())
-    needed = [b for b in bundles if b]
-    reservation = placement_group(needed, strategy="PACK") if needed else None
-    actors: list[Any] = []
-
-    def close() -> None:
-        _stop(actors)
-        if reservation is not None:
-            remove_placement_group(reservation)
-
-    try:
-        if reservation is not None and not reservation.wait(placement.start_timeout_s):
+    wanted = [pool for pool in placement.pools for _ in range(pool.world_size)]
+    bundles = [pool.bundle for pool in wanted if pool.bundle]
+    group: Any = None
+    if bundles:
+        labels = [dict(pool.labels) for pool in wanted if pool.bundle]
+        group = placement_group(
+            bundles,
+            strategy=placement.strategy,
+            bundle_label_selector=labels if any(labels) else None,
+        )
+        closing.callback(remove_placement_group, group)
+        if not group.wait(placement.start_timeout_s):
+            free = {k: v for k, v in ray.available_resources().items() if k in _kinds(bundles)}
             raise PlacementError(
-                f"no room for {needed} within {placement.start_timeout_s:.0f} s: something else "
-                f"holds the cluster; free now: {_plain(ray.available_resources())}"
+                f"no room for {bundles} within {placement.start_timeout_s:g} s: something else "
+                f"holds the cluster; free now: {free}"
             )
-        groups: dict[str, WorkerGroup] = {}
-        index = 0
-        for pool in placement.pools:
-            ranks = []
-            for rank in range(pool.world_size):
-                options: dict[str, Any] = {"num_cpus": pool.cpus, "num_gpus": pool.gpus}
-                if reservation is not None and _bundle(pool):
-                    options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                        reservation, placement_group_bundle_index=index
-                    )
-                    index += 1
-                count = threads or max(1, int(pool.cpus)) if pool.cpus else 1
-                ranks.append(
-                    ray.remote(Host)
-                    .options(
-                        name=_actor_name(pool, rank),
-                        runtime_env={"env_vars": {"OMP_NUM_THREADS": str(count)}},
-                        **options,
-                    )
-                    .remote([specs[r] for r in pool.roles], rank, pool.world_size, count)
-                )
-            actors.extend(ranks)
-            for role in pool.roles:
-                groups[role] = RayGroup(
-                    role, specs[role].worker_class, ranks, placement.call_timeout_s
-                )
-        get([a.build.remote() for a in actors], "starting the workers", placement.start_timeout_s)
-    except BaseException:
-        close()
-        raise
-    return Roles(groups, close)
+    options: list[dict[str, Any]] = []
+    index = 0
+    for pool in wanted:
+        amounts = {"num_cpus": pool.cpus, "num_gpus": pool.gpus, "resources": dict(pool.resources)}
+        if pool.bundle:
+            amounts["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=index
+            )
+            index += 1
+        elif pool.labels:  # takes nothing, so no bundle stands for it, but still asks for a node
+            amounts["label_selector"] = dict(pool.labels)
+        options.append(amounts)
+    return options
 
 
-def require_capacity(bundles: Sequence[dict[str, float]], total: dict[str, float]) -> None:
-    """Raise PlacementError, with a table of wanted and present, when `total` can't hold them."""
-    wanted = {key: sum(b.get(key, 0.0) for b in bundles) for b in bundles for key in b}
-    short = {key for key, amount in wanted.items() if amount > total.get(key, 0.0)}
-    if short:
-        table = "; ".join(f"{k}: wanted {wanted[k]:g}, present {total.get(k, 0):g}" for k in wanted)
-        raise PlacementError(f"the Ray cluster is too small ({table}); ask for less or add nodes")
-
-
-def _bundle(pool: Pool) -> dict[str, float]:
-    wanted = {"CPU": pool.cpus, "GPU": pool.gpus}
-    return {key: amount for key, amount in wanted.items() if amount > 0}
-
-
-def _actor_name(pool: Pool, rank: int) -> str:
-    return f"{'+'.join(pool.roles)}-{rank}-{os.getpid()}-{time.monotonic_ns()}"
-
-
-def _plain(resources: dict[str, float]) -> dict[str, float]:
-    return {key: resources.get(key, 0.0) for key in ("CPU", "GPU")}
-
-
-def _stop(actors: Sequence[Any]) -> None:
-    """Let all actors close their roles within a few seconds, then end their processes."""
-    import ray
-
-    closing = [actor.close.remote() for actor in actors]
-    if closing:
-        ray.wait(closing, num_returns=len(closing), timeout=5)  # dead or hung ones don't matter
-    for actor in actors:
-        ray.kill(actor)
+def _kinds(bundles: Sequence[dict[str, float]]) -> set[str]:
+    return {kind for bundle in bundles for kind in bundle}

@@ -6,89 +6,194 @@ there as an object reference. Placement (which actors, where) is in `launch`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ray
-from ray.exceptions import (
-    GetTimeoutError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-)
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from engine.batch import Batch
-from engine.controller.futures import LazyBatch
-from engine.controller.groups import WorkerGroup, collect
-from engine.controller.host import Pieces, Plain
+from engine.controller.futures import Future, late
+from engine.controller.groups import WorkerGroup
+from engine.controller.host import Call, RoleSpec
+from engine.controller.shares import join
+from engine.controller.timeline import Recorder, span
 from engine.errors import EngineError, WorkerError
-from engine.workers.base import Dispatch, Worker
+
+log = logging.getLogger(__name__)
+Sent = MutableMapping[Batch, Any]  # batches of the controller's that are in the object store
 
 
 class RayFuture:
-    """One call on the ranks of a role; `refs[i]` is rank i's result in the object store."""
+    """One call on the ranks of a role; its results are in the object store.
+
+    A failure is reported by its cause: where an argument's call failed, or never ended, the error
+    names that call's role, rank and method and not those of the call that waited for it.
+    """
 
     def __init__(
-        self, refs: list[Any], mode: Dispatch, role: str, method: str, timeout_s: float
+        self,
+        call: Call,
+        statuses: list[Any],
+        refs: list[Any],
+        timeout_s: float,
+        sources: Sequence[Future] = (),
     ) -> None:
-        self.refs, self.mode = refs, mode
-        self._where, self._timeout_s = f"{role}.{method}", timeout_s
+        self.number = call.number
+        self.gives: frozenset[str] = frozenset()
+        self.refs = refs  # the values of the ranks that collect
+        names = [f"{call.role} rank {rank}: {call.method}" for rank in range(len(statuses))]
+        self.statuses = dict(zip(statuses, names, strict=True))  # of all ranks
+        self._name = f"{call.role}.{call.method}"
+        self._timeout_s = timeout_s
+        self._sources = [source for source in sources if isinstance(source, RayFuture)]
         self._values: list[Any] | None = None
 
     def result(self) -> Any:
-        """Wait for all ranks; raise WorkerError with role, method, and the remote traceback."""
+        """Wait for all ranks; raise WorkerError with role, rank, method and the remote traceback,
+        or the EngineError that a rank raised."""
         if self._values is None:
-            self._values = [collect(self.mode, get(self.refs, self._where, self._timeout_s))]
+            with span(f"wait for {self._name}"):
+                wait(self.statuses, self._timeout_s, self._ancestors())
+                self._values = [join([_read(ref, self._name, 60.0) for ref in self.refs])]
+            self._sources = []  # what went well needs no cause, and the arguments may be freed
         return self._values[0]
+
+    def done(self) -> bool:
+        """Whether all ranks are done, or one has failed."""
+        count = len(self.statuses)
+        ready, _ = ray.wait(list(self.statuses), num_returns=count, timeout=0, fetch_local=False)
+        if len(ready) == count or not ready:
+            return bool(ready)
+        try:
+            _raise_first({ref: self.statuses[ref] for ref in ready})
+        except EngineError:
+            return True  # `result` is the one to raise it
+        return False
+
+    def _ancestors(self) -> list[RayFuture]:
+        """The calls that this one takes data from, directly or not, first call first."""
+        found: dict[int, RayFuture] = {}
+        todo = list(self._sources)
+        while todo:
+            source = todo.pop()
+            if source.number not in found:
+                found[source.number] = source
+                todo.extend(source._sources)
+        return [found[number] for number in sorted(found)]
 
 
 class RayGroup(WorkerGroup):
     """A role whose ranks are Ray actors."""
 
     def __init__(
-        self, role: str, worker_class: type[Worker], actors: Sequence[Any], timeout_s: float
+        self,
+        spec: RoleSpec,
+        actors: Sequence[Any],
+        timeout_s: float,
+        recorder: Recorder | None = None,
+        sent: Sent | None = None,
     ) -> None:
-        super().__init__(role, worker_class, len(actors))
+        super().__init__(spec, len(actors), recorder)
         self._actors, self._timeout_s = list(actors), timeout_s
+        self._sent: Sent = WeakKeyDictionary() if sent is None else sent
 
-    def _call(self, method: str, mode: Dispatch, arguments: Sequence[Any]) -> RayFuture:
-        actors = self._actors[:1] if mode is Dispatch.RANK_ZERO else self._actors
-        layout: list[Plain | Pieces] = []
-        flat: list[Any] = []
-        for argument in arguments:
-            if isinstance(argument, Batch | LazyBatch | RayFuture):
-                runs = [_references(piece) for piece in _pieces(argument)]
-                layout.append(Pieces(tuple(len(run) for run in runs)))
-                flat.extend(ref for run in runs for ref in run)
-            else:
-                layout.append(Plain(argument))
-        refs = [actor.call.remote(self.role, method, layout, *flat) for actor in actors]
-        return RayFuture(refs, mode, self.role, method, self._timeout_s)
+    def _references(self, piece: Batch | Future) -> list[Any]:
+        if isinstance(piece, RayFuture):
+            return piece.refs
+        value = piece if isinstance(piece, Batch) else piece.result()
+        if not isinstance(value, Batch):
+            return [ray.put(value)]
+        if value not in self._sent:
+            self._sent[value] = ray.put(value)
+        return [self._sent[value]]
+
+    def _start(
+        self, call: Call, flat: list[Any], collecting: list[bool], sources: Sequence[Future]
+    ) -> RayFuture:
+        actors = self._actors[: len(collecting)]
+        ranks = [
+            actor.call_with_status.options(num_returns=2).remote(call, *flat) for actor in actors
+        ]
+        values = [value for (value, _), gives in zip(ranks, collecting, strict=True) if gives]
+        return RayFuture(call, [status for _, status in ranks], values, self._timeout_s, sources)
 
 
-def get(refs: Sequence[Any], where: str, timeout_s: float) -> list[Any]:
-    """`ray.get` with a deadline whose failures are ours: WorkerError, or the remote EngineError."""
+def wait(
+    refs: Mapping[Any, str], timeout_s: float, ancestors: Sequence[RayFuture] = ()
+) -> list[Any]:
+    """Return the values of all `refs`, or raise as soon as one of them, or of the calls that they
+    take data from, has failed: Ray itself would wait for the other arguments first.
+
+    The names of `refs` say in a WorkerError what they are.
+    """
+    deadline = time.monotonic() + timeout_s
+    above = {ref: name for ancestor in ancestors for ref, name in ancestor.statuses.items()}
+    pending = above | dict(refs)  # causes come before what they lead to
+    values: dict[Any, Any] = {}
+    while len(values) < len(refs):
+        ready, _ = ray.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            what, first = next(n for r, n in refs.items() if r in pending), next(iter(pending))
+            waits = f"{what} waits for {above[first]}, which" if first in above else what
+            raise WorkerError(late(waits, timeout_s))
+        [ref] = ready
+        name = pending.pop(ref)
+        try:
+            value = _read(ref, name, 60.0)
+        except WorkerError:
+            _raise_first({ref: name for ref, name in pending.items() if ref in above})
+            raise
+        if ref in refs:
+            values[ref] = value
+    return [values[ref] for ref in refs]
+
+
+def stop(actors: Sequence[Any], grace_s: float = 3.0) -> None:
+    """Let all actors close their roles within `grace_s`, then end their processes.
+
+    One that is busy, stopped or dead is not waited for; Ray kills it, within 5 s where it can't
+    answer.
+    """
+    closing = {actor.close.remote(): actor for actor in actors}
+    if not closing:
+        return
+    ready, _ = ray.wait(list(closing), num_returns=len(closing), timeout=grace_s)
+    for ref in ready:
+        try:
+            ray.get(ref, timeout=1.0)
+        except (RayActorError, GetTimeoutError):
+            log.debug("%s was dead before it was closed", closing[ref])
+        except RayError as error:
+            log.warning("a role failed to close: %s", error)
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
+
+
+def _raise_first(refs: Mapping[Any, str]) -> None:
+    """Raise the first failure among those that are done."""
+    if refs:
+        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+        for ref, name in refs.items():
+            if ref in ready:
+                _read(ref, name, 60.0)
+
+
+def _read(ref: Any, name: str, timeout_s: float) -> Any:
+    """Fetch a result that is there; what can go wrong is a WorkerError, or the remote's own."""
     try:
-        return ray.get(list(refs), timeout=timeout_s)
+        return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError:
-        raise WorkerError(
-            f"{where} gave no result within {timeout_s:.0f} s; the worker hangs or the deadline "
-            "(trainer.step_timeout_s, trainer.start_timeout_s) is too short"
-        ) from None
+        raise WorkerError(late(name, timeout_s)) from None
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, EngineError):
             raise cause from None
-        raise WorkerError(f"{where} failed with {type(cause).__name__}: {error}") from None
+        raise WorkerError(f"{name} failed with {type(cause).__name__}: {error}") from None
     except RayActorError as error:
-        raise WorkerError(f"{where}: the worker process died: {error}") from None
+        raise WorkerError(f"{name} failed: the worker process died: {error}") from None
     except RayError as error:
-        raise WorkerError(f"{where} failed in Ray, {type(error).__name__}: {error}") from None
-
-
-def _pieces(argument: Batch | LazyBatch | RayFuture) -> list[Any]:
-    return argument.pieces if isinstance(argument, LazyBatch) else [argument]
-
-
-def _references(piece: Batch | RayFuture) -> list[Any]:
-    return piece.refs if isinstance(piece, RayFuture) else [ray.put(piece)]
+        raise WorkerError(f"{name} failed in Ray, {type(error).__name__}: {error}") from None

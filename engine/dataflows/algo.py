@@ -20,7 +20,9 @@ from engine.algorithms.masked import keep, masked_mean
 from engine.batch import Batch
 from engine.config import RLConfig
 from engine.controller.futures import Future, LazyBatch
+from engine.controller.timeline import span
 from engine.dataflows.needs import Needs
+from engine.errors import RewardError
 from engine.workers.options import advantage_options, policy_loss_options
 
 
@@ -68,6 +70,10 @@ class Algo:
         correction `rollout_is_weights`, and what the policy loss prepares over the global batch.
         """
         batch = lazy.resolve()
+        with span("advantages"):
+            return self._advantages(batch)
+
+    def _advantages(self, batch: Batch) -> Batch:
         present = _without_failures(batch)
         rewards = self._with_kl(self.shaped_rewards(batch, present), batch, present)
         fields, mask = self._corrected(batch, present)
@@ -115,6 +121,23 @@ class Algo:
         where = {group: i for i, group in enumerate(source["group_ids"].tolist())}
         index = [where[group] for group in rows["group_ids"].tolist()]
         return Batch({"baseline_rewards": reward[index]})
+
+    def towards_teacher(self, lazy: LazyBatch) -> Batch:
+        """`advantages [B, R]` = log π_teacher − log π: their policy gradient is that of the
+        reverse KL from the teacher, token by token."""
+        batch = lazy.resolve()
+        mask = batch["response_mask"]
+        gap = keep(mask, batch["ref_log_probs"] - _old_log_probs(batch))
+        self.metrics["distillation/reverse_kl"] = float(masked_mean(-gap, mask))
+        prepared = losses.prepare(
+            self._loss_mode,
+            _old_log_probs(batch),
+            gap,
+            mask,
+            generator=self.generator,
+            **self._loss_options,
+        )
+        return Batch({"advantages": gap} | prepared)
 
     def take_metrics(self) -> dict[str, float]:
         """What the step's arithmetic measured, forgetting it."""
@@ -173,5 +196,12 @@ def _old_log_probs(batch: Batch) -> Tensor:
 
 
 def _without_failures(batch: Batch) -> Tensor:
+    """The mask without rows whose reward failed; raise RewardError where that is every row."""
     mask = batch["response_mask"]
-    return keep(~batch["reward_failed"][:, None], mask) if "reward_failed" in batch else mask
+    if "reward_failed" not in batch:
+        return mask
+    if bool(batch["reward_failed"].all()):
+        raise RewardError(
+            f"the reward failed for all {len(batch)} completions of a step; its log has the cause"
+        )
+    return keep(~batch["reward_failed"][:, None], mask)

@@ -8,7 +8,7 @@ from engine.controller.futures import LazyBatch
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult
 from engine.dataflows.dynamic import DynamicSampling
-from engine.dataflows.passes import policy_passes
+from engine.dataflows.passes import policy_passes, sampled_and_scored
 from engine.dataflows.registry import register_dataflow
 
 
@@ -19,9 +19,7 @@ def dapo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     """One step: sample until enough groups have signal, then learn as GRPO does."""
     sampling = DynamicSampling(algo, wanted=len(prompts))
     for asked in sampling.rounds(prompts):
-        batch = LazyBatch(roles.rollout.generate(asked))
-        batch |= roles.reward.score(batch)
-        sampling.add(batch)
+        sampling.add(sampled_and_scored(roles, asked, algo))
     batch = policy_passes(roles, LazyBatch(sampling.batch()), algo)
     batch |= algo.advantages(batch)
     return StepResult(batch, [roles.actor.update(batch)])

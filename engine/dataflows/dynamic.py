@@ -18,7 +18,6 @@ from engine.algorithms.dynamic_sampling import (
 from engine.batch import Batch
 from engine.controller.futures import LazyBatch
 from engine.dataflows.algo import Algo
-from engine.errors import ConfigError
 
 
 class DynamicSampling:
@@ -37,14 +36,13 @@ class DynamicSampling:
         self._rollouts = self._groups = self._sampled = 0
 
     def rounds(self, prompts: Batch) -> Iterator[Batch]:
-        """Prompts to sample next, beginning with `prompts`; `add` must be called for each."""
+        """Prompts to sample next, beginning with `prompts`; `add` must be called for each.
+
+        Without a source of more prompts (asynchronous rollout, which filters by itself) there is
+        one round.
+        """
         yield prompts
-        while self._decision() is Refill.MORE:
-            if self._algo.more_prompts is None:
-                raise ConfigError(
-                    "algorithm.filter_groups needs more prompts than the step was given; run it "
-                    "by a trainer, which has a loader"
-                )
+        while self._algo.more_prompts is not None and self._decision() is Refill.MORE:
             yield self._algo.more_prompts()
 
     def add(self, lazy: LazyBatch) -> None:

@@ -39,8 +39,10 @@ def needs_of(config: RLConfig, dataflow: Dataflow) -> Needs:
     if dataflow.uses_reference is not None:
         wanted = dataflow.uses_reference(config)
         return Needs(wanted, wanted, False, False, False)
-    in_reward, in_loss = algorithm.use_kl_in_reward, actor.use_kl_loss
-    squares = "sum_pi_squared" in advantages.requires(algorithm.adv_estimator)
+    estimates = dataflow.uses_advantages
+    in_reward = estimates and algorithm.use_kl_in_reward
+    in_loss = estimates and actor.use_kl_loss
+    squares = estimates and "sum_pi_squared" in advantages.requires(algorithm.adv_estimator)
     truncated = config.rollout.top_k > 0 or config.rollout.top_p < 1.0
     return Needs(
         reference=in_reward or in_loss,

@@ -9,6 +9,7 @@ from engine.controller.futures import LazyBatch
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult
 from engine.dataflows.best_and_worst import best_and_worst
+from engine.dataflows.passes import sampled_and_scored
 from engine.dataflows.registry import register_dataflow
 
 
@@ -25,8 +26,7 @@ def _compares(config: RLConfig) -> bool:
 )
 def online_dpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     """One step: sample groups, score them, learn to prefer each group's best to its worst."""
-    batch = LazyBatch(roles.rollout.generate(prompts))
-    batch |= roles.reward.score(batch)
+    batch = sampled_and_scored(roles, prompts, algo)
     pairs = LazyBatch(best_and_worst(batch, algo))
     if not len(pairs):
         return StepResult(batch)

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from engine.controller.futures import LazyBatch
+from engine.batch import Batch
+from engine.controller.futures import LazyBatch, Stacked
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo
+
+
+def sampled_and_scored(roles: Roles, prompts: Batch, algo: Algo) -> LazyBatch:
+    """Sample and score; with `rollout.parts`, finished parts are scored while others decode."""
+    count = min(algo.config.rollout.parts, len(prompts))
+    if count == 1:
+        batch = LazyBatch(roles.rollout.generate(prompts))
+        return batch | roles.reward.score(batch)
+    roles.rollout.begin(prompts)
+    parts = [roles.rollout.next_part(left) for left in range(count, 0, -1)]
+    scores = [roles.reward.score_part(part) for part in parts]
+    return LazyBatch(Stacked(parts), Stacked(scores))
 
 
 def policy_passes(roles: Roles, batch: LazyBatch, algo: Algo) -> LazyBatch:

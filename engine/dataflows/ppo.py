@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from engine.batch import Batch
-from engine.controller.futures import LazyBatch
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult
-from engine.dataflows.passes import policy_passes
+from engine.dataflows.passes import policy_passes, sampled_and_scored
 from engine.dataflows.registry import register_dataflow
 
 
@@ -18,8 +17,7 @@ from engine.dataflows.registry import register_dataflow
 )
 def ppo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     """One step: sample, then reward, critic and reference side by side, then both updates."""
-    batch = LazyBatch(roles.rollout.generate(prompts))
-    batch |= roles.reward.score(batch)
+    batch = sampled_and_scored(roles, prompts, algo)
     batch |= roles.critic.values(batch)
     batch = policy_passes(roles, batch, algo)
     batch |= algo.advantages(batch)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from engine.batch import Batch
-from engine.controller.futures import LazyBatch
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult
-from engine.dataflows.passes import policy_passes
+from engine.dataflows.passes import policy_passes, sampled_and_scored
 from engine.dataflows.registry import register_dataflow
 
 
 @register_dataflow("rloo", roles={"actor", "rollout", "reward"}, optional={"reference"})
 def rloo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     """One step: sample, score, and hold each completion against the rest of its group."""
-    batch = LazyBatch(roles.rollout.generate(prompts))
-    batch |= roles.reward.score(batch)
+    batch = sampled_and_scored(roles, prompts, algo)
     batch = policy_passes(roles, batch, algo)
     batch |= algo.advantages(batch)
     return StepResult(batch, [roles.actor.update(batch)])

@@ -82,7 +82,7 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     return model
 
 
-def require_model_folder(path: str | Path) -> None:
+def require_model_folder(path: str | Path, setting: str = "model.path") -> None:
     """Raise ModelError unless `path` is a model folder with configuration and weights.
 
     A value that is not a local folder and looks like a hub id (`owner/name`) is let through:
@@ -93,16 +93,16 @@ def require_model_folder(path: str | Path) -> None:
         if _looks_like_hub_id(str(path)):
             return
         raise ModelError(
-            f"model.path={str(path)!r} does not exist; give a folder written by save_pretrained, "
+            f"{setting}={str(path)!r} does not exist; give a folder written by save_pretrained, "
             "a hub id (owner/name), or leave it empty for a model from scratch"
         )
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"model.path={str(path)!r} has no config.json; give a folder written by save_pretrained"
+            f"{setting}={str(path)!r} has no config.json; give a folder written by save_pretrained"
         )
     if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
         raise ModelError(
-            f"model.path={str(path)!r} has no weights (model.safetensors); save the model there "
+            f"{setting}={str(path)!r} has no weights (model.safetensors); save the model there "
             "with model.save_pretrained(folder)"
         )
     _require_whole_index(folder)

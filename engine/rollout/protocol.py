@@ -38,7 +38,10 @@ class Completion:
     log_probs: list[float]  # log-prob of each token under the distribution it was drawn from;
     # for greedy decoding, under softmax(logits)
     finish_reason: str  # "stop" (end token) or "length"
-    policy_version: int  # updates the sampling weights had seen, e.g. 12
+    policy_version: int  # updates the sampling weights had seen, e.g. 12; where weights changed
+    # on the way, the oldest of `token_versions`: the one that a staleness bound must use
+    token_versions: list[int] | None = None  # policy version of each token, e.g. [12, 12, 13];
+    # None: all are of `policy_version`
 
 
 class RolloutEngine(Protocol):

@@ -94,27 +94,36 @@ def check_request(
     prompts: Sequence[Sequence[int]], params: SamplingParams, max_model_len: int, vocabulary: int
 ) -> None:
     """Raise RolloutError for a request that can't be decoded, before anything is computed."""
-    _check_params(params)
+    check_params(params)
     for index, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise RolloutError(
-                f"prompt {index} is empty; give it at least one token, such as the BOS token"
-            )
-        if len(prompt) >= max_model_len:
-            raise RolloutError(
-                f"prompt {index} has {len(prompt)} tokens, which leaves no room for a completion "
-                f"in max_model_len={max_model_len}; shorten or filter it "
-                f"(data.max_prompt_length), or use a model with a longer context"
-            )
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= vocabulary:
-            raise RolloutError(
-                f"prompt {index} has token id {low if low < 0 else high} outside the model's "
-                f"vocabulary of {vocabulary}; use the tokenizer the model was trained with"
-            )
+        check_prompt(f"prompt {index}", prompt, max_model_len, vocabulary)
 
 
-def _check_params(params: SamplingParams) -> None:
+def check_prompt(name: str, prompt: Sequence[int], max_model_len: int, vocabulary: int) -> None:
+    """Raise RolloutError for a prompt that can't be completed; the message calls it `name`."""
+    if len(prompt) == 0:
+        raise RolloutError(f"{name} is empty; give it at least one token, such as the BOS token")
+    if len(prompt) >= max_model_len:
+        raise RolloutError(
+            f"{name} has {len(prompt)} tokens, which leaves no room for a completion "
+            f"in max_model_len={max_model_len}; shorten or filter it "
+            f"(data.max_prompt_length), or use a model with a longer context"
+        )
+    check_tokens(name, prompt, vocabulary)
+
+
+def check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
+    """Raise RolloutError if one of `tokens` (at least one) is not in the model's vocabulary."""
+    low, high = min(tokens), max(tokens)
+    if low < 0 or high >= vocabulary:
+        raise RolloutError(
+            f"{name} has token id {low if low < 0 else high} outside the model's "
+            f"vocabulary of {vocabulary}; use the tokenizer the model was trained with"
+        )
+
+
+def check_params(params: SamplingParams) -> None:
+    """Raise RolloutError for sampling parameters out of their ranges."""
     problems = {
         f"n={params.n}: must be 1 or more": params.n < 1,
         f"max_new_tokens={params.max_new_tokens}: must be 1 or more": params.max_new_tokens < 1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,14 +21,16 @@ from engine.batch import Batch
 from engine.config import RLConfig
 from engine.controller.futures import LazyBatch
 from engine.controller.launch import launch
+from engine.controller.timeline import Span, span, write_trace
 from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
 from engine.data.templates import encode_prompt
 from engine.data.tokenizer import load_tokenizer
-from engine.dataflows.algo import Algo, StepResult
+from engine.dataflows.algo import Algo
 from engine.dataflows.needs import needs_of
-from engine.trainers.rl_checks import check_config
-from engine.trainers.rl_setup import place, role_specs
+from engine.trainers.modes import MODES
+from engine.trainers.rl_checks import check_config, check_teacher
+from engine.trainers.rl_setup import Build, effective, place, role_specs
 
 OnStep = Callable[[int, int, dict[str, float]], None]  # step (1-based), total steps, metrics
 
@@ -52,29 +55,35 @@ class RLTrainer:
         on_step: OnStep = lambda step, total, metrics: None,
     ) -> None:
         self.dataflow = check_config(config, max_response_length)
-        self.config, self.loader, self.on_step = config, loader, on_step
+        self.config, self.loader, self.on_step = effective(config), loader, on_step
         self.tokenizer = load_tokenizer(model_path)
-        needs = needs_of(config, self.dataflow)
+        if "teacher" in self.dataflow.roles:
+            check_teacher(config.algorithm.teacher, self.tokenizer)
+        needs = needs_of(self.config, self.dataflow)
+        mode = config.trainer.mode
         self.algo = Algo(
-            config,
+            self.config,
             needs,
             max_response_length=max_response_length,
             seed=seed,
-            more_prompts=self._next_prompts,
+            # Asynchronous rollout sorts groups without signal out by itself.
+            more_prompts=None if mode == "async" else self.next_prompts,
         )
         self.step = 0
-        roles = needs.roles(self.dataflow)
-        specs = role_specs(
+        self._ahead: Batch | None = None
+        self._seen = 0
+        self.build = Build(
             str(model_path),
-            config,
-            roles,
+            self.config,
             needs,
-            max_response_length=max_response_length,
-            max_model_len=max_model_len,
-            seed=seed,
-            dtype=dtype,
+            needs.roles(self.dataflow) | ({"sampler"} if mode == "one_step_off" else set()),
+            max_response_length,
+            max_model_len,
+            seed,
+            dtype,
         )
-        self.roles = launch(place(config, roles), specs, config.trainer.threads)
+        self.roles = launch(place(self.build), role_specs(self.build))
+        self._spans: list[Span] = []
 
     def fit(self, num_steps: int | None = None) -> dict[str, float]:
         """Run `num_steps` more steps (default: up to the configured total); return the last
@@ -82,18 +91,48 @@ class RLTrainer:
         total = self.config.trainer.total_training_steps
         stop = total if num_steps is None else self.step + num_steps
         metrics: dict[str, float] = {}
-        while self.step < stop:
-            start = time.perf_counter()
-            prompts = self._next_prompts()
-            result: StepResult = self.dataflow.step(self.roles, prompts, self.algo)
-            updates = [future.result() for future in result.updates]
-            self.step += 1
-            metrics = summarise(result.batch, time.perf_counter() - start)
-            metrics |= self.algo.take_metrics()
-            for update in updates:
-                metrics |= update
-            self.on_step(self.step, stop, metrics)
+        steps = MODES[self.config.trainer.mode](self, max(0, stop - self.step))
+        with closing(steps):
+            while self.step < stop:
+                start = time.perf_counter()
+                self.roles.begin_step(self.step + 1)
+                result = next(steps)
+                if self.config.trainer.mode != "async":
+                    self.prefetch()
+                updates = [future.result() for future in result.updates]
+                self.step += 1
+                metrics = summarise(result.batch, time.perf_counter() - start)
+                metrics |= self.algo.take_metrics() | staleness(result.batch, self.step - 1)
+                for update in updates:
+                    metrics |= update
+                self._record()
+                self.on_step(self.step, stop, metrics)
         return metrics
+
+    def prefetch(self) -> None:
+        """Prepare the next step's prompts, while workers are busy with this one's updates."""
+        with span("next prompts"):
+            self._ahead = self._ahead or self._encode(self.loader.next_batch())
+
+    def next_prompts(self) -> Batch:
+        """The prompts of the next step, or of a refill."""
+        ahead, self._ahead = self._ahead, None
+        return ahead or self._encode(self.loader.next_batch())
+
+    def next_prompt(self) -> Batch:
+        """The next prompt alone."""
+        if self._ahead is None or self._seen == len(self._ahead):
+            self._ahead, self._seen = self._encode(self.loader.next_batch()), 0
+        self._seen += 1
+        return self._ahead.rows([self._seen - 1])
+
+    def write_timeline(self, path: str | Path) -> Path | None:
+        """Write the first `trainer.timeline_steps` steps as a trace for Perfetto, if any."""
+        return write_trace(self._spans, path) if self._spans else None
+
+    def _record(self) -> None:
+        if self.step <= self.config.trainer.timeline_steps:
+            self._spans += self.roles.timeline()
 
     def validate(self, rows: Sequence[dict[str, Any]]) -> float:
         """Mean reward of greedy completions to the prompts of `rows`."""
@@ -108,9 +147,6 @@ class RLTrainer:
     def close(self) -> None:
         """Stop the workers and free what they hold."""
         self.roles.close()
-
-    def _next_prompts(self) -> Batch:
-        return self._encode(self.loader.next_batch())
 
     def _encode(self, rows: Sequence[dict[str, Any]]) -> Batch:
         ids = [encode_prompt(self.tokenizer, row["prompt"]) for row in rows]
@@ -154,6 +190,12 @@ def summarise(lazy: LazyBatch, seconds: float) -> dict[str, float]:
     for name, column in _component_columns(batch):
         facts[f"reward/{name}"] = float(column[~failed].mean())
     return facts
+
+
+def staleness(lazy: LazyBatch, version: int) -> dict[str, float]:
+    """How many updates behind the trainer's `version` a batch's completions were begun."""
+    behind = (version - lazy.resolve()["policy_version"]).float()
+    return {"staleness/mean": float(behind.mean()), "staleness/max": float(behind.max())}
 
 
 def _component_columns(batch: Batch) -> list[tuple[str, torch.Tensor]]:

@@ -6,15 +6,18 @@ import os
 from collections.abc import Iterator
 
 from pydantic import BaseModel
+from transformers import PreTrainedTokenizerBase
 
 from engine.algorithms import advantages
 from engine.algorithms.correction import check_correction
 from engine.algorithms.kl import check_kind
 from engine.config import KLControlConfig, RLConfig
+from engine.data.tokenizer import load_tokenizer
 from engine.dataflows import choose_dataflow
 from engine.dataflows.needs import needs_of
 from engine.dataflows.registry import Dataflow
 from engine.errors import ConfigError
+from engine.models import require_model_folder
 from engine.plugins import import_plugins
 from engine.rewards import declared_components, resolve_reward
 from engine.rollout.protocol import check_engine
@@ -36,7 +39,7 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     dataflow = choose_dataflow(algorithm)
     if dataflow.uses_advantages:
         advantages.check_group_size(algorithm.adv_estimator, config.rollout.n)
-    elif config.rollout.n < 2:
+    elif dataflow.name == "online_dpo" and config.rollout.n < 2:
         raise ConfigError(
             f"rollout.n={config.rollout.n} with algorithm.dataflow={dataflow.name}: it compares "
             "the completions of one prompt; set rollout.n to 2 or more"
@@ -50,6 +53,9 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     resolve_reward(config.reward.name)
     _check_rewards(config, max_response_length)
     _check_correction(config)
+    _check_mode(config)
+    if "teacher" in dataflow.roles:
+        _check_teacher(config)
     for setting, why in _without_effect(config, dataflow):
         raise ConfigError(f"{setting} has no effect {why}; remove it")
     if config.trainer.threads > (os.cpu_count() or 1) * 4:
@@ -58,6 +64,15 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
             f"{os.cpu_count()} cores; set 0 for all of them"
         )
     return dataflow
+
+
+def check_teacher(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError unless the teacher reads the same tokens as the student."""
+    if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"algorithm.teacher={path} has another vocabulary than the model; distillation "
+            "compares token by token, so both need the same tokenizer"
+        )
 
 
 def _check_rewards(config: RLConfig, max_response_length: int | None) -> None:
@@ -81,6 +96,39 @@ def _check_rewards(config: RLConfig, max_response_length: int | None) -> None:
         raise ConfigError(
             f"reward.weights names {sorted(unknown or reward.weights)}, but the components of "
             f"reward.name={reward.name} are {list(components or ())}; correct the names"
+        )
+
+
+def _check_teacher(config: RLConfig) -> None:
+    if not config.algorithm.teacher:
+        raise ConfigError(
+            "algorithm.dataflow=distillation learns from a teacher; set algorithm.teacher to a "
+            "model folder"
+        )
+    if config.actor.use_kl_loss:
+        raise ConfigError(
+            "actor.use_kl_loss with algorithm.dataflow=distillation: the KL to the teacher is "
+            "what is learned already; set actor.use_kl_loss=false"
+        )
+    require_model_folder(config.algorithm.teacher, "algorithm.teacher")
+
+
+def _check_mode(config: RLConfig) -> None:
+    mode, engine, parts = config.trainer.mode, config.rollout.engine, config.rollout.parts
+    if mode == "async" and engine != "native":
+        raise ConfigError(
+            f"trainer.mode=async with rollout.engine={engine}: only native decodes without an end; "
+            "use native, or trainer.mode=one_step_off"
+        )
+    if parts > 1 and (mode != "sync" or engine != "native"):
+        raise ConfigError(
+            f"rollout.parts={parts} needs trainer.mode=sync and rollout.engine=native; "
+            "leave it at 1"
+        )
+    if mode != "sync" and config.actor.old_log_probs == "rollout":
+        raise ConfigError(
+            f"actor.old_log_probs=rollout with trainer.mode={mode}: completions are of older "
+            "weights, so the trainer's own log-probs are needed; set old_log_probs to auto"
         )
 
 
@@ -115,9 +163,17 @@ def _without_effect(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str,
     if "critic" not in needs.roles(dataflow):
         why = f"with dataflow {dataflow.name}, which has no critic"
         yield from _settings("critic", config.critic, why)
-    if dataflow.uses_advantages:
+    if dataflow.name != "online_dpo":
         why = f"with dataflow {dataflow.name}, which makes no preference pairs"
         yield from _settings("algorithm.preference", algorithm.preference, why)
+    if config.trainer.mode != "async":
+        why = f"with trainer.mode={config.trainer.mode}"
+        yield from _settings("trainer", config.trainer, why, _ASYNC)
+    if config.trainer.mode == "sync":
+        why = "with trainer.mode=sync"
+        yield from _settings("trainer", config.trainer, why, ("rollout_threads",))
+    if "teacher" not in dataflow.roles and algorithm.teacher:
+        yield f"algorithm.teacher={algorithm.teacher}", "without algorithm.dataflow=distillation"
     if not algorithm.filter_groups.enable:
         why = "without algorithm.filter_groups.enable"
         if not dataflow.refills:
@@ -137,6 +193,7 @@ def _without_effect(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str,
         yield from _settings("algorithm", algorithm, why, ("use_kl_in_reward",))
 
 
+_ASYNC = ("staleness", "rollout_workers", "rollout_silence_s", "max_rollout_restarts")
 _KL_LOSS = ("kl_loss_coef", "kl_loss_type")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
+from typing import Any
 
 from engine.config import ActorConfig, CriticConfig, RLConfig
 from engine.controller.host import RoleSpec
@@ -11,91 +13,146 @@ from engine.controller.launch import Placement, Pool
 from engine.dataflows.needs import Needs
 
 # Roles that share the policy's process, in the order in which they are built.
-_COLOCATED = ("actor", "rollout", "reference", "critic")
+_COLOCATED = ("actor", "rollout", "reference", "teacher", "critic")
 
 
-def place(config: RLConfig, roles: frozenset[str]) -> Placement:
-    """The policy's roles in one process with all cores, the reward beside it in another."""
-    cores = float(config.trainer.threads or os.cpu_count() or 1)
-    policy = tuple(role for role in _COLOCATED if role in roles)
+def effective(config: RLConfig) -> RLConfig:
+    """The settings with what a mode implies: where rollout runs ahead, its tokens are weighted.
+
+    Truncated importance sampling by token, unless a correction is configured.
+    """
+    if config.trainer.mode == "sync" or config.algorithm.rollout_correction.enabled:
+        return config
+    correction = config.algorithm.rollout_correction.model_copy(update={"rollout_is": "token"})
+    algorithm = config.algorithm.model_copy(update={"rollout_correction": correction})
+    return config.model_copy(update={"algorithm": algorithm})
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """All that the roles of a run are built from."""
+
+    model_path: str
+    config: RLConfig
+    needs: Needs
+    roles: frozenset[str]
+    max_response_length: int
+    max_model_len: int
+    seed: int
+    dtype: str = "float32"
+
+    @property
+    def sampler_threads(self) -> int:
+        """Cores of a process that only decodes; 0 where there is none."""
+        if self.config.trainer.mode == "sync":
+            return 0
+        return self.config.trainer.rollout_threads or max(1, self.cores // 2)
+
+    @property
+    def samplers(self) -> int:
+        """Processes that only decode."""
+        counts = {"one_step_off": 1, "async": self.config.trainer.rollout_workers}
+        return counts.get(self.config.trainer.mode, 0)
+
+    @property
+    def cores(self) -> int:
+        """Cores of the whole run."""
+        return self.config.trainer.threads or os.cpu_count() or 1
+
+
+def place(build: Build) -> Placement:
+    """The policy's roles in one process, the reward in another, a sampler in a third.
+
+    The trainer's process has the cores that those which only decode leave.
+    """
+    taken = build.samplers * build.sampler_threads
+    policy = tuple(role for role in _COLOCATED if role in build.roles)
+    pools = [Pool(policy, cpus=float(max(1, build.cores - taken))), Pool(("reward",), cpus=0.0)]
+    if "sampler" in build.roles:
+        pools.append(Pool(("sampler",), cpus=float(build.sampler_threads)))
+    return _placement(build.config, tuple(pools))
+
+
+def stream_placement(name: str, build: Build) -> Placement:
+    """One process of asynchronous rollout."""
+    return _placement(build.config, (Pool((name,), cpus=float(build.sampler_threads)),))
+
+
+def _placement(config: RLConfig, pools: tuple[Pool, ...]) -> Placement:
     return Placement(
-        pools=(Pool(policy, cpus=cores), Pool(("reward",), cpus=0.0)),
+        pools=pools,
         kind=config.trainer.placement,
         start_timeout_s=config.trainer.start_timeout_s,
         call_timeout_s=config.trainer.step_timeout_s,
+        timeline=config.trainer.timeline_steps > 0,
     )
 
 
-def role_specs(
-    model_path: str,
-    config: RLConfig,
-    roles: frozenset[str],
-    needs: Needs,
-    *,
-    max_response_length: int,
-    max_model_len: int,
-    seed: int,
-    dtype: str,
-) -> list[RoleSpec]:
-    """How to build each role that the dataflow calls."""
+def role_specs(build: Build) -> list[RoleSpec]:
+    """How to build each role of the run."""
     from engine.workers.actor import ActorWorker
     from engine.workers.critic import CriticWorker
     from engine.workers.reference import ReferenceWorker
     from engine.workers.reward import RewardWorker
     from engine.workers.rollout import RolloutWorker
 
-    steps = config.trainer.total_training_steps
-    temperature = config.rollout.temperature
-    rows = config.trainer.train_batch_size * config.rollout.n
-    common = {"model_path": model_path, "dtype": dtype}
+    config = build.config
+    steps, rows = config.trainer.total_training_steps, _rows(config)
+    common = {"model_path": build.model_path, "dtype": build.dtype}
+    frozen = {
+        "temperature": config.rollout.temperature,
+        "max_tokens_per_micro_batch": config.actor.max_tokens_per_micro_batch,
+    }
+    actor = {
+        "config": config.actor,
+        "temperature": config.rollout.temperature,
+        "total_steps": steps * _steps_an_update(config.actor, rows),
+        "seed": build.seed,
+        "preference": config.algorithm.preference,
+        "sum_pi_squared": build.needs.sum_pi_squared,
+        "plugins": config.plugins,
+    }
+    critic = {
+        "config": config.critic,
+        "total_steps": steps * _steps_an_update(config.critic, rows),
+        "seed": build.seed,
+    }
+    # Beside a sampler, the trainer's own rollout role only validates, on the weights it has.
+    own = config.rollout.model_copy(update={"engine": "native"} if build.samplers else {})
+    reward = {"model_path": build.model_path, "config": config.reward}
     specs = [
+        RoleSpec("actor", ActorWorker, common | actor),
+        RoleSpec("rollout", RolloutWorker, common | _sampling(build) | {"config": own}),
+        RoleSpec("sampler", RolloutWorker, common | _sampling(build)),
+        RoleSpec("reference", ReferenceWorker, common | frozen),
         RoleSpec(
-            "actor",
-            ActorWorker,
-            common
-            | {
-                "config": config.actor,
-                "temperature": temperature,
-                "total_steps": steps * _steps_an_update(config.actor, rows),
-                "seed": seed,
-                "preference": config.algorithm.preference,
-                "sum_pi_squared": needs.sum_pi_squared,
-                "plugins": config.plugins,
-            },
+            "teacher", ReferenceWorker, common | frozen | {"model_path": config.algorithm.teacher}
         ),
-        RoleSpec(
-            "rollout",
-            RolloutWorker,
-            {
-                "model_path": model_path,
-                "config": config.rollout,
-                "max_response_length": max_response_length,
-                "max_model_len": max_model_len,
-                "seed": seed,
-            },
-        ),
-        RoleSpec(
-            "reference",
-            ReferenceWorker,
-            common
-            | {
-                "temperature": temperature,
-                "max_tokens_per_micro_batch": config.actor.max_tokens_per_micro_batch,
-            },
-        ),
-        RoleSpec("reward", RewardWorker, {"model_path": model_path, "config": config.reward}),
-        RoleSpec(
-            "critic",
-            CriticWorker,
-            common
-            | {
-                "config": config.critic,
-                "total_steps": steps * _steps_an_update(config.critic, rows),
-                "seed": seed,
-            },
-        ),
+        RoleSpec("reward", RewardWorker, reward),
+        RoleSpec("critic", CriticWorker, common | critic),
     ]
-    return [spec for spec in specs if spec.name in roles]
+    return [spec for spec in specs if spec.name in build.roles]
+
+
+def stream_spec(name: str, build: Build) -> RoleSpec:
+    """How to build one worker of asynchronous rollout."""
+    from engine.workers.stream_rollout import StreamRolloutWorker
+
+    common = {"model_path": build.model_path, "dtype": build.dtype}
+    return RoleSpec(name, StreamRolloutWorker, common | _sampling(build))
+
+
+def _sampling(build: Build) -> dict[str, Any]:
+    return {
+        "config": build.config.rollout,
+        "max_response_length": build.max_response_length,
+        "max_model_len": build.max_model_len,
+        "seed": build.seed,
+    }
+
+
+def _rows(config: RLConfig) -> int:
+    return config.trainer.train_batch_size * config.rollout.n
 
 
 def _steps_an_update(config: ActorConfig | CriticConfig, rows: int) -> int:

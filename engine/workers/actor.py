@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,22 +14,24 @@ from engine.algorithms.aggregation import Denominators, aggregate
 from engine.algorithms.kl import kl_estimate
 from engine.algorithms.metrics import Sum, finish, merge, over_mask
 from engine.algorithms.skip import rows_with_gradient
-from engine.batch import Batch
+from engine.batch import TOKENS, Batch
 from engine.config import ActorConfig, PreferenceConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.models import load_model, save_model
 from engine.models.forward import TokenOutputs, token_outputs
 from engine.plugins import import_plugins
-from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
+from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.micro import micro_batches
 from engine.workers.optim import Optimizer
 from engine.workers.options import policy_loss_options
 from engine.workers.pairs import accumulate_pairs
+from engine.workers.state import StatefulWorker, load_trained_state, trained_state
+from engine.workers.weights import pack_policy
 
 Metrics = dict[str, Sum]
 
 
-class ActorWorker(Worker):
+class ActorWorker(StatefulWorker):
     """Trains the policy. Shares `policy` (the model) and `policy_version` with its process."""
 
     def __init__(
@@ -62,7 +65,7 @@ class ActorWorker(Worker):
         context.shared["policy"] = self.model
         context.shared["policy_version"] = 0
 
-    @dispatch(Dispatch.DATA_PARALLEL)
+    @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, gives=("old_log_probs", "sum_pi_squared"))
     def log_probs(self, batch: Batch) -> Batch:
         """The policy's log-probs before the update: `old_log_probs [B, R]`.
 
@@ -214,6 +217,21 @@ class ActorWorker(Worker):
         )
 
     @dispatch(Dispatch.RANK_ZERO)
+    def weights(self) -> Batch:
+        """All weights and their version, for the rollout workers of other processes."""
+        return pack_policy(self.context.shared)
+
+    @dispatch(Dispatch.RANK_ZERO)
     def save(self, folder: str) -> str:
         """Write the policy and its tokenizer as a Hugging Face folder."""
         return str(save_model(self.model, load_tokenizer(self.tokenizer_path), Path(folder)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, optimizer, the generator that shuffles mini-batches, and the version."""
+        version = {"policy_version": self.context.shared["policy_version"]}
+        return trained_state(self.model, self.optimizer, self.generator) | version
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict` in place: engines that share the weights' storage see it too."""
+        load_trained_state(state, self.model, self.optimizer, self.generator)
+        self.context.shared["policy_version"] = state["policy_version"]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from engine.algorithms.aggregation import Denominators, aggregate
 from engine.algorithms.metrics import Sum, finish, merge
 from engine.algorithms.values import value_loss
-from engine.batch import Batch
+from engine.batch import TOKENS, Batch
 from engine.config import CriticConfig
 from engine.models import create_critic_model, load_model
 from engine.models.forward import response_values
-from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
+from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.micro import micro_batches
 from engine.workers.optim import Optimizer
+from engine.workers.state import StatefulWorker, load_trained_state, trained_state
 
 
-class CriticWorker(Worker):
+class CriticWorker(StatefulWorker):
     """Trains a value model that starts from the warm start's backbone."""
 
     def __init__(
@@ -35,7 +38,7 @@ class CriticWorker(Worker):
         self.optimizer = Optimizer(self.model, config.optim, total_steps)
         self.generator = torch.Generator().manual_seed(seed)
 
-    @dispatch(Dispatch.DATA_PARALLEL)
+    @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, gives=("values",))
     def values(self, batch: Batch) -> Batch:
         """`values [B, R]` of the states before each response token."""
         out = torch.zeros(batch["responses"].shape)
@@ -70,3 +73,11 @@ class CriticWorker(Worker):
             aggregate(out.loss, micro["response_mask"], "token-mean", denominators).backward()
             parts.append(dict(out.metrics))
         return merge(parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, optimizer and the generator that shuffles mini-batches."""
+        return trained_state(self.model, self.optimizer, self.generator)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        load_trained_state(state, self.model, self.optimizer, self.generator)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from engine.config import OptimConfig
-from engine.errors import EngineError
+from engine.errors import CheckpointError, EngineError
 
 
 class Optimizer:
@@ -19,7 +19,8 @@ class Optimizer:
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, total_steps: int) -> None:
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(self._named.values())
         matrices = [p for p in self.parameters if p.dim() >= 2]
         vectors = [p for p in self.parameters if p.dim() < 2]
         groups: list[dict[str, Any]] = [{"params": matrices}] if matrices else []
@@ -63,6 +64,45 @@ class Optimizer:
         self._schedule.step()
         self._adam.zero_grad(set_to_none=True)
         return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """AdamW's moments by parameter name and the schedule's step; no copies."""
+        adam = self._adam.state
+        return {
+            "moments": {name: dict(adam[p]) for name, p in self._named.items() if p in adam},
+            "updates": self._schedule.last_epoch,
+            "lr": self.lr,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`, copying its tensors; rates follow the present configuration.
+
+        Raises CheckpointError, before anything has changed, for moments of another model.
+        """
+        for name, moments in state["moments"].items():
+            wanted = list(self._named[name].shape) if name in self._named else None
+            if wanted != list(moments["exp_avg"].shape):
+                raise CheckpointError(
+                    f"the saved optimizer has moments of shape {list(moments['exp_avg'].shape)} "
+                    f"for {name!r}, the model {wanted or 'no such parameter'}; resume with the "
+                    "model that was saved"
+                )
+        self._adam.state.clear()
+        for name, moments in state["moments"].items():
+            parameter = self._named[name]
+            self._adam.state[parameter] = {
+                key: torch.empty_like(value, device=parameter.device).copy_(value)
+                for key, value in moments.items()
+            }
+        self._schedule.last_epoch = state["updates"]
+        rates = [
+            base * factor(state["updates"])
+            for base, factor in zip(self._schedule.base_lrs, self._schedule.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self._adam.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self._schedule._last_lr = rates
+        self.lr = state["lr"]
 
 
 def learning_rate_factor(step: int, total_steps: int, config: OptimConfig) -> float:

@@ -1,10 +1,10 @@
-"""The reference: the policy as it was before RL, frozen."""
+"""The reference: the policy as it was before RL, frozen; or a teacher, which is as frozen."""
 
 from __future__ import annotations
 
 import torch
 
-from engine.batch import Batch
+from engine.batch import TOKENS, Batch
 from engine.models import load_model
 from engine.models.forward import response_log_probs, token_outputs
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
@@ -12,7 +12,7 @@ from engine.workers.micro import micro_batches
 
 
 class ReferenceWorker(Worker):
-    """Gives the frozen model's log-probs. Shares `reference` (the model) with its process."""
+    """Gives the frozen model's log-probs. Shares the model with its process by the role's name."""
 
     def __init__(
         self,
@@ -26,9 +26,9 @@ class ReferenceWorker(Worker):
         super().__init__(context)
         self.model = load_model(model_path, dtype).eval().requires_grad_(False)
         self.temperature, self.budget = temperature, max_tokens_per_micro_batch
-        context.shared["reference"] = self.model
+        context.shared[context.role] = self.model
 
-    @dispatch(Dispatch.DATA_PARALLEL)
+    @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, gives=("ref_log_probs",))
     def log_probs(self, batch: Batch) -> Batch:
         """`ref_log_probs [B, R]`."""
         out = torch.zeros(batch["responses"].shape)
@@ -38,7 +38,7 @@ class ReferenceWorker(Worker):
                 out[rows, :width] = response_log_probs(self.model, micro, self.temperature).cpu()
         return Batch({"ref_log_probs": out})
 
-    @dispatch(Dispatch.DATA_PARALLEL)
+    @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, gives=("ref_kl",))
     def full_kl(self, batch: Batch) -> Batch:
         """`ref_kl [B, R]`: exact KL of the process's policy, as it is now, from this model."""
         out = torch.zeros(batch["responses"].shape)

@@ -20,6 +20,17 @@ from engine.rewards import (
 )
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
 
+_GIVES = (
+    "token_level_scores",
+    "reward_components",
+    "reward_error",
+    "reward_failed",
+    "completion",
+    "has_format",
+    "reward_error_cause",
+    "reward_component_names",
+)
+
 
 class RewardWorker(Worker):
     """Scores completions on CPU; holds a tokenizer and no weights.
@@ -36,7 +47,7 @@ class RewardWorker(Worker):
             ordered_weights(config.name, self.components, config.weights)
         self.tokenizer = load_tokenizer(model_path)
 
-    @dispatch(Dispatch.DATA_PARALLEL)
+    @dispatch(Dispatch.DATA_PARALLEL, gives=_GIVES)
     def score(self, batch: Batch) -> Batch:
         """Score the rows; raise RewardError where none of them can be scored.
 
@@ -52,7 +63,7 @@ class RewardWorker(Worker):
         """
         return self._score(batch, whole=True)
 
-    @dispatch(Dispatch.DATA_PARALLEL)
+    @dispatch(Dispatch.DATA_PARALLEL, gives=_GIVES)
     def score_part(self, batch: Batch) -> Batch:
         """Score some rows of a batch; parts that are concatenated equal the whole.
 

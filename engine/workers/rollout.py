@@ -1,6 +1,8 @@
-"""The rollout role: samples completions from the policy that shares its process."""
+"""The rollout role: samples completions with the policy of its process, or with a copy of it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -9,12 +11,22 @@ from engine.config import RolloutConfig
 from engine.data.collate import collate_completions
 from engine.data.templates import stop_token_ids
 from engine.data.tokenizer import load_tokenizer
+from engine.models import load_model
 from engine.rollout.protocol import SamplingParams, create_engine
-from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
+from engine.workers.base import Dispatch, WorkerContext, dispatch
+from engine.workers.group_stream import GroupStream
+from engine.workers.state import StatefulWorker
+from engine.workers.weights import load_policy
 
 
-class RolloutWorker(Worker):
-    """Samples with the process's `policy`; takes its newest weights before every call."""
+class RolloutWorker(StatefulWorker):
+    """Samples with the process's `policy`, whose newest weights every call sees.
+
+    In a process without an actor it makes a copy of its own, which `load_weights` brings up to
+    date.
+    """
+
+    ranks_alike = True
 
     def __init__(
         self,
@@ -25,13 +37,18 @@ class RolloutWorker(Worker):
         max_response_length: int,
         max_model_len: int,
         seed: int,
+        dtype: str = "float32",
     ) -> None:
         super().__init__(context)
         self.config, self.seed = config, seed
-        self.max_response_length = max_response_length
+        self.max_response_length, self.max_model_len = max_response_length, max_model_len
         self.tokenizer = load_tokenizer(model_path)
+        if "policy" not in context.shared:
+            context.shared |= {"policy": load_model(model_path, dtype).eval(), "policy_version": 0}
         policy = context.shared["policy"]
         self.stop = stop_token_ids(self.tokenizer, policy.config)
+        self._groups: GroupStream | None = None  # between `begin` and the last `next_part`
+        self._left, self._done = 0, list[Batch]()
         self._draws = (-1, 0)  # policy version, and how often it was sampled from
         self.engine = create_engine(
             config.engine,
@@ -52,7 +69,42 @@ class RolloutWorker(Worker):
         """One greedy completion a prompt (validation, ReMax's baseline)."""
         return self._sample(prompts, 1, 0.0)
 
-    def _sample(self, prompts: Batch, n: int, temperature: float) -> Batch:
+    @dispatch(Dispatch.DATA_PARALLEL)
+    def begin(self, prompts: Batch) -> Batch:
+        """Take on prompts whose groups `next_part` gives out as they are finished."""
+        params = self._params(self.config.n, self.config.temperature)
+        self._groups = GroupStream(
+            self.engine,
+            params,
+            self.config,
+            max_model_len=self.max_model_len,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        self._groups.submit(prompts)
+        self._left, self._done = len(prompts), []
+        return prompts
+
+    @dispatch(Dispatch.DATA_PARALLEL)
+    def next_part(self, parts_left: int) -> Batch:
+        """Decode until the next part is there: 1/`parts_left` of the groups not given out yet."""
+        assert self._groups is not None, "begin comes first"
+        count = -(-self._left // parts_left)
+        while len(self._done) < count:
+            self._done += self._groups.step()
+        part, self._done = self._done[:count], self._done[count:]
+        self._left -= count
+        if not self._left:
+            self._groups.close()
+            self._groups = None
+        return Batch.concat(part)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def load_weights(self, weights: Batch) -> int:
+        """Copy the actor's weights into the process's policy; return their version."""
+        return load_policy(self.context.shared, weights)
+
+    def _params(self, n: int, temperature: float) -> SamplingParams:
+        """Parameters of the next rollout, with fresh draws, under the policy's newest weights."""
         shared = self.context.shared
         version = shared["policy_version"]
         if self.engine.policy_version != version:
@@ -60,7 +112,7 @@ class RolloutWorker(Worker):
         greedy = temperature == 0.0
         draw = self._draws[1] + 1 if self._draws[0] == version else 0
         self._draws = self._draws if greedy else (version, draw)
-        params = SamplingParams(
+        return SamplingParams(
             n=n,
             max_new_tokens=self.max_response_length,
             temperature=temperature,
@@ -69,6 +121,9 @@ class RolloutWorker(Worker):
             seed=hash((self.seed, version, draw, self.context.rank)) & 0x7FFFFFFF,
             stop_token_ids=self.stop,
         )
+
+    def _sample(self, prompts: Batch, n: int, temperature: float) -> Batch:
+        params = self._params(n, temperature)
         done = self.engine.generate(list(prompts.columns["prompt_ids"]), params)
         batch = collate_completions(
             prompts,
@@ -82,5 +137,17 @@ class RolloutWorker(Worker):
             "truncated": torch.tensor([c.finish_reason == "length" for c in done]),
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """How often the present policy was sampled from; the weights are the actor's state."""
+        return {"draws": list(self._draws)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`, and serve the policy as it is now."""
+        version, draws = state["draws"]
+        self._draws = (version, draws)
+        shared = self.context.shared
+        self.engine.update_weights(shared["policy"], shared["policy_version"])
+
     def close(self) -> None:
         self.engine.close()
+        super().close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,23 @@ import torch
 from engine.batch import Batch
 from engine.data.collate import collate_completions
 from engine.errors import DataError
-from engine.workers.base import Dispatch, Worker, dispatch
+from engine.workers.base import Dispatch, Metric, Worker, dispatch
+
+
+class Payload:
+    """A value that notes, in a file, each process that unpickles it."""
+
+    def __init__(self, notes: str) -> None:
+        self.notes = notes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpickle_payload, (self.notes,)
+
+
+def unpickle_payload(notes: str) -> Payload:
+    with Path(notes).open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    return Payload(notes)
 
 
 class Probe(Worker):
@@ -47,6 +64,75 @@ class Probe(Worker):
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
     def measure(self, batch: Batch) -> dict[str, float]:
         return {"mean": float(batch["x"].mean()), "seen": float(len(batch))}
+
+    @dispatch(Dispatch.DATA_PARALLEL_METRICS)
+    def measure_all(self, batch: Batch) -> dict[str, float | Metric]:
+        """One metric of each kind; the rank's own rows are 1, 2 or 3, 4, 5 on two ranks."""
+        x = batch["x"]
+        tokens = 3.0 if self.context.rank == 0 else 1.0
+        metrics: dict[str, float | Metric] = {
+            "mean": float(x.mean()),
+            "sum": Metric(float(x.sum()), "sum"),
+            "max": Metric(float(x.max()), "max"),
+            "min": Metric(float(x.min()), "min"),
+            "by_tokens": Metric(float(x.mean()), weight=tokens),
+        }
+        return metrics | ({"only_last": 7.0} if float(x.max()) == 5 else {})
+
+    @dispatch(Dispatch.DATA_PARALLEL, pad=True)
+    def padded(self, batch: Batch) -> Batch:
+        """Two rows for each; notes how many rows the rank got and how many tokens they have."""
+        rows = torch.arange(len(batch)).repeat_interleave(2)
+        seen = torch.full((2 * len(batch),), len(batch))
+        tokens = torch.full((2 * len(batch),), float(batch["response_mask"].sum()))
+        return Batch({"x": batch["x"][rows], "seen": seen, "tokens": tokens})
+
+    @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
+    def padded_measure(self, batch: Batch) -> dict[str, float]:
+        """The mean over real rows; NaN on a rank without any."""
+        mask = batch["response_mask"][:, 0]
+        return {"mean": float((batch["x"] * mask).sum() / mask.sum())}
+
+    @dispatch(Dispatch.AXIS, axis="tp")
+    def over_tp(self, batch: Batch) -> Batch:
+        return Batch({"x": batch["x"], "rank": torch.full((len(batch),), self.context.rank)})
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def place(self) -> dict[str, int]:
+        return self.context.coordinates
+
+    @dispatch(Dispatch.DATA_PARALLEL)
+    def pid(self) -> int:
+        """Each rank's, for who asks its actor; a group can't merge them."""
+        return os.getpid()
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def node(self) -> str:
+        """The id of the Ray node that it runs on."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def wrap(self, notes: str, size: int = 1) -> Batch:
+        """A batch with a payload that notes who unpickles it, of `size` floats."""
+        return Batch({"x": torch.zeros(1, size)}, {"payload": [Payload(notes)]})
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def unwrap(self, batch: Batch) -> tuple[str, int]:
+        return type(batch.columns["payload"][0]).__name__, os.getpid()
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def fail_on(self, rank: int, seconds: float) -> None:
+        """One rank raises at once, the others take some time."""
+        if self.context.rank == rank:
+            raise KeyError("teapot")
+        time.sleep(seconds)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def nap(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def total(self, batch: Batch, factor: float) -> float:

@@ -5,6 +5,7 @@ Ray's workers import this module too, for its rewards.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,11 @@ def digits_and_brevity(
 
 def broken_reward(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
     raise ZeroDivisionError("the judge is out")
+
+
+def slow_reward(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+    time.sleep(0.3)
+    return digit_share(prompts, completions)
 
 
 def sometimes_broken(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:

@@ -129,6 +129,10 @@ class GroupCache:
         self._member[slots] = torch.arange(len(which), device=which.device) - first[inverse]
         self._make_scratch()
 
+    def place_tails(self, kv: Tensor, slots: Tensor) -> None:
+        """Copy the first columns of completions, `[layers, 2, k, kv_heads, T, d]`, to `slots`."""
+        self._completions.place(kv, torch.arange(len(slots), device=slots.device), slots)
+
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy the rows in slots `source` `[k]` to slots `target` `[k]`."""
         self._completions.move(source, target)

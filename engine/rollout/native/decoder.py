@@ -7,14 +7,14 @@ larger operations, over the caches of `cache.py`. Scheduling and sampling live e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.rollout.native.cache import CacheShape, GroupCache, RowCache
-from engine.rollout.native.weights import LayerWeights, ModelWeights, Norm
+from engine.rollout.native.weights import LayerWeights, ModelWeights, Norm, Unsupported, bind
 
 
 class Prefilled(NamedTuple):
@@ -31,53 +31,80 @@ class Prefilled(NamedTuple):
         )
 
 
+class Past(NamedTuple):
+    """What whole sequences attend to before themselves."""
+
+    kv: Tensor  # [layers, 2, B, kv_heads, P, head_dim]
+    which: Tensor  # [k], int64: sequence i follows past number which[i]
+    mask: Tensor  # [k, 1, T, P + T], bool: True where a token of the sequence looks
+
+
 class LlamaDecoder:
-    """Prefill and single-token steps over bound weights; lives for one rollout."""
+    """Prefill and single-token steps over bound weights; lives for one rollout or stream."""
 
     def __init__(
         self, weights: ModelWeights, slots: int, n: int, longest_prompt: int, max_new_tokens: int
     ) -> None:
         """Serve `slots` rows, `n` completions a prompt."""
-        self._w = w = weights
-        like = w.embedding
-        shape = CacheShape(len(w.layers), w.kv_heads, w.head_dim, w.heads // w.kv_heads, w.scaling)
-        columns = longest_prompt + max_new_tokens
+        like = weights.embedding
+        self._columns = columns = longest_prompt + max_new_tokens
+        self._use(weights)
+        shape = _cache_shape(weights)
         self._rows = RowCache(shape, slots, columns, like) if n == 1 else None
         self._groups = GroupCache(shape, slots, n, max_new_tokens, like) if n > 1 else None
-        positions = torch.arange(columns, device=like.device)
-        cos, sin = w.rotary(like, positions[None])
-        self._cos = cos[0]  # [columns, head_dim]
-        # rotate_half(x) * sin == roll(x, head_dim / 2) * sin with the first half's sign turned
-        half = w.head_dim // 2
-        self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a group's rows share the keys of their prompt, so that a row is placed by
+        `place` (its prompt) and `place_tails` (its own tokens)."""
+        return self._groups is not None
+
+    def adopt(self, model: Any) -> bool:
+        """Go on with `model`'s weights over the keys and values that are cached.
+
+        False, with nothing changed, if they would not fit them.
+        """
+        try:
+            weights = bind(model)
+        except Unsupported:
+            return False
+        old, new = self._w.embedding, weights.embedding
+        same_place = (old.dtype, old.device) == (new.dtype, new.device)
+        if not same_place or _cache_shape(weights) != _cache_shape(self._w):
+            return False
+        self._use(weights)
+        return True
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
         """Run whole prompts, padded on the right (causal attention never looks there)."""
-        w = self._w
-        device = w.embedding.device
+        device = self._w.embedding.device
         lengths = torch.tensor([len(p) for p in prompts], device=device)
-        width = int(lengths.max())
-        ids = torch.zeros(len(prompts), width, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.as_tensor(prompt)
-        x = F.embedding(ids.to(device), w.embedding)
-        cos, sin = self._cos[:width, None], self._sin[:width, None]
-        kv = x.new_empty(len(w.layers), 2, len(prompts), w.kv_heads, width, w.head_dim)
-        for layer, (keys, values) in zip(w.layers, kv, strict=True):
-            q, k, v = self._qkv(layer, x, cos, sin)
-            keys.copy_(k.transpose(1, 2))
-            values.copy_(v.transpose(1, 2))
-            a = F.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                keys,
-                values,
-                is_causal=True,
-                scale=w.scaling,
-                enable_gqa=w.heads != w.kv_heads,
-            )
-            x = self._finish_layer(layer, x, a.transpose(1, 2).flatten(2))
+        ids = _padded(prompts).to(device)
+        width = ids.shape[1]
+        x, kv = self._run(ids, self._cos[:width, None], self._sin[:width, None], None)
         last = x[torch.arange(len(prompts), device=device), lengths - 1]
         return Prefilled(self._logits(last), lengths, kv)
+
+    def place_tails(
+        self, prefilled: Prefilled, which: Tensor, tails: Sequence[Sequence[int]], slots: Tensor
+    ) -> None:
+        """Compute the completions so far, `tails` of k lists, of rows that `place` gave a prompt.
+
+        Row i follows prompt `which[i]` and sits in slot `slots[i]`, both int64 `[k]`. The prompts'
+        keys are used as they are, so a group's prompt is not computed again for each of its rows.
+        """
+        assert self._groups is not None
+        lengths = prefilled.lengths[which]
+        ids = _padded(tails).to(lengths.device)
+        count, width = ids.shape
+        positions = lengths[:, None] + torch.arange(width, device=lengths.device)
+        columns = torch.arange(prefilled.kv.shape[4], device=lengths.device)
+        on_prompt = (columns < lengths[:, None])[:, None].expand(-1, width, -1)
+        on_itself = ids.new_ones(width, width, dtype=torch.bool).tril().expand(count, -1, -1)
+        mask = torch.cat((on_prompt, on_itself), dim=-1)[:, None]
+        cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
+        _, kv = self._run(ids, cos, sin, Past(prefilled.kv, which, mask))
+        self._groups.place_tails(kv, slots)
 
     def place(self, prefilled: Prefilled, which: Tensor, slots: Tensor, seated: Tensor) -> None:
         """Give prompts `which` `[k]` to `slots` `[k]`; `seated` are the slots of other rows."""
@@ -115,6 +142,43 @@ class LlamaDecoder:
             x = self._finish_layer(layer, x, cache.attend(index, q, k, v))
         return self._logits(x)
 
+    def _use(self, weights: ModelWeights) -> None:
+        self._w = w = weights
+        positions = torch.arange(self._columns, device=w.embedding.device)
+        cos, sin = w.rotary(w.embedding, positions[None])
+        self._cos = cos[0]  # [columns, head_dim]
+        # rotate_half(x) * sin == roll(x, head_dim / 2) * sin with the first half's sign turned
+        half = w.head_dim // 2
+        self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+
+    def _run(
+        self, ids: Tensor, cos: Tensor, sin: Tensor, past: Past | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run sequences `[B, T]`: the last layer's output `[B, T, hidden]`, and their own keys and
+        values `[layers, 2, B, kv_heads, T, head_dim]`."""
+        w = self._w
+        x = F.embedding(ids, w.embedding)
+        kv = x.new_empty(len(w.layers), 2, len(ids), w.kv_heads, ids.shape[1], w.head_dim)
+        for index, (layer, (keys, values)) in enumerate(zip(w.layers, kv, strict=True)):
+            q, k, v = self._qkv(layer, x, cos, sin)
+            keys.copy_(k.transpose(1, 2))
+            values.copy_(v.transpose(1, 2))
+            if past is not None:
+                before_keys, before_values = past.kv[index]
+                keys = torch.cat((before_keys[past.which], keys), dim=2)
+                values = torch.cat((before_values[past.which], values), dim=2)
+            a = F.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                keys,
+                values,
+                attn_mask=None if past is None else past.mask,
+                is_causal=past is None,
+                scale=w.scaling,
+                enable_gqa=w.heads != w.kv_heads,
+            )
+            x = self._finish_layer(layer, x, a.transpose(1, 2).flatten(2))
+        return x, kv
+
     def _qkv(
         self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,6 +206,18 @@ class LlamaDecoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         return self._w.linear(_rms_norm(x, self._w.norm), *self._w.head)
+
+
+def _cache_shape(w: ModelWeights) -> CacheShape:
+    return CacheShape(len(w.layers), w.kv_heads, w.head_dim, w.heads // w.kv_heads, w.scaling)
+
+
+def _padded(sequences: Sequence[Sequence[int]]) -> Tensor:
+    """Token ids int64 `[B, T]`, padded on the right with 0."""
+    ids = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.as_tensor(sequence)
+    return ids
 
 
 def _rms_norm(x: Tensor, norm: Norm) -> Tensor:

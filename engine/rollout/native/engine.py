@@ -19,14 +19,12 @@ from engine.rollout.native import generic
 from engine.rollout.native.decoder import LlamaDecoder
 from engine.rollout.native.rows import RowResults
 from engine.rollout.native.scheduler import Scheduler
+from engine.rollout.native.served import ServedModel
+from engine.rollout.native.stream import NativeStream, StreamLimits
 from engine.rollout.native.weights import Unsupported, bind
 from engine.rollout.protocol import Completion, SamplingParams, register_engine
-from engine.rollout.requests import (
-    RolloutStats,
-    WeightGuard,
-    check_request,
-    resolve_max_model_len,
-)
+from engine.rollout.requests import RolloutStats, check_request, resolve_max_model_len
+from engine.rollout.stream import KvOnUpdate
 
 
 @register_engine("native")
@@ -56,14 +54,13 @@ class NativeEngine:
         if max_num_seqs < 1:
             raise RolloutError(f"max_num_seqs={max_num_seqs} decodes nothing; use 1 or more")
         self.stats = RolloutStats()
-        self._guard = WeightGuard("native")
         self._max_num_seqs, self._seed = max_num_seqs, seed
-        self._model: nn.Module | None = model
+        self._served = ServedModel(model)
         self._max_model_len = resolve_max_model_len(max_model_len, _context(model))
 
     @property
     def policy_version(self) -> int:
-        return self._guard.version
+        return self._served.version
 
     def generate(
         self,
@@ -76,10 +73,8 @@ class NativeEngine:
         A completion ends at a stop token, at `max_new_tokens`, or at `max_model_len`. Raises
         RolloutError for a bad request, NaN logits, and weights that are not whole.
         """
-        self._guard.check()
-        model = self._model
-        assert model is not None
-        check_request(prompts, params, self._max_model_len, _vocabulary(model))
+        model = self._served.get()
+        check_request(prompts, params, self._max_model_len, self._served.vocabulary())
         self.stats = RolloutStats(prompt_tokens=sum(map(len, prompts)))
         if not prompts:
             return []
@@ -109,32 +104,50 @@ class NativeEngine:
             new_tokens = min(params.max_new_tokens, self._max_model_len)
             decoder = LlamaDecoder(weights, slots, params.n, longest, new_tokens)
             Scheduler(decoder, prompts, params, slots, results, self.stats).run()
-        return results.completions(self._guard.version, self.stats)
+        return results.completions(self._served.version, self.stats)
+
+    def stream(
+        self,
+        params: SamplingParams,
+        *,
+        max_num_seqs: int | None = None,
+        longest_prompt: int | None = None,
+        kv_on_update: KvOnUpdate = "recompute",
+    ) -> NativeStream:
+        """Open a stream: requests come and go, and weights change, while it decodes.
+
+        At most `max_num_seqs` rows (default: the engine's) decode at once, `params.n` a request,
+        on prompts of at most `longest_prompt` tokens (default: all that leave room).
+
+        `kv_on_update` says what an update does with the keys and values of the tokens in flight.
+        "recompute", the default, computes them anew from the new weights: each log-prob is then
+        exactly that of a forward pass of its version's weights over the whole sequence, which is
+        what importance ratios assume, for the price of one prefill of all that is in flight.
+        "keep" (PipelineRL) leaves the old ones, so that an update costs nothing and later tokens
+        are drawn from a mixture of policies, whose log-probs are recorded as they were drawn. A
+        model outside the Llama family is recomputed in either case.
+
+        Raises ConfigError for limits that hold no request and RolloutError for bad `params`.
+        """
+        limits = StreamLimits(
+            max_num_seqs=self._max_num_seqs if max_num_seqs is None else max_num_seqs,
+            longest_prompt=self._max_model_len - 1 if longest_prompt is None else longest_prompt,
+            max_new_tokens=min(params.max_new_tokens, self._max_model_len - 1),
+            max_model_len=self._max_model_len,
+        )
+        params = dataclasses.replace(params, seed=params.seed + self._seed)
+        return NativeStream(self._served, params, limits, kv_on_update)
 
     def update_weights(self, model: nn.Module, version: int) -> None:
         """Serve `model`'s storage from now on, as policy `version`; nothing is copied."""
-        with self._guard.updating(version):
-            _refuse_meta(model)
-            self._model = model
+        with self._served.updating(model, version):
+            pass
 
     def close(self) -> None:
-        """Let go of the model; `generate` raises RolloutError afterwards."""
-        self._guard.refuse("it was closed")
-        self._model = None
-
-
-def _refuse_meta(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise RolloutError(
-                f"parameter {name!r} is on the meta device and holds no numbers; load the model"
-            )
+        """Let go of the model; `generate` and streams raise RolloutError afterwards."""
+        self._served.release()
 
 
 def _context(model: Any) -> int | None:
     config: Any = getattr(model, "config", None)
     return getattr(config, "max_position_embeddings", None)
-
-
-def _vocabulary(model: Any) -> int:
-    return int(model.get_input_embeddings().weight.shape[0])

@@ -31,7 +31,7 @@ def decode(
     stats: RolloutStats,
 ) -> None:
     """Fill `results` with `n` completions a prompt, decoding at most `slots` rows at a time."""
-    with _evaluating(model):
+    with evaluating(model):
         for rows in _batches(len(prompts), params.n, slots):
             _run_batch(model, prompts, rows, results, params, stats)
 
@@ -61,7 +61,7 @@ def _run_batch(
     chosen = prompts[first : last + 1]
     device = results.device
     rows = torch.arange(batch.start, batch.stop, device=device)
-    sequences = _Sequences(model, chosen, device)
+    sequences = Sequences(model, chosen, device)
     logits = sequences.prefill()[rows // params.n - first]
     sequences.select(rows // params.n - first)
     stats.prefill_tokens += sum(map(len, chosen))
@@ -80,7 +80,7 @@ def _run_batch(
         stats.decode_steps += 1
 
 
-class _Sequences:
+class Sequences:
     """Rows of one batch as the model sees them: ids and mask `[R, T]`, its cache if it has one."""
 
     def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], device: Any) -> None:
@@ -128,7 +128,7 @@ class _Sequences:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Turn dropout off for the rollout, and put each module's mode back."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -1,11 +1,11 @@
-"""Lazy batches wait only when read, and hand their pieces on."""
+"""Lazy batches wait only when read, and hand their pieces on; what any call's future promises."""
 
 from __future__ import annotations
 
 import torch
 
 from engine.batch import Batch
-from engine.controller.futures import LazyBatch, Ready
+from engine.controller.futures import Future, LazyBatch, Ready, late, unite
 
 
 class Counted(Ready):
@@ -19,22 +19,39 @@ class Counted(Ready):
 
 
 def test_waits_once_and_only_when_read() -> None:
-    late = Counted(Batch({"y": torch.tensor([2.0, 3.0])}))
+    y = Counted(Batch({"y": torch.tensor([2.0, 3.0])}))
     lazy = LazyBatch(Batch({"x": torch.zeros(2)}))
-    lazy |= late
-    assert late.waits == 0
+    lazy |= y
+    assert y.waits == 0
     assert lazy["y"].tolist() == [2.0, 3.0]
     assert len(lazy) == 2
     assert "x" in lazy.resolve()
-    assert late.waits == 1
+    assert y.waits == 1
 
 
 def test_later_pieces_win_and_pieces_stay() -> None:
-    first, late = Batch({"x": torch.zeros(1)}), Ready(Batch({"x": torch.ones(1)}))
-    lazy = LazyBatch(first) | late
+    first, last = Batch({"x": torch.zeros(1)}), Ready(Batch({"x": torch.ones(1)}))
+    lazy = LazyBatch(first) | last
     assert lazy["x"].item() == 1.0
-    assert lazy.pieces == [first, late], "a group must still get the future, not its value"
+    assert lazy.pieces == [first, last], "a group must still get the future, not its value"
     more = lazy | LazyBatch(Batch({"x": torch.full((1,), 7.0)})) | {"z": torch.zeros(1)}
     assert more["x"].item() == 7.0
     assert more["z"].item() == 0.0
     assert lazy["x"].item() == 1.0
+
+
+def test_what_counts_as_a_future() -> None:
+    assert isinstance(Ready(1), Future)
+    assert not isinstance(LazyBatch(), Future), "it is resolved piece by piece"
+    assert not isinstance(Batch({"x": torch.zeros(1)}), Future)
+
+
+def test_one_value_of_any_kind_stays_itself() -> None:
+    value = {"loss": 1.0}
+    assert unite([value]) is value
+
+
+def test_a_deadline_is_said_in_full() -> None:
+    assert late("actor rank 1: update", 0.5).startswith(
+        "actor rank 1: update gave no result within 0.5 s"
+    )

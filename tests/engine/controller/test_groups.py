@@ -1,9 +1,13 @@
-"""Dispatch: local and Ray groups give equal results, and rows don't pass through the driver."""
+"""Dispatch and futures: local and Ray groups give equal results, and report causes alike."""
 
 from __future__ import annotations
 
+import os
 import re
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,39 +16,67 @@ from probe_worker import Probe
 
 from engine.batch import Batch
 from engine.controller import ray_groups
-from engine.controller.futures import LazyBatch
-from engine.controller.groups import LocalGroup, Roles, WorkerGroup
+from engine.controller.futures import LazyBatch, Ready
+from engine.controller.groups import Roles, WorkerGroup
 from engine.controller.host import Host, RoleSpec
 from engine.controller.launch import Placement, Pool, launch
-from engine.errors import DataError, WorkerError
+from engine.controller.local_groups import LocalGroup, LocalHost
+from engine.errors import DataError, PlacementError, WorkerError
+from engine.workers.base import Dispatch, dispatch
+from engine.workers.mesh import Mesh
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SPECS = [RoleSpec("probe", Probe), RoleSpec("other", Probe)]
+ROLES = ("probe", "other")
+HOSTS: list[LocalHost] = []
+
+
+@pytest.fixture(autouse=True)
+def close_hosts() -> Iterator[None]:
+    """End the threads of local groups."""
+    yield
+    while HOSTS:
+        HOSTS.pop().close()
 
 
 def batch(rows: int = 5) -> Batch:
     return Batch({"x": torch.arange(rows).float() + 1}, {"tag": [{"row": i} for i in range(rows)]})
 
 
-def local_group(ranks: int) -> LocalGroup:
-    hosts = [Host(SPECS, rank, ranks, threads=1) for rank in range(ranks)]
+def masked(rows: int) -> Batch:
+    return batch(rows) | {"response_mask": torch.ones(rows, 3)}
+
+
+def local_roles(ranks: int, mesh: Mesh | None = None, **options: Any) -> Roles:
+    specs = [RoleSpec(role, Probe, mesh=mesh) for role in ROLES]
+    hosts = [LocalHost(Host(specs, rank, ranks, threads=1)) for rank in range(ranks)]
     for host in hosts:
-        host.build()
-    return LocalGroup("probe", Probe, hosts)
+        host.host.build()
+    HOSTS.extend(hosts)
+    return Roles({spec.name: LocalGroup(spec, hosts, **options) for spec in specs}, lambda: None)
+
+
+def local_group(ranks: int, mesh: Mesh | None = None, **options: Any) -> WorkerGroup:
+    return local_roles(ranks, mesh, **options).probe
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Roles]:
-    pool = Pool(("probe", "other"), world_size=2, cpus=0.5)
-    with launch(Placement((pool,), call_timeout_s=60), SPECS) as roles:
+def ray_roles() -> Iterator[Roles]:
+    pool = Pool(ROLES, world_size=2, cpus=0.5)
+    specs = [RoleSpec(role, Probe) for role in ROLES]
+    with launch(Placement((pool,), call_timeout_s=60), specs) as roles:
         yield roles
 
 
 @pytest.fixture(params=["local", "ray"])
-def group(request: pytest.FixtureRequest, ray_cluster: None) -> WorkerGroup:
+def roles(request: pytest.FixtureRequest, ray_cluster: None) -> Roles:
+    """Two roles on two ranks."""
     if request.param == "local":
-        return local_group(2)
-    roles: Roles = request.getfixturevalue("two_ranks")
+        return local_roles(2)
+    return request.getfixturevalue("ray_roles")
+
+
+@pytest.fixture
+def group(roles: Roles) -> WorkerGroup:
     return roles.probe
 
 
@@ -63,14 +95,40 @@ def test_ranks_that_pad_differently_are_joined(group: WorkerGroup) -> None:
         assert torch.equal(spread[name], alone[name]), name
 
 
-def test_metrics_are_averaged_by_rows(group: WorkerGroup) -> None:
+def test_plain_metrics_are_averaged_by_rows(group: WorkerGroup) -> None:
     # Ranks see rows 1, 2 and 3, 4, 5: the mean over ranks would be 2.75.
     assert group.measure(batch()).result() == {"mean": 3.0, "seen": (2 * 2 + 3 * 3) / 5}
     assert local_group(1).measure(batch()).result() == {"mean": 3.0, "seen": 5.0}
 
 
+def test_metrics_are_merged_as_they_say(group: WorkerGroup) -> None:
+    spread = group.measure_all(batch()).result()
+    by_tokens = (1.5 * 3 + 4.0 * 1) / 4
+    wanted = {"mean": 3.0, "sum": 15.0, "max": 5.0, "min": 1.0, "by_tokens": by_tokens}
+    assert spread == wanted | {"only_last": 7.0}
+    alone = local_group(1).measure_all(batch()).result()
+    assert alone == wanted | {"by_tokens": 3.0, "only_last": 7.0}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_padding_gives_equal_shares_and_is_dropped(group: WorkerGroup, rows: int) -> None:
+    out = group.padded(masked(rows)).result()
+    assert out["x"].tolist() == [float(r + 1) for r in range(rows) for _ in range(2)]
+    share = -(-rows // 2)
+    assert set(out["seen"].tolist()) == {share}
+    real = [share, rows - share]  # the last rank has the padding
+    tokens = [3.0 * real[0]] * 2 * real[0] + [3.0 * real[1]] * 2 * real[1]
+    assert out["tokens"].tolist() == tokens
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_padding_counts_in_no_metric(group: WorkerGroup, rows: int) -> None:
+    assert group.padded_measure(masked(rows)).result() == {"mean": (rows + 1) / 2}
+
+
 def test_one_to_all_gives_everything_to_each_and_returns_rank_zero(group: WorkerGroup) -> None:
     assert group.total(batch(), 2.0).result() == 30.0
+    assert group.total(factor=2.0, batch=batch()).result() == 30.0
 
 
 def test_rank_zero(group: WorkerGroup) -> None:
@@ -82,17 +140,30 @@ def test_too_few_rows_for_the_ranks(group: WorkerGroup) -> None:
         group.double(batch(1)).result()
 
 
-def test_a_future_feeds_the_next_call(group: WorkerGroup) -> None:
-    lazy = LazyBatch(batch()) | group.answer(batch())
-    doubled = group.double(lazy)
+def test_a_future_feeds_the_next_call(roles: Roles) -> None:
+    lazy = LazyBatch(batch()) | roles.probe.answer(batch())
+    doubled = roles.other.double(lazy)
     lazy = lazy | doubled
     assert lazy["doubled"].tolist() == [2, 4, 6, 8, 10]
-    assert group.total(lazy, 1.0).result() == 15.0
+    assert roles.probe.total(batch=lazy, factor=1.0).result() == 15.0
+    assert roles.probe.total(Ready(batch()), 1.0).result() == 15.0
 
 
-def test_errors_of_ours_cross_as_themselves(group: WorkerGroup) -> None:
-    with pytest.raises(DataError, match=r"^row 3 is wrong; repair it$"):
+def test_any_value_can_be_handed_on(roles: Roles) -> None:
+    seconds = roles.probe.total(batch(), 0.0)  # a float on rank 0, None from rank 1
+    assert roles.other.nap(seconds).result() == 0.0
+    metrics = roles.probe.measure(batch())
+    with pytest.raises(WorkerError, match=r"other rank \d: nap failed with TypeError"):
+        roles.other.nap(metrics).result()  # reaches it as the merged dict
+
+
+def test_errors_of_ours_cross_as_themselves_and_say_where(group: WorkerGroup) -> None:
+    with pytest.raises(DataError) as caught:
         group.fail("data").result()
+    assert str(caught.value) == "row 3 is wrong; repair it"
+    [note] = caught.value.__notes__
+    assert re.match(r"raised in probe rank [01]: fail\nTraceback", note)
+    assert 'raise DataError("row 3 is wrong; repair it")' in note
 
 
 def test_other_errors_name_role_rank_method_and_traceback(group: WorkerGroup) -> None:
@@ -104,6 +175,43 @@ def test_other_errors_name_role_rank_method_and_traceback(group: WorkerGroup) ->
     assert group.whoami().result()[0] == "probe", "the group must go on serving"
 
 
+@pytest.mark.parametrize("kind", ["data", "teapot"])
+def test_a_failed_future_that_is_handed_on_reports_its_cause(roles: Roles, kind: str) -> None:
+    failed = roles.probe.fail(kind)
+    after = roles.other.double(LazyBatch(batch()) | failed)
+    last = roles.probe.total(LazyBatch(after), 1.0)
+    with pytest.raises(Exception) as direct:  # noqa: PT011
+        failed.result()
+    for future in (after, last):
+        with pytest.raises(type(direct.value)) as caught:
+            future.result()
+        first, wanted = (str(e.value).splitlines()[0] for e in (caught, direct))
+        assert re.sub(r"rank \d", "", first) == re.sub(r"rank \d", "", wanted)  # both ranks fail
+        where = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        assert re.search(r"probe rank [01]: fail", where)
+        assert "other rank" not in where
+
+
+def test_one_rank_s_error_does_not_wait_for_the_others(group: WorkerGroup) -> None:
+    start = time.monotonic()
+    future = group.fail_on(1, seconds=2.0)
+    with pytest.raises(WorkerError, match=r"^probe rank 1: fail_on failed with KeyError"):
+        future.result()
+    assert future.done()
+    assert time.monotonic() - start < 1.5
+    group.nap(0.0).result()
+
+
+def test_done_tells_whether_a_result_is_there(group: WorkerGroup) -> None:
+    start = time.monotonic()
+    future = group.nap(0.5)
+    assert not future.done()
+    while not future.done() and time.monotonic() - start < 10:
+        time.sleep(0.01)
+    assert time.monotonic() - start >= 0.5
+    assert future.result() == 0.5
+
+
 def test_a_method_that_is_not_marked_can_t_be_called(group: WorkerGroup) -> None:
     with pytest.raises(WorkerError, match=r"Probe\.unmarked can't be called on a group"):
         group.unmarked()
@@ -111,19 +219,111 @@ def test_a_method_that_is_not_marked_can_t_be_called(group: WorkerGroup) -> None
         group.missing()
 
 
-def test_rows_go_from_worker_to_worker(
-    ray_cluster: None, two_ranks: Roles, monkeypatch: pytest.MonkeyPatch
+def test_rows_are_sent_once_and_never_read_back(
+    ray_cluster: None, ray_roles: Roles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put: list[Any] = []
     real = ray_groups.ray.put
     monkeypatch.setattr(ray_groups.ray, "put", lambda value: put.append(value) or real(value))
     prompts = batch()
-    lazy = LazyBatch(prompts) | two_ranks.probe.double(prompts)
-    assert put == [prompts]
+    lazy = LazyBatch(prompts) | ray_roles.probe.double(prompts)
     lazy.resolve()  # reading on the driver must not turn refs into values that are sent again
-    future = two_ranks.other.double(lazy | two_ranks.probe.answer(prompts))
+    future = ray_roles.other.double(lazy | ray_roles.probe.answer(prompts))
     assert future.result()["doubled"].tolist() == [2, 4, 6, 8, 10]
-    assert all(value is prompts for value in put)
+    assert put == [prompts]
+
+
+@pytest.mark.parametrize("size", [1, 1 << 18], ids=["inline", "object_store"])
+def test_the_controller_never_unpickles_what_it_hands_on(
+    ray_cluster: None, ray_roles: Roles, tmp_path: Path, size: int
+) -> None:
+    notes = tmp_path / "pids"
+    wrapped = ray_roles.probe.wrap(str(notes), size)
+    kind, reader = ray_roles.other.unwrap(LazyBatch(wrapped)).result()
+    assert kind == "Payload"
+    assert set(notes.read_text().split()) == {str(reader)}
+    wrapped.result()  # the probe does notice a process that reads
+    assert str(os.getpid()) in notes.read_text().split()
+
+
+# Meshes: four ranks in threads stand for four processes.
+
+
+def test_data_parallel_follows_the_dp_axis() -> None:
+    group = local_group(4, Mesh.of(dp=2, tp=2))
+    out = group.double(batch()).result()
+    assert out["doubled"].tolist() == [2, 4, 6, 8, 10]
+    assert out["rank"].tolist() == [0, 0, 2, 2, 2], "ranks 1 and 3 computed the same rows again"
+    # By rows of the two dp parts; a mean over four ranks would differ.
+    assert group.measure(batch()).result() == {"mean": 3.0, "seen": (2 * 2 + 3 * 3) / 5}
+    assert group.place().result() == {"dp": 0, "tp": 0}
+    sharded = local_group(4, Mesh.of(tp=1, dp=2, fsdp=2))
+    assert sharded.double(batch(4)).result()["rank"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_method_may_split_over_another_axis() -> None:
+    out = local_group(4, Mesh.of(dp=2, tp=2)).over_tp(batch()).result()
+    assert out["x"].tolist() == [1, 2, 3, 4, 5]
+    assert out["rank"].tolist() == [0, 0, 1, 1, 1]
+    assert local_group(1).over_tp(batch()).result()["rank"].tolist() == [0] * 5
+
+
+def test_a_mesh_must_cover_the_ranks() -> None:
+    with pytest.raises(
+        PlacementError, match=r"mesh of 4 ranks \{'dp': 2, 'tp': 2\} on a pool of 2"
+    ):
+        local_group(2, Mesh.of(dp=2, tp=2))
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "message"),
+    [
+        (Dispatch.AXIS, {}, "needs an axis"),
+        (Dispatch.RANK_ZERO, {"pad": True}, "splits no rows"),
+        (Dispatch.ONE_TO_ALL, {"axis": "tp"}, "splits no rows"),
+    ],
+)
+def test_dispatch_that_makes_no_sense(mode: Dispatch, options: Any, message: str) -> None:
+    with pytest.raises(WorkerError, match=message):
+        dispatch(mode, **options)
+
+
+# What is special to local groups.
+
+
+def test_local_calls_return_at_once_and_run_in_order() -> None:
+    roles = local_roles(1)
+    start = time.monotonic()
+    first, second = roles.probe.nap(0.3), roles.other.nap(0.01)
+    assert time.monotonic() - start < 0.2
+    assert second.result() == 0.01
+    assert time.monotonic() - start >= 0.3, "roles of one host take turns"
+    assert first.result() == 0.3
+
+
+def test_local_pools_overlap() -> None:
+    pools = (Pool(("probe",)), Pool(("other",)))
+    specs = [RoleSpec(role, Probe) for role in ROLES]
+    with launch(Placement(pools, kind="local"), specs, threads=1) as roles:
+        start = time.monotonic()
+        slow, fast = roles.probe.nap(2.0), roles.other.nap(0.1)
+        assert fast.result() == 0.1
+        assert time.monotonic() - start < 1.5
+        assert {t.name for t in threading.enumerate()} >= {"probe/0", "other/0"}
+        assert slow.result() == 2.0
+    assert not {t.name for t in threading.enumerate()} & {"probe/0", "other/0"}
+    with pytest.raises(WorkerError, match="probe/0 is closed"):
+        roles.probe.nap(0.0)
+
+
+def test_a_local_call_has_a_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    group = local_group(1, timeout_s=0.1)
+    with pytest.raises(WorkerError, match=r"probe rank 0: nap gave no result within 0\.1 s"):
+        group.nap(1.0).result()
+    start = time.monotonic()
+    HOSTS[-1].close(grace_s=0.1)
+    assert time.monotonic() - start < 0.6
+    assert "probe+other/0: a call has not ended in 0.1 s" in caplog.text
 
 
 def test_roles_close_once() -> None:

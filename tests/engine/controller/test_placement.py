@@ -1,13 +1,20 @@
-"""Placements that contradict themselves, and what a local launch closes."""
+"""Placements that contradict themselves or a cluster, where pools land, and what is closed."""
 
 from __future__ import annotations
 
+import logging
+import re
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray
+from probe_worker import Probe
 
 from engine.controller.host import RoleSpec
-from engine.controller.launch import Placement, Pool, launch, require_capacity
+from engine.controller.launch import Placement, Pool, init_options, launch
+from engine.controller.placement import Node, Strategy, require_capacity
 from engine.errors import PlacementError, WorkerError
 from engine.workers.base import Worker
 
@@ -79,7 +86,157 @@ def test_all_roles_are_closed_though_one_fails_to() -> None:
     assert CLOSED == ["c", "b", "a"]
 
 
-def test_capacity_counts_all_bundles() -> None:
-    require_capacity([{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 2.0})
-    with pytest.raises(PlacementError, match=r"CPU: wanted 3, present 2\)"):
-        require_capacity([{"CPU": 1.0}, {"CPU": 2.0}], {"CPU": 2.0})
+# What a cluster can't hold, told from its nodes as values.
+
+SMALL = Node("10.0.0.1", {"CPU": 2.0}, {"disk": "ssd", "ray.io/node-id": "ab12"})
+LARGE = Node("10.0.0.2", {"CPU": 4.0, "GPU": 2.0, "accelerator_type:H100": 1.0})
+
+
+def test_what_fits_is_let_through() -> None:
+    require_capacity([Pool(("a",), 3, cpus=2)], [SMALL, LARGE])
+    require_capacity([Pool(("a",), 2, gpus=1), Pool(("b",), 9, cpus=0)], [SMALL, LARGE])
+    require_capacity([Pool(("a",), 4, resources={"accelerator_type:H100": 0.25})], [LARGE])
+    require_capacity([Pool(("a",), 2, labels={"disk": "ssd"})], [SMALL, LARGE])
+    require_capacity([Pool(("a",), 4, cpus=1)], [LARGE], "STRICT_PACK")
+    require_capacity([Pool(("a",), 2, cpus=1)], [SMALL, LARGE], "STRICT_SPREAD")
+
+
+@pytest.mark.parametrize(
+    ("pool", "strategy", "reason"),
+    [
+        (Pool(("a",), 2, cpus=4), "PACK", "CPU: wanted 8, present 6;"),
+        (Pool(("a",), 1, cpus=6), "PACK", r"no single node holds one process of a \(6 CPU\)"),
+        (Pool(("a", "b"), 2, cpus=3), "SPREAD", r"hold one process of a\+b .* 1 times, wanted 2"),
+        (Pool(("a",), 1, resources={"fast": 0.1}), "PACK", "fast: wanted 0.1, present 0"),
+        (Pool(("a",), 1, labels={"disk": "tape"}), "PACK", r"labels \{'disk': 'tape'\}"),
+        (Pool(("a",), 1, gpus=1, labels={"disk": "ssd"}), "PACK", "no single node holds"),
+        (Pool(("a",), 1, cpus=0, labels={"disk": "tape"}), "PACK", "no single node holds"),
+        (Pool(("a",), 3, cpus=1.5), "STRICT_PACK", "STRICT_PACK wants one node with 4.5 CPU"),
+        (Pool(("a",), 3, cpus=1), "STRICT_SPREAD", "STRICT_SPREAD wants 3 nodes, present 2"),
+    ],
+)
+def test_what_can_t_fit_is_refused(pool: Pool, strategy: Strategy, reason: str) -> None:
+    with pytest.raises(PlacementError, match=reason):
+        require_capacity([pool], [SMALL, LARGE], strategy)
+
+
+def test_the_table_shows_wanted_and_present_by_node() -> None:
+    pools = [
+        Pool(("actor", "rollout"), 2, cpus=2, gpus=1, resources={"accelerator_type:H100": 0.001}),
+        Pool(("reward",), 4, cpus=1, labels={"disk": "ssd"}),
+    ]
+    with pytest.raises(PlacementError) as caught:
+        require_capacity(pools, [SMALL, LARGE])
+    assert str(caught.value).splitlines() == [
+        "the Ray cluster can't hold the placement: CPU: wanted 8, present 6; ask for less or add "
+        "nodes",
+        "                               CPU  GPU  accelerator_type:H100",
+        "wanted                           8    2                  0.002",
+        "  2 × actor+rollout, each        2    1                  0.001",
+        "  4 × reward [disk=ssd], each    1    0                      0",
+        "present                          6    2                      1",
+        "  10.0.0.1 [disk=ssd]            2    0                      0",
+        "  10.0.0.2                       4    2                      1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("selector", "holds"),
+    [("ssd", True), ("!ssd", False), ("in(hdd, ssd)", True), ("!in(hdd,tape)", True), ("s", False)],
+)
+def test_label_selectors(selector: str, holds: bool) -> None:
+    assert bool(SMALL.room(Pool(("a",), labels={"disk": selector}))) == holds
+    assert bool(LARGE.room(Pool(("a",), labels={"disk": selector}))) == selector.startswith("!")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"world_size": 0}, {"cpus": -1.0}, {"resources": {"fast": -0.5}}]
+)
+def test_pools_with_impossible_amounts(changes: dict[str, Any]) -> None:
+    with pytest.raises(PlacementError, match="world_size must be 1 or more, amounts 0 or more"):
+        Placement((Pool(("a",), **changes),))
+
+
+def test_how_ray_is_started() -> None:
+    def options(dashboard: bool = False, **environ: str) -> dict[str, Any]:
+        return init_options(Placement((Pool(("a",)),), dashboard=dashboard), environ)
+
+    assert options()["include_dashboard"] is False
+    assert options(dashboard=True)["include_dashboard"] is True
+    assert options(HYBRIDFLYTE_RAY_DASHBOARD="1")["include_dashboard"] is True
+    assert options(HYBRIDFLYTE_RAY_DASHBOARD="0")["include_dashboard"] is False
+    joined = options(RAY_ADDRESS="10.0.0.1:6379", dashboard=True)
+    assert joined["address"] == "10.0.0.1:6379"
+    assert "include_dashboard" not in joined
+
+
+# A real cluster of two unlike nodes.
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[dict[str, str]]:
+    """A node of one CPU, and one of two with labels and a resource; node ids by name."""
+    from ray.cluster_utils import Cluster
+
+    if ray.is_initialized():
+        ray.shutdown()
+    store = {"object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **store})
+    cluster.add_node(num_cpus=2, resources={"fast": 1}, labels={"disk": "ssd"}, **store)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    yield {"fast" if n["Resources"].get("fast") else "head": n["NodeID"] for n in ray.nodes()}
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_pools_land_on_the_nodes_that_they_ask_for(two_nodes: dict[str, str]) -> None:
+    pools = (
+        Pool(("by_resource",), cpus=0.5, resources={"fast": 0.001}),
+        Pool(("by_label",), cpus=0.5, labels={"disk": "in(ssd)"}),
+        Pool(("light",), cpus=0, labels={"disk": "ssd"}),
+        Pool(("elsewhere", "too"), cpus=0.5, labels={"disk": "!ssd"}),
+    )
+    specs = [RoleSpec(role, Probe) for pool in pools for role in pool.roles]
+    with launch(Placement(pools, call_timeout_s=60, run="try"), specs) as roles:
+        found = {spec.name: getattr(roles, spec.name).node().result() for spec in specs}
+        names = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+    fast, head = two_nodes["fast"], two_nodes["head"]
+    assert found == {
+        "by_resource": fast,
+        "by_label": fast,
+        "light": fast,
+        "elsewhere": head,
+        "too": head,
+    }
+    [run] = {name.split("/")[0] for name in names}
+    assert re.fullmatch(r"hybridflyte-try-[0-9a-f]{6}", run)
+    wanted = ("by_resource/0", "by_label/0", "light/0", "elsewhere+too/0")
+    assert names == {f"{run}/{name}" for name in wanted}
+
+
+def test_processes_are_spread(two_nodes: dict[str, str]) -> None:
+    pools = (Pool(("a",), cpus=0.5), Pool(("b",), cpus=0.5))
+    placement = Placement(pools, strategy="STRICT_SPREAD", call_timeout_s=60)
+    with launch(placement, [RoleSpec("a", Probe), RoleSpec("b", Probe)]) as roles:
+        assert {roles.a.node().result(), roles.b.node().result()} == set(two_nodes.values())
+
+
+@pytest.mark.parametrize(
+    ("pool", "strategy", "reason"),
+    [
+        (Pool(("a",), cpus=3), "PACK", r"no single node holds one process of a \(3 CPU\)"),
+        (Pool(("a",), 2, cpus=1.5), "PACK", "1 times, wanted 2 times"),
+        (Pool(("a",), resources={"accelerator_type:H100": 0.001}), "PACK", "H100: wanted 0.001"),
+        (Pool(("a",), labels={"disk": "tape"}), "PACK", "disk=tape"),
+        (Pool(("a",), 3, cpus=1), "STRICT_PACK", "wants one node with 3 CPU"),
+        (Pool(("a",), 3, cpus=0.1), "STRICT_SPREAD", "wants 3 nodes, present 2"),
+    ],
+)
+def test_a_real_cluster_refuses_at_once(
+    two_nodes: dict[str, str], pool: Pool, strategy: Strategy, reason: str
+) -> None:
+    start = time.monotonic()
+    with pytest.raises(PlacementError, match=reason) as caught:
+        launch(Placement((pool,), strategy=strategy), [RoleSpec("a", Probe)])
+    assert time.monotonic() - start < 2
+    assert "[disk=ssd]" in str(caught.value), "the table tells the nodes apart"

@@ -10,7 +10,6 @@ from engine.batch import Batch
 from engine.controller.futures import LazyBatch
 from engine.dataflows.best_and_worst import best_and_worst
 from engine.dataflows.dynamic import DynamicSampling
-from engine.errors import ConfigError
 
 PROMPTS = Batch({"group_ids": torch.arange(4)})
 
@@ -78,13 +77,13 @@ def test_no_group_at_all_leaves_the_last_rollout() -> None:
     assert metrics["sampling/groups_kept"] == 0
 
 
-def test_without_a_loader_there_is_nothing_to_refill_from() -> None:
+def test_without_a_source_of_prompts_there_is_one_round() -> None:
     sampling = DynamicSampling(algo_of(settings(algorithm={"filter_groups": {"enable": True}})), 4)
     rounds = sampling.rounds(PROMPTS)
     next(rounds)
-    sampling.add(LazyBatch(rollout(False)))
-    with pytest.raises(ConfigError, match="needs more prompts"):
-        next(rounds)
+    sampling.add(LazyBatch(rollout(False, True)))
+    assert list(rounds) == []
+    assert len(sampling.batch()) == 2
 
 
 def test_pairs_are_a_group_s_best_and_worst() -> None:

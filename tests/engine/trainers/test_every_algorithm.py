@@ -8,11 +8,15 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from tiny_engine import arithmetic_rows
+from transformers import AutoModelForCausalLM
 
 from engine.algorithms import advantages, aggregation, kl, losses, preference, rejection
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
+from engine.data.tokenizer import load_tokenizer
+from engine.models import save_model
 from engine.trainers.rl import RLTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +54,7 @@ def two_steps(folder: Path, **changes: Any) -> list[dict[str, float]]:
     with RLTrainer(folder, settings, loader, max_response_length=6, max_model_len=40) as trainer:
         trainer.on_step = lambda step, total, metrics: history.append(dict(metrics))
         trainer.fit()
-    assert len(history) == 2
+    assert len(history) == settings.trainer.total_training_steps
     for metrics in history:
         broken = {name: value for name, value in metrics.items() if not math.isfinite(value)}
         assert not broken
@@ -127,6 +131,24 @@ def test_every_preference_loss_online(tiny_folder: Path, name: str) -> None:
     metrics = two_steps(tiny_folder, algorithm=changes)[-1]
     assert 0 <= metrics["actor/rewards/accuracies"] <= 1
     assert metrics["preference/pairs"] > 0
+
+
+def test_distillation_comes_closer_to_its_teacher(tiny_folder: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    save_model(model, load_tokenizer(tiny_folder), tmp_path / "teacher")
+    history = two_steps(
+        tiny_folder,
+        algorithm={"dataflow": "distillation", "teacher": str(tmp_path / "teacher")},
+        actor={"use_kl_loss": False, "ppo_mini_batch_size": 0},
+        rollout={"n": 32},
+        trainer={"total_training_steps": 30},
+    )
+    course = [metrics["distillation/reverse_kl"] for metrics in history]
+    assert sum(course[-3:]) < 0.85 * sum(course[:3])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import RLConfig
-from engine.errors import ConfigError
+from engine.errors import EngineError
 from engine.trainers.rl_checks import check_config
 
 CORRECTION = {"rollout_correction": {"rollout_is": "token"}}
@@ -54,7 +54,20 @@ PARTS = {"name": "answer_and_format"}
         ({"reward": {"weights": {"format": 2.0}}}, "components of reward.name=answer_match"),
         ({"reward": PARTS | {"weights": {"form": 2.0}}}, r"names \['form'\]"),
         ({"reward": {"clip": [1.0, 0.0]}}, "reward.clip=.* is empty"),
+        ({"algorithm": {"dataflow": "distillation"}}, "set algorithm.teacher to a model folder"),
+        (
+            {"algorithm": {"dataflow": "distillation", "teacher": "/nowhere"}},
+            "actor.use_kl_loss with algorithm.dataflow=distillation",
+        ),
+        (
+            {
+                "algorithm": {"dataflow": "distillation", "teacher": "/nowhere"},
+                "actor": {"use_kl_loss": False},
+            },
+            "algorithm.teacher='/nowhere' does not exist",
+        ),
         # settings without effect
+        ({"algorithm": {"teacher": "/some"}}, "algorithm.teacher=/some has no effect"),
         (
             {"actor": {"use_kl_loss": False, "kl_loss_coef": 0.1}},
             "actor.kl_loss_coef=0.1 has no effect without actor.use_kl_loss",
@@ -104,7 +117,7 @@ PARTS = {"name": "answer_and_format"}
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(EngineError, match=message):
         check_config(RLConfig.model_validate(changes))
 
 

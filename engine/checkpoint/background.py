@@ -1,0 +1,64 @@
+"""One piece of work at a time beside the caller's own; its error waits to be asked for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from engine.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+
+class Background:
+    """Runs one call in a thread; a second one waits for the first."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        """`name` says whose work it is; a wait that takes longer than `timeout_s` is an error."""
+        self.name, self.timeout_s = name, timeout_s
+        self._done: Future[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether work is under way."""
+        return self._done is not None and not self._done.done()
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Wait for earlier work, raise its error if it had one, and start this."""
+        self.wait()
+        done: Future[None] = Future()
+        self._done = done
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # whatever it is, it belongs to who waits for it
+                log.warning("%s failed: %s", self.name, error)
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        # A daemon: a process that ends in the middle leaves a torn folder, which nobody chooses.
+        threading.Thread(target=run, name=self.name, daemon=True).start()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is under way; raise CheckpointError, once, if that went wrong."""
+        if self._done is None:
+            return
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            error = self._done.exception(limit)
+        except TimeoutError:
+            raise CheckpointError(
+                f"{self.name} has not ended in {limit:g} s; check the disk or the object store, "
+                "or give it a longer timeout"
+            ) from None
+        self._done = None
+        if isinstance(error, CheckpointError):
+            raise error
+        if error is not None:
+            raise CheckpointError(
+                f"{self.name} failed with {type(error).__name__}: {error}"
+            ) from error

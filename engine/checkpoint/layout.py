@@ -1,0 +1,212 @@
+"""What files a checkpoint consists of, and how they are checked.
+
+    step_500/
+      actor-00000-of-00001.json                     a rank's values and the sums of its other files
+      actor-00000-of-00001.model.safetensors        its tensors, a file for each part of its state
+      actor-00000-of-00001.optimizer.safetensors
+      state.json, state.<part>.safetensors          the controller's state
+      checksums.json                                SHA-256 and size of every file above
+      COMPLETE                                      written last; holds the digest of checksums.json
+
+Without `COMPLETE` a folder is torn. What does not live here: when and where folders are made
+(`store`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+
+from engine.checkpoint.files import FileSum, Folder
+from engine.checkpoint.tree import Tensors, Tree, byte_count, safetensors_bytes, unite
+from engine.errors import CheckpointError, DamagedCheckpointError
+
+STATE, CHECKSUMS, MARKER = "state", "checksums.json", "COMPLETE"
+_RANK = re.compile(r"(?P<role>.+)-(?P<rank>\d{5})-of-(?P<world>\d{5})\.json")
+_READERS = 4  # files hashed at once
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one rank, or the controller, wrote."""
+
+    files: dict[str, FileSum]
+    tensor_bytes: int  # bytes of the tensors' elements: the least that could be written
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """The content of `COMPLETE`."""
+
+    step: int  # e.g. 500
+    sequence: int  # counts the commits under one root; the newest checkpoint has the highest
+    checksums: str  # SHA-256 of checksums.json
+    metrics: dict[str, float] = field(default_factory=dict)  # by which the best are kept
+
+
+def rank_stem(role: str, rank: int, world_size: int) -> str:
+    """The first part of the names of a rank's files."""
+    return f"{role}-{rank:05d}-of-{world_size:05d}"
+
+
+def write_tree(folder: Folder, stem: str, values: Tree, groups: dict[str, Tensors]) -> Written:
+    """Write a split tree; its JSON file comes last, so where it is, all of it is."""
+    files = {
+        name: folder.write(name, safetensors_bytes(tensors))
+        for name, tensors in ((f"{stem}.{part}.safetensors", t) for part, t in groups.items())
+    }
+    size = sum(byte_count(t) for tensors in groups.values() for t in tensors.values())
+    report = {
+        "values": values,
+        "parts": {part: f"{stem}.{part}.safetensors" for part in groups},
+        "files": {name: asdict(file) for name, file in files.items()},
+        "tensor_bytes": size,
+    }
+    own = folder.write(f"{stem}.json", [json.dumps(report).encode()])
+    return Written(files | {f"{stem}.json": own}, size)
+
+
+def read_written(folder: Folder, stem: str) -> Written:
+    """What a rank reported in its JSON file."""
+    data = folder.read(f"{stem}.json")
+    report = _parse(folder, f"{stem}.json", data)
+    files = {name: FileSum(**file) for name, file in report["files"].items()}
+    own = FileSum(hashlib.sha256(data).hexdigest(), len(data))
+    return Written(files | {f"{stem}.json": own}, report["tensor_bytes"])
+
+
+def read_tree(folder: Folder, stem: str, sums: dict[str, FileSum]) -> Tree:
+    """Read what `write_tree` wrote, checking each file against `sums` on the way."""
+    name = f"{stem}.json"
+    report = _parse(folder, name, _checked_bytes(folder, name, sums))
+    groups = {part: _tensors(folder, file, sums) for part, file in report["parts"].items()}
+    tree: Tree = unite(report["values"], groups)
+    return tree
+
+
+def read_rank(uri: str, role: str, rank: int, world_size: int, *, alike: bool = False) -> Tree:
+    """Read one rank's state from a complete checkpoint.
+
+    With `alike` ranks are interchangeable, and another number of them may read than wrote. Raises
+    DamagedCheckpointError for a torn or changed checkpoint, CheckpointError for one without this
+    role or of another number of ranks.
+    """
+    folder = Folder(uri)
+    sums = read_checksums(folder, read_marker(folder))
+    saved = {int(m["world"]) for m in map(_RANK.fullmatch, sums) if m and m["role"] == role}
+    if not saved:
+        raise CheckpointError(
+            f"{folder} has no state of role {role!r}; resume with the algorithm that wrote it"
+        )
+    wrote = saved.pop()
+    if alike:
+        rank, world_size = rank % wrote, wrote
+    if wrote != world_size:
+        raise CheckpointError(
+            f"{folder} has {role} on {wrote} ranks and this run has {world_size}; resume on {wrote}"
+        )
+    return read_tree(folder, rank_stem(role, rank, world_size), sums)
+
+
+def ranks_in(names: dict[str, Any]) -> dict[str, dict[int, set[int]]]:
+    """Which ranks of which roles have a JSON file: `{role: {world_size: {rank, …}}}`."""
+    found: dict[str, dict[int, set[int]]] = {}
+    for match in filter(None, map(_RANK.fullmatch, names)):
+        worlds = found.setdefault(match["role"], {})
+        worlds.setdefault(int(match["world"]), set()).add(int(match["rank"]))
+    return found
+
+
+def write_checksums(folder: Folder, sums: dict[str, FileSum]) -> str:
+    """Write checksums.json; return its own digest, which the marker holds."""
+    text = json.dumps({name: asdict(sums[name]) for name in sorted(sums)}, indent=1)
+    return folder.write(CHECKSUMS, [text.encode()]).sha256
+
+
+def write_marker(folder: Folder, marker: Marker) -> None:
+    """Make the checkpoint count."""
+    folder.write(MARKER, [json.dumps(asdict(marker)).encode()])
+
+
+def read_marker(folder: Folder) -> Marker:
+    """Read COMPLETE; DamagedCheckpointError where there is none."""
+    try:
+        return Marker(**_parse(folder, MARKER, folder.read(MARKER)))
+    except TypeError as error:
+        raise DamagedCheckpointError(f"{folder}/{MARKER} is not a marker: {error}") from error
+
+
+def read_checksums(folder: Folder, marker: Marker) -> dict[str, FileSum]:
+    """Read checksums.json, checked against the marker."""
+    data = folder.read(CHECKSUMS)
+    if hashlib.sha256(data).hexdigest() != marker.checksums:
+        raise DamagedCheckpointError(f"{folder}/{CHECKSUMS} differs from what {MARKER} recorded")
+    return {name: FileSum(**file) for name, file in _parse(folder, CHECKSUMS, data).items()}
+
+
+def check_sizes(folder: Folder, sums: dict[str, FileSum]) -> None:
+    """Raise DamagedCheckpointError unless every file is there in its full size."""
+    found = folder.sizes()
+    for name, wanted in sums.items():
+        if name not in found:
+            raise DamagedCheckpointError(f"{folder}/{name} is missing")
+        if found[name] != wanted.size:
+            raise DamagedCheckpointError(
+                f"{folder}/{name} has {found[name]} bytes where {wanted.size} were written"
+            )
+
+
+def verify(folder: Folder) -> Marker:
+    """Hash every file of a checkpoint; raise DamagedCheckpointError that names the first fault."""
+    marker = read_marker(folder)
+    sums = read_checksums(folder, marker)
+    check_sizes(folder, sums)
+    with ThreadPoolExecutor(_READERS) as pool:
+        for name, found in zip(sums, pool.map(folder.sum, sums), strict=True):
+            _compare(folder, name, found, sums)
+    return marker
+
+
+def _tensors(folder: Folder, name: str, sums: dict[str, FileSum]) -> Tensors:
+    """Load a safetensors file; from a disk it is mapped, from elsewhere held in memory."""
+    try:
+        if folder.is_local:
+            _compare(folder, name, folder.sum(name), sums)
+            return safetensors.torch.load_file(f"{folder.path}/{name}")
+        return safetensors.torch.load(_checked_bytes(folder, name, sums))
+    except (SafetensorError, OSError) as error:
+        raise DamagedCheckpointError(f"{folder}/{name} can't be loaded: {error}") from error
+
+
+def _checked_bytes(folder: Folder, name: str, sums: dict[str, FileSum]) -> bytes:
+    data = folder.read(name)
+    _compare(folder, name, FileSum(hashlib.sha256(data).hexdigest(), len(data)), sums)
+    return data
+
+
+def _compare(folder: Folder, name: str, found: FileSum, sums: dict[str, FileSum]) -> None:
+    wanted = sums.get(name)
+    if wanted is None:
+        raise DamagedCheckpointError(f"{folder}/{name} is not in {CHECKSUMS}")
+    if found != wanted:
+        raise DamagedCheckpointError(
+            f"{folder}/{name} differs from its checksum: {found.size} bytes of SHA-256 "
+            f"{found.sha256[:12]}, recorded {wanted.size} bytes of {wanted.sha256[:12]}"
+        )
+
+
+def _parse(folder: Folder, name: str, data: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(data)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{folder}/{name} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise DamagedCheckpointError(f"{folder}/{name} is not a JSON object")
+    return values

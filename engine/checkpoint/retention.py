@@ -1,0 +1,108 @@
+"""Which checkpoints are kept, and how the others leave. The choice is pure; removal is not."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.checkpoint.files import Folder
+from engine.checkpoint.layout import MARKER, Marker
+from engine.errors import CheckpointError, ConfigError
+
+log = logging.getLogger(__name__)
+
+DRAFT = ".writing-"
+_ABANDONED_AFTER_S = 24 * 3600.0  # a draft of another machine is nobody's after this
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """How many checkpoints stay."""
+
+    last: int = 2  # newest, at least 1
+    best: int = 1  # by `metric`; without effect where it is empty
+    metric: str = ""  # e.g. "validation/reward"
+    mode: Literal["max", "min"] = "max"  # whether a high or a low value is good
+
+    def __post_init__(self) -> None:
+        if self.last < 1 or self.best < 0 or self.mode not in ("max", "min"):
+            raise ConfigError(
+                f"keep_last={self.last} must be at least 1, keep_best={self.best} at least 0 and "
+                f"mode={self.mode!r} max or min"
+            )
+
+
+def kept(markers: Sequence[Marker], keep: Keep) -> set[int]:
+    """Sequence numbers of the checkpoints that stay: the newest of each step, last n and best k.
+
+    Where two are equally good the newer one stays.
+    """
+    newest_first = sorted(markers, key=lambda m: -m.sequence)
+    of_step: dict[int, Marker] = {}
+    for marker in newest_first:
+        of_step.setdefault(marker.step, marker)
+    candidates = list(of_step.values())
+    stay = candidates[: keep.last]
+    sign = 1.0 if keep.mode == "max" else -1.0
+    measured = [m for m in candidates if math.isfinite(m.metrics.get(keep.metric, math.nan))]
+    best = sorted(measured, key=lambda m: -sign * m.metrics[keep.metric])[: keep.best]
+    return {m.sequence for m in (*stay, *best)}
+
+
+def remove_checkpoint(folder: Folder) -> None:
+    """Delete a checkpoint, marker first: what a kill leaves of it is torn, and never chosen.
+
+    A refusal is a warning, since the new checkpoint is safe all the same.
+    """
+    try:
+        folder.remove_file(MARKER)
+        folder.remove()
+    except CheckpointError as error:
+        log.warning("an old checkpoint stays: %s", error)
+
+
+def draft_name(step: int) -> str:
+    """A folder name for a checkpoint under way, which says whose it is."""
+    return f"{DRAFT}step_{step}-{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def abandoned(root: Folder, names: Iterable[str], own: Iterable[str]) -> list[str]:
+    """Drafts whose process has died here, or that another machine left a day ago."""
+    return [
+        name
+        for name in names
+        if name.startswith(DRAFT) and name not in own and _is_abandoned(root, name)
+    ]
+
+
+def _is_abandoned(root: Folder, name: str) -> bool:
+    host, pid = name.removeprefix(DRAFT).split("-")[1:3]
+    # A restarted container may give its process the number of the one that died.
+    if host == _host() and (int(pid) == os.getpid() or not _alive(int(pid))):
+        return True
+    try:
+        age = time.time() - os.stat(f"{root.path}/{name}").st_mtime
+    except FileNotFoundError:
+        return False
+    return age > _ABANDONED_AFTER_S
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _host() -> str:
+    return socket.gethostname().replace("-", "_")

@@ -1,0 +1,43 @@
+"""The random number generators of a process: Python's, NumPy's and torch's own."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from engine.checkpoint.tree import Tree
+
+
+def process_rng() -> Tree:
+    """The state of all global generators of this process, as a tree for a checkpoint."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: Tree = {
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "numpy": {
+            "kind": kind,
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_process_rng(state: Tree) -> None:
+    """Restore what `process_rng` gave."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state(
+        (numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"])
+    )
+    torch.set_rng_state(state["torch"].clone())
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all([one.clone() for one in state["cuda"]])

@@ -1,0 +1,160 @@
+"""Saving beside training: roles copy their state and go on; writing and commit follow.
+
+What lives here: one save in flight over all roles, and what it cost. What does not: how a role
+writes (`engine.workers.state`), what a commit is (`store`). Knows groups by two methods only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.checkpoint.background import Background
+from engine.checkpoint.files import Folder
+from engine.checkpoint.layout import rank_stem
+from engine.checkpoint.store import Checkpoint, CheckpointStore, Draft
+from engine.checkpoint.tree import Snapshot, Tree, unite
+from engine.errors import CheckpointError, EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStats:
+    """What the latest committed save cost."""
+
+    step: int
+    stall_s: float  # how long training waited for it
+    write_s: float  # from the first copy to the commit
+    written_bytes: int  # size of all files
+    tensor_bytes: int  # bytes of the tensors' elements: the least that could be written
+
+    def as_metrics(self) -> dict[str, float]:
+        """For the tracker."""
+        return {
+            "checkpoint/stall_s": self.stall_s,
+            "checkpoint/write_s": self.write_s,
+            "checkpoint/bytes": float(self.written_bytes),
+            "checkpoint/bytes_over_least": self.written_bytes / max(1, self.tensor_bytes),
+        }
+
+
+class Saver:
+    """Saves and restores all roles of a run; at most one save is in flight.
+
+    Call it between training steps, when no call on the roles is under way.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        groups: Mapping[str, Any],
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """`groups` are the `WorkerGroup`s of `StatefulWorker`s by role, in the order in which they
+        load; a write has `timeout_s` seconds."""
+        self.store, self.groups = store, dict(groups)
+        self.last: Checkpoint | None = None  # newest that is committed
+        self.stats: SaveStats | None = None  # of the same
+        self._commit = Background("the commit of a checkpoint", 2 * timeout_s)  # ranks come first
+        self._timeout_s = timeout_s
+        self._snapshot = Snapshot()
+        self._in_flight = False
+        self._gave_up = threading.Event()
+        self._stall_s = 0.0
+
+    def save(self, step: int, state: Tree, metrics: Mapping[str, float] | None = None) -> None:
+        """Copy the state of all roles and the controller's `state`; the rest goes on beside.
+
+        Waits for the save before it, whose failure is raised here as CheckpointError: nothing of
+        `step` is saved then, and a further call may try again.
+        """
+        begin = time.perf_counter()
+        self.wait()
+        draft = self.store.begin(step)
+        draft.metrics, draft.roles = dict(metrics or {}), self._ranks()
+        try:
+            draft.state = unite(*self._snapshot.take(state))
+            answers = [group.save_state(draft.folder) for group in self.groups.values()]
+            for answer in answers:
+                answer.result()
+        except Exception:
+            self._settle()  # nobody may write any more into what is deleted
+            self.store.abandon(draft)
+            raise
+        self._gave_up.clear()
+        self._in_flight = True
+        self._stall_s = time.perf_counter() - begin
+        self._commit.start(lambda: self._finish(draft, begin))
+
+    def wait(self) -> Checkpoint | None:
+        """Wait until the save in flight is durable; return the newest checkpoint of this run.
+
+        Raises CheckpointError when it failed; the checkpoint before it stays.
+        """
+        if self._in_flight:
+            self._in_flight = False
+            if error := self._settle():
+                self._gave_up.set()
+                with contextlib.suppress(CheckpointError):  # the consequence of `error`
+                    self._commit.wait()
+                raise error
+            self._commit.wait()
+        return self.last
+
+    def restore(self, checkpoint: Checkpoint) -> Tree:
+        """Load all roles from a checkpoint; return the controller's state."""
+        for group in self.groups.values():  # one by one: the rollout serves what the actor loads
+            group.load_state(checkpoint.folder).result()
+        self.last = checkpoint
+        return checkpoint.state
+
+    def _ranks(self) -> dict[str, int]:
+        return {role: group.world_size for role, group in self.groups.items()}
+
+    def _settle(self) -> EngineError | None:
+        """Wait until no rank writes; return the first error that one has met."""
+        first = None
+        for answer in [group.wait_saved(self._timeout_s) for group in self.groups.values()]:
+            try:
+                answer.result()
+            except EngineError as error:
+                first = first or error
+        return first
+
+    def _finish(self, draft: Draft, begin: float) -> None:
+        """Wait until every rank has written, then commit."""
+        try:
+            self._wait_for_ranks(draft)
+            self.last = self.store.commit(draft)
+        except BaseException:
+            self.store.abandon(draft)
+            raise
+        self.stats = SaveStats(
+            step=draft.step,
+            stall_s=self._stall_s,
+            write_s=time.perf_counter() - begin,
+            written_bytes=self.last.bytes,
+            tensor_bytes=draft.tensor_bytes,
+        )
+
+    def _wait_for_ranks(self, draft: Draft) -> None:
+        """Look for the ranks' reports: asking the ranks would wait behind their next calls."""
+        folder, deadline = Folder(draft.folder), time.monotonic() + self._timeout_s
+        wanted = {
+            f"{rank_stem(role, rank, ranks)}.json"
+            for role, ranks in draft.roles.items()
+            for rank in range(ranks)
+        }
+        pause = 0.01
+        while missing := sorted(wanted - folder.sizes().keys()):
+            if self._gave_up.wait(pause):
+                raise CheckpointError(f"the checkpoint of step {draft.step} was given up")
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{draft.folder}: {missing[0]} has not come in {self._timeout_s:g} s; check "
+                    "that all nodes see this folder and that the disk is not full"
+                )
+            pause = min(2 * pause, 1.0)

@@ -1,0 +1,267 @@
+"""Checkpoints under one root: written whole or not at all, the newest good one found again.
+
+What lives here: opening, committing and finding checkpoints. What does not: files and checksums
+(`layout`), which ones are kept (`retention`), saving beside training (`saver`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from engine.checkpoint.files import FileSum, Folder
+from engine.checkpoint.layout import (
+    CHECKSUMS,
+    MARKER,
+    STATE,
+    Marker,
+    check_sizes,
+    rank_stem,
+    ranks_in,
+    read_checksums,
+    read_marker,
+    read_tree,
+    read_written,
+    verify,
+    write_checksums,
+    write_marker,
+    write_tree,
+)
+from engine.checkpoint.retention import Keep, abandoned, draft_name, kept, remove_checkpoint
+from engine.checkpoint.tree import Tree, split
+from engine.errors import CheckpointError, DamagedCheckpointError
+
+log = logging.getLogger(__name__)
+
+_STEP = re.compile(r"step_\d+(\.\d+)?")  # step_500.1: saved when there was a step_500 already
+_under_way: set[str] = set()  # addresses of this process's drafts, which nobody sweeps away
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint that was verified, or has just been written."""
+
+    folder: str  # path or URI, e.g. "/run/step_500"
+    marker: Marker
+
+    @property
+    def step(self) -> int:
+        """Training steps that it has seen."""
+        return self.marker.step
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics that it was saved with."""
+        return self.marker.metrics
+
+    @cached_property
+    def state(self) -> Tree:
+        """The controller's state, read on first use; tuples come back as lists."""
+        folder = Folder(self.folder)
+        return read_tree(folder, STATE, read_checksums(folder, self.marker))
+
+    @cached_property
+    def bytes(self) -> int:
+        """Size of its files."""
+        folder = Folder(self.folder)
+        return sum(file.size for file in read_checksums(folder, self.marker).values())
+
+
+@dataclass
+class Draft:
+    """A checkpoint under way: ranks write into `folder`, the rest is filled in before its end."""
+
+    step: int
+    folder: str  # path or URI, the same on every node
+    state: Tree = field(default_factory=dict)  # the controller's
+    metrics: dict[str, float] = field(default_factory=dict)  # e.g. {"validation/reward": 0.4}
+    roles: dict[str, int] = field(default_factory=dict)  # ranks that must have written, by role
+    tensor_bytes: int = 0  # set by the commit: the least that could be written
+
+
+class CheckpointStore:
+    """The checkpoints of one run, under a local folder or an address such as `s3://bucket/run`.
+
+    >>> store = CheckpointStore("/runs/7", keep_last=2, keep_best=1, metric="validation/reward")
+    >>> with store.writing(step=500) as draft:
+    ...     roles.actor.save_state(draft.folder).result()
+    ...     roles.actor.wait_saved().result()
+    ...     draft.state = {"loader": loader.state_dict()}
+    >>> store.latest().folder
+    '/runs/7/step_500'
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        keep_last: int = 2,
+        keep_best: int = 1,
+        metric: str = "",
+        mode: Literal["max", "min"] = "max",
+    ) -> None:
+        """Raise ConfigError for a retention that keeps nothing, CheckpointError for a bad root."""
+        self.keep = Keep(keep_last, keep_best, metric, mode)
+        self.root = Folder(root)
+        self._damaged: set[str] = set()  # names of folders that `latest` has refused
+
+    @contextlib.contextmanager
+    def writing(self, step: int) -> Iterator[Draft]:
+        """Yield a draft; leaving the block commits it, an error in it leaves nothing behind."""
+        draft = self.begin(step)
+        try:
+            yield draft
+            self.commit(draft)
+        except BaseException:
+            self.abandon(draft)
+            raise
+
+    def begin(self, step: int) -> Draft:
+        """Open a draft that has to be committed or abandoned."""
+        if step < 0:
+            raise CheckpointError(f"step {step} of a checkpoint must be at least 0")
+        self.root.create()
+        name = draft_name(step) if self.root.is_local else self._free_name(step)
+        folder = self.root / name
+        _under_way.add(folder.uri)
+        folder.create()
+        return Draft(step, folder.uri)
+
+    def commit(self, draft: Draft) -> Checkpoint:
+        """Check what the ranks wrote, write the marker, and let old checkpoints go.
+
+        Raises CheckpointError when a rank is missing or a file isn't what its rank reported.
+        """
+        folder = Folder(draft.folder)
+        sums = self._collect(folder, draft)
+        check_sizes(folder, sums)
+        others = self._markers()
+        sequence = 1 + max((marker.sequence for marker in others.values()), default=0)
+        digest = write_checksums(folder, sums)
+        marker = Marker(draft.step, sequence, digest, draft.metrics)
+        write_marker(folder, marker)
+        name = self._publish(folder, draft.step)
+        _under_way.discard(folder.uri)
+        self._remove_old(others, name, marker)
+        return Checkpoint((self.root / name).uri, marker)
+
+    def abandon(self, draft: Draft) -> None:
+        """Delete an uncommitted draft; what can't be deleted stays torn, and is never chosen."""
+        if draft.folder in _under_way:
+            remove_checkpoint(Folder(draft.folder))
+            _under_way.discard(draft.folder)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint whose every file verifies; None where there is none.
+
+        Damaged ones are passed over with a warning that says why. Raises CheckpointError when the
+        root can't be reached: falling back to an older one would lose work for nothing.
+        """
+        markers = self._markers(aloud=True)
+        for name in sorted(markers, key=lambda name: -markers[name].sequence):
+            folder = self.root / name
+            try:
+                return Checkpoint(folder.uri, verify(folder))
+            except DamagedCheckpointError as error:
+                self._damaged.add(name)
+                log.warning("checkpoint %s is passed over for an older one: %s", folder, error)
+        return None
+
+    def _collect(self, folder: Folder, draft: Draft) -> dict[str, FileSum]:
+        """The sums of all files that ranks reported and of the controller's state."""
+        present = ranks_in(folder.sizes())
+        wanted = {role: set(worlds) for role, worlds in present.items()}
+        wanted |= {role: {ranks} for role, ranks in draft.roles.items()}
+        sums: dict[str, FileSum] = {}
+        for role, worlds in wanted.items():
+            for world in worlds:
+                found = present.get(role, {}).get(world, set())
+                if missing := sorted(set(range(world)) - found):
+                    raise CheckpointError(
+                        f"{folder}: ranks {missing} of {world} of role {role!r} have written "
+                        "nothing; all nodes must see one folder: use a shared disk or s3://"
+                    )
+                for rank in range(world):
+                    written = read_written(folder, rank_stem(role, rank, world))
+                    sums |= written.files
+                    draft.tensor_bytes += written.tensor_bytes
+        own = write_tree(folder, STATE, *split(draft.state))
+        draft.tensor_bytes += own.tensor_bytes
+        return sums | own.files
+
+    def _publish(self, folder: Folder, step: int) -> str:
+        """Give a local draft its name; elsewhere it has had it from the start."""
+        name = folder.uri.rsplit("/", 1)[-1]
+        while self.root.is_local:
+            name = self._free_name(step)
+            if folder.move(self.root / name):
+                break
+        return name
+
+    def _free_name(self, step: int) -> str:
+        taken = set(self.root.folders())
+        name, attempt = f"step_{step}", 0
+        while name in taken:
+            attempt += 1
+            name = f"step_{step}.{attempt}"
+        return name
+
+    def _markers(self, aloud: bool = False) -> dict[str, Marker]:
+        """The markers of all checkpoints by folder name; torn ones are left out."""
+        markers = {}
+        for name in filter(_STEP.fullmatch, self.root.folders()):
+            try:
+                markers[name] = read_marker(self.root / name)
+            except DamagedCheckpointError as error:
+                if aloud and f"{self.root}/{name}" not in _under_way:
+                    log.warning("checkpoint %s/%s is torn: %s", self.root, name, error)
+        return markers
+
+    def _remove_old(self, others: Mapping[str, Marker], name: str, marker: Marker) -> None:
+        """After a commit: superseded and torn checkpoints go, and drafts of the dead."""
+        good = {n: m for n, m in others.items() if n not in self._damaged}
+        stay = kept([*good.values(), marker], self.keep)
+        try:
+            names = self.root.folders()
+        except CheckpointError as error:
+            log.warning("old checkpoints stay: %s", error)
+            return
+        busy = {address.rsplit("/", 1)[-1] for address in _under_way}
+        steps = [n for n in names if _STEP.fullmatch(n) and n not in {name, *busy}]
+        old = [n for n in steps if n not in good or good[n].sequence not in stay]
+        for gone in (*old, *abandoned(self.root, names, busy)):
+            remove_checkpoint(self.root / gone)
+
+
+def find_latest(root: str | Path) -> Checkpoint | None:
+    """The newest good checkpoint under `root`: see `CheckpointStore.latest`."""
+    return CheckpointStore(root).latest()
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Verify the checkpoint in one folder, such as `ckpt/step_500`.
+
+    Where that step was saved again by a resumed run, the newest such folder is meant. Raises
+    CheckpointError when it is missing, torn or damaged.
+    """
+    chosen = Folder(folder)
+    base, _, name = chosen.uri.rpartition("/")
+    if not chosen.sizes():
+        again = [other for other in Folder(base).folders() if other.startswith(f"{name}.")]
+        if not again or not _STEP.fullmatch(again[-1]):
+            raise CheckpointError(
+                f"{chosen} is no checkpoint: it holds no files; name a folder step_<n> that has "
+                f"{MARKER} and {CHECKSUMS}"
+            )
+        chosen = Folder(base) / again[-1]
+    try:
+        return Checkpoint(chosen.uri, verify(chosen))
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(
+            f"{error}; load another checkpoint, or the newest good one under {base}"
+        ) from error

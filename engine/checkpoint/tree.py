@@ -1,0 +1,132 @@
+"""State as a tree: dicts of tensors and plain values, on its way to files and back.
+
+What lives here: splitting a tree into tensors and JSON, fast copies of its tensors, and the
+safetensors bytes. What does not: names and checksums of files (`layout`, `files`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import CheckpointError
+
+Tree = dict[str, Any]  # keys are strings; leaves tensors, str, int, float, bool, None or lists
+Tensors = dict[str, Tensor]
+
+_MARK = "$tensor"
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Snapshot:
+    """Copies of a tree's tensors in memory of the CPU, kept and reused from copy to copy.
+
+    Fresh memory costs more than the copy itself, so the same buffers serve every save; `take`
+    therefore overwrites what the last one gave.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: Tensors = {}
+
+    def take(self, tree: Tree) -> tuple[Tree, dict[str, Tensors]]:
+        """Split `tree`, copying its tensors; writing may go on while the originals change."""
+        values, groups = split(tree)
+        buffers, moving = {}, False
+        for group, tensors in groups.items():
+            for name, tensor in tensors.items():
+                key = f"{group}\0{name}"
+                buffer = self._buffers.get(key)
+                if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                    pinned = tensor.is_cuda
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+                moving = moving or tensor.is_cuda
+                buffers[key] = tensors[name] = buffer
+        if moving:
+            torch.cuda.synchronize()
+        self._buffers = buffers
+        return values, groups
+
+
+def split(tree: Tree) -> tuple[Tree, dict[str, Tensors]]:
+    """Take the tensors out of a tree: what is left is JSON, with marks where they were.
+
+    Tensors are grouped by the tree's first level. Raises CheckpointError for a value that neither
+    JSON nor safetensors can hold.
+    """
+    groups: dict[str, Tensors] = {}
+
+    def visit(value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, Tensor):
+            group, key = path[0], "/".join(path[1:]) or path[0]
+            tensors = groups.setdefault(group, {})
+            if key in tensors or value.dtype not in _DTYPES:
+                why = "is there twice" if key in tensors else f"has dtype {value.dtype}"
+                raise CheckpointError(f"state {'.'.join(path)} {why}; a checkpoint can't hold it")
+            tensors[key] = value
+            return {_MARK: [group, key]}
+        if isinstance(value, dict) and all(isinstance(k, str) and k != _MARK for k in value):
+            return {k: visit(v, (*path, k)) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [visit(item, (*path, str(i))) for i, item in enumerate(value)]
+        if value is None or isinstance(value, str | int | float):
+            return value
+        raise CheckpointError(
+            f"state {'.'.join(path)} is a {type(value).__name__}, which a checkpoint can't hold; "
+            "give tensors, numbers, strings, lists and dicts with string keys"
+        )
+
+    return visit(tree, ()), groups
+
+
+def unite(values: Any, groups: dict[str, Tensors]) -> Any:
+    """Put the tensors back where `split` took them from; tuples have become lists."""
+    if isinstance(values, dict):
+        if set(values) == {_MARK}:
+            group, key = values[_MARK]
+            return groups[group][key]
+        return {k: unite(v, groups) for k, v in values.items()}
+    return [unite(item, groups) for item in values] if isinstance(values, list) else values
+
+
+def safetensors_bytes(tensors: Tensors) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, piece by piece, without a second copy in memory."""
+    # Wide types first keep every tensor aligned to its own width.
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    header: dict[str, Any] = {}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        start, end = end, end + byte_count(tensor)
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        if tensors[name].numel():
+            flat = tensors[name].detach().contiguous().reshape(-1)
+            yield flat.view(torch.uint8).numpy().data
+
+
+def byte_count(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()

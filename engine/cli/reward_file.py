@@ -1,0 +1,111 @@
+"""A reward function from a file: `custom_reward_function.path` and `.name`.
+
+`reward.name=engine.cli.reward_file:FILE::FUNCTION` names it, so each worker process loads the file
+by itself. A function of verl's kind (one completion at a time) is called for each row.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from engine.errors import ConfigError
+
+_VERLS = ("solution_str", "ground_truth")
+
+
+def reward_name(path: str, function: str) -> str:
+    """Return the value of `reward.name` that stands for `function` in the file at `path`."""
+    return f"{__name__}:{path}::{function}"
+
+
+def __getattr__(name: str) -> Any:
+    """The function that `FILE::FUNCTION` names."""
+    path, separator, function = name.rpartition("::")
+    if not separator:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return load_function(path, function)
+
+
+def load_function(path: str, name: str) -> Callable[..., Any]:
+    """Load `name` from the file at `path`, made callable as our reward functions are.
+
+    A relative path is looked for in the working directory and on Python's path, where Ray puts a
+    job's files. Raises ConfigError where the file or the function is missing or fails to load.
+    """
+    module = _load(_find(path))
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"reward file {path} has no function {name!r}; name one of its functions")
+    parameters = inspect.signature(function).parameters
+    return _each_row(function) if all(p in parameters for p in _VERLS) else function
+
+
+def _find(path: str) -> Path:
+    wanted = Path(path).expanduser()
+    for base in (Path(), *map(Path, sys.path)):
+        if (base / wanted).is_file():
+            return (base / wanted).resolve()
+    raise ConfigError(
+        f"reward file {path} does not exist here; each machine of the cluster needs it, or a job's "
+        "working directory has to hold it"
+    )
+
+
+@functools.cache
+def _load(path: Path) -> ModuleType:
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"reward file {path} is not a Python file; give one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a user's file may fail in any way
+        del sys.modules[name]
+        raise ConfigError(
+            f"reward file {path} can't be loaded ({type(error).__name__}: {error}); it must import "
+            "cleanly"
+        ) from error
+    return module
+
+
+def _each_row(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` by rows."""
+
+    def arguments(
+        completions: Sequence[str], ground_truth: Sequence[Any], columns: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        empty = [None] * len(completions)
+        sources = columns.get("data_source", empty)
+        extras = columns.get("extra_info", empty)
+        rows = zip(sources, completions, ground_truth, extras, strict=True)
+        names = ("data_source", "solution_str", "ground_truth", "extra_info")
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
+    def reward(
+        prompts: Sequence[Any], completions: Sequence[str], *, ground_truth: Any, **columns: Any
+    ) -> list[float]:
+        rows = arguments(completions, ground_truth, columns)
+        return [_number(function(**row)) for row in rows]
+
+    async def reward_async(
+        prompts: Sequence[Any], completions: Sequence[str], *, ground_truth: Any, **columns: Any
+    ) -> list[float]:
+        rows = arguments(completions, ground_truth, columns)
+        return [_number(await function(**row)) for row in rows]
+
+    return reward_async if inspect.iscoroutinefunction(function) else reward
+
+
+def _number(result: Any) -> Any:
+    """verl's functions return a number, or a dict with `score` beside what is only logged."""
+    return result["score"] if isinstance(result, dict) else result

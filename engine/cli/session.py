@@ -1,0 +1,90 @@
+"""Ray for the length of a run, and whether its machines see the same files."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from engine.controller.launch import DASHBOARD_VARIABLE
+from engine.errors import PlacementError, StorageError
+
+PROBE_SECONDS = 60.0  # for a first process on each machine
+
+
+@contextlib.contextmanager
+def ray_session(placement: str) -> Iterator[None]:
+    """Have Ray for the block where roles are placed on it; end it if it was not there before.
+
+    Joins the cluster that RAY_ADDRESS names, or starts one; PlacementError when that fails.
+    """
+    import ray
+
+    if placement != "ray" or ray.is_initialized():
+        yield
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    here: dict[str, Any] = {
+        "include_dashboard": os.environ.get(DASHBOARD_VARIABLE, "0") not in ("", "0")
+    }
+    try:
+        ray.init(
+            **({"address": address} if address else here),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        # Ray's own would end the process where it stands, with what is open left open.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        raise PlacementError(
+            f"Ray could not be started{f' at RAY_ADDRESS={address}' if address else ''}: "
+            f"{str(error).splitlines()[0]}; check the address, or unset RAY_ADDRESS"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def require_shared(folders: Sequence[str]) -> None:
+    """Raise StorageError unless every machine of the Ray cluster has these folders.
+
+    The policy reads its model and writes the result wherever Ray placed it, so a missing folder
+    would end the run, at worst after the last step.
+    """
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]}
+    if len(nodes) < 2:
+        return
+    look = ray.remote(num_cpus=0)(_missing)
+    asked = {
+        node: look.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        ).remote(list(folders))
+        for node in nodes
+    }
+    for node, answer in asked.items():
+        try:
+            missing = ray.get(answer, timeout=PROBE_SECONDS)
+        except RayError as error:
+            raise PlacementError(
+                f"machine {nodes[node]} of the Ray cluster can't run a first task: {error}"
+            ) from error
+        if missing:
+            raise StorageError(
+                f"machine {nodes[node]} of the Ray cluster does not see {', '.join(missing)}; put "
+                "model and trainer.default_local_dir on a file system that all machines share"
+            )
+
+
+def _missing(folders: list[str]) -> list[str]:
+    return [folder for folder in folders if not os.path.isdir(folder)]

@@ -1,0 +1,59 @@
+"""The configuration of a run from files on this machine: `RLConfig`, and what surrounds it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from engine.config import RLConfig, Section
+
+
+class DataFilesConfig(Section):
+    """The prompts: rows in Parquet or JSONL files."""
+
+    train_files: tuple[str, ...] = Field((), description="Files to learn from; paths or s3://")
+    val_files: tuple[str, ...] = Field((), description="Files to validate on; none: no validation")
+    max_prompt_length: int = Field(0, ge=0, description="Longest prompt in tokens; 0: as they come")
+    max_response_length: int = Field(64, ge=1, description="Longest completion in tokens")
+    filter_overlong_prompts: bool = Field(
+        False, description="Leave longer prompts out; otherwise they are an error"
+    )
+    shuffle: bool = Field(True, description="A new order of the rows in each epoch")
+
+
+class PolicyModelConfig(Section):
+    """The policy to improve."""
+
+    path: str = Field("", description="Hugging Face causal LM folder, or hub id")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of the weights")
+
+
+class OutputConfig(Section):
+    """How long the run goes, what it records, and what it leaves."""
+
+    total_epochs: int | None = Field(
+        None, ge=1, description="Times through the data; instead of total_training_steps"
+    )
+    val_before_train: bool = Field(True, description="Validate before the first step, too")
+    save_freq: int = Field(-1, ge=-1, description="Steps between saves; -1: after the last only")
+    default_local_dir: str = Field(
+        "",
+        description="Folder for models and metrics; empty: "
+        "$HYBRIDFLYTE_HOME/checkpoints/<project>/<experiment>",
+    )
+    project_name: str = Field("hybridflyte", min_length=1, description="MLflow experiment")
+    experiment_name: str = Field("ppo", min_length=1, description="MLflow run")
+    logger: tuple[Literal["console", "file", "mlflow"], ...] = Field(
+        ("console",), description="Where metrics go; file: metrics.jsonl beside the models"
+    )
+
+
+class RunConfig(Section):
+    """All of it."""
+
+    seed: int = Field(0, ge=0, description="Order of the data, and sampling")
+    data: DataFilesConfig = DataFilesConfig()
+    model: PolicyModelConfig = PolicyModelConfig()
+    rl: RLConfig = RLConfig()
+    run: OutputConfig = OutputConfig()

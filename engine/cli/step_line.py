@@ -1,0 +1,38 @@
+"""The line that is printed after a step of reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from engine.console import human_time
+
+# What the line shows of what the algorithm at hand measures, and how.
+_FACTS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("KL", "actor/kl", "{:.4f}"),
+    ("entropy", "actor/entropy", "{:.3f}"),
+    ("accuracy", "actor/rewards/accuracies", "{:.3f}"),
+    ("length", "response/length_mean", "{:.1f}"),
+    ("clip", "actor/pg_clipfrac", "{:.3f}"),
+    ("grad", "actor/grad_norm", "{:.2f}"),
+)
+
+
+def step_line(
+    step: int,
+    total: int,
+    metrics: Mapping[str, float],
+    history: Sequence[Mapping[str, float]],
+) -> str:
+    """Say how step `step` (1-based) went and, from the steps in `history`, how long is left."""
+    seconds = sum(row["perf/step_s"] for row in history) / max(1, len(history))
+    facts = {name: shown.format(metrics[key]) for name, key, shown in _FACTS if key in metrics}
+    parts = [f"rl {step:>4}/{total}", *(f"{name} {shown}" for name, shown in facts.items())]
+    parts += [
+        f"{metrics['perf/tokens_per_s']:,.0f} tok/s",
+        f"{metrics['perf/step_s']:.1f} s",
+        f"{human_time(seconds * (total - step))} left",
+    ]
+    if "validation/reward" in metrics:
+        parts.append(f"validation {metrics['validation/reward']:.3f}")
+    return " · ".join(parts)

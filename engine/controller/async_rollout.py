@@ -1,0 +1,335 @@
+"""Asynchronous rollout: workers that never wait for the trainer, and a queue it takes batches from.
+
+One thread turns a small event loop over calls on the workers. What may be begun and consumed is
+`staleness`' to say, who is healthy `health`'s; here is what they ask for: calls, processes, clocks.
+How completions are scored and learned from is the caller's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from engine.batch import Batch
+from engine.controller.futures import Future
+from engine.controller.groups import Roles, WorkerGroup
+from engine.controller.health import Fleet, HealthPolicy
+from engine.controller.signals import (
+    Action,
+    Died,
+    Event,
+    Heartbeat,
+    Kill,
+    Reissue,
+    Replace,
+    Replaced,
+    Started,
+    Stop,
+    Synced,
+    SyncWeights,
+)
+from engine.controller.staleness import Admission, Limits, Ticket
+from engine.errors import EngineError, WorkerError
+
+log = logging.getLogger(__name__)
+
+_SLICE_S = 0.25  # how long a worker decodes before it reports
+_IDLE_S = 0.25  # how often a worker without work is asked for a sign of life
+_TURN_S = 0.005  # pause of the event loop when nothing happened
+
+
+@dataclass(slots=True)
+class Process:
+    """One process of a worker."""
+
+    attempt: int
+    roles: Roles
+    group: WorkerGroup
+    call: Future | None = None  # under way
+    loads: int | None = None  # version that the call loads, if it does
+    sync: int | None = None  # version to load next
+    busy: int = 0  # completions it decodes or has queued
+    idle_until: float = 0.0
+
+
+@dataclass
+class Counts:
+    """Totals since the start."""
+
+    groups: int = 0  # finished
+    completions: int = 0
+    tokens: int = 0
+    restarts: int = 0
+    causes: list[str] = field(default_factory=list)
+
+
+class AsyncRollout:
+    """Keeps `names` workers decoding; a context manager.
+
+    `spawn(name, attempt)` starts a worker's process and returns roles with one role of that name
+    that has `pump` and `load_weights`; `next_prompt()` gives the next prompt, a batch of one row;
+    `score(group)` starts scoring a finished group; `keep(group)` says whether it may be learned
+    from (None: always). The first three are called from a thread of this object's own.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        limits: Limits,
+        health: HealthPolicy,
+        *,
+        spawn: Callable[[str, int], Roles],
+        next_prompt: Callable[[], Batch],
+        score: Callable[[Batch], Future],
+        weights: Future,
+        version: int = 0,
+        keep: Callable[[Batch], bool] | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        self._spawn, self._next_prompt, self._score, self._keep = spawn, next_prompt, score, keep
+        self._timeout_s = timeout_s
+        self.admission = Admission(limits, version=version, consumed=version * limits.batch)
+        self.fleet = Fleet.begin(names, time.monotonic(), health, limits.staleness, version)
+        self.counts = Counts()
+        self._weights = weights
+        self._prompts: dict[int, Batch] = {}  # by key, until consumed
+        self._scoring: dict[Ticket, tuple[Batch, Future]] = {}
+        self._scored: dict[int, Batch] = {}
+        self._processes: dict[str, Process] = {}
+        self._starting: dict[tuple[str, int], futures.Future[Roles]] = {}
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._closing = False
+        self._helpers = futures.ThreadPoolExecutor(2 * len(names), "rollout-start")
+        self._thread = threading.Thread(target=self._run, name="async-rollout", daemon=True)
+        for name in names:
+            self._start(name, 0)
+        self._thread.start()
+
+    def take(self) -> tuple[Batch, Batch]:
+        """The next prompts and their completions in whole groups, scored, oldest first; waits.
+
+        Raises what stopped the rollout, or WorkerError when nothing comes within the deadline.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        with self._changed:
+            while True:
+                if self._error is not None:
+                    raise self._error
+                self.admission, groups = self.admission.take()
+                if groups:
+                    keys = [group.ticket.key for group in groups]
+                    prompts = Batch.concat([self._prompts.pop(key) for key in keys])
+                    return prompts, Batch.concat([self._scored.pop(key) for key in keys])
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise WorkerError(
+                        f"rollout gave no batch within {self._timeout_s:g} s "
+                        f"({self._standing()}); look at its workers, or raise "
+                        "trainer.step_timeout_s"
+                    )
+
+    def updated(self, version: int, weights: Future) -> None:
+        """The trainer has new weights: workers load them between two decode steps."""
+        with self._changed:
+            self._weights = weights
+            self.admission, _ = self.admission.updated(version)
+            self._act(*self.fleet.updated(version, time.monotonic()))
+
+    def metrics(self) -> dict[str, float]:
+        """Totals and what is under way."""
+        with self._changed:
+            return {
+                "async/completions": float(self.counts.completions),
+                "async/generated_tokens": float(self.counts.tokens),
+                "async/in_flight": float(len(self.admission.in_flight)),
+                "async/queued": float(len(self.admission.queue)),
+                "async/reissued": float(self.admission.reissued),
+                "async/rejected": float(self.admission.rejected),
+                "async/restarts": float(self.counts.restarts),
+            }
+
+    def close(self) -> None:
+        """Stop the loop and all workers."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+        self._thread.join(timeout=30)
+        for starting in self._starting.values():
+            starting.add_done_callback(_close_late)
+        every = [p.roles for p in self._processes.values()]
+        futures.wait([self._helpers.submit(roles.close) for roles in every], timeout=30)
+        self._helpers.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> AsyncRollout:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The event loop: everything below runs in its thread, or under the lock.
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                with self._changed:
+                    moved = self._turn(time.monotonic())
+                    if moved:
+                        self._changed.notify_all()
+                if not moved:
+                    time.sleep(_TURN_S)
+        except BaseException as error:  # the trainer's thread is the one to raise it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _turn(self, now: float) -> bool:
+        moved = self._poll_starts(now)
+        for name, process in list(self._processes.items()):
+            if process.call is not None and process.call.done():
+                self._answer(name, process, now)
+                moved = True
+        moved |= self._poll_scores()
+        self._act(*self.fleet.tick(now))
+        for name, process in list(self._processes.items()):
+            if process.call is None:
+                moved |= self._call(name, process, now)
+        return moved
+
+    def _start(self, name: str, attempt: int) -> None:
+        self._starting[name, attempt] = self._helpers.submit(self._spawn, name, attempt)
+
+    def _poll_starts(self, now: float) -> bool:
+        done = [key for key, starting in self._starting.items() if starting.done()]
+        for name, attempt in done:
+            starting = self._starting.pop((name, attempt))
+            error = starting.exception()
+            if self.fleet.workers[name].attempt != attempt:
+                _close_late(starting)  # it came up after it had been given up
+            elif error is not None:
+                self._event(name, attempt, Died(f"it did not start: {error}"), now)
+            else:
+                roles = starting.result()
+                self._processes[name] = Process(attempt, roles, getattr(roles, name))
+                self._event(name, attempt, Replaced(), now)
+                self._event(name, attempt, Started(), now)
+        return bool(done)
+
+    def _call(self, name: str, process: Process, now: float) -> bool:
+        """Start a worker's next call, if there is one for it."""
+        if process.sync is not None:
+            process.loads, process.sync = process.sync, None
+            process.call = process.group.load_weights(self._weights)
+            return True
+        if name not in self.fleet.serving:
+            return False
+        fresh = self._admit(name)
+        if not fresh and not process.busy and now < process.idle_until:
+            return False
+        process.call = process.group.pump(Batch.concat(fresh) if fresh else None, _SLICE_S)
+        return True
+
+    def _admit(self, name: str) -> list[Batch]:
+        """Prompts that this worker begins now: its share of the room, so that others get theirs."""
+        version = self.fleet.workers[name].version
+        share = -(-max(self.admission.room, 0) // max(1, len(self.fleet.serving)))
+        fresh: list[Batch] = []
+        while len(fresh) < share and self.admission.may_start(version):
+            self.admission, ticket = self.admission.start(name, version)
+            if ticket.key not in self._prompts:
+                row = self._next_prompt()
+                self._prompts[ticket.key] = row | {"group_ids": torch.tensor([ticket.key])}
+            fresh.append(self._prompts[ticket.key])
+        return fresh
+
+    def _answer(self, name: str, process: Process, now: float) -> None:
+        """Take in what a call gave."""
+        call, process.call = process.call, None
+        assert call is not None
+        loads, process.loads = process.loads, None
+        try:
+            value: Any = call.result()
+        except EngineError as error:
+            self._event(name, process.attempt, Died(str(error)), now)
+            return
+        self._event(name, process.attempt, Heartbeat(), now)
+        if loads is not None:
+            self._event(name, process.attempt, Synced(int(value)), now)
+            return
+        process.busy = value.busy
+        process.idle_until = now + _IDLE_S
+        for group in value.groups:
+            self._finish(name, group)
+
+    def _finish(self, name: str, group: Batch) -> None:
+        """Send a finished group to be scored, if it is still waited for."""
+        held = self.admission.in_flight.get(int(group["group_ids"][0]))
+        if held is None or held.worker != name:
+            return
+        self.counts.groups += 1
+        self.counts.completions += len(group)
+        self.counts.tokens += int(group["response_mask"].sum())
+        self._scoring[held.ticket] = (group, self._score(group))
+
+    def _poll_scores(self) -> bool:
+        done = [ticket for ticket, (_, score) in self._scoring.items() if score.done()]
+        for ticket in done:
+            group, score = self._scoring.pop(ticket)
+            group = group | score.result()
+            if self._keep is not None and not self._keep(group):
+                self.admission = self.admission.reject(ticket)
+                self._prompts.pop(ticket.key, None)
+                continue
+            inside = group["response_mask"].bool()
+            versions = set(group["token_versions"][inside].tolist())
+            self.admission, counts = self.admission.finished(ticket, versions)
+            if counts:
+                self._scored[ticket.key] = group
+        return bool(done)
+
+    def _event(self, name: str, attempt: int, event: Event, now: float) -> None:
+        self._act(*self.fleet.on(name, attempt, event, now))
+
+    def _act(self, fleet: Fleet, actions: Sequence[Action]) -> None:
+        """Do what the state machine asks for."""
+        self.fleet = fleet
+        for action in actions:
+            match action:
+                case SyncWeights(worker, _, version):
+                    self._processes[worker].sync = version
+                case Kill(worker, _):
+                    process = self._processes.pop(worker, None)
+                    cause = fleet.workers[worker].deaths[-1].cause
+                    log.warning("rollout worker given up: %s", cause)
+                    self.counts.causes.append(cause)
+                    if process is not None:
+                        self._helpers.submit(process.roles.close)
+                case Reissue(worker, _):
+                    self.admission, lost = self.admission.lost(worker)
+                    for ticket in lost:
+                        self._scoring.pop(ticket, None)
+                case Replace(worker, attempt):
+                    self.counts.restarts += 1
+                    self._start(worker, attempt)
+                case Stop(cause):
+                    raise WorkerError(cause)
+
+    def _standing(self) -> str:
+        states = ", ".join(f"{w.name} {w.state}" for w in self.fleet.workers.values())
+        return (
+            f"{states}; {len(self.admission.in_flight)} groups in flight, "
+            f"{len(self.admission.queue)} queued"
+        )
+
+
+def _close_late(starting: futures.Future[Roles]) -> None:
+    """Close a process that came up when nobody wanted it any more."""
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().close()

@@ -1,0 +1,284 @@
+"""Which rollout workers are healthy, and what is done about those that aren't.
+
+A pure state machine: a `Fleet` is a value; an event gives the next value and the actions to do
+(both in `signals`). Processes, Ray and clocks are the caller's; `now` is any monotonic clock in
+seconds. Where the prompts are is the subject of `staleness`; trainer ranks are in `attempts`.
+
+The states of a worker, what leads out of each, and in brackets what is asked for:
+
+    STARTING    Started [SyncWeights] -> SYNCING
+    SYNCING     Synced -> SERVING; with a version too old by now [SyncWeights] -> SYNCING
+    SERVING     silence -> SUSPECT; the trainer is too far ahead [SyncWeights] -> SYNCING
+    SUSPECT     Heartbeat -> SERVING, or SYNCING if its weights are too old now [SyncWeights]
+    DEAD        the back-off is over [Replace] -> REPLACING
+    REPLACING   Replaced -> STARTING
+    FAILED      final
+
+Each but DEAD and FAILED dies [Kill, Reissue] when its process ends, when a call passes its
+deadline, when too many calls raise, when the state's deadline passes, and when it is silent for too
+long (hung, SIGSTOP). It is then DEAD, or FAILED if its restart budget is spent. The fleet goes on
+while one worker isn't FAILED; after the last, [Stop] carries the first cause.
+
+Invariants, after every event (`Fleet.check`, where a single value shows them):
+
+1. A SERVING worker's weights are at most `max_lag` versions behind the trainer's.
+2. `Fleet.serving` are the only workers that may be given a prompt.
+3. Every death gives exactly one Kill and one Reissue, for the attempt that died.
+4. What an earlier attempt says (a late heartbeat or answer) changes nothing.
+5. No worker waits for ever: each state but FAILED ends by a deadline or by silence, and deaths with
+   no service between them are never forgotten. So a worker comes to serve, or becomes FAILED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Self
+
+from engine.controller.signals import (
+    Action,
+    CallFailed,
+    CallFailure,
+    CallSucceeded,
+    Died,
+    Event,
+    Heartbeat,
+    Kill,
+    Reissue,
+    Replace,
+    Replaced,
+    Started,
+    Stop,
+    Synced,
+    SyncWeights,
+)
+from engine.errors import ConfigError, WorkerError
+
+
+class State(StrEnum):
+    STARTING = "starting"  # its process exists, its model isn't loaded
+    SYNCING = "syncing"  # it loads the trainer's weights; it gets no prompt before
+    SERVING = "serving"
+    SUSPECT = "suspect"  # silent; it gets no new prompt and keeps those it has
+    DEAD = "dead"  # waits for the end of the back-off
+    REPLACING = "replacing"  # a new process was asked for
+    FAILED = "failed"  # its restart budget is spent
+
+
+@dataclass(frozen=True, slots=True)
+class HealthPolicy:
+    """Times in seconds. Raises ConfigError for values that can't work."""
+
+    suspect_after: float = 5.0  # silence that makes a worker SUSPECT
+    dead_after: float = 20.0  # silence that makes it DEAD
+    start_timeout: float = 300.0  # from Replace to Replaced, and again from there to Started
+    sync_timeout: float = 120.0  # from SyncWeights to Synced, while it doesn't serve
+    max_errors: int = 3  # calls that raise, with no success between them, before it is DEAD
+    max_restarts: int = 3  # restarts within `window`; at the next death it is FAILED
+    window: float = 600.0  # deaths longer ago are forgotten if the worker has served since
+    backoff: float = 1.0  # before the first restart; doubles with each death in the window
+    backoff_max: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.suspect_after < self.dead_after:
+            raise ConfigError(
+                f"suspect_after={self.suspect_after} and dead_after={self.dead_after} leave a "
+                "silent worker no time to come back; set 0 < suspect_after < dead_after"
+            )
+        for name in ("start_timeout", "sync_timeout", "max_errors", "window"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it has to be above 0")
+        for name in ("max_restarts", "backoff", "backoff_max"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it may not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    at: float
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    name: str
+    state: State
+    deadline: float  # end of STARTING, SYNCING, REPLACING; in DEAD, end of the back-off
+    attempt: int = 0  # number of its process
+    heard: float = 0.0  # last sign of life, in SERVING and SUSPECT
+    version: int = -1  # of its weights; -1: the trainer's weights were never sent
+    errors: int = 0  # calls that raised since the last success
+    served: bool = False  # whether this attempt has been SERVING
+    deaths: tuple[Death, ...] = ()  # those that count against the restart budget
+
+
+Step = tuple[Worker, tuple[Action, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """All rollout workers; make one with `Fleet.begin`."""
+
+    policy: HealthPolicy
+    max_lag: int  # versions a SERVING worker may be behind the trainer, e.g. 1
+    version: int  # the trainer's
+    workers: Mapping[str, Worker]
+    stopped: Stop | None = None
+
+    @classmethod
+    def begin(
+        cls, names: Iterable[str], now: float, policy: HealthPolicy, max_lag: int, version: int = 0
+    ) -> Self:
+        """A fleet whose processes (attempt 0) have just been created."""
+        deadline = now + policy.start_timeout
+        workers = {name: Worker(name, State.STARTING, deadline) for name in names}
+        if not workers or max_lag < 0:
+            raise ConfigError(
+                f"a fleet of {len(workers)} workers with max_lag={max_lag}; give it at least one "
+                "worker and a max_lag of at least 0"
+            )
+        return cls(policy, max_lag, version, workers)
+
+    @property
+    def serving(self) -> tuple[str, ...]:
+        """The workers that may be given a prompt."""
+        return tuple(w.name for w in self.workers.values() if w.state is State.SERVING)
+
+    def on(
+        self, name: str, attempt: int, event: Event, now: float
+    ) -> tuple[Fleet, tuple[Action, ...]]:
+        """What `event` of the process `attempt` of worker `name` leads to."""
+        if name not in self.workers:
+            raise WorkerError(f"no worker {name!r} in the fleet; there are {sorted(self.workers)}")
+        worker = self.workers[name]
+        if attempt != worker.attempt:
+            return self, ()
+        return self._change([worker], lambda w: self._react(w, event, now))
+
+    def tick(self, now: float) -> tuple[Fleet, tuple[Action, ...]]:
+        """Time has passed. Feed the heartbeats that have come in first."""
+        return self._change(self.workers.values(), lambda w: self._expire(w, now))
+
+    def updated(self, version: int, now: float) -> tuple[Fleet, tuple[Action, ...]]:
+        """The trainer has weights of `version`: those who serve get them, too old ones pause."""
+        if version < self.version:
+            raise WorkerError(f"the trainer's version went back from {self.version} to {version}")
+        fleet = replace(self, version=version)
+        serving = [fleet.workers[name] for name in fleet.serving]
+        return fleet._change(serving, lambda w: fleet._admit(w, w.heard, now))
+
+    def check(self) -> None:
+        """Raise WorkerError for a worker that breaks an invariant of the module's docstring."""
+        for worker in self.workers.values():
+            lag = self.version - worker.version
+            known = 0 <= worker.version <= self.version
+            if worker.state is State.SERVING and not (known and lag <= self.max_lag):
+                raise WorkerError(f"{worker} serves at trainer version {self.version}")
+            if (worker.state is State.FAILED) != (len(worker.deaths) > self.policy.max_restarts):
+                raise WorkerError(f"{worker} doesn't keep its restart budget")
+        failed = all(worker.state is State.FAILED for worker in self.workers.values())
+        if failed != (self.stopped is not None):
+            raise WorkerError(f"fleet stopped={self.stopped} with workers {self.workers}")
+
+    def _react(self, worker: Worker, event: Event, now: float) -> Step:
+        """One event of the current process; an event that says nothing new changes nothing."""
+        match event, worker.state:
+            case _, State.DEAD | State.FAILED:
+                pass
+            case Died(cause), _:
+                return self._die(worker, cause, now)
+            case CallFailed(CallFailure.RAISED, _), _ if worker.errors + 1 < self.policy.max_errors:
+                worker = replace(worker, errors=worker.errors + 1)
+                # A failed transfer is tried again within the same deadline.
+                return worker, self._sync(worker) if worker.state is State.SYNCING else ()
+            case CallFailed(kind, cause), _:
+                return self._die(worker, f"call {kind}: {cause}", now)
+            case CallSucceeded(), _:
+                return replace(worker, errors=0), ()
+            case Replaced(), State.REPLACING:
+                deadline = now + self.policy.start_timeout
+                return replace(worker, state=State.STARTING, deadline=deadline), ()
+            case Started(), State.STARTING | State.REPLACING:
+                deadline = now + self.policy.sync_timeout
+                return replace(worker, state=State.SYNCING, deadline=deadline), self._sync(worker)
+            case Synced(version), State.SYNCING | State.SERVING | State.SUSPECT:
+                if not 0 <= version <= self.version:
+                    raise WorkerError(
+                        f"worker {worker.name} reports weights of version {version}, but the "
+                        f"trainer is at {self.version}; call updated() before weights are sent"
+                    )
+                worker = replace(worker, version=max(worker.version, version))
+                if worker.state is State.SYNCING:
+                    return self._admit(worker, now, now)
+                return worker, ()
+            case Heartbeat(), State.SERVING:
+                return replace(worker, heard=max(worker.heard, now)), ()
+            case Heartbeat(), State.SUSPECT:
+                return self._admit(worker, now, now)
+        return worker, ()
+
+    def _expire(self, worker: Worker, now: float) -> Step:
+        """Silence and deadlines."""
+        silence, policy = now - worker.heard, self.policy
+        match worker.state:
+            case State.SERVING | State.SUSPECT if silence >= policy.dead_after:
+                return self._die(worker, f"hung: no heartbeat for {silence:.1f} s", now)
+            case State.SERVING if silence >= policy.suspect_after:
+                return replace(worker, state=State.SUSPECT), ()
+            case State.STARTING | State.SYNCING | State.REPLACING if now >= worker.deadline:
+                return self._die(worker, f"still {worker.state} at its deadline", now)
+            case State.DEAD if now >= worker.deadline:
+                new = Worker(
+                    worker.name,
+                    State.REPLACING,
+                    deadline=now + policy.start_timeout,
+                    attempt=worker.attempt + 1,
+                    deaths=worker.deaths,
+                )
+                return new, (Replace(new.name, new.attempt),)
+        return worker, ()
+
+    def _admit(self, worker: Worker, heard: float, now: float) -> Step:
+        """Let it serve if its weights are new enough; ask for newer ones if there are any."""
+        if self.version - worker.version <= self.max_lag:
+            worker = replace(worker, state=State.SERVING, heard=heard, served=True)
+        else:
+            deadline = now + self.policy.sync_timeout
+            worker = replace(worker, state=State.SYNCING, deadline=deadline)
+        return worker, self._sync(worker) if worker.version < self.version else ()
+
+    def _sync(self, worker: Worker) -> tuple[Action, ...]:
+        return (SyncWeights(worker.name, worker.attempt, self.version),)
+
+    def _die(self, worker: Worker, cause: str, now: float) -> Step:
+        """Count the death; then either back off or, with the budget spent, fail."""
+        policy = self.policy
+        counted = tuple(
+            death for death in worker.deaths if not worker.served or now - death.at < policy.window
+        )
+        failed = len(counted) >= policy.max_restarts
+        pause = min(policy.backoff * 2.0 ** min(len(counted), 60), policy.backoff_max)
+        worker = replace(
+            worker,
+            state=State.FAILED if failed else State.DEAD,
+            deadline=now + pause,
+            deaths=(*counted, Death(now, f"{worker.name}: {cause}")),
+        )
+        who = worker.name, worker.attempt
+        return worker, (Kill(*who), Reissue(*who))
+
+    def _change(
+        self, workers: Iterable[Worker], step: Callable[[Worker], Step]
+    ) -> tuple[Fleet, tuple[Action, ...]]:
+        """Take `step` for each of `workers`; stop when the last worker has failed."""
+        if self.stopped:
+            return self, ()
+        steps = [step(worker) for worker in workers]
+        after = {**self.workers, **{worker.name: worker for worker, _ in steps}}
+        actions = tuple(action for _, asked in steps for action in asked)
+        if any(worker.state is not State.FAILED for worker in after.values()):
+            return replace(self, workers=after), actions
+        first = min((d for w in after.values() for d in w.deaths), key=lambda death: death.at)
+        stop = Stop(f"all {len(after)} rollout workers failed; first cause: {first.cause}")
+        return replace(self, workers=after, stopped=stop), (*actions, stop)

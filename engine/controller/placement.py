@@ -1,0 +1,192 @@
+"""Placement as a value: which roles share which processes, and whether a cluster can hold them.
+
+Bringing the processes up is in `launch`. Nothing here talks to Ray: `require_capacity` takes the
+nodes as values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.errors import PlacementError
+
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+_ROUNDING = 1e-6  # Ray counts resources in steps of 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Roles that live together in each of `world_size` processes."""
+
+    roles: tuple[str, ...]  # built in this order, e.g. ("actor", "rollout", "reference")
+    world_size: int = 1
+    cpus: float = 1.0  # a process, e.g. 2.0; 0 for roles that mostly wait
+    gpus: float = 0.0  # a process, e.g. 1.0
+    # Other Ray resources a process, e.g. {"accelerator_type:H100": 0.001}.
+    resources: Mapping[str, float] = field(default_factory=dict)
+    # Node labels, as Ray's label selectors: {"disk": "ssd", "zone": "!in(a,b)"}.
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Its roles, e.g. "actor+rollout"."""
+        return "+".join(self.roles)
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What one process takes, e.g. {"CPU": 2.0, "GPU": 1.0}."""
+        wanted = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return {key: amount for key, amount in wanted.items() if amount > 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which role sits where.
+
+    >>> Placement((Pool(("actor", "rollout"), world_size=2, gpus=1), Pool(("reward",), cpus=0)))
+    """
+
+    pools: tuple[Pool, ...]
+    kind: Literal["ray", "local"] = "ray"
+    start_timeout_s: float = 120.0  # deadline for the processes to be up
+    call_timeout_s: float = 1800.0  # deadline for one call
+    strategy: Strategy = "PACK"  # processes on few nodes, or on many; STRICT_: one, or all apart
+    timeline: bool = False  # record spans of all calls, see `timeline`
+    run: str = ""  # names the actors in Ray's dashboard: "hybridflyte-<run>-<digits>/actor/0"
+    # Start Ray's dashboard where this launch starts Ray; so does HYBRIDFLYTE_RAY_DASHBOARD=1.
+    dashboard: bool = False
+
+    def __post_init__(self) -> None:
+        roles = [role for pool in self.pools for role in pool.roles]
+        doubled = sorted({role for role in roles if roles.count(role) > 1})
+        if doubled:
+            raise PlacementError(f"placed twice: {doubled}; give each role one pool")
+        for pool in self.pools:
+            if pool.world_size < 1 or min(pool.cpus, pool.gpus, *pool.resources.values()) < 0:
+                raise PlacementError(f"{pool}: world_size must be 1 or more, amounts 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of the cluster, as far as placement goes."""
+
+    name: str  # e.g. "10.0.0.7"
+    resources: Mapping[str, float]  # all that it has, free or taken, e.g. {"CPU": 8.0}
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def room(self, pool: Pool) -> int:
+        """How many processes of `pool` the empty node holds."""
+        if not all(_matches(self.labels.get(k), v) for k, v in pool.labels.items()):
+            return 0
+        fits = [
+            int((self.resources.get(key, 0.0) + _ROUNDING) / amount)
+            for key, amount in pool.bundle.items()
+        ]
+        return min(fits, default=pool.world_size)
+
+
+def require_capacity(
+    pools: Sequence[Pool], nodes: Sequence[Node], strategy: Strategy = "PACK"
+) -> None:
+    """Raise PlacementError with a table of wanted and present when `nodes` can't hold `pools`.
+
+    Counts all that the nodes have, free or not. It refuses what can't fit for sure: too little
+    in total, a process that fits on no node, a pool or a strategy without enough nodes.
+    """
+    reasons = _shortages(pools, nodes) or [
+        *(reason for pool in pools if (reason := _unfit(pool, nodes))),
+        *_against(strategy, pools, nodes),
+    ]
+    if reasons:
+        raise PlacementError(
+            f"the Ray cluster can't hold the placement: {'; '.join(reasons)}; ask for less or add "
+            f"nodes\n{_table(pools, nodes)}"
+        )
+
+
+def _shortages(pools: Sequence[Pool], nodes: Sequence[Node]) -> list[str]:
+    wanted, present = _wanted(pools), _present(nodes)
+    short = [key for key in wanted if wanted[key] > present.get(key, 0.0) + _ROUNDING]
+    return [f"{key}: wanted {wanted[key]:g}, present {present.get(key, 0):g}" for key in short]
+
+
+def _unfit(pool: Pool, nodes: Sequence[Node]) -> str:
+    room = sum(node.room(pool) for node in nodes)
+    if room >= pool.world_size:
+        return ""
+    what = f"one process of {pool.name} ({_amounts(pool.bundle)})"
+    if pool.labels:
+        what += f" with labels {dict(pool.labels)}"
+    return (
+        f"no single node holds {what}"
+        if room == 0
+        else f"the nodes hold {what} {room} times, wanted {pool.world_size} times"
+    )
+
+
+def _against(strategy: Strategy, pools: Sequence[Pool], nodes: Sequence[Node]) -> list[str]:
+    pools = [pool for pool in pools if pool.bundle]
+    processes = sum(pool.world_size for pool in pools)
+    if strategy == "STRICT_SPREAD" and processes > len(nodes):
+        return [f"STRICT_SPREAD wants {processes} nodes, present {len(nodes)}"]
+    wanted = _wanted(pools)
+    together = any(
+        all(node.room(pool) for pool in pools)
+        and all(node.resources.get(k, 0.0) + _ROUNDING >= wanted[k] for k in wanted)
+        for node in nodes
+    )
+    if strategy == "STRICT_PACK" and pools and not together:
+        return [f"STRICT_PACK wants one node with {_amounts(wanted)}"]
+    return []
+
+
+def _wanted(pools: Sequence[Pool]) -> dict[str, float]:
+    keys = dict.fromkeys(key for pool in pools for key in pool.bundle)
+    return {k: sum(p.bundle.get(k, 0.0) * p.world_size for p in pools) for k in keys}
+
+
+def _present(nodes: Sequence[Node]) -> dict[str, float]:
+    keys = dict.fromkeys(key for node in nodes for key in node.resources)
+    return {k: sum(node.resources.get(k, 0.0) for node in nodes) for k in keys}
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {key}" for key, amount in resources.items()) or "nothing"
+
+
+def _table(pools: Sequence[Pool], nodes: Sequence[Node]) -> str:
+    """Wanted by pool and present by node, a column a resource that is wanted."""
+    keys = list(dict.fromkeys(["CPU", "GPU", *_wanted(pools)]))
+    rows: list[tuple[str, Mapping[str, float]]] = [("wanted", _wanted(pools))]
+    rows += [(f"  {p.world_size} × {p.name}{_tag(p.labels)}, each", p.bundle) for p in pools]
+    rows += [("present", _present(nodes))]
+    rows += [(f"  {node.name}{_tag(_own(node.labels))}", node.resources) for node in nodes]
+    cells = [["", *keys]]
+    cells += [[name, *(f"{has.get(key, 0):g}" for key in keys)] for name, has in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = (
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _tag(labels: Mapping[str, str]) -> str:
+    return f" [{', '.join(f'{k}={v}' for k, v in labels.items())}]" if labels else ""
+
+
+def _own(labels: Mapping[str, str]) -> dict[str, str]:
+    """The labels that people gave; Ray's node id says nothing to them."""
+    return {k: v for k, v in labels.items() if k != "ray.io/node-id"}
+
+
+def _matches(value: str | None, selector: str) -> bool:
+    """Whether a node's label meets a selector in Ray's syntax: a, !a, in(a,b), !in(a,b)."""
+    negated = selector.startswith("!")
+    text = selector.removeprefix("!")
+    if text.startswith("in(") and text.endswith(")"):
+        options = [option.strip() for option in text[3:-1].split(",")]
+    else:
+        options = [text]
+    return (value in options) != negated

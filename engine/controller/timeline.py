@@ -1,0 +1,180 @@
+"""Who did what when: spans of every call in every process, and the trace file made of them.
+
+Hosts record each call of a role, the controller its own arithmetic (`span`) and its waiting.
+Times are the wall clock's: one clock for all processes of a machine; across machines they are as
+close as the machines' clocks (NTP: milliseconds), and nothing corrects for the rest. A span's
+length is measured with the monotonic clock. Nothing is recorded unless `Placement.timeline` is
+set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONTROLLER = "controller"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One stretch of work in one process."""
+
+    name: str  # the method, e.g. "generate", or what the controller did, e.g. "advantages"
+    role: str  # e.g. "rollout"; "controller" for the controller's own
+    rank: int
+    start_ns: int  # since 1970
+    end_ns: int
+    step: int  # the training step that it belongs to, e.g. 12
+    pid: int
+    process: str  # e.g. "actor+rollout/0"
+    machine: str
+    call: int = 0  # the call's number in the run; 0: not a call
+    after: tuple[int, ...] = ()  # calls whose results it took in
+
+    def overlaps(self, other: Span) -> bool:
+        """Whether both were under way at one moment."""
+        return self.start_ns < other.end_ns and other.start_ns < self.end_ns
+
+
+class Recorder:
+    """Keeps the spans of one process; safe to use from several threads."""
+
+    def __init__(self, process: str) -> None:
+        self.process, self.step = process, 0
+        self._machine = socket.gethostname()
+        self._spans: deque[Span] = deque()
+
+    @contextmanager
+    def span(
+        self,
+        name: str,
+        role: str = CONTROLLER,
+        rank: int = 0,
+        step: int | None = None,
+        call: int = 0,
+        after: tuple[int, ...] = (),
+    ) -> Iterator[None]:
+        """Record the block, also where it raises; `step` defaults to the recorder's."""
+        step = self.step if step is None else step
+        start, ticks = time.time_ns(), time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            end = start + time.perf_counter_ns() - ticks
+            where = (os.getpid(), self.process, self._machine)
+            self._spans.append(Span(name, role, rank, start, end, step, *where, call, after))
+
+    def take(self) -> list[Span]:
+        """Return what was recorded since the last call."""
+        return [self._spans.popleft() for _ in range(len(self._spans))]
+
+
+_active: list[Recorder] = []  # of the runs that this process controls: none or one, mostly
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Let `span` record into `recorder` for the block."""
+    _active.append(recorder)
+    try:
+        yield
+    finally:
+        _active.remove(recorder)
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Record what the controller itself does in the block, such as `span("advantages")`."""
+    if not _active:
+        yield
+        return
+    thread = threading.current_thread()
+    main = thread is threading.main_thread()
+    with ExitStack() as stack:
+        for recorder in _active:
+            role = CONTROLLER if main else f"{CONTROLLER} ({thread.name})"
+            stack.enter_context(recorder.span(name, role))
+        yield
+
+
+def write_trace(spans: Sequence[Span], path: str | Path) -> Path:
+    """Write `spans` as a trace for https://ui.perfetto.dev or chrome://tracing, whole or not."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        draft.write_text(json.dumps(trace(spans)))
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return path
+
+
+def trace(spans: Sequence[Span]) -> dict[str, Any]:
+    """Return the trace as JSON-ready values: a process a host, a line a role, arrows for data."""
+    origin = min((s.start_ns for s in spans), default=0)
+    rows = {place: i + 1 for i, place in enumerate(dict.fromkeys(map(_place, spans)))}
+    lines = {line: i + 1 for i, line in enumerate(dict.fromkeys(s.role for s in spans))}
+    events: list[dict[str, Any]] = [
+        _name("process_name", f"{process} ({machine}, pid {pid})", row)
+        for (process, machine, pid), row in rows.items()
+    ]
+    for place, role in dict.fromkeys((_place(s), s.role) for s in spans):
+        events.append(_name("thread_name", role, rows[place], lines[role]))
+    for s in spans:
+        where = {"pid": rows[_place(s)], "tid": lines[s.role]}
+        known = {"step": s.step, "rank": s.rank, "pid": s.pid}
+        events.append(
+            {"ph": "X", "name": f"{s.role}.{s.name}", "cat": "call" if s.call else CONTROLLER}
+            | {"ts": (s.start_ns - origin) / 1e3, "dur": (s.end_ns - s.start_ns) / 1e3}
+            | where
+            | {"args": known}
+        )
+    events += _arrows(spans, rows, lines, origin)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin_ns": origin}}
+
+
+def _place(span: Span) -> tuple[str, str, int]:
+    return span.process, span.machine, span.pid
+
+
+def _name(kind: str, name: str, row: int, line: int = 0) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": row, "tid": line, "args": {"name": name}}
+
+
+def _arrows(
+    spans: Sequence[Span],
+    rows: dict[tuple[str, str, int], int],
+    lines: dict[str, int],
+    origin: int,
+) -> list[dict[str, Any]]:
+    """An arrow from each call to the calls that took its result in, between their first ranks."""
+    first: dict[int, Span] = {}
+    for s in sorted((s for s in spans if s.call), key=lambda s: s.rank):
+        first.setdefault(s.call, s)
+    arrows = []
+    for consumer in first.values():
+        for number in consumer.after:
+            if number not in first:
+                continue
+            producer = first[number]
+            name = {"name": "data", "cat": "data", "id": f"{number}-{consumer.call}"}
+            # A moment before its end, so that the viewer finds the slice that the arrow leaves.
+            leave = max(producer.start_ns, producer.end_ns - 1)
+            for s, phase, at in (
+                (producer, {"ph": "s"}, leave),
+                (consumer, {"ph": "f", "bp": "e"}, consumer.start_ns),
+            ):
+                where = {"pid": rows[_place(s)], "tid": lines[s.role], "ts": (at - origin) / 1e3}
+                arrows.append(name | phase | where)
+    return arrows

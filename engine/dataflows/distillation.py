@@ -1,0 +1,25 @@
+"""On-policy distillation: the student samples, a teacher says how likely each token is
+(arXiv:2306.13649 with reverse KL)."""
+
+from __future__ import annotations
+
+from engine.batch import Batch
+from engine.controller.groups import Roles
+from engine.dataflows.algo import Algo, StepResult
+from engine.dataflows.passes import policy_passes, sampled_and_scored
+from engine.dataflows.registry import register_dataflow
+
+
+@register_dataflow(
+    "distillation", roles={"actor", "rollout", "teacher", "reward"}, uses_advantages=False
+)
+def distillation(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
+    """One step: sample, ask the teacher, push each token towards what the teacher would say.
+
+    The reward is not learned from; it tells how good the student is.
+    """
+    batch = sampled_and_scored(roles, prompts, algo)
+    batch |= roles.teacher.log_probs(batch)
+    batch = policy_passes(roles, batch, algo)
+    batch |= algo.towards_teacher(batch)
+    return StepResult(batch, [roles.actor.update(batch)])

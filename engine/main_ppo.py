@@ -1,0 +1,104 @@
+"""`python -m engine.main_ppo key=value ...`: reinforcement learning from the command line.
+
+Here is the outermost frame: arguments, signals, exit status, and errors as sentences. The run
+itself is in `engine.cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from engine.cli.failures import INPUT_ERRORS, sentence
+from engine.console import quiet
+from engine.errors import ConfigError, EngineError
+
+FAILED, WRONG_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status.
+
+    0, 1 where the run failed, 2 for wrong input, 130 after Ctrl-C, 143 after SIGTERM. Workers are
+    stopped in all cases.
+    """
+    quiet()
+    try:
+        with _terminable():
+            return _run(sys.argv[1:] if arguments is None else arguments)
+    except EngineError as error:
+        print(f"error: {sentence(error)}", file=sys.stderr)
+        return WRONG_INPUT if isinstance(error, INPUT_ERRORS) else FAILED
+    except KeyboardInterrupt:
+        print("interrupted; workers are stopped", file=sys.stderr)
+        return INTERRUPTED
+    except _TerminatedError:
+        print("terminated; workers are stopped", file=sys.stderr)
+        return TERMINATED
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from engine.cli.resolve import resolve
+    from engine.cli.show import config_text, help_text
+
+    options = _parser().parse_intermixed_args(arguments)
+    if options.help:
+        print(help_text())
+        return 0
+    resolved = resolve(options.config, options.settings)
+    for notice in resolved.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    if options.print_config:
+        print(config_text(resolved.config), end="")
+        return 0
+    from engine.cli.run import run  # torch and ray take seconds; a wrong key needs neither
+
+    try:
+        run(resolved.config)
+    except EngineError as error:
+        raise type(error)(resolved.in_users_words(str(error))) from error
+    return 0
+
+
+class _TerminatedError(SystemExit):
+    """SIGTERM, as Ray sends it to a job that is stopped; no `except Exception` takes it."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are our sentences."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see python -m engine.main_ppo --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser("python -m engine.main_ppo", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--print-config", action="store_true")
+    parser.add_argument("settings", nargs="*")
+    return parser
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM unwind the block, so that workers are stopped and what is open is closed."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise _TerminatedError
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

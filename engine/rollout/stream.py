@@ -1,0 +1,162 @@
+"""Streaming rollout: requests come and go, and weights change, while decoding goes on.
+
+What a stream takes and gives lives here; the native one is `native/stream.py`. The scheme is
+PipelineRL's (arXiv:2509.19128) in-flight weight update and AReaL's (arXiv:2505.24298) interruptible
+rollout: a completion may be the work of several policy versions, and says so token by token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from engine.errors import ConfigError, RolloutError
+from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams
+
+KvOnUpdate = Literal["keep", "recompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedCompletion:
+    """A completion that ended, and the request it belongs to."""
+
+    key: Hashable  # of its request, e.g. "epoch0/row17"
+    completion_index: int  # place among its request's completions, 0 … n-1
+    completion: Completion  # `prompt_index` is the request's number in this stream's submissions
+
+
+@dataclass(frozen=True, slots=True)
+class PartialCompletion:
+    """An unfinished completion; all three lists have one entry a token, none if not started."""
+
+    completion_index: int  # place among its request's completions, 0 … n-1
+    token_ids: list[int]  # sampled so far, e.g. [17, 9]
+    log_probs: list[float]  # of each token, under the weights that drew it
+    token_versions: list[int]  # policy version that drew each token, e.g. [3, 4]
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """What is unfinished of one request; `submit(key, prompt_ids, resume=partial)` goes on."""
+
+    key: Hashable
+    prompt_ids: list[int]
+    completions: list[PartialCompletion]  # by completion_index; finished ones are not among them
+
+
+class RolloutStream(Protocol):
+    """An open-ended rollout with fixed sampling parameters; not safe for use by two threads.
+
+    A token's draw depends on (seed, key, completion index, position) alone, so arrival order,
+    slots, interruption and resumption change no token while the weights stay the same.
+    """
+
+    @property
+    def policy_version(self) -> int: ...
+
+    @property
+    def in_flight(self) -> int:
+        """Completions being decoded."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """Completions waiting for a slot."""
+        ...
+
+    def submit(
+        self, key: Hashable, prompt_ids: Sequence[int], resume: Partial | None = None
+    ) -> None:
+        """Queue the `params.n` completions of a prompt, or those that `resume` left unfinished.
+
+        Raises RolloutError for a bad prompt or partial and for a key whose request is still open.
+        """
+        ...
+
+    def step(self) -> list[StreamedCompletion]:
+        """Seat waiting completions, decode one token a row, return what ended; never waits."""
+        ...
+
+    def update_weights(self, model: torch.nn.Module | None, version: int) -> None:
+        """Go on under new weights; None means that those of the same model were changed."""
+        ...
+
+    def interrupt(self) -> list[Partial]:
+        """Take out all that is unfinished, the oldest request first; the stream stays open."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_stream(engine: RolloutEngine, params: SamplingParams, **options: Any) -> RolloutStream:
+    """Return `engine.stream(params, **options)`, or raise ConfigError if the engine has none."""
+    stream = getattr(engine, "stream", None)
+    if stream is None:
+        raise ConfigError(
+            f"{type(engine).__name__} decodes whole batches and can't stream; use "
+            f"rollout.engine=native"
+        )
+    opened: RolloutStream = stream(params, **options)
+    return opened
+
+
+def draw_number(key: Hashable) -> int:
+    """Return the int64 that stands for `key` in the draws; the same in every process.
+
+    An int is taken as it is, so request i draws what prompt i of `generate` does. Any other key is
+    hashed by its `repr` (Python's own hash of strings differs from process to process). Raises
+    RolloutError for a key whose repr holds its address.
+    """
+    if isinstance(key, int):
+        word = int(key)
+    elif type(key).__repr__ is object.__repr__:
+        raise RolloutError(
+            f"stream key {key!r} has no repr of its own, so its draws can't be repeated; use an "
+            f"int, a string, a tuple of them, or give {type(key).__name__} a __repr__"
+        )
+    else:
+        word = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
+    word &= (1 << 64) - 1
+    return word - (1 << 64) if word >> 63 else word
+
+
+def check_partial(
+    partial: Partial,
+    key: Hashable,
+    prompt_ids: Sequence[int],
+    n: int,
+    limit: int,
+    stop_token_ids: Sequence[int],
+) -> None:
+    """Raise RolloutError unless `partial` is unfinished work on `prompt_ids`.
+
+    `limit` is the longest completion of this prompt in the stream, in tokens.
+    """
+    where = f"the partial of request {key!r}"
+    if list(partial.prompt_ids) != list(prompt_ids):
+        raise RolloutError(f"{where} is of another prompt; submit it with its own prompt_ids")
+    indices = [part.completion_index for part in partial.completions]
+    if not indices or len(set(indices)) < len(indices) or not all(0 <= i < n for i in indices):
+        raise RolloutError(
+            f"{where} has completion indices {indices}; it needs one or more, each once, in 0 … "
+            f"n-1 of the stream's n={n}"
+        )
+    for part in partial.completions:
+        name = f"completion {part.completion_index} of {where}"
+        sizes = len(part.token_ids), len(part.log_probs), len(part.token_versions)
+        if len(set(sizes)) > 1:
+            raise RolloutError(
+                f"{name} has {sizes[0]} tokens, {sizes[1]} log-probs and {sizes[2]} versions; give "
+                f"one of each a token"
+            )
+        if sizes[0] >= limit:
+            raise RolloutError(
+                f"{name} has {sizes[0]} tokens and the stream's completions of it end at {limit}; "
+                f"resume it in a stream with a greater max_new_tokens"
+            )
+        if set(part.token_ids) & set(stop_token_ids):
+            raise RolloutError(f"{name} holds a stop token, so it has ended; don't resume it")

@@ -1,0 +1,145 @@
+"""Who waits for whom between rollout and update: the RL loop's three modes.
+
+Each is a generator of steps: it yields what a dataflow's step left, and goes on once its updates
+are done. The dataflow is the same in all of them; what differs is what answers its calls.
+
+- sync: rollout, then update, on the same weights. Nothing is stale.
+- one_step_off: the completions of step k+1 are sampled while step k updates, so they are one
+  version behind.
+- async: rollout workers never stop; the trainer takes what is fresh enough (AReaL,
+  arXiv:2505.24298; in-flight weight updates as in PipelineRL, arXiv:2509.19128).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+from engine.algorithms.dynamic_sampling import groups_with_signal
+from engine.batch import Batch
+from engine.controller.async_rollout import AsyncRollout
+from engine.controller.futures import Future, Ready
+from engine.controller.groups import Roles
+from engine.controller.health import HealthPolicy
+from engine.controller.launch import launch
+from engine.controller.staleness import Limits
+from engine.dataflows.algo import StepResult
+from engine.trainers.rl_setup import stream_placement, stream_spec
+
+if TYPE_CHECKING:
+    from engine.trainers.rl import RLTrainer
+
+Steps = Generator[StepResult]
+
+
+def sync(trainer: RLTrainer, count: int) -> Steps:
+    """Rollout and update take turns."""
+    for _ in range(count):
+        yield trainer.dataflow.step(trainer.roles, trainer.next_prompts(), trainer.algo)
+
+
+def one_step_off(trainer: RLTrainer, count: int) -> Steps:
+    """The sampler works on the next step's prompts while this step's update runs."""
+    roles = trainer.roles
+    prompts, sampled = trainer.next_prompts(), None
+    for left in range(count, 0, -1):
+        if sampled is None:
+            roles.sampler.load_weights(roles.actor.weights())
+            sampled = roles.sampler.generate(prompts)
+        here = prompts, sampled
+        if left > 1:
+            prompts = trainer.next_prompts()
+            roles.sampler.load_weights(roles.actor.weights())
+            sampled = roles.sampler.generate(prompts)
+        answering = View(roles, rollout=Answers(roles.rollout, generate=here[1]))
+        yield trainer.dataflow.step(answering, here[0], trainer.algo)
+
+
+def asynchronous(trainer: RLTrainer, count: int) -> Steps:
+    """The trainer takes batches from a bounded queue that rollout workers keep full."""
+    config, roles = trainer.config.trainer, trainer.roles
+    limits = Limits(config.train_batch_size, config.staleness, steps=trainer.step + count)
+    silence = config.rollout_silence_s
+    health = HealthPolicy(
+        suspect_after=silence / 4,
+        dead_after=silence,
+        start_timeout=config.start_timeout_s,
+        sync_timeout=max(silence, 30.0),
+        max_restarts=config.max_rollout_restarts,
+    )
+    names = [f"sampler{i}" for i in range(config.rollout_workers)]
+    with AsyncRollout(
+        names,
+        limits,
+        health,
+        spawn=lambda name, attempt: _spawn(trainer, name),
+        next_prompt=trainer.next_prompt,
+        score=roles.reward.score_part,
+        weights=roles.actor.weights(),
+        version=trainer.step,
+        keep=_signal(trainer),
+        timeout_s=config.step_timeout_s,
+    ) as rollout:
+        for _ in range(count):
+            prompts, batch = rollout.take()
+            answering = View(
+                roles,
+                rollout=Answers(roles.rollout, generate=Ready(batch)),
+                reward=Answers(roles.reward, score=Ready(batch)),
+            )
+            result = trainer.dataflow.step(answering, prompts, trainer.algo)
+            trainer.algo.metrics |= rollout.metrics()
+            yield result
+            rollout.updated(trainer.step, roles.actor.weights())
+
+
+def _spawn(trainer: RLTrainer, name: str) -> Roles:
+    build = trainer.build
+    return launch(
+        stream_placement(name, build), [stream_spec(name, build)], recorder=trainer.roles.recorder
+    )
+
+
+def _signal(trainer: RLTrainer) -> Callable[[Batch], bool] | None:
+    """Dynamic sampling by the group: what has no signal never enters the queue.
+
+    After as many groups in a row as `max_num_gen_batches` rollouts have, one is let through.
+    """
+    settings, seen = trainer.config.algorithm.filter_groups, [0]
+    bound = settings.max_num_gen_batches * trainer.config.trainer.train_batch_size
+
+    def keep(group: Batch) -> bool:
+        rows = groups_with_signal(group["token_level_scores"].sum(1), group["group_ids"])
+        seen[0] = 0 if bool(rows.any()) else seen[0] + 1
+        return seen[0] % bound == 0
+
+    return keep if settings.enable else None
+
+
+class View:
+    """Roles of which some are answered otherwise."""
+
+    def __init__(self, roles: Roles, **instead: Any) -> None:
+        self._roles, self._instead = roles, instead
+
+    def __getattr__(self, role: str) -> Any:
+        return self._instead.get(role) or getattr(self._roles, role)
+
+
+class Answers:
+    """A group some of whose methods are answered by futures that exist already."""
+
+    def __init__(self, group: Any, **answers: Future) -> None:
+        self._group, self._answers = group, answers
+
+    def __getattr__(self, method: str) -> Any:
+        if method not in self._answers:
+            return getattr(self._group, method)
+        return lambda *arguments: self._answers[method]
+
+
+MODES: dict[str, Callable[[RLTrainer, int], Steps]] = {
+    "sync": sync,
+    "one_step_off": one_step_off,
+    "async": asynchronous,
+}

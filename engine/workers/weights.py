@@ -1,0 +1,52 @@
+"""The policy's weights on their way from the actor to rollout workers in other processes.
+
+They travel as one row of bytes: one object in the store, whatever their dtypes and number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.batch import Batch
+from engine.errors import WorkerError
+
+
+def pack_policy(shared: dict[str, Any]) -> Batch:
+    """`weights [1, bytes]` uint8 of `shared["policy"]`, and `policy_version [1]`."""
+    parts = [t.detach().contiguous().view(-1).view(torch.uint8) for t in _tensors(shared["policy"])]
+    version = torch.tensor([shared["policy_version"]])
+    return Batch({"weights": torch.cat(parts)[None], "policy_version": version})
+
+
+def load_policy(shared: dict[str, Any], packed: Batch) -> int:
+    """Copy packed weights into `shared["policy"]`, in place; return their version.
+
+    Raises WorkerError when they are of a model of another size.
+    """
+    tensors, data = _tensors(shared["policy"]), packed["weights"][0]
+    size = sum(t.nbytes for t in tensors)
+    if size != data.numel():
+        raise WorkerError(
+            f"the actor sent {data.numel()} bytes of weights, this process's policy has {size}; "
+            "both must be built from the same model folder and dtype"
+        )
+    at = 0
+    with torch.no_grad():
+        for tensor in tensors:
+            piece = data[at : at + tensor.nbytes]
+            at += tensor.nbytes
+            # A piece may start off the dtype's alignment; a copy of it does not.
+            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+    shared["policy_version"] = int(packed["policy_version"][0])
+    return int(shared["policy_version"])
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """Parameters (tied ones once) and buffers that a state dict holds, in order of name."""
+    named: dict[str, Tensor] = dict(model.named_parameters())
+    kept = model.state_dict(keep_vars=True)
+    named |= {name: b for name, b in model.named_buffers() if name in kept}
+    return [named[name].data for name in sorted(named)]

@@ -1,0 +1,264 @@
+"""Whole or not at all: commits, damage, fallbacks, retention; on a disk, in memory and on S3."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from s3_server import environment
+
+from engine.checkpoint import CheckpointStore, find_latest, open_checkpoint
+from engine.checkpoint.files import Folder
+from engine.checkpoint.layout import rank_stem, read_rank, write_tree
+from engine.checkpoint.tree import split
+from engine.errors import CheckpointError, DamagedCheckpointError
+
+
+@pytest.fixture(params=["disk", "memory", "s3"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "disk":
+        return str(tmp_path / "run")
+    if request.param == "memory":
+        return f"memory://{tmp_path.name}/run"
+    bucket: str = request.getfixturevalue("bucket")
+    return f"{bucket}/{tmp_path.name}/run"
+
+
+def save(store: CheckpointStore, step: int, ranks: int = 2, **metrics: float) -> str:
+    """A checkpoint whose every tensor is filled with its step."""
+    with store.writing(step) as draft:
+        for rank in range(ranks):
+            write_rank(draft.folder, rank, ranks, step)
+        draft.state = {"step": step, "generator": torch.full((5,), step)}
+        draft.metrics = metrics
+    found = store.latest()
+    assert found is not None
+    return found.folder
+
+
+def write_rank(folder: str, rank: int, ranks: int, step: int) -> None:
+    tree = {"model": {"w": torch.full((300,), float(step + rank))}, "rank": rank}
+    write_tree(Folder(folder), rank_stem("actor", rank, ranks), *split(tree))
+
+
+def names(root: str) -> list[str]:
+    return Folder(root).folders()
+
+
+def flip(folder: str, name: str, at: int = -1) -> None:
+    fs, path = fsspec.core.url_to_fs(f"{folder}/{name}")
+    data = bytearray(fs.cat_file(path))
+    data[at] ^= 1
+    fs.pipe_file(path, bytes(data))
+
+
+def cut(folder: str, name: str) -> None:
+    fs, path = fsspec.core.url_to_fs(f"{folder}/{name}")
+    fs.pipe_file(path, fs.cat_file(path)[:-1])
+
+
+def delete(folder: str, name: str) -> None:
+    fs, path = fsspec.core.url_to_fs(f"{folder}/{name}")
+    fs.rm_file(path)
+
+
+SHARD = "actor-00001-of-00002.model.safetensors"
+
+
+def test_what_was_saved_is_found_and_read(root: str) -> None:
+    store = CheckpointStore(root, keep_last=2)
+    assert store.latest() is None
+    for step in (1, 2, 3):
+        save(store, step)
+    assert names(root) == ["step_2", "step_3"]
+    found = find_latest(root)
+    assert found is not None
+    assert (found.step, found.folder) == (3, f"{root}/step_3")
+    assert found.state["step"] == 3
+    assert found.state["generator"].tolist() == [3] * 5
+    for rank in range(2):
+        tree = read_rank(found.folder, "actor", rank, 2)
+        assert tree["rank"] == rank
+        assert tree["model"]["w"].tolist() == [3.0 + rank] * 300
+    assert open_checkpoint(f"{root}/step_2").state["step"] == 2
+    sizes = Folder(found.folder).sizes()
+    assert found.bytes == sum(sizes.values()) - sizes["checksums.json"] - sizes["COMPLETE"]
+
+
+DAMAGE: dict[str, tuple[Callable[[str], None], str]] = {
+    "flipped shard": (lambda f: flip(f, SHARD), rf"{SHARD} differs from its checksum"),
+    "flipped state": (lambda f: flip(f, "state.json", 3), r"state\.json differs from its checksum"),
+    "cut shard": (lambda f: cut(f, SHARD), rf"{SHARD} has \d+ bytes where \d+ were written"),
+    "deleted shard": (lambda f: delete(f, SHARD), rf"{SHARD} is missing"),
+    "deleted rank": (lambda f: delete(f, "actor-00000-of-00002.json"), r"00002\.json is missing"),
+    "flipped checksums": (lambda f: flip(f, "checksums.json", 9), r"checksums\.json differs from"),
+    "deleted checksums": (lambda f: delete(f, "checksums.json"), r"checksums\.json is missing"),
+    "no marker": (lambda f: delete(f, "COMPLETE"), r"is torn: .*COMPLETE is missing"),
+    "cut marker": (lambda f: cut(f, "COMPLETE"), r"is torn: .*COMPLETE is not JSON"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_falls_back_to_the_one_before_aloud(
+    root: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    act, match = DAMAGE[damage]
+    store = CheckpointStore(root, keep_last=2)
+    save(store, 1)
+    bad = save(store, 2)
+    act(bad)
+    with caplog.at_level(logging.WARNING):
+        found = store.latest()
+    assert found is not None
+    assert found.step == 1
+    assert read_rank(found.folder, "actor", 1, 2)["model"]["w"][0] == 2.0
+    (line,) = [r.getMessage() for r in caplog.records if r.name.startswith("engine")]
+    assert f"{root}/step_2" in line
+    assert re.search(match, line), line
+    with pytest.raises(DamagedCheckpointError, match=r"load another checkpoint"):
+        open_checkpoint(bad)
+    # The damaged one doesn't count among those kept, and leaves with the next commit.
+    save(store, 2)
+    again = find_latest(root)
+    assert again is not None
+    assert again.step == 2
+    assert again.folder != bad
+    assert names(root) == ["step_1", again.folder.rsplit("/", 1)[-1]]
+    assert open_checkpoint(bad).folder == again.folder
+
+
+def test_the_last_written_is_the_latest_whatever_its_step(root: str) -> None:
+    store = CheckpointStore(root, keep_last=3)
+    for step in (10, 20, 30):
+        save(store, step)
+    save(store, 20)  # another course that started from step 10
+    found = store.latest()
+    assert found is not None
+    assert found.step == 20
+    assert names(root) == ["step_10", "step_20.1", "step_30"]
+    assert open_checkpoint(f"{root}/step_20").folder == f"{root}/step_20.1"
+
+
+def test_the_best_stays(root: str) -> None:
+    store = CheckpointStore(root, keep_last=1, keep_best=1, metric="reward")
+    for step, reward in ((1, 0.2), (2, 0.9), (3, 0.4), (4, 0.5)):
+        save(store, step, reward=reward)
+    assert names(root) == ["step_2", "step_4"]
+    assert open_checkpoint(f"{root}/step_2").metrics == {"reward": 0.9}
+
+
+def test_a_commit_without_all_ranks_is_refused_and_leaves_nothing(root: str) -> None:
+    store = CheckpointStore(root)
+    save(store, 1)
+
+    def write(ranks: list[int], **roles: int) -> None:
+        with store.writing(2) as draft:
+            draft.roles = roles
+            for rank in ranks:
+                write_rank(draft.folder, rank, 3, 2)
+
+    with pytest.raises(CheckpointError, match=r"ranks \[2\] of 3 of role 'actor' have written not"):
+        write([0, 1])
+    with pytest.raises(CheckpointError, match=r"ranks \[0, 1\] of 2 of role 'actor'"):
+        write([0, 1, 2], actor=2)
+    with pytest.raises(CheckpointError, match=r"ranks \[0\] of 1 of role 'critic'"):
+        write([0, 1, 2], actor=3, critic=1)
+    assert names(root) == ["step_1"]
+
+
+def test_a_file_that_changed_before_the_commit_is_noticed(root: str) -> None:
+    store = CheckpointStore(root)
+
+    def write() -> None:
+        with store.writing(1) as draft:
+            write_rank(draft.folder, 0, 1, 1)
+            cut(draft.folder, "actor-00000-of-00001.model.safetensors")
+
+    with pytest.raises(DamagedCheckpointError, match=r"has \d+ bytes where \d+ were written"):
+        write()
+    assert names(root) == []
+
+
+def test_an_error_in_the_block_leaves_nothing(root: str) -> None:
+    store = CheckpointStore(root)
+
+    def write() -> None:
+        with store.writing(1) as draft:
+            write_rank(draft.folder, 0, 1, 1)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert names(root) == []
+
+
+def test_ranks_that_are_alike_share_states(root: str) -> None:
+    found = save(CheckpointStore(root), 1)
+    assert [read_rank(found, "actor", r, 5, alike=True)["rank"] for r in range(5)] == [
+        0,
+        1,
+        0,
+        1,
+        0,
+    ]
+    with pytest.raises(CheckpointError, match=r"has actor on 2 ranks and this run has 5"):
+        read_rank(found, "actor", 4, 5)
+
+
+def test_wrong_places_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"step_9 is no checkpoint: it holds no files"):
+        open_checkpoint(tmp_path / "step_9")
+    with pytest.raises(CheckpointError, match=r"checkpoint folder nope://x can't be used"):
+        CheckpointStore("nope://x")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file can't be written: File exists"):
+        CheckpointStore(tmp_path / "file").begin(1)
+
+
+def test_a_killed_deletion_leaves_no_checkpoint_behind(tmp_path: Path) -> None:
+    """The marker goes first: what is left without it is swept by the next commit."""
+    store = CheckpointStore(tmp_path, keep_last=1)
+    old = Path(save(store, 1))
+    kept = {path.name: path.read_bytes() for path in old.iterdir() if path.name != "COMPLETE"}
+    save(store, 2)
+    old.mkdir()
+    for name, data in kept.items():
+        (old / name).write_bytes(data)
+    found = store.latest()
+    assert found is not None
+    assert found.step == 2
+    save(store, 3)
+    assert names(str(tmp_path)) == ["step_3"]
+
+
+def test_an_unreachable_s3_is_said_and_not_taken_for_an_empty_one() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with environment(AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}", AWS_MAX_ATTEMPTS="1"):
+        store = CheckpointStore("s3://checkpoints/run")
+        with pytest.raises(
+            CheckpointError,
+            match=r"s3://checkpoints/run can't be read: .*check the address, its credentials",
+        ) as caught:
+            store.latest()
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def test_a_bucket_that_is_not_there_is_named(bucket: str) -> None:
+    with pytest.raises(CheckpointError, match=r"s3://other/run/step_1/.*can't be written"):
+        save(CheckpointStore("s3://other/run"), 1)
+
+
+def test_a_marker_says_what_people_look_for(tmp_path: Path) -> None:
+    folder = Path(save(CheckpointStore(tmp_path), 7, reward=0.5))
+    marker: dict[str, Any] = json.loads((folder / "COMPLETE").read_text())
+    assert (marker["step"], marker["sequence"], marker["metrics"]) == (7, 1, {"reward": 0.5})

@@ -1,0 +1,126 @@
+"""Trees of state come back as they were, in files that the safetensors library reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.checkpoint.files import Folder
+from engine.checkpoint.layout import read_tree, write_tree
+from engine.checkpoint.tree import Snapshot, safetensors_bytes, split, unite
+from engine.errors import CheckpointError
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+
+
+@st.composite
+def tensors(draw: Any) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    numbers = torch.arange(torch.Size(shape).numel()).reshape(shape) - draw(st.integers(0, 9))
+    tensor = numbers.to(draw(st.sampled_from(DTYPES)))
+    return tensor.transpose(0, -1) if tensor.dim() > 1 and draw(st.booleans()) else tensor
+
+
+plain = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.floats(allow_nan=False)
+trees = st.dictionaries(
+    st.text(alphabet="abc/.$", min_size=1, max_size=2),
+    st.recursive(
+        plain | tensors(),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text("xyz", max_size=2), inner)
+        ),
+        max_leaves=8,
+    ),
+    max_size=3,
+)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_equal(a, b)
+    else:
+        assert one == other
+        assert type(one) is type(other)
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees)
+def test_a_tree_comes_back_bit_for_bit(tree: dict[str, Any]) -> None:
+    values, groups = Snapshot().take(tree)
+    loaded = {}
+    for group, content in groups.items():
+        data = b"".join(bytes(chunk) for chunk in safetensors_bytes(content))
+        loaded[group] = safetensors.torch.load(data)
+    assert_equal(unite(json.loads(json.dumps(values)), loaded), tree)
+
+
+def test_files_are_mapped_by_the_library_in_mixed_widths(tmp_path: Path) -> None:
+    tree = {
+        "part": {str(d): torch.ones(3, dtype=d) for d in reversed(DTYPES)},
+        "x": torch.tensor(2.5),
+        "pair": (1, 2.5),
+    }
+    folder = Folder(tmp_path)
+    written = write_tree(folder, "actor-00000-of-00001", *split(tree))
+    assert written.tensor_bytes == 3 * (8 + 4 + 2 + 2 + 8 + 4 + 2 + 1 + 1 + 1) + 4
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert sizes == {name: file.size for name, file in written.files.items()}
+    got = read_tree(folder, "actor-00000-of-00001", written.files)
+    assert_equal(got, tree | {"pair": [1, 2.5]})
+    direct = safetensors.torch.load_file(tmp_path / "actor-00000-of-00001.part.safetensors")
+    assert_equal(direct, tree["part"])
+
+
+def test_a_snapshot_keeps_its_values_and_its_memory() -> None:
+    live, snapshot = {"m": {"w": torch.zeros(8)}, "n": 1}, Snapshot()
+    _, first = snapshot.take(live)
+    place = first["m"]["w"].data_ptr()
+    live["m"]["w"] += 1  # type: ignore[index]
+    assert first["m"]["w"].tolist() == [0.0] * 8
+    _, second = snapshot.take(live)
+    assert second["m"]["w"].tolist() == [1.0] * 8
+    assert second["m"]["w"].data_ptr() == place
+    _, third = snapshot.take({"m": {"w": torch.zeros(9)}})
+    assert third["m"]["w"].shape == (9,)
+
+
+@pytest.mark.parametrize(
+    ("tree", "match"),
+    [
+        ({"a": {"b": object()}}, r"state a\.b is a object, which a checkpoint can't hold"),
+        ({"a": {1: 2}}, r"state a is a dict.*string keys"),
+        ({"a": {"$tensor": 2}}, r"state a is a dict"),
+        ({"a": torch.zeros(1, dtype=torch.complex64)}, r"state a has dtype torch\.complex64"),
+        ({"a": {"b/c": torch.zeros(1), "b": {"c": torch.zeros(1)}}}, r"state a\.b\.c is there tw"),
+    ],
+)
+def test_what_can_t_be_held_is_named(tree: dict[str, Any], match: str) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        split(tree)

@@ -1,0 +1,123 @@
+"""The RL loop's modes: what runs beside what, how stale completions are, and that all learn."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from tiny_engine import arithmetic_rows
+
+from engine.config import RLConfig
+from engine.controller.timeline import Span
+from engine.data.loader import PromptLoader
+from engine.trainers.rl import RLTrainer
+
+pytestmark = pytest.mark.usefixtures("one_thread", "ray_cluster")
+
+
+def run(
+    folder: Path, mode: str, placement: str, steps: int, longest: int = 6, **sections: Any
+) -> tuple[list[dict[str, float]], list[Span]]:
+    base: dict[str, Any] = {
+        "actor": {"optim": {"lr": 1e-2, "weight_decay": 0.0, "warmup_ratio": 0.0}},
+        "rollout": {"n": 4},
+        "reward": {"name": "tiny_engine:digit_share"},
+        "trainer": {
+            "mode": mode,
+            "total_training_steps": steps,
+            "train_batch_size": 4,
+            "placement": placement,
+            "threads": 2,
+            "timeline_steps": steps,
+        },
+    }
+    for name, content in sections.items():
+        base[name] = base.get(name, {}) | content
+    loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), 4, 0)
+    history: list[dict[str, float]] = []
+    settings = RLConfig.model_validate(base)
+    with RLTrainer(
+        folder, settings, loader, max_response_length=longest, max_model_len=64
+    ) as trainer:
+        trainer.on_step = lambda step, total, metrics: history.append(dict(metrics))
+        trainer.fit()
+        assert math.isfinite(trainer.validate(arithmetic_rows(3)))
+        return history, list(trainer._spans)
+
+
+@pytest.mark.parametrize("placement", ["local", "ray"])
+@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+def test_rollout_ahead_learns_within_its_bound(
+    tiny_folder: Path, mode: str, placement: str
+) -> None:
+    history, _ = run(tiny_folder, mode, placement, steps=12, rollout={"n": 8})
+    assert len(history) == 12
+    behind = [metrics["staleness/max"] for metrics in history]
+    assert max(behind) <= 1
+    assert behind[0] == 0
+    if mode == "one_step_off":
+        assert behind[1:] == [1] * 11
+    assert all(metrics["actor/grad_norm"] > 0 for metrics in history)
+    assert history[-1]["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=0.3)
+    rewards = [metrics["reward/mean"] for metrics in history]
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 0.1
+
+
+def between(spans: list[Span], role: str, name: str) -> list[Span]:
+    found = [span for span in spans if (span.role, span.name) == (role, name)]
+    assert found, f"no span {role}.{name}"
+    return sorted(found, key=lambda span: span.start_ns)
+
+
+def together(first: list[Span], second: list[Span]) -> int:
+    """How many pairs of spans were under way at one moment, in different processes."""
+    return sum(a.overlaps(b) for a in first for b in second)
+
+
+def test_finished_parts_are_scored_while_the_rest_decodes(tiny_folder: Path) -> None:
+    _, spans = run(
+        tiny_folder,
+        "sync",
+        "ray",
+        steps=2,
+        longest=40,
+        rollout={"n": 128, "max_num_seqs": 128, "parts": 4},
+        reward={"name": "tiny_engine:slow_reward"},
+    )
+    parts = between(spans, "rollout", "next_part")
+    scores = between(spans, "reward", "score_part")
+    assert len(parts) == len(scores) == 8
+    for step in (1, 2):
+        scored = [s for s in scores if s.step == step]
+        assert together(scored, [p for p in parts if p.step == step]) > 0
+        # And the reference works while the last parts are still being scored.
+        assert together(scored, [r for r in spans if r.role == "reference" and r.step == step]) > 0
+
+
+def test_the_next_prompts_are_prepared_while_the_update_runs(tiny_folder: Path) -> None:
+    _, spans = run(tiny_folder, "sync", "ray", steps=3, longest=40, rollout={"n": 64})
+    prepared, updates = (
+        {span.step: span for span in between(spans, role, name)}
+        for role, name in (("controller", "next prompts"), ("actor", "update"))
+    )
+    for step in (1, 2, 3):
+        assert prepared[step].end_ns < updates[step].end_ns
+
+
+def test_one_step_off_samples_while_it_updates(tiny_folder: Path) -> None:
+    _, spans = run(tiny_folder, "one_step_off", "ray", steps=4, longest=40, rollout={"n": 64})
+    sampled, updates = between(spans, "sampler", "generate"), between(spans, "actor", "update")
+    assert len(sampled) == len(updates) == 4
+    for following, update in zip(sampled[1:], updates, strict=False):
+        assert following.start_ns < update.end_ns
+
+
+def test_parts_give_the_same_completions_as_a_whole(tiny_folder: Path) -> None:
+    whole, _ = run(tiny_folder, "sync", "local", steps=1)
+    parts, _ = run(tiny_folder, "sync", "local", steps=1, rollout={"parts": 3})
+    for name in ("reward/mean", "response/length_mean", "reward/groups_with_signal"):
+        assert parts[0][name] == pytest.approx(whole[0][name])
+    assert parts[0]["actor/grad_norm"] == pytest.approx(whole[0]["actor/grad_norm"], rel=1e-4)
