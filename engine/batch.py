@@ -9,6 +9,7 @@ response always starts at column P of `input_ids`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -220,9 +221,39 @@ class Batch:
         p, r, both = (self._widths.get(axis, 0) for axis in ("P", "R", "P+R"))
         return max(p, both - r) if r else p, max(r, both - p) if p else r
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as NumPy arrays: Ray keeps those in shared memory, where a reader finds them
+        without a copy. So the tensors of a received batch must not be written to."""
+        packed = {name: _pack(tensor) for name, tensor in self.as_dict().items()}
+        return _unpickled, (packed, self.columns)
+
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}{list(v.shape)}" for k, v in self.as_dict().items())
         return f"Batch({len(self)} rows: {fields}; columns {sorted(self.columns)})"
+
+
+def _pack(tensor: Tensor) -> Tensor | tuple[np.ndarray, torch.dtype]:
+    """A tensor on the CPU as an array and its dtype (NumPy lacks bfloat16); others as they are."""
+    if tensor.device.type != "cpu" or tensor.requires_grad:
+        return tensor
+    wide = tensor.contiguous()
+    array = wide.view(torch.int16) if wide.dtype == torch.bfloat16 else wide
+    return array.numpy(), wide.dtype
+
+
+def _unpickled(
+    packed: dict[str, Tensor | tuple[np.ndarray, torch.dtype]], columns: dict[str, np.ndarray]
+) -> Batch:
+    tensors = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        for name, item in packed.items():
+            if isinstance(item, Tensor):
+                tensors[name] = item
+                continue
+            tensor = torch.from_numpy(item[0])
+            tensors[name] = tensor.view(item[1]) if tensor.dtype != item[1] else tensor
+    return Batch(tensors, columns)
 
 
 def _widen(name: str, tensor: Tensor, prompt: int, response: int) -> Tensor:

@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; workers are stopped", file=sys.stderr)
         return INTERRUPTED
-    except _TerminatedError:
+    except SystemExit as stop:
+        if stop.code != signal.SIGTERM:
+            raise
         print("terminated; workers are stopped", file=sys.stderr)
         return TERMINATED
 
@@ -66,10 +68,6 @@ def _run(arguments: Sequence[str]) -> int:
     return 0
 
 
-class _TerminatedError(SystemExit):
-    """SIGTERM, as Ray sends it to a job that is stopped; no `except Exception` takes it."""
-
-
 class _Parser(argparse.ArgumentParser):
     """argparse whose errors are our sentences."""
 
@@ -91,7 +89,7 @@ def _terminable() -> Iterator[None]:
     """Let SIGTERM unwind the block, so that workers are stopped and what is open is closed."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise _TerminatedError
+        raise SystemExit(int(signal.SIGTERM))  # as Ray's own handler does while it starts
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

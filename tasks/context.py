@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -110,6 +112,18 @@ class Stage:
         path = local_artifact(artifact)
         self.parents.append(read_manifest(path).as_parent(name, path))
         return path
+
+    def checkpoints(self) -> Path:
+        """Where this stage's checkpoints go: the same folder for the same inputs and sources."""
+        from engine.artifacts import home
+
+        inputs = [sorted((p.name, p.digest) for p in self.parents), self.config, sources_digest()]
+        digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+        return home() / "checkpoints" / self.kind / digest[:16]
+
+    def forget_checkpoints(self) -> None:
+        """Delete them: what they led to is published."""
+        shutil.rmtree(self.checkpoints(), ignore_errors=True)
 
     def publish(self, metrics: Mapping[str, float]) -> FlyteDirectory:
         """Write the manifest and move the folder to its place."""

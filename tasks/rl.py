@@ -37,6 +37,7 @@ def rl(
     import pandas as pd
 
     from engine.data.loader import PromptLoader
+    from engine.trainers.attempts import run_attempts
     from engine.trainers.rl import RLTrainer
 
     settings = {"rl": config.model_dump(mode="json"), "seed": seed}
@@ -44,41 +45,48 @@ def rl(
         folder = this.parent("dataset", dataset)
         model = this.parent("warm_start", warm_start)
         lengths = json.loads((folder / "dataset.json").read_text())
-        loader = PromptLoader(
-            pd.read_parquet(folder / "train.parquet"), config.trainer.train_batch_size, seed
-        )
+        train = pd.read_parquet(folder / "train.parquet")
         rows = pd.read_parquet(folder / "validation.parquet").to_dict("records")
         validation = [{str(k): v for k, v in row.items()} for row in rows]
-        history: list[dict[str, float]] = []
-        trainer = RLTrainer(
-            model,
-            config,
-            loader,
-            max_response_length=data.max_response_length,
-            max_model_len=lengths["max_prompt_length"] + data.max_response_length,
-            seed=seed,
-        )
-        with trainer:
-            say(
-                f"rl: {config.algorithm.adv_estimator} on {config.trainer.placement}, rollout by "
-                f"{config.rollout.engine}, {config.trainer.train_batch_size} prompts × "
-                f"{config.rollout.n} completions a step"
+
+        def make() -> RLTrainer:
+            loader = PromptLoader(train, config.trainer.train_batch_size, seed)
+            return RLTrainer(
+                model,
+                config,
+                loader,
+                max_response_length=data.max_response_length,
+                max_model_len=lengths["max_prompt_length"] + data.max_response_length,
+                seed=seed,
             )
 
+        def work(trainer: RLTrainer) -> None:
             def report(step: int, total: int, metrics: dict[str, float]) -> None:
                 if step == total or step % config.trainer.test_freq == 0:
                     metrics["validation/reward"] = trainer.validate(validation)
-                history.append({"step": float(step)} | metrics)
                 this.tracked.log_metrics(metrics, step)
-                say(step_line(step, total, metrics, history))
+                say(step_line(step, total, metrics, [*trainer.history, metrics]))
 
             trainer.on_step = report
-            final = trainer.fit()
+            trainer.fit(checkpoint_dir=checkpoints)
             trainer.save(this.folder)
             trainer.write_timeline(this.folder / "timeline.json")
+            history[:] = trainer.history
+
+        say(
+            f"rl: {config.algorithm.adv_estimator} on {config.trainer.placement}, rollout by "
+            f"{config.rollout.engine}, {config.trainer.train_batch_size} prompts × "
+            f"{config.rollout.n} completions a step"
+        )
+        history: list[dict[str, float]] = []
+        checkpoints = this.checkpoints()
+        run_attempts(make, work, checkpoints, config.trainer.max_attempts)
         pd.DataFrame(history).to_parquet(this.folder / "metrics.parquet", index=False)
         this.tracked.log_folder(this.folder, "checkpoint")
-        return this.publish({k.replace("/", "_"): v for k, v in final.items()})
+        final = history[-1]
+        published = this.publish({k.replace("/", "_"): v for k, v in final.items()})
+        this.forget_checkpoints()
+        return published
 
 
 def step_line(

@@ -37,7 +37,9 @@ def run(config: RunConfig) -> Path:
     Raises an EngineError; what is wrong with the input is found before any worker starts.
     """
     if not config.model.path:
-        raise ConfigError("model.path is missing; give a Hugging Face folder or hub id")
+        raise ConfigError(
+            "actor_rollout_ref.model.path is missing; give a Hugging Face folder or hub id"
+        )
     check_config(config.rl, config.data.max_response_length)
     folder = prepare(output_folder(config))
     model = _local(config.model.path)

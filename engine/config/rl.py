@@ -119,6 +119,11 @@ class TrainerConfig(Section):
         60.0, gt=0, description="async: a rollout worker without a sign of life is replaced"
     )
     max_rollout_restarts: int = Field(3, ge=0, description="async: of one rollout worker")
+    save_freq: int = Field(20, ge=1, description="Steps between checkpoints, where a run has them")
+    max_checkpoints_to_keep: int = Field(2, ge=1, description="The newest ones; and the best one")
+    max_attempts: int = Field(
+        3, ge=1, description="Attempts that may fail in a row without getting past a checkpoint"
+    )
     timeline_steps: int = Field(0, ge=0, description="Steps whose timeline is written (Perfetto)")
     placement: Literal["ray", "local"] = Field("ray", description="Ray actors, or this process")
     threads: int = Field(0, ge=0, description="CPU threads of a worker; 0: all cores")

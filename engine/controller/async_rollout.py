@@ -155,6 +155,11 @@ class AsyncRollout:
                 "async/restarts": float(self.counts.restarts),
             }
 
+    def unconsumed(self) -> list[Batch]:
+        """Prompts that were begun and that no batch has had yet, in the order of their keys."""
+        with self._changed:
+            return [self._prompts[key] for key in sorted(self._prompts)]
+
     def close(self) -> None:
         """Stop the loop and all workers."""
         with self._changed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,6 +139,15 @@ class Algo:
             **self._loss_options,
         )
         return Batch({"advantages": gap} | prepared)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The adaptive KL coefficient and the generator."""
+        return {"kl": self.kl_control.state_dict(), "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.kl_control.load_state_dict(state["kl"])
+        self.generator.set_state(state["generator"].clone())
 
     def take_metrics(self) -> dict[str, float]:
         """What the step's arithmetic measured, forgetting it."""

@@ -35,22 +35,23 @@ Steps = Generator[StepResult]
 def sync(trainer: RLTrainer, count: int) -> Steps:
     """Rollout and update take turns."""
     for _ in range(count):
-        yield trainer.dataflow.step(trainer.roles, trainer.next_prompts(), trainer.algo)
+        yield trainer.dataflow.step(trainer.roles, trainer.prompts.next_batch(), trainer.algo)
 
 
 def one_step_off(trainer: RLTrainer, count: int) -> Steps:
     """The sampler works on the next step's prompts while this step's update runs."""
     roles = trainer.roles
-    prompts, sampled = trainer.next_prompts(), None
+    prompts, sampled = trainer.prompts.next_batch(), None
     for left in range(count, 0, -1):
         if sampled is None:
             roles.sampler.load_weights(roles.actor.weights())
             sampled = roles.sampler.generate(prompts)
         here = prompts, sampled
         if left > 1:
-            prompts = trainer.next_prompts()
+            prompts = trainer.prompts.next_batch()
             roles.sampler.load_weights(roles.actor.weights())
             sampled = roles.sampler.generate(prompts)
+        trainer.later = 1 if left > 1 else 0
         answering = View(roles, rollout=Answers(roles.rollout, generate=here[1]))
         yield trainer.dataflow.step(answering, here[0], trainer.algo)
 
@@ -64,7 +65,7 @@ def asynchronous(trainer: RLTrainer, count: int) -> Steps:
         suspect_after=silence / 4,
         dead_after=silence,
         start_timeout=config.start_timeout_s,
-        sync_timeout=max(silence, 30.0),
+        sync_timeout=silence,
         max_restarts=config.max_rollout_restarts,
     )
     names = [f"sampler{i}" for i in range(config.rollout_workers)]
@@ -73,13 +74,14 @@ def asynchronous(trainer: RLTrainer, count: int) -> Steps:
         limits,
         health,
         spawn=lambda name, attempt: _spawn(trainer, name),
-        next_prompt=trainer.next_prompt,
+        next_prompt=trainer.prompts.next_one,
         score=roles.reward.score_part,
         weights=roles.actor.weights(),
         version=trainer.step,
         keep=_signal(trainer),
         timeout_s=config.step_timeout_s,
     ) as rollout:
+        trainer.unconsumed = rollout.unconsumed
         for _ in range(count):
             prompts, batch = rollout.take()
             answering = View(

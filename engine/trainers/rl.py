@@ -7,8 +7,9 @@ does is in `engine.dataflows`, what a role does in `engine.workers`, where they 
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -18,19 +19,22 @@ import torch
 
 from engine.algorithms.masked import Groups
 from engine.batch import Batch
+from engine.checkpoint import open_checkpoint
 from engine.config import RLConfig
 from engine.controller.futures import LazyBatch
 from engine.controller.launch import launch
-from engine.controller.timeline import Span, span, write_trace
-from engine.data.collate import collate_prompts
+from engine.controller.timeline import Span, write_trace
 from engine.data.loader import PromptLoader
-from engine.data.templates import encode_prompt
 from engine.data.tokenizer import load_tokenizer
-from engine.dataflows.algo import Algo
+from engine.dataflows.algo import Algo, StepResult
 from engine.dataflows.needs import needs_of
 from engine.trainers.modes import MODES
+from engine.trainers.prompts import PromptStream
+from engine.trainers.resume import make_saver, restore, save
 from engine.trainers.rl_checks import check_config, check_teacher
 from engine.trainers.rl_setup import Build, effective, place, role_specs
+
+log = logging.getLogger(__name__)
 
 OnStep = Callable[[int, int, dict[str, float]], None]  # step (1-based), total steps, metrics
 
@@ -55,8 +59,9 @@ class RLTrainer:
         on_step: OnStep = lambda step, total, metrics: None,
     ) -> None:
         self.dataflow = check_config(config, max_response_length)
-        self.config, self.loader, self.on_step = effective(config), loader, on_step
+        self.config, self.on_step = effective(config), on_step
         self.tokenizer = load_tokenizer(model_path)
+        self.prompts = PromptStream(loader, self.tokenizer)
         if "teacher" in self.dataflow.roles:
             check_teacher(config.algorithm.teacher, self.tokenizer)
         needs = needs_of(self.config, self.dataflow)
@@ -67,11 +72,12 @@ class RLTrainer:
             max_response_length=max_response_length,
             seed=seed,
             # Asynchronous rollout sorts groups without signal out by itself.
-            more_prompts=None if mode == "async" else self.next_prompts,
+            more_prompts=None if mode == "async" else self.prompts.next_batch,
         )
         self.step = 0
-        self._ahead: Batch | None = None
-        self._seen = 0
+        self.history: list[dict[str, float]] = []  # a row a step, since step 1
+        self.later = 0  # batches of prompts that were handed out for later steps
+        self.unconsumed: Callable[[], Sequence[Batch]] = list  # single prompts under way
         self.build = Build(
             str(model_path),
             self.config,
@@ -85,46 +91,57 @@ class RLTrainer:
         self.roles = launch(place(self.build), role_specs(self.build))
         self._spans: list[Span] = []
 
-    def fit(self, num_steps: int | None = None) -> dict[str, float]:
+    def fit(
+        self, num_steps: int | None = None, checkpoint_dir: str | Path | None = None
+    ) -> dict[str, float]:
         """Run `num_steps` more steps (default: up to the configured total); return the last
-        step's metrics."""
+        step's metrics.
+
+        With `checkpoint_dir` (a folder or s3://…) a checkpoint is written every
+        `trainer.save_freq` steps and at the end, and a run that has just begun goes on from the
+        newest one there. Raises CheckpointError when that is of other settings.
+        """
+        saver = None if checkpoint_dir is None else make_saver(self, checkpoint_dir)
+        if saver is not None and self.step == 0 and (found := saver.store.latest()):
+            restore(self, saver, found)
+            log.info("resumed from %s, step %d", found.folder, self.step)
         total = self.config.trainer.total_training_steps
         stop = total if num_steps is None else self.step + num_steps
         metrics: dict[str, float] = {}
         steps = MODES[self.config.trainer.mode](self, max(0, stop - self.step))
         with closing(steps):
             while self.step < stop:
-                start = time.perf_counter()
-                self.roles.begin_step(self.step + 1)
-                result = next(steps)
-                if self.config.trainer.mode != "async":
-                    self.prefetch()
-                updates = [future.result() for future in result.updates]
-                self.step += 1
-                metrics = summarise(result.batch, time.perf_counter() - start)
-                metrics |= self.algo.take_metrics() | staleness(result.batch, self.step - 1)
-                for update in updates:
-                    metrics |= update
-                self._record()
+                metrics = self._one(steps)
                 self.on_step(self.step, stop, metrics)
+                self.history.append({"step": float(self.step)} | metrics)
+                due = self.step == stop or self.step % self.config.trainer.save_freq == 0
+                if saver is not None and due:
+                    save(self, saver, metrics)
+                    metrics |= saver.stats.as_metrics() if saver.stats else {}
+        if saver is not None:
+            saver.wait()
         return metrics
 
-    def prefetch(self) -> None:
-        """Prepare the next step's prompts, while workers are busy with this one's updates."""
-        with span("next prompts"):
-            self._ahead = self._ahead or self._encode(self.loader.next_batch())
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Go on from a checkpoint, such as "ckpt/step_500"; raise CheckpointError for a bad one."""
+        checkpoint = open_checkpoint(folder)
+        restore(self, make_saver(self, Path(str(folder)).parent), checkpoint)
 
-    def next_prompts(self) -> Batch:
-        """The prompts of the next step, or of a refill."""
-        ahead, self._ahead = self._ahead, None
-        return ahead or self._encode(self.loader.next_batch())
-
-    def next_prompt(self) -> Batch:
-        """The next prompt alone."""
-        if self._ahead is None or self._seen == len(self._ahead):
-            self._ahead, self._seen = self._encode(self.loader.next_batch()), 0
-        self._seen += 1
-        return self._ahead.rows([self._seen - 1])
+    def _one(self, steps: Generator[StepResult]) -> dict[str, float]:
+        """Take one step, wait for its updates, and say how it went."""
+        start = time.perf_counter()
+        self.roles.begin_step(self.step + 1)
+        result = next(steps)
+        if self.config.trainer.mode != "async":
+            self.prompts.prefetch()
+        updates = [future.result() for future in result.updates]
+        self.step += 1
+        metrics = summarise(result.batch, time.perf_counter() - start)
+        metrics |= self.algo.take_metrics() | staleness(result.batch, self.step - 1)
+        for update in updates:
+            metrics |= update
+        self._record()
+        return metrics
 
     def write_timeline(self, path: str | Path) -> Path | None:
         """Write the first `trainer.timeline_steps` steps as a trace for Perfetto, if any."""
@@ -136,7 +153,7 @@ class RLTrainer:
 
     def validate(self, rows: Sequence[dict[str, Any]]) -> float:
         """Mean reward of greedy completions to the prompts of `rows`."""
-        batch = LazyBatch(self.roles.rollout.generate_greedy(self._encode(rows)))
+        batch = LazyBatch(self.roles.rollout.generate_greedy(self.prompts.encode(rows)))
         batch |= self.roles.reward.score(batch)
         return float(batch["token_level_scores"].sum(1).mean())
 
@@ -147,10 +164,6 @@ class RLTrainer:
     def close(self) -> None:
         """Stop the workers and free what they hold."""
         self.roles.close()
-
-    def _encode(self, rows: Sequence[dict[str, Any]]) -> Batch:
-        ids = [encode_prompt(self.tokenizer, row["prompt"]) for row in rows]
-        return collate_prompts(rows, ids)
 
     def __enter__(self) -> Self:
         return self

@@ -136,6 +136,11 @@ def broken_reward(prompts: Any, completions: Sequence[str], **columns: Any) -> l
     raise ZeroDivisionError("the judge is out")
 
 
+def sometimes_right(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+    """Seldom 1, so that most groups have no signal."""
+    return [float(sum(map(ord, text)) % 11 == 0) for text in completions]
+
+
 def slow_reward(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
     time.sleep(0.3)
     return digit_share(prompts, completions)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from moto.server import ThreadedMotoServer
 from s3_server import environment
+
+# Ray's worker processes import `counting`.
+_PATHS = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATHS))
 
 
 @pytest.fixture(scope="module")

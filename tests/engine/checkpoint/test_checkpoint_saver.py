@@ -231,7 +231,7 @@ def assert_set(gate: threading.Event) -> None:
 
 
 def test_two_ranks_on_ray_are_saved_and_loaded(ray_cluster: None, tmp_path: Path) -> None:
-    pool = Pool(("actor",), cpus=0.2, ranks=2)
+    pool = Pool(("actor",), world_size=2, cpus=0.2)
     placement = Placement(pools=(pool,), kind="ray", call_timeout_s=60.0)
     with launch(placement, [RoleSpec("actor", CountingWorker)], 1) as roles:
         saving = Saver(CheckpointStore(tmp_path), {"actor": roles.actor}, timeout_s=60.0)

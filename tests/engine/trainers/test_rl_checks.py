@@ -66,6 +66,17 @@ PARTS = {"name": "answer_and_format"}
             },
             "algorithm.teacher='/nowhere' does not exist",
         ),
+        (
+            {"trainer": {"mode": "async"}, "rollout": {"engine": "vllm"}},
+            "trainer.mode=async with rollout.engine=vllm",
+        ),
+        ({"trainer": {"mode": "async"}, "rollout": {"parts": 2}}, "rollout.parts=2 needs"),
+        (
+            {"trainer": {"mode": "async"}, "actor": {"old_log_probs": "rollout"}},
+            "actor.old_log_probs=rollout with trainer.mode=async",
+        ),
+        ({"trainer": {"staleness": 2}}, "trainer.staleness=2 has no effect"),
+        ({"trainer": {"rollout_threads": 2}}, "trainer.rollout_threads=2 has no effect"),
         # settings without effect
         ({"algorithm": {"teacher": "/some"}}, "algorithm.teacher=/some has no effect"),
         (

@@ -11,7 +11,14 @@ from engine.config import ActorConfig, RLConfig
 from engine.controller.launch import Pool
 from engine.dataflows import choose_dataflow
 from engine.dataflows.needs import needs_of
-from engine.trainers.rl_setup import place, role_specs
+from engine.trainers.rl_setup import (
+    Build,
+    effective,
+    place,
+    role_specs,
+    stream_placement,
+    stream_spec,
+)
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
 
@@ -22,27 +29,51 @@ def config(**changes: Any) -> RLConfig:
     return RLConfig.model_validate(changes)
 
 
+def build(settings: RLConfig, roles: frozenset[str] = ALL) -> Build:
+    settings = effective(settings)
+    needs = needs_of(settings, choose_dataflow(settings.algorithm))
+    return Build("folder", settings, needs, roles, 6, 40, seed=3)
+
+
 def specs(settings: RLConfig, roles: frozenset[str] = ALL) -> dict[str, dict[str, Any]]:
-    found = role_specs(
-        "folder",
-        settings,
-        roles,
-        needs_of(settings, choose_dataflow(settings.algorithm)),
-        max_response_length=6,
-        max_model_len=40,
-        seed=3,
-        dtype="float32",
-    )
-    return {spec.name: spec.options for spec in found}
+    return {spec.name: spec.options for spec in role_specs(build(settings, roles))}
 
 
 def test_policy_roles_share_a_process_and_the_reward_sits_apart() -> None:
-    placement = place(config(trainer={"threads": 2, "placement": "local"}), ALL)
+    placement = place(build(config(trainer={"threads": 2, "placement": "local"})))
     assert placement.kind == "local"
     policy = ("actor", "rollout", "reference", "critic")
     assert placement.pools == (Pool(policy, cpus=2.0), Pool(("reward",), cpus=0.0))
-    without = place(config(trainer={"threads": 2}), ALL - {"critic"})
+    without = place(build(config(trainer={"threads": 2}), ALL - {"critic"}))
     assert without.pools[0].roles == ("actor", "rollout", "reference")
+
+
+def test_a_sampler_gets_its_share_of_the_cores() -> None:
+    settings = config(trainer={"threads": 6, "mode": "one_step_off", "rollout_threads": 4})
+    pools = place(build(settings, ALL | {"sampler"})).pools
+    assert [(pool.name, pool.cpus) for pool in pools[1:]] == [("reward", 0.0), ("sampler", 4.0)]
+    assert pools[0].cpus == 2.0
+    many = config(trainer={"threads": 7, "mode": "async", "rollout_workers": 2})
+    assert place(build(many)).pools[0].cpus == 1.0  # two samplers with three each
+    assert stream_placement("sampler1", build(many)).pools == (Pool(("sampler1",), cpus=3.0),)
+    assert stream_spec("sampler1", build(many)).name == "sampler1"
+
+
+def test_beside_a_sampler_the_trainer_s_own_rollout_only_validates() -> None:
+    settings = config(trainer={"mode": "one_step_off"}, rollout={"engine": "vllm"})
+    found = specs(settings, ALL | {"sampler"})
+    assert found["sampler"]["config"].engine == "vllm"
+    assert found["rollout"]["config"].engine == "native"
+
+
+def test_rollout_that_runs_ahead_is_corrected_unless_told_how() -> None:
+    assert effective(config()) == config()
+    ahead = effective(config(trainer={"mode": "async"})).algorithm.rollout_correction
+    assert ahead.rollout_is == "token"
+    assert ahead.rollout_is_threshold == 2.0
+    own = {"rollout_correction": {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}}
+    given = config(trainer={"mode": "async"}, algorithm=own)
+    assert effective(given) == given
 
 
 def test_only_the_dataflow_s_roles_are_built() -> None:

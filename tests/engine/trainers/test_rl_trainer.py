@@ -125,12 +125,12 @@ def test_fit_goes_on_where_it_stopped(tiny_folder: Path) -> None:
     with trainer(tiny_folder, config()) as subject:
         subject.on_step = lambda step, total, metrics: seen.append((step, total))
         subject.fit(1)
-        first = subject.loader.state_dict()
+        first = subject.prompts.loader.state_dict()
         subject.fit(1)
         assert subject.fit() == {}, "all configured steps are done"
     assert seen == [(1, 1), (2, 2)]
     assert subject.step == 2
-    assert first != subject.loader.state_dict()
+    assert first != subject.prompts.loader.state_dict()
 
 
 def test_adaptive_kl_in_the_reward(tiny_folder: Path) -> None:

@@ -1,0 +1,81 @@
+"""Saving and resuming an RL run: what its checkpoint holds besides the roles' own states."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.checkpoint import Checkpoint, CheckpointStore, Saver
+from engine.checkpoint.rng import process_rng, set_process_rng
+from engine.config import RLConfig
+from engine.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from engine.trainers.rl import RLTrainer
+
+log = logging.getLogger(__name__)
+
+_WITH_STATE = ("actor", "rollout", "critic", "sampler")  # actor first: others serve its weights
+_SCORE = "validation/reward"
+
+
+def make_saver(trainer: RLTrainer, folder: str | Path) -> Saver:
+    """Checkpoints of a trainer's roles under `folder` (local or s3://)."""
+    settings = trainer.config.trainer
+    store = CheckpointStore(folder, keep_last=settings.max_checkpoints_to_keep, metric=_SCORE)
+    groups = {role: getattr(trainer.roles, role) for role in _WITH_STATE if role in trainer.roles}
+    return Saver(store, groups, settings.step_timeout_s)
+
+
+def save(trainer: RLTrainer, saver: Saver, metrics: dict[str, float]) -> None:
+    """Begin to write a checkpoint; a failed one costs no training, and is said aloud."""
+    score = {_SCORE: metrics[_SCORE]} if _SCORE in metrics else {}
+    try:
+        saver.save(trainer.step, _state(trainer), score)
+    except CheckpointError as error:
+        log.warning("no checkpoint at step %d: %s; training goes on", trainer.step, error)
+
+
+def restore(trainer: RLTrainer, saver: Saver, checkpoint: Checkpoint) -> None:
+    """Put trainer and roles where a checkpoint was taken.
+
+    Raises CheckpointError when it is one of other settings.
+    """
+    written = checkpoint.state.get("settings")
+    if written != settings_digest(trainer.config):
+        raise CheckpointError(
+            f"{checkpoint.folder} was written under other settings; resume with its settings, or "
+            "give another checkpoint folder"
+        )
+    state = saver.restore(checkpoint)
+    if "sampler" in trainer.roles:
+        trainer.roles.sampler.load_weights(trainer.roles.actor.weights()).result()
+    trainer.step = int(state["step"])
+    trainer.prompts.load_state_dict(state["prompts"])
+    trainer.algo.load_state_dict(state["algo"])
+    trainer.history = [dict(row) for row in state["history"]]
+    set_process_rng(state["rng"])
+
+
+def settings_digest(config: RLConfig) -> str:
+    """Digest of the settings that a resumed run must share with the one before it.
+
+    Its length, pace of saving, placement and deadlines may differ.
+    """
+    trainer = config.trainer
+    kept = {"mode": trainer.mode, "train_batch_size": trainer.train_batch_size}
+    values = config.model_dump_json(exclude={"trainer"}) + str(sorted(kept.items()))
+    return hashlib.sha256(values.encode()).hexdigest()
+
+
+def _state(trainer: RLTrainer) -> dict[str, Any]:
+    return {
+        "step": trainer.step,
+        "settings": settings_digest(trainer.config),
+        "prompts": trainer.prompts.state_dict(trainer.later, trainer.unconsumed()),
+        "algo": trainer.algo.state_dict(),
+        "history": trainer.history,
+        "rng": process_rng(),
+    }

@@ -1,0 +1,287 @@
+"""From typed keys to a configuration, and from mistakes to sentences in the user's words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.cli.absent import ABSENT
+from engine.cli.convert import NEVER
+from engine.cli.keys import VERL
+from engine.cli.resolve import known_keys, own_paths, resolve
+from engine.cli.settings import RunConfig
+from engine.cli.show import config_text, help_text
+from engine.errors import ConfigError
+
+
+def at(config: RunConfig, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def parsed(*arguments: str) -> RunConfig:
+    return resolve(None, arguments).config
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(None, arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_target_of_the_table_is_a_setting() -> None:
+    for name, key in VERL.items():
+        paths = (key.path,) if isinstance(key.path, str) else key.path
+        assert set(paths) <= set(own_paths()), name
+        assert not key.times or key.times in own_paths(), name
+
+
+def test_no_key_is_both_known_and_absent() -> None:
+    both = [key for key in known_keys() for entry in ABSENT if entry.pattern == key]
+    assert both == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "path", "value"),
+    [
+        ("data.train_files=a.parquet", "data.train_files", ("a.parquet",)),
+        ("data.val_files=['a.parquet','b.jsonl']", "data.val_files", ("a.parquet", "b.jsonl")),
+        ("data.train_batch_size=16", "rl.trainer.train_batch_size", 16),
+        ("data.max_response_length=32", "data.max_response_length", 32),
+        ("data.seed=7", "seed", 7),
+        ("actor_rollout_ref.model.path=/m", "model.path", "/m"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "rl.actor.optim.lr", 1e-6),
+        ("actor_rollout_ref.actor.optim.betas=[0.8,0.99]", "rl.actor.optim.beta2", 0.99),
+        ("actor_rollout_ref.actor.grad_clip=0.5", "rl.actor.optim.grad_clip", 0.5),
+        ("actor_rollout_ref.actor.clip_ratio_high=0.28", "rl.actor.clip_ratio_high", 0.28),
+        ("actor_rollout_ref.actor.use_kl_loss=False", "rl.actor.use_kl_loss", False),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+            "rl.actor.policy_loss.loss_mode",
+            "gspo",
+        ),
+        ("actor_rollout_ref.rollout.name=hf", "rl.rollout.engine", "native"),
+        ("actor_rollout_ref.rollout.name=vllm", "rl.rollout.engine", "vllm"),
+        ("actor_rollout_ref.rollout.top_k=-1", "rl.rollout.top_k", 0),
+        ("critic.optim.lr=1e-5", "rl.critic.optim.lr", 1e-5),
+        ("critic.cliprange_value=0.3", "rl.critic.cliprange_value", 0.3),
+        ("algorithm.kl_ctrl.kl_coef=0.1", "rl.algorithm.kl_ctrl.kl_coef", 0.1),
+        ("algorithm.filter_groups.metric=acc", "rl.algorithm.filter_groups.metric", "score"),
+        ("algorithm.rollout_correction.bypass_mode=true", "rl.actor.old_log_probs", "rollout"),
+        ("+algorithm.gamma=0.9", "rl.algorithm.gamma", 0.9),
+        ("rl.algorithm.gamma=0.9", "rl.algorithm.gamma", 0.9),
+        ("algorithm.kl_ctrl={kl_coef: 0.2, type: adaptive}", "rl.algorithm.kl_ctrl.kl_coef", 0.2),
+        ("reward.name=my.rewards:mine", "rl.reward.name", "my.rewards:mine"),
+        ("reward.weights.answer=0.5", "rl.reward.weights", {"answer": 0.5}),
+        ("reward.weights={answer: 0.5}", "rl.reward.weights", {"answer": 0.5}),
+        ("plugins=[a.b]", "rl.plugins", ("a.b",)),
+        ("trainer.test_freq=-1", "rl.trainer.test_freq", NEVER),
+        ("trainer.test_freq=5", "rl.trainer.test_freq", 5),
+        ("trainer.total_epochs=3", "run.total_epochs", 3),
+        ("trainer.experiment_name=2026", "run.experiment_name", "2026"),
+        ("trainer.logger=console", "run.logger", ("console",)),
+        ("trainer.logger=['console','mlflow']", "run.logger", ("console", "mlflow")),
+        ("trainer.placement=local", "rl.trainer.placement", "local"),
+        (
+            "reward_model.overlong_buffer.penalty_factor=0.5",
+            "rl.reward.overlong_buffer.penalty_factor",
+            0.5,
+        ),
+    ],
+)
+def test_a_key_reaches_its_setting(argument: str, path: str, value: Any) -> None:
+    config = parsed(argument)
+    assert at(config, path) == value
+    assert config != RunConfig() or at(RunConfig(), path) == value
+
+
+def test_verls_mini_batch_counts_prompts_and_ours_completions() -> None:
+    verls = parsed(
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "critic.ppo_mini_batch_size=8",
+        "actor_rollout_ref.rollout.n=4",
+    )
+    assert verls.rl.actor.ppo_mini_batch_size == 64
+    assert verls.rl.critic.ppo_mini_batch_size == 32
+    default_n = parsed("actor_rollout_ref.actor.ppo_mini_batch_size=16")
+    assert default_n.rl.actor.ppo_mini_batch_size == 16 * RunConfig().rl.rollout.n
+    ours = parsed("rl.critic.ppo_mini_batch_size=8", "rollout.n=4", "actor.ppo_mini_batch_size=2")
+    assert ours.rl.critic.ppo_mini_batch_size == 8
+    assert ours.rl.actor.ppo_mini_batch_size == 2
+
+
+def test_the_later_value_holds_and_null_is_the_default() -> None:
+    assert parsed("algorithm.gamma=0.5", "rl.algorithm.gamma=0.9").rl.algorithm.gamma == 0.9
+    assert parsed("actor.optim.lr=1", "actor_rollout_ref.actor.optim.lr=null") == RunConfig()
+
+
+def test_a_verl_shaped_file_with_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "verl.yaml"
+    file.write_text(
+        """
+data: {train_files: [a.parquet], train_batch_size: 8}
+actor_rollout_ref:
+  model: {path: /m, lora_rank: 0}
+  actor:
+    _target_: verl.workers.config.FSDPActorConfig
+    optim: {lr: 1e-4, betas: [0.9, 0.99]}
+    ppo_mini_batch_size: 2
+    fsdp_config: {param_offload: true}
+  rollout: {name: vllm, n: 3, tensor_model_parallel_size: 1}
+critic:
+  model: {path: /m}
+trainer: {total_training_steps: null, total_epochs: 2, logger: console}
+rl:
+"""
+    )
+    resolved = resolve(file, ["actor_rollout_ref.actor.optim.lr=2e-4", "trainer.total_epochs=4"])
+    config = resolved.config
+    assert config.data.train_files == ("a.parquet",)
+    assert config.model.path == "/m"
+    assert config.rl.actor.optim.lr == 2e-4
+    assert config.rl.actor.optim.beta2 == 0.99
+    assert config.rl.actor.ppo_mini_batch_size == 6
+    assert config.rl.rollout.engine == "vllm"
+    assert config.run.total_epochs == 4
+    assert [note.split()[0] for note in resolved.notices] == [
+        "actor_rollout_ref.actor.fsdp_config.param_offload"
+    ]
+
+
+def test_print_config_is_read_back(tmp_path: Path) -> None:
+    config = parsed(
+        "data.train_files=a.parquet",
+        "critic.ppo_mini_batch_size=2",
+        "reward.weights={answer: 2.0}",
+        "algorithm.rollout_correction.rollout_is=token",
+        "trainer.total_epochs=3",
+    )
+    file = tmp_path / "resolved.yaml"
+    file.write_text(config_text(config))
+    again = resolve(file, [])
+    assert again.config == config
+    assert again.notices == []
+    assert "total_training_steps" not in yaml.safe_load(file.read_text())["rl"]["trainer"]
+
+
+def test_steps_win_over_epochs_as_in_verl() -> None:
+    resolved = resolve(None, ["trainer.total_epochs=3", "trainer.total_training_steps=9"])
+    assert resolved.config.run.total_epochs is None
+    assert resolved.config.rl.trainer.total_training_steps == 9
+    assert "trainer.total_epochs has no effect" in resolved.notices[0]
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("algorithm.adv_estimater=grpo", ("unknown key", "did you mean algorithm.adv_estimator?")),
+        ("actor_rollout_ref.actor.optim.lrr=1", ("actor_rollout_ref.actor.optim.lr?",)),
+        ("zzz=1", ("unknown key 'zzz'", "--help")),
+        ("trainer.default_local_dir", ("not of the form key=value",)),
+        ("~algorithm.gamma=1", ("not of the form key=value",)),
+        ("data.train_files=[a", ("data.train_files", "not valid YAML")),
+        ("actor_rollout_ref.model.lora_rank=8", ("lora_rank=8", "all weights are trained")),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", ("not available here",)),
+        ("critic.model.path=/other", ("critic.model.path", "starts from the policy's model")),
+        ("trainer.logger=['console','wandb']", ("trainer.logger: wandb", "mlflow")),
+        ("trainer.critic_warmup=5", ("trainer.critic_warmup=5",)),
+        ("data.truncation=left", ("data.filter_overlong_prompts=true",)),
+        ("actor_rollout_ref.actor.optim.lr=abc", ("actor_rollout_ref.actor.optim.lr='abc'",)),
+        ("actor.optim.lr=-1", ("actor.optim.lr=-1: Input should be greater than 0",)),
+        ("actor_rollout_ref.actor.optim.betas=0.9", ("optim.betas=0.9", "two numbers")),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=a", ("='a' must be a whole number",)),
+        ("algorithm.rollout_correction.bypass_mode=3", ("bypass_mode=3 must be true or false",)),
+        ("algorithm.gamma=${x}", ("refers to another setting",)),
+        ("data=3", ("unknown key 'data'",)),
+    ],
+)
+def test_a_mistake_is_one_sentence(argument: str, words: tuple[str, ...]) -> None:
+    message = refusal(argument)
+    assert all(word in message for word in words), message
+
+
+def test_settings_that_disagree_are_named_as_they_were_typed() -> None:
+    message = refusal(
+        "data.train_batch_size=8",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    )
+    assert "actor_rollout_ref.actor.ppo_mini_batch_size=16×4=64 is more than the 32" in message
+    assert "data.train_batch_size × actor_rollout_ref.rollout.n" in message
+
+
+def test_our_own_paths_in_a_message_become_the_typed_keys() -> None:
+    resolved = resolve(None, ["actor_rollout_ref.actor.kl_loss_coef=0.1", "algorithm.gamma=1"])
+    told = resolved.in_users_words("actor.kl_loss_coef=0.1 and rl.algorithm.gamma. my.actor.lr")
+    assert told == ("actor_rollout_ref.actor.kl_loss_coef=0.1 and algorithm.gamma. my.actor.lr")
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+        "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+        "trainer.n_gpus_per_node=8",
+        "trainer.nnodes=2",
+    ],
+)
+def test_what_has_no_effect_is_said_and_harmless(argument: str) -> None:
+    resolved = resolve(None, [argument])
+    assert resolved.config == RunConfig()
+    assert len(resolved.notices) == 1
+    assert resolved.notices[0].startswith(f"{argument.partition('=')[0]} has no effect here: ")
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "actor_rollout_ref.model.lora_rank=0",
+        "reward_model.enable=False",
+        "actor_rollout_ref.rollout.multi_turn.enable=false",
+        "trainer.resume_from_path=null",
+        "custom_reward_function.path=null",
+    ],
+)
+def test_what_asks_for_nothing_else_passes_in_silence(argument: str) -> None:
+    resolved = resolve(None, [argument])
+    assert (resolved.config, resolved.notices) == (RunConfig(), [])
+
+
+def test_true_is_not_taken_for_one() -> None:
+    assert "tensor_model_parallel_size=True" in refusal(
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=true"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("- 1", "holds a list"), ("a: [", "is not valid YAML"), (None, "does not exist")],
+)
+def test_a_file_that_is_no_configuration(tmp_path: Path, content: str | None, words: str) -> None:
+    file = tmp_path / "c.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        resolve(file, [])
+
+
+def test_help_lists_every_setting_with_default_and_meaning() -> None:
+    text = help_text()
+    words = " ".join(text.split())
+    for path in own_paths():
+        shown = next((n for n, key in VERL.items() if key.path == path), path.removeprefix("rl."))
+        assert f"  {shown} = " in text, path
+    assert "actor_rollout_ref.actor.optim.lr = 0.0005" in text
+    assert "Peak learning rate" in text
+    assert "counts prompts" in text
+    assert "trainer.placement = ray" in text
+    assert "one of ray, local" in words
+    assert max(map(len, text.splitlines())) <= 120

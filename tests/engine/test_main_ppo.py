@@ -1,0 +1,250 @@
+"""`python -m engine.main_ppo`: whole runs on a tiny model, exit statuses, and what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import psutil
+import pytest
+import torch
+from tiny_engine import arithmetic_rows
+from transformers import AutoModelForCausalLM
+
+from engine.data.tokenizer import load_tokenizer
+from engine.main_ppo import main
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with train.parquet (24 rows), val.jsonl (5 rows), and a reward of verl's kind."""
+    rows = [{**row, "extra_info": {"index": i}} for i, row in enumerate(arithmetic_rows(24))]
+    pd.DataFrame(rows).to_parquet(tmp_path / "train.parquet")
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+    (tmp_path / "digits.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))\n"
+    )
+    return tmp_path
+
+
+def arguments(place: Path, model: Path, *more: str) -> list[str]:
+    return [
+        f"data.train_files={place / 'train.parquet'}",
+        f"data.val_files={place / 'val.jsonl'}",
+        "data.train_batch_size=4",
+        "data.max_response_length=6",
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.actor.optim.lr=5e-3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.adv_estimator=grpo",
+        f"custom_reward_function.path={place / 'digits.py'}",
+        "trainer.total_training_steps=2",
+        f"trainer.default_local_dir={place / 'out'}",
+        "trainer.placement=local",
+        "trainer.threads=1",
+        *more,
+    ]
+
+
+def test_a_run_reports_validates_saves_and_records(
+    place: Path,
+    tiny_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{place / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    more = (
+        "trainer.total_training_steps=3",
+        "trainer.test_freq=2",
+        "trainer.save_freq=2",
+        "trainer.logger=['console','file','mlflow']",
+        "trainer.project_name=ops",
+        "trainer.experiment_name=tiny",
+    )
+    assert main(arguments(place, tiny_folder, *more)) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^rl +(\d)/3 · reward \d\.\d+", out, re.M) == ["1", "2", "3"]
+    assert len(re.findall(r"validation \d", out)) == 3  # before training, after steps 2 and 3
+    lines = [json.loads(x) for x in (place / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert ["validation/reward" in line for line in lines] == [True, False, True, True]
+    rewards = [line["reward/mean"] for line in lines[1:]]
+    assert f"reward      {rewards[0]:.3f} → {rewards[-1]:.3f}" in out
+    assert f"model       {place / 'out' / 'step_3'}" in out
+    # Two optimizer steps a step, as ppo_mini_batch_size=2 of 4 prompts says: the first one is off
+    # by then, so that clipping and KL have something to see.
+    assert lines[1]["actor/kl"] != 0.0
+    assert sorted(p.name for p in (place / "out").iterdir()) == [
+        "metrics.jsonl",
+        "step_2",
+        "step_3",
+    ]
+    start = AutoModelForCausalLM.from_pretrained(tiny_folder).state_dict()
+    end = AutoModelForCausalLM.from_pretrained(place / "out" / "step_3").state_dict()
+    assert start.keys() == end.keys()
+    assert not all(torch.equal(start[key], end[key]) for key in end)
+    assert len(load_tokenizer(place / "out" / "step_3")) == len(load_tokenizer(tiny_folder))
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("ops")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "tiny"
+    assert run.info.status == "FINISHED"
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "reward/mean")] == [1, 2, 3]
+
+
+def test_epochs_become_steps(
+    place: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("trainer.total_training_steps=null", "trainer.total_epochs=1", "data.val_files=null")
+    batches = ("data.train_batch_size=8", "trainer.val_before_train=false")
+    assert main(arguments(place, tiny_folder, *more, *batches)) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^rl +(\d)/3", out, re.M) == ["1", "2", "3"]
+    assert "validation " not in out.replace("for validation", "")
+
+
+def test_long_prompts_are_an_error_or_left_out(
+    place: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer(tiny_folder)
+    texts = ["1+1=", "1+1= and that is all that I wanted to know"]
+    rows = [{"prompt": texts[i % 2], "ground_truth": "2"} for i in range(8)]
+    pd.DataFrame(rows).to_parquet(place / "train.parquet")
+    limit = len(tokenizer.apply_chat_template([{"role": "user", "content": texts[0]}])) + 8
+    strict = arguments(place, tiny_folder, f"data.max_prompt_length={limit}", "data.val_files=null")
+    assert main(strict) == 2
+    assert "4 prompts are longer than" in capsys.readouterr().err
+    assert main([*strict, "data.filter_overlong_prompts=true"]) == 0
+    assert "4 prompts (4 too long, left out)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("data.train_files=/nowhere/a.parquet", "/nowhere/a.parquet does not exist"),
+        ("data.train_files=null", "data.train_files is missing"),
+        ("data.train_batch_size=100", "data.train_batch_size=100 is more than the 24 rows"),
+        ("actor_rollout_ref.model.path=null", "actor_rollout_ref.model.path is missing"),
+        ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name='sglang'"),
+        ("algorithm.adv_estimator=grp", "did you mean 'grpo'?"),
+        ("critic.ppo_epochs=3", "critic.ppo_epochs=3 has no effect"),
+        ("custom_reward_function.name=missing", "has no function 'missing'"),
+        ("trainer.total_epoch=1", "did you mean trainer.total_epochs?"),
+        ("actor_rollout_ref.actor.optim.lr=x", "actor_rollout_ref.actor.optim.lr='x'"),
+        ("--config=/nowhere.yaml", "/nowhere.yaml does not exist"),
+        ("--config-name=ppo", "unrecognized arguments: --config-name=ppo"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(
+    place: Path,
+    tiny_folder: Path,
+    more: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(arguments(place, tiny_folder, more)) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert "Traceback" not in captured.err
+    assert not (place / "out" / "step_2").exists()
+
+
+def test_a_failed_run_is_one_sentence_with_the_tracebacks_in_a_file(
+    place: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "digits.py").write_text("def compute_score(*, solution_str, ground_truth, **k): 1/0\n")
+    assert main(arguments(place, tiny_folder, "data.val_files=null")) == 1
+    error = capsys.readouterr().err.rpartition("error: ")[2]
+    assert "ZeroDivisionError" in error
+    assert error.count("\n") == 1
+    details = place / "out" / "error.txt"
+    assert str(details) in error
+    assert "Traceback (most recent call last)" in details.read_text()
+    assert not list((place / "out").glob("step_*"))
+
+
+def test_print_config_and_help_need_no_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print-config", "actor_rollout_ref.actor.optim.lr=1e-6"]) == 0
+    assert "lr: 1.0e-06" in capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert "data.train_files = []" in capsys.readouterr().out
+
+
+@pytest.fixture
+def ray_home() -> Iterator[Path]:
+    """A folder of Ray's own, with a path short enough for its sockets; nothing of it survives."""
+    folder = Path(tempfile.mkdtemp(prefix="hf", dir="/tmp"))
+    yield folder
+    for process in of(folder):
+        process.kill()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def of(folder: Path) -> list[psutil.Process]:
+    """Living processes that were started with `RAY_TMPDIR=folder`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mine = process.environ().get("RAY_TMPDIR") == str(folder)
+            if mine and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
+def test_a_signal_stops_the_workers_and_ray(
+    place: Path, tiny_folder: Path, ray_home: Path, number: int, status: int
+) -> None:
+    environment: dict[str, Any] = os.environ | {"RAY_TMPDIR": str(ray_home), "OMP_NUM_THREADS": "1"}
+    environment.pop("RAY_ADDRESS", None)
+    more = ("trainer.placement=ray", "trainer.total_training_steps=100000", "data.val_files=null")
+    log = place / "log.txt"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "engine.main_ppo", *arguments(place, tiny_folder, *more)],
+            stdout=stream,
+            stderr=stream,
+            env=environment,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + 120
+    while "rl    2/" not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
+    assert any("Host" in p.name() or "raylet" in p.name() for p in of(ray_home))
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    assert process.wait(60) == status
+    assert log.read_text().endswith("workers are stopped\n")
+    assert "Traceback" not in log.read_text()
+    deadline = time.monotonic() + 15
+    while left := of(ray_home):
+        assert time.monotonic() < deadline, [p.cmdline() for p in left]
+        time.sleep(0.2)
+    assert not list((place / "out").glob(".step_*"))

@@ -1,0 +1,248 @@
+"""A run that was stopped and resumed is the run that was not; a lost worker costs no step."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from tiny_engine import arithmetic_rows
+from transformers import AutoModelForCausalLM
+
+from engine.config import RLConfig
+from engine.data.loader import PromptLoader
+from engine.errors import CheckpointError, WorkerError
+from engine.trainers.attempts import run_attempts
+from engine.trainers.prompts import PromptStream
+from engine.trainers.rl import RLTrainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def trainer(folder: Path, placement: str = "local", **changes: Any) -> RLTrainer:
+    values: dict[str, Any] = {
+        "algorithm": {
+            "adv_estimator": "gae",
+            "use_kl_in_reward": True,
+            "kl_ctrl": {"type": "adaptive", "target_kl": 0.1, "horizon": 100},
+        },
+        "actor": {"optim": {"lr": 5e-3}, "ppo_mini_batch_size": 5},
+        "critic": {"ppo_mini_batch_size": 5},
+        "rollout": {"n": 4},
+        "reward": {"name": "tiny_engine:digit_share"},
+    }
+    for section, content in changes.items():
+        values[section] = values.get(section, {}) | content
+    values["trainer"] = {
+        "total_training_steps": 6,
+        "train_batch_size": 4,
+        "placement": placement,
+        "threads": 2,
+        "save_freq": 2,
+    } | changes.get("trainer", {})
+    loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), 4, 0)
+    return RLTrainer(
+        folder, RLConfig.model_validate(values), loader, max_response_length=6, max_model_len=40
+    )
+
+
+def facts(subject: RLTrainer) -> list[dict[str, float]]:
+    """The history without times and what saving cost."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("perf/", "checkpoint/", "async/"))}
+        for row in subject.history
+    ]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def assert_same(first: Path, second: Path) -> None:
+    a, b = weights(first), weights(second)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    with trainer(tiny_folder) as whole:
+        whole.fit(checkpoint_dir=tmp_path / "a")
+        whole.save(tmp_path / "whole")
+    with trainer(tiny_folder) as first:
+        first.on_step = _stop_after(5)
+        with pytest.raises(KeyboardInterrupt):
+            first.fit(checkpoint_dir=tmp_path / "b")
+    with trainer(tiny_folder) as second:
+        second.fit(checkpoint_dir=tmp_path / "b")
+        second.save(tmp_path / "resumed")
+        assert second.step == 6
+    assert facts(second) == facts(whole)
+    assert_same(tmp_path / "whole", tmp_path / "resumed")
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+def test_rollout_ahead_resumes_without_losing_a_prompt(
+    tiny_folder: Path, tmp_path: Path, mode: str
+) -> None:
+    """What was sampled ahead is sampled again, by newer weights; every prompt is seen once."""
+    seen: list[str] = []
+
+    def watched() -> RLTrainer:
+        subject = trainer(tiny_folder, trainer={"mode": mode, "total_training_steps": 4})
+        step = subject.dataflow.step
+
+        def record(roles: Any, prompts: Any, algo: Any) -> Any:
+            seen.extend(row[0]["content"] for row in prompts.columns["prompt"])
+            return step(roles, prompts, algo)
+
+        subject.dataflow = dataclasses.replace(subject.dataflow, step=record)
+        return subject
+
+    with watched() as first:
+        first.on_step = _stop_after(3)
+        with pytest.raises(KeyboardInterrupt):
+            first.fit(checkpoint_dir=tmp_path)
+    assert len(seen) == 12
+    del seen[8:]  # step 3 came after the last checkpoint
+    with watched() as second:
+        second.fit(checkpoint_dir=tmp_path)
+        assert second.step == 4
+    assert sorted(seen) == sorted(row["prompt"][0]["content"] for row in arithmetic_rows(16))
+
+
+def _stop_after(step: int) -> Any:
+    def on_step(now: int, total: int, metrics: dict[str, float]) -> None:
+        if now == step:
+            raise KeyboardInterrupt
+
+    return on_step
+
+
+def test_dynamic_sampling_resumes_where_its_refills_ended(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    flow = {
+        "algorithm": {
+            "adv_estimator": "grpo",
+            "filter_groups": {"enable": True, "max_num_gen_batches": 3},
+        },
+        "critic": {"ppo_mini_batch_size": 0},
+        "reward": {"name": "tiny_engine:sometimes_right"},
+    }
+    with trainer(tiny_folder, **flow) as whole:
+        whole.fit(checkpoint_dir=tmp_path / "a")
+    with trainer(tiny_folder, **flow) as first:
+        first.fit(4, checkpoint_dir=tmp_path / "b")
+    with trainer(tiny_folder, **flow) as second:
+        second.fit(checkpoint_dir=tmp_path / "b")
+    assert any(row["sampling/rollouts"] > 1 for row in facts(whole))
+    assert facts(second) == facts(whole)
+
+
+def test_load_checkpoint_and_go_on(tiny_folder: Path, tmp_path: Path) -> None:
+    with trainer(tiny_folder) as whole:
+        whole.fit(4, checkpoint_dir=tmp_path)
+        wanted = facts(whole)
+    with trainer(tiny_folder) as subject:
+        subject.load_checkpoint(tmp_path / "step_2")
+        assert subject.step == 2
+        subject.fit(num_steps=2)
+        assert facts(subject) == wanted
+
+
+def test_a_finished_run_trains_no_more(tiny_folder: Path, tmp_path: Path) -> None:
+    with trainer(tiny_folder) as whole:
+        whole.fit(checkpoint_dir=tmp_path)
+    with trainer(tiny_folder) as again:
+        again.on_step = _stop_after(7)
+        assert again.fit(checkpoint_dir=tmp_path) == {}
+        assert facts(again) == facts(whole)
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    with trainer(tiny_folder) as first:
+        first.fit(2, checkpoint_dir=tmp_path)
+    with (
+        trainer(tiny_folder, rollout={"temperature": 0.9}) as other,
+        pytest.raises(CheckpointError, match="written under other settings"),
+    ):
+        other.fit(checkpoint_dir=tmp_path)
+
+
+def test_a_save_that_fails_costs_no_training(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "blocked").write_text("a file where the folder should be")
+    with trainer(tiny_folder) as subject, caplog.at_level(logging.WARNING):
+        subject.fit(checkpoint_dir=tmp_path / "blocked")
+        assert subject.step == 6
+    assert "no checkpoint at step" in caplog.text
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_killed_trainer_is_resumed_and_loses_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    from test_supervision import pid_of
+
+    with trainer(tiny_folder) as whole:
+        whole.fit(checkpoint_dir=tmp_path / "a")
+        whole.save(tmp_path / "whole")
+    struck: list[int] = []
+    last: list[RLTrainer] = []
+
+    def work(subject: RLTrainer) -> None:
+        def strike(step: int, total: int, metrics: dict[str, float]) -> None:
+            if step == 5 and not struck:
+                struck.append(pid_of("actor"))
+                os.kill(struck[0], signal.SIGKILL)
+
+        subject.on_step = strike
+        subject.fit(checkpoint_dir=tmp_path / "b")
+        subject.save(tmp_path / "resumed")
+        last.append(subject)
+
+    run_attempts(lambda: trainer(tiny_folder, "ray"), work, tmp_path / "b", max_attempts=2)
+    assert struck
+    assert facts(last[0]) == facts(whole)
+    assert_same(tmp_path / "whole", tmp_path / "resumed")
+
+
+def test_attempts_that_get_nowhere_end_with_the_cause(tiny_folder: Path, tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def make() -> RLTrainer:
+        made.append(1)
+        return trainer(tiny_folder)
+
+    def work(subject: RLTrainer) -> None:
+        raise WorkerError("the disk of rank 3 is gone")
+
+    with pytest.raises(WorkerError, match="rank 3"):
+        run_attempts(make, work, tmp_path, max_attempts=3)
+    assert len(made) == 3
+
+
+def test_prompts_come_again_in_order(tiny_folder: Path) -> None:
+    from engine.data.tokenizer import load_tokenizer
+
+    def stream() -> PromptStream:
+        loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), 4, 0)
+        return PromptStream(loader, load_tokenizer(tiny_folder))
+
+    def text(batch: Any) -> list[str]:
+        return [row[0]["content"] for row in batch.columns["prompt"]]
+
+    first = stream()
+    drawn = [first.next_one() for _ in range(7)]
+    state = first.state_dict(again=[drawn[4], drawn[6]])
+    rest = [text(first.next_one()) for _ in range(6)]
+    second = stream()
+    second.load_state_dict(state)
+    again = [text(second.next_one()) for _ in range(8)]
+    assert again == [text(drawn[4]), text(drawn[6]), *rest]
