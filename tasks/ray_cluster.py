@@ -1,18 +1,12 @@
 """The Ray cluster of the RL task: what Flyte brings up for it, and Ray on a laptop.
 
-On a cluster the Ray plugin connects the task. Locally `ray_session` does, inside the task's body,
-so that a fault there ends the stage as any other: it joins the cluster that RAY_ADDRESS names,
-or starts Ray without dashboard and with quiet logs.
+On a cluster the Ray plugin connects the task. Locally the task's body does (`ray_session`), so that
+a fault there ends the stage as any other.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from flytekit import PodTemplate
 from flytekit.core.context_manager import ExecutionParameters, FlyteContextManager
@@ -28,7 +22,7 @@ from kubernetes.client import (
     V1VolumeMount,
 )
 
-from engine.errors import PlacementError
+LAPTOP_STORE = 512 << 20  # bytes of the object store of a Ray that is started here
 
 
 @dataclass
@@ -47,40 +41,6 @@ class LocalRayTask(RayFunctionTask):
 
 
 TaskPlugins.register_pythontask_plugin(LocalRayJobConfig, LocalRayTask)
-
-
-@contextlib.contextmanager
-def ray_session(placement: str) -> Iterator[None]:
-    """Have Ray for the block where workers are placed on it; end it if it was not there before.
-
-    Joins the cluster that RAY_ADDRESS names, or starts one; PlacementError when that fails.
-    """
-    import ray
-
-    if placement != "ray" or ray.is_initialized():
-        yield
-        return
-    address = os.environ.get("RAY_ADDRESS")
-    ours: dict[str, Any] = {
-        "num_cpus": os.cpu_count(),
-        "include_dashboard": False,
-        "object_store_memory": 512 << 20,
-    }
-    try:
-        ray.init(
-            **({"address": address} if address else ours),
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-        raise PlacementError(
-            f"Ray could not be started{f' at RAY_ADDRESS={address}' if address else ''}: "
-            f"{str(error).splitlines()[0]}; check the address, or unset RAY_ADDRESS"
-        ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _pod(container: str, cpu: str, memory: str) -> PodTemplate:

@@ -13,7 +13,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, RLConfig
 from tasks.context import IMAGE, SMALL, RunContext, say, stage, stage_cache
-from tasks.ray_cluster import RAY_CLUSTER, ray_session
+from tasks.ray_cluster import LAPTOP_STORE, RAY_CLUSTER
 
 # Requests are the submitter's; they are copied to no Ray pod that has a template of its own.
 
@@ -36,12 +36,15 @@ def rl(
     """Improve the warm start by reinforcement learning on the dataset's prompts."""
     import pandas as pd
 
+    from engine.cli.session import ray_session
+    from engine.cli.step_line import step_line
     from engine.data.loader import PromptLoader
     from engine.trainers.attempts import run_attempts
     from engine.trainers.rl import RLTrainer
 
     settings = {"rl": config.model_dump(mode="json"), "seed": seed}
-    with stage("rl", run, settings) as this, ray_session(config.trainer.placement):
+    ray = ray_session(config.trainer.placement, LAPTOP_STORE)
+    with stage("rl", run, settings) as this, ray:
         folder = this.parent("dataset", dataset)
         model = this.parent("warm_start", warm_start)
         lengths = json.loads((folder / "dataset.json").read_text())
@@ -87,34 +90,3 @@ def rl(
         published = this.publish({k.replace("/", "_"): v for k, v in final.items()})
         this.forget_checkpoints()
         return published
-
-
-def step_line(
-    step: int, total: int, metrics: dict[str, float], history: list[dict[str, float]]
-) -> str:
-    """One line that says how a step went and how long the rest will take."""
-    from engine.console import human_time
-
-    seconds = sum(row["perf/step_s"] for row in history) / len(history)
-    facts = {name: shown.format(metrics[key]) for name, key, shown in _FACTS if key in metrics}
-    parts = [f"rl {step:>4}/{total}", *(f"{name} {shown}" for name, shown in facts.items())]
-    parts += [
-        f"{metrics['perf/tokens_per_s']:,.0f} tok/s",
-        f"{metrics['perf/step_s']:.1f} s",
-        f"{human_time(seconds * (total - step))} left",
-    ]
-    if "validation/reward" in metrics:
-        parts.append(f"validation {metrics['validation/reward']:.3f}")
-    return " · ".join(parts)
-
-
-# What a step's line shows of what the algorithm at hand measures, and how.
-_FACTS = (
-    ("reward", "reward/mean", "{:.3f}"),
-    ("KL", "actor/kl", "{:.4f}"),
-    ("entropy", "actor/entropy", "{:.3f}"),
-    ("accuracy", "actor/rewards/accuracies", "{:.3f}"),
-    ("length", "response/length_mean", "{:.1f}"),
-    ("clip", "actor/pg_clipfrac", "{:.3f}"),
-    ("grad", "actor/grad_norm", "{:.2f}"),
-)

@@ -17,10 +17,11 @@ PROBE_SECONDS = 60.0  # for a first process on each machine
 
 
 @contextlib.contextmanager
-def ray_session(placement: str) -> Iterator[None]:
+def ray_session(placement: str, object_store_memory: int | None = None) -> Iterator[None]:
     """Have Ray for the block where roles are placed on it; end it if it was not there before.
 
-    Joins the cluster that RAY_ADDRESS names, or starts one; PlacementError when that fails.
+    Joins the cluster that RAY_ADDRESS names, or starts one, whose object store has that many
+    bytes; PlacementError when that fails.
     """
     import ray
 
@@ -30,7 +31,8 @@ def ray_session(placement: str) -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS")
     on_sigterm = signal.getsignal(signal.SIGTERM)
     here: dict[str, Any] = {
-        "include_dashboard": os.environ.get(DASHBOARD_VARIABLE, "0") not in ("", "0")
+        "include_dashboard": os.environ.get(DASHBOARD_VARIABLE, "0") not in ("", "0"),
+        "object_store_memory": object_store_memory,
     }
     try:
         ray.init(

@@ -164,4 +164,4 @@ class Host:
             raise WorkerError(
                 f"{role} rank {self.rank}: {what} failed with {type(error).__name__}: {error}\n"
                 f"{traceback.format_exc()}"
-            ) from error
+            ).with_traceback(error.__traceback__) from error

@@ -89,7 +89,7 @@ class RLTrainer:
             dtype,
         )
         self.roles = launch(place(self.build), role_specs(self.build))
-        self._spans: list[Span] = []
+        self.spans: list[Span] = []
 
     def fit(
         self, num_steps: int | None = None, checkpoint_dir: str | Path | None = None
@@ -145,11 +145,11 @@ class RLTrainer:
 
     def write_timeline(self, path: str | Path) -> Path | None:
         """Write the first `trainer.timeline_steps` steps as a trace for Perfetto, if any."""
-        return write_trace(self._spans, path) if self._spans else None
+        return write_trace(self.spans, path) if self.spans else None
 
     def _record(self) -> None:
         if self.step <= self.config.trainer.timeline_steps:
-            self._spans += self.roles.timeline()
+            self.spans += self.roles.timeline()
 
     def validate(self, rows: Sequence[dict[str, Any]]) -> float:
         """Mean reward of greedy completions to the prompts of `rows`."""

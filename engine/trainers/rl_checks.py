@@ -152,7 +152,10 @@ def _without_effect(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str,
     algorithm, actor, reward = config.algorithm, config.actor, config.reward
     needs = needs_of(config, dataflow)
     if not actor.use_kl_loss:
-        yield from _settings("actor", actor, "without actor.use_kl_loss", _KL_LOSS)
+        fields: tuple[str, ...] = (
+            _KL_LOSS if actor.kl_loss_coef else _KL_LOSS[1:]
+        )  # 0 says the same once more
+        yield from _settings("actor", actor, "without actor.use_kl_loss", fields)
     if not algorithm.use_kl_in_reward:
         why = "without algorithm.use_kl_in_reward"
         yield from _settings("algorithm", algorithm, why, ("kl_penalty", "kl_ctrl"))

@@ -41,6 +41,7 @@ def ray_cluster(_ray_stopped_at_the_end: None) -> None:
 
     if not ray.is_initialized():
         ray.init(
+            address="local",  # whatever else runs on this machine
             num_cpus=2,
             include_dashboard=False,
             object_store_memory=200 << 20,

@@ -41,6 +41,20 @@ class Probe(Worker):
         if fail:
             raise ZeroDivisionError(fail)
 
+    @dispatch(Dispatch.RANK_ZERO)
+    def make(self, mib: int) -> Batch:
+        return Batch({"big": torch.ones(64, mib * (1 << 20) // 4 // 64)})
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def where(self, batch: Batch) -> tuple[str, int, float]:
+        """The memory that a batch lies in, its bytes and its sum."""
+        tensor = batch["big"]
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            low, high = (int(number, 16) for number in line.split()[0].split("-"))
+            if low <= tensor.data_ptr() < high:
+                return line, tensor.nbytes, float(tensor.sum())
+        raise AssertionError("memory that the process doesn't have")
+
     @dispatch(Dispatch.DATA_PARALLEL)
     def double(self, batch: Batch) -> Batch:
         rank = torch.full((len(batch),), self.context.rank)

@@ -45,7 +45,7 @@ def run(
         trainer.on_step = lambda step, total, metrics: history.append(dict(metrics))
         trainer.fit()
         assert math.isfinite(trainer.validate(arithmetic_rows(3)))
-        return history, list(trainer._spans)
+        return history, list(trainer.spans)
 
 
 @pytest.mark.parametrize("placement", ["local", "ray"])

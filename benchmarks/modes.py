@@ -1,0 +1,65 @@
+"""Completions a second of the RL loop's modes, side by side on the same model and settings.
+
+`python benchmarks/modes.py --help`. Rollout and trainer have one process and `--threads` cores
+each. The base is a loop of the same two processes in which each waits for the other: asynchronous
+rollout with staleness 0. `sync` beside it is the default loop, both in one process that has all of
+the cores in turn. The modes take turns within a repeat; the best repeat of each counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from training_case import make_trainer, quiet, timed_fit, write_model
+
+BASE = "turns (async, staleness 0)"
+
+
+def main() -> None:
+    args = parse_args()
+    quiet()
+    apart = {"rollout_threads": args.threads, "threads": 2 * args.threads}
+    modes: dict[str, dict[str, Any]] = {
+        BASE: {"mode": "async", "staleness": 0} | apart,
+        "one_step_off": {"mode": "one_step_off"} | apart,
+        "async, staleness 1": {"mode": "async", "staleness": 1} | apart,
+        "async, staleness 2": {"mode": "async", "staleness": 2} | apart,
+        "sync, in one process": {"mode": "sync", "threads": 2 * args.threads},
+    }
+    best: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder) / "model", args.hidden, args.layers)
+        for repeat in range(args.repeats):
+            for name, settings in modes.items():
+                steps = args.warm + args.steps
+                with make_trainer(model, steps, args.prompts, args.n, **settings) as trainer:
+                    seconds = timed_fit(trainer, args.warm)
+                rate = args.steps * args.prompts * args.n / seconds
+                best[name] = max(best.get(name, 0.0), rate)
+                print(f"repeat {repeat + 1}: {name}: {rate:.1f} completions/s", flush=True)
+    print(f"\n{'mode':28} {'completions/s':>13} {'ratio':>6}")
+    for name, rate in best.items():
+        print(f"{name:28} {rate:13.1f} {rate / best[BASE]:6.2f}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Completions a second of the RL loop's modes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--hidden", type=int, default=192, help="width of the model")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=16, help="a step")
+    parser.add_argument("--n", type=int, default=8, help="completions a prompt")
+    parser.add_argument("--steps", type=int, default=8, help="timed")
+    parser.add_argument("--warm", type=int, default=3, help="steps before, untimed")
+    parser.add_argument("--threads", type=int, default=1, help="of rollout, and of the trainer")
+    parser.add_argument("--repeats", type=int, default=2)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
