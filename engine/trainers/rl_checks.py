@@ -54,6 +54,7 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     _check_rewards(config, max_response_length)
     _check_correction(config)
     _check_mode(config)
+    _check_pools(config, dataflow)
     if "teacher" in dataflow.roles:
         _check_teacher(config)
     for setting, why in _without_effect(config, dataflow):
@@ -130,6 +131,31 @@ def _check_mode(config: RLConfig) -> None:
             f"actor.old_log_probs=rollout with trainer.mode={mode}: completions are of older "
             "weights, so the trainer's own log-probs are needed; set old_log_probs to auto"
         )
+
+
+def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
+    pools = config.trainer.pools
+    if not pools:
+        return
+    wanted = needs_of(config, dataflow).roles(dataflow) | (
+        {"sampler"} if config.trainer.mode == "one_step_off" else set()
+    )
+    placed = [role for pool in pools for role in pool.roles]
+    if set(placed) != wanted or len(placed) != len(set(placed)):
+        raise ConfigError(
+            f"trainer.pools places {sorted(placed)}, but this run has {sorted(wanted)}; give each "
+            "of them one pool"
+        )
+    full = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"
+    beside = {"rollout": True, "reference": full or config.actor.kl_loss_type == "full"}
+    policy = next(pool.roles for pool in pools if "actor" in pool.roles)
+    for role, needed in beside.items():
+        if needed and role in placed and role not in policy:
+            raise ConfigError(
+                f"trainer.pools puts {role} apart from actor, whose weights it reads in place; put "
+                "both into one pool"
+                + (" (trainer.mode=one_step_off samples apart)" if role == "rollout" else "")
+            )
 
 
 def _check_correction(config: RLConfig) -> None:

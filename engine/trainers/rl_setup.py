@@ -63,8 +63,12 @@ class Build:
 def place(build: Build) -> Placement:
     """The policy's roles in one process, the reward in another, a sampler in a third.
 
-    The trainer's process has the cores that those which only decode leave.
+    The trainer's process has the cores that those which only decode leave. `trainer.pools` says
+    otherwise.
     """
+    if build.config.trainer.pools:
+        pools = [Pool(**dict(pool)) for pool in build.config.trainer.pools]
+        return _placement(build.config, tuple(pools))
     taken = build.samplers * build.sampler_threads
     policy = tuple(role for role in _COLOCATED if role in build.roles)
     pools = [Pool(policy, cpus=float(max(1, build.cores - taken))), Pool(("reward",), cpus=0.0)]

@@ -107,6 +107,28 @@ def test_the_next_prompts_are_prepared_while_the_update_runs(tiny_folder: Path) 
         assert prepared[step].end_ns < updates[step].end_ns
 
 
+def test_roles_placed_apart_work_side_by_side(tiny_folder: Path) -> None:
+    pools = [
+        {"roles": ["actor", "rollout"]},
+        {"roles": ["critic"], "cpus": 0.5},
+        {"roles": ["reference"], "cpus": 0.5},
+        {"roles": ["reward"], "cpus": 0},
+    ]
+    _, spans = run(
+        tiny_folder,
+        "sync",
+        "ray",
+        steps=2,
+        algorithm={"adv_estimator": "gae"},
+        rollout={"n": 32},
+        trainer={"pools": pools},
+        reward={"name": "tiny_engine:slow_reward"},
+    )
+    scores = between(spans, "reward", "score")
+    assert together(scores, between(spans, "reference", "log_probs")) >= 1
+    assert together(scores, between(spans, "critic", "values")) >= 1
+
+
 def test_one_step_off_samples_while_it_updates(tiny_folder: Path) -> None:
     _, spans = run(tiny_folder, "one_step_off", "ray", steps=4, longest=40, rollout={"n": 64})
     sampled, updates = between(spans, "sampler", "generate"), between(spans, "actor", "update")

@@ -14,6 +14,7 @@ from engine.trainers.rl_checks import check_config
 
 CORRECTION = {"rollout_correction": {"rollout_is": "token"}}
 GDPO = {"adv_estimator": "gdpo"}
+APART = {"roles": ["rollout"]}
 PARTS = {"name": "answer_and_format"}
 
 
@@ -74,6 +75,14 @@ PARTS = {"name": "answer_and_format"}
         (
             {"trainer": {"mode": "async"}, "actor": {"old_log_probs": "rollout"}},
             "actor.old_log_probs=rollout with trainer.mode=async",
+        ),
+        (
+            {"trainer": {"pools": [{"roles": ["actor", "rollout"]}]}},
+            r"trainer.pools places \['actor', 'rollout'\], but this run has",
+        ),
+        (
+            {"trainer": {"pools": [{"roles": ["actor", "reference", "reward"]}, APART]}},
+            "puts rollout apart from actor",
         ),
         ({"trainer": {"staleness": 2}}, "trainer.staleness=2 has no effect"),
         ({"trainer": {"rollout_threads": 2}}, "trainer.rollout_threads=2 has no effect"),

@@ -48,6 +48,18 @@ def test_policy_roles_share_a_process_and_the_reward_sits_apart() -> None:
     assert without.pools[0].roles == ("actor", "rollout", "reference")
 
 
+def test_pools_by_configuration() -> None:
+    pools = [
+        {"roles": ["actor", "rollout"], "gpus": 1, "labels": {"zone": "a"}},
+        {"roles": ["reference", "critic"], "cpus": 2, "resources": {"fast": 1.0}},
+        {"roles": ["reward"], "cpus": 0},
+    ]
+    placed = place(build(config(trainer={"pools": pools}))).pools
+    assert placed[0] == Pool(("actor", "rollout"), gpus=1.0, labels={"zone": "a"})
+    assert placed[1] == Pool(("reference", "critic"), cpus=2.0, resources={"fast": 1.0})
+    assert [pool.name for pool in placed] == ["actor+rollout", "reference+critic", "reward"]
+
+
 def test_a_sampler_gets_its_share_of_the_cores() -> None:
     settings = config(trainer={"threads": 6, "mode": "one_step_off", "rollout_threads": 4})
     pools = place(build(settings, ALL | {"sampler"})).pools
