@@ -113,6 +113,7 @@ VERL: dict[str, Key] = {
     "trainer.total_epochs": Key("run.total_epochs"),
     "trainer.val_before_train": Key("run.val_before_train"),
     "trainer.save_freq": Key("run.save_freq"),
+    "trainer.resume_mode": Key("run.resume_mode"),
     "trainer.default_local_dir": Key("run.default_local_dir", convert.text),
     "trainer.project_name": Key("run.project_name", convert.text),
     "trainer.experiment_name": Key("run.experiment_name", convert.text),

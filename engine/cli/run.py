@@ -24,6 +24,7 @@ from engine.console import human_time
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError
 from engine.lineage.store import home
+from engine.trainers.attempts import run_attempts
 from engine.trainers.rl import RLTrainer
 from engine.trainers.rl_checks import check_config
 
@@ -57,17 +58,22 @@ def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: _
     started = time.monotonic()
     log.say(headline(config.rl, prompts))
     response = config.data.max_response_length
-    trainer = RLTrainer(
-        model,
-        config.rl,
-        prompts.loader,
-        max_response_length=response,
-        max_model_len=prompts.longest + response,
-        seed=config.seed,
-        dtype=config.model.dtype,
-    )
-    with trainer:
+    begin = prompts.loader.state_dict()
+    saved: list[Path] = []
 
+    def make() -> RLTrainer:
+        prompts.loader.load_state_dict(begin)
+        return RLTrainer(
+            model,
+            config.rl,
+            prompts.loader,
+            max_response_length=response,
+            max_model_len=prompts.longest + response,
+            seed=config.seed,
+            dtype=config.model.dtype,
+        )
+
+    def work(trainer: RLTrainer) -> None:
         def save(step: int) -> Path:
             return save_whole(trainer.save, folder / f"step_{step}")
 
@@ -78,13 +84,26 @@ def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: _
             if step < total and config.run.save_freq > 0 and step % config.run.save_freq == 0:
                 log.say(f"rl: saved {save(step)}")
 
-        if prompts.validation and config.run.val_before_train:
+        if resumed := trainer.resume(checkpoints):
+            log.say(f"rl: goes on from {resumed.folder}, step {trainer.step}")
+        elif prompts.validation and config.run.val_before_train:
             log.start(trainer.validate(prompts.validation))
         trainer.on_step = report
-        trainer.fit()
-        saved = save(trainer.step)
-    log.summary(saved, time.monotonic() - started)
-    return saved
+        if not trainer.fit(checkpoint_dir=checkpoints):
+            log.say(f"rl: all {trainer.step} steps are done already; nothing to train")
+        saved.append(save(trainer.step))
+
+    checkpoints = checkpoint_folder(config, folder)
+    run_attempts(make, work, checkpoints, config.rl.trainer.max_attempts)
+    log.summary(saved[0], time.monotonic() - started)
+    return saved[0]
+
+
+def checkpoint_folder(config: RunConfig, folder: Path) -> Path:
+    """Where this run's checkpoints go; with resume_mode=disable a new place each time."""
+    if config.run.resume_mode == "auto":
+        return folder / "checkpoints"
+    return folder / f"checkpoints.{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def output_folder(config: RunConfig) -> Path:
@@ -118,7 +137,8 @@ class _Log:
 
     def __enter__(self) -> _Log:
         if "file" in self.config.run.logger:
-            self._file = (self.folder / "metrics.jsonl").open("w")
+            goes_on = checkpoint_folder(self.config, self.folder).exists()
+            self._file = (self.folder / "metrics.jsonl").open("a" if goes_on else "w")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -143,7 +163,8 @@ class _Log:
         """What became of it: rewards first → last, time, and where the model is."""
         rewards = [row["reward/mean"] for row in self.history]
         self.say(f"rl: done, {len(rewards)} steps in {human_time(seconds)}")
-        self.say(f"  reward      {_first_to_last(rewards)}")
+        if rewards:
+            self.say(f"  reward      {_first_to_last(rewards)}")
         if self.validations:
             self.say(f"  validation  {_first_to_last(self.validations)}")
         self.say(f"  model       {model}")

@@ -37,6 +37,9 @@ class OutputConfig(Section):
     )
     val_before_train: bool = Field(True, description="Validate before the first step, too")
     save_freq: int = Field(-1, ge=-1, description="Steps between saves; -1: after the last only")
+    resume_mode: Literal["auto", "disable"] = Field(
+        "auto", description="Go on from the newest checkpoint in default_local_dir, if there is one"
+    )
     default_local_dir: str = Field(
         "",
         description="Folder for models and metrics; empty: "

@@ -19,7 +19,7 @@ import torch
 
 from engine.algorithms.masked import Groups
 from engine.batch import Batch
-from engine.checkpoint import open_checkpoint
+from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.config import RLConfig
 from engine.controller.futures import LazyBatch
 from engine.controller.launch import launch
@@ -101,10 +101,9 @@ class RLTrainer:
         `trainer.save_freq` steps and at the end, and a run that has just begun goes on from the
         newest one there. Raises CheckpointError when that is of other settings.
         """
+        if checkpoint_dir is not None and self.step == 0:
+            self.resume(checkpoint_dir)
         saver = None if checkpoint_dir is None else make_saver(self, checkpoint_dir)
-        if saver is not None and self.step == 0 and (found := saver.store.latest()):
-            restore(self, saver, found)
-            log.info("resumed from %s, step %d", found.folder, self.step)
         total = self.config.trainer.total_training_steps
         stop = total if num_steps is None else self.step + num_steps
         metrics: dict[str, float] = {}
@@ -121,6 +120,15 @@ class RLTrainer:
         if saver is not None:
             saver.wait()
         return metrics
+
+    def resume(self, checkpoint_dir: str | Path) -> Checkpoint | None:
+        """Go on from the newest good checkpoint of a folder; return it, or None without one."""
+        saver = make_saver(self, checkpoint_dir)
+        found = saver.store.latest()
+        if found is not None:
+            restore(self, saver, found)
+            log.info("resumed from %s, step %d", found.folder, self.step)
+        return found
 
     def load_checkpoint(self, folder: str | Path) -> None:
         """Go on from a checkpoint, such as "ckpt/step_500"; raise CheckpointError for a bad one."""

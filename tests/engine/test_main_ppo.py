@@ -93,6 +93,7 @@ def test_a_run_reports_validates_saves_and_records(
     # by then, so that clipping and KL have something to see.
     assert lines[1]["actor/kl"] != 0.0
     assert sorted(p.name for p in (place / "out").iterdir()) == [
+        "checkpoints",
         "metrics.jsonl",
         "step_2",
         "step_3",
@@ -109,6 +110,31 @@ def test_a_run_reports_validates_saves_and_records(
     assert run.info.run_name == "tiny"
     assert run.info.status == "FINISHED"
     assert [m.step for m in client.get_metric_history(run.info.run_id, "reward/mean")] == [1, 2, 3]
+
+
+def test_the_same_command_again_goes_on_where_it_ended(
+    place: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = arguments(place, tiny_folder, f"trainer.default_local_dir={place / 'whole'}")
+    assert main([*whole, "trainer.total_training_steps=4"]) == 0
+    parts = arguments(place, tiny_folder, "trainer.logger=['console','file']")
+    assert main(parts) == 0
+    capsys.readouterr()
+    assert main([*parts, "trainer.total_training_steps=4"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"goes on from .*checkpoints/step_2, step 2", out)
+    assert re.findall(r"^rl +(\d)/4", out, re.M) == ["3", "4"]
+    lines = (place / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
+    names = ("whole/step_4/model.safetensors", "out/step_4/model.safetensors")
+    first, second = ((place / name).read_bytes() for name in names)
+    assert first == second, "in two parts as in one"
+    assert main([*parts, "trainer.total_training_steps=4"]) == 0
+    assert "all 4 steps are done already; nothing to train" in capsys.readouterr().out
+    assert main([*parts, "actor_rollout_ref.rollout.temperature=0.7"]) != 0
+    assert "written under other settings" in capsys.readouterr().err
+    assert main([*parts, "trainer.resume_mode=disable"]) == 0
+    assert re.findall(r"^rl +(\d)/2", capsys.readouterr().out, re.M) == ["1", "2"]
 
 
 def test_epochs_become_steps(
