@@ -17,6 +17,7 @@ from flytekit import task
 from engine.config import (
     DataConfig,
     EvaluateConfig,
+    LoRAConfig,
     ModelConfig,
     PromoteConfig,
     RLConfig,
@@ -39,6 +40,7 @@ class Plan(NamedTuple):
     context: int  # the model's limit in tokens
     sft: SFTConfig
     rl: RLConfig
+    lora: LoRAConfig
     evaluate: EvaluateConfig
     promote: PromoteConfig
     seed: int
@@ -72,6 +74,7 @@ def plan(config: RLHFConfig, source: str, path: str, model: str, seed: int) -> P
         context,
         merged.sft,
         merged.rl,
+        merged.model.lora,
         merged.evaluate,
         merged.promote,
         merged.seed,
@@ -106,8 +109,10 @@ def check(config: RLHFConfig) -> tuple[str, str]:
     from engine.rollout.protocol import check_engine
     from engine.tracking import Tracker
     from engine.trainers.rl_checks import check_config
+    from engine.trainers.rl_setup import check_lora
 
     check_config(config.rl, config.data.max_response_length)
+    check_lora(config.model.lora, config.rl)
     check_engine(config.evaluate.engine)
     data = source_digest(config.data, config.seed)
     model = ""

@@ -11,7 +11,7 @@ import json
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
-from engine.config import DataConfig, RLConfig
+from engine.config import DataConfig, LoRAConfig, RLConfig
 from tasks.context import IMAGE, SMALL, RunContext, say, stage, stage_cache
 from tasks.ray_cluster import LAPTOP_STORE, RAY_CLUSTER
 
@@ -31,6 +31,7 @@ def rl(
     warm_start: FlyteDirectory,
     data: DataConfig,
     config: RLConfig,
+    lora: LoRAConfig,
     seed: int,
 ) -> FlyteDirectory:
     """Improve the warm start by reinforcement learning on the dataset's prompts."""
@@ -43,6 +44,8 @@ def rl(
     from engine.trainers.rl import RLTrainer
 
     settings = {"rl": config.model_dump(mode="json"), "seed": seed}
+    if lora.rank:
+        settings["lora"] = lora.model_dump(mode="json")
     ray = ray_session(config.trainer.placement, LAPTOP_STORE)
     with stage("rl", run, settings) as this, ray:
         folder = this.parent("dataset", dataset)
@@ -61,6 +64,7 @@ def rl(
                 max_response_length=data.max_response_length,
                 max_model_len=lengths["max_prompt_length"] + data.max_response_length,
                 seed=seed,
+                lora=lora,
             )
 
         def work(trainer: RLTrainer) -> None:

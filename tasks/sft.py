@@ -29,7 +29,7 @@ def sft(
     """Fine-tune the start model on the dataset's prompt/response pairs."""
     from engine.console import Progress, progress
     from engine.data.tokenizer import load_tokenizer
-    from engine.models import build_model, load_model, save_model
+    from engine.models import adapter_parameters, add_adapters, build_model, load_model, save_model
     from engine.trainers.sft import SFTTrainer
 
     settings = {
@@ -47,6 +47,10 @@ def sft(
         )
         size = sum(p.numel() for p in model.parameters())
         say(f"sft: {model.config.model_type} model with {size / 1e6:.2f}M parameters")
+        if start.lora.rank and start.path:  # a model from scratch has no base worth keeping
+            add_adapters(model, start.lora, seed)
+            size = sum(p.numel() for p in adapter_parameters(model).values())
+            say(f"sft: trains adapters of {size / 1e6:.2f}M parameters")
         train, validation = (read_examples(data, n, tokenizer) for n in ("train", "validation"))
         trainer = SFTTrainer(model, tokenizer.pad_token_id, config, seed=seed)
         losses: dict[str, float] = {}

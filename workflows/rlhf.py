@@ -59,7 +59,13 @@ def rlhf(
         seed=p.seed,
     )
     policy = rl(
-        run=p.run, dataset=dataset, warm_start=warm_start, data=p.data, config=p.rl, seed=p.seed
+        run=p.run,
+        dataset=dataset,
+        warm_start=warm_start,
+        data=p.data,
+        config=p.rl,
+        lora=p.lora,
+        seed=p.seed,
     )
     evaluation = evaluate(
         run=p.run,

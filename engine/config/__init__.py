@@ -13,7 +13,7 @@ from engine.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from engine.config.base import Section
-from engine.config.data import DataConfig, ModelConfig
+from engine.config.data import DataConfig, LoRAConfig, ModelConfig
 from engine.config.parse import digest, explain, load_config, parse_config
 from engine.config.pipeline import EvaluateConfig, PipelineConfig, PromoteConfig, TrackingConfig
 from engine.config.rl import (
@@ -37,6 +37,7 @@ __all__ = [
     "EvaluateConfig",
     "FilterGroupsConfig",
     "KLControlConfig",
+    "LoRAConfig",
     "ModelConfig",
     "OptimConfig",
     "OverlongBufferConfig",

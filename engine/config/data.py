@@ -24,6 +24,17 @@ class DataConfig(Section):
     vocab_size: int = Field(512, ge=64, description="Size of the BPE vocabulary trained here")
 
 
+class LoRAConfig(Section):
+    """Train low-rank adapters, and leave the model's own weights as they are."""
+
+    rank: int = Field(0, ge=0, description="Rank of the adapters; 0: train all weights")
+    alpha: float = Field(32.0, gt=0, description="An adapter's output is scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Of adapters' inputs, in the warm start")
+    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear", description="Modules with an adapter: all but the head, or names like q_proj"
+    )
+
+
 class ModelConfig(Section):
     """The policy: a Hugging Face folder, or a small Qwen2-shaped model made from scratch."""
 
@@ -38,6 +49,7 @@ class ModelConfig(Section):
     max_position_embeddings: int = Field(1024, ge=16, description="Context, in tokens")
     initializer_range: float = Field(0.08, gt=0, description="Spread of random initial weights")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of the weights")
+    lora: LoRAConfig = LoRAConfig()
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +18,9 @@ import torch
 
 from engine.batch import Batch
 from engine.controller.futures import Future
-from engine.controller.groups import Roles, WorkerGroup
+from engine.controller.groups import Roles
 from engine.controller.health import Fleet, HealthPolicy
+from engine.controller.processes import Process, Processes, spans_of
 from engine.controller.signals import (
     Action,
     Died,
@@ -36,6 +36,7 @@ from engine.controller.signals import (
     SyncWeights,
 )
 from engine.controller.staleness import Admission, Limits, Ticket
+from engine.controller.timeline import Span
 from engine.errors import EngineError, WorkerError
 
 log = logging.getLogger(__name__)
@@ -43,20 +44,6 @@ log = logging.getLogger(__name__)
 _SLICE_S = 0.25  # how long a worker decodes before it reports
 _IDLE_S = 0.25  # how often a worker without work is asked for a sign of life
 _TURN_S = 0.005  # pause of the event loop when nothing happened
-
-
-@dataclass(slots=True)
-class Process:
-    """One process of a worker."""
-
-    attempt: int
-    roles: Roles
-    group: WorkerGroup
-    call: Future | None = None  # under way
-    loads: int | None = None  # version that the call loads, if it does
-    sync: int | None = None  # version to load next
-    busy: int = 0  # completions it decodes or has queued
-    idle_until: float = 0.0
 
 
 @dataclass
@@ -93,7 +80,7 @@ class AsyncRollout:
         keep: Callable[[Batch], bool] | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        self._spawn, self._next_prompt, self._score, self._keep = spawn, next_prompt, score, keep
+        self._next_prompt, self._score, self._keep = next_prompt, score, keep
         self._timeout_s = timeout_s
         self.admission = Admission(limits, version=version, consumed=version * limits.batch)
         self.fleet = Fleet.begin(names, time.monotonic(), health, limits.staleness, version)
@@ -102,15 +89,13 @@ class AsyncRollout:
         self._prompts: dict[int, Batch] = {}  # by key, until consumed
         self._scoring: dict[Ticket, tuple[Batch, Future]] = {}
         self._scored: dict[int, Batch] = {}
-        self._processes: dict[str, Process] = {}
-        self._starting: dict[tuple[str, int], futures.Future[Roles]] = {}
+        self._processes = Processes(spawn, len(names))
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._closing = False
-        self._helpers = futures.ThreadPoolExecutor(2 * len(names), "rollout-start")
         self._thread = threading.Thread(target=self._run, name="async-rollout", daemon=True)
         for name in names:
-            self._start(name, 0)
+            self._processes.start(name, 0)
         self._thread.start()
 
     def take(self) -> tuple[Batch, Batch]:
@@ -160,6 +145,12 @@ class AsyncRollout:
         with self._changed:
             return [self._prompts[key] for key in sorted(self._prompts)]
 
+    def timeline(self) -> list[Span]:
+        """Spans of the workers since the last time; one that is dead or hangs has none."""
+        with self._changed:
+            every = list(self._processes.running.values())
+        return spans_of(every)
+
     def close(self) -> None:
         """Stop the loop and all workers."""
         with self._changed:
@@ -167,11 +158,7 @@ class AsyncRollout:
                 return
             self._closing = True
         self._thread.join(timeout=30)
-        for starting in self._starting.values():
-            starting.add_done_callback(_close_late)
-        every = [p.roles for p in self._processes.values()]
-        futures.wait([self._helpers.submit(roles.close) for roles in every], timeout=30)
-        self._helpers.shutdown(wait=False, cancel_futures=True)
+        self._processes.close(timeout_s=30)
 
     def __enter__(self) -> AsyncRollout:
         return self
@@ -197,35 +184,30 @@ class AsyncRollout:
 
     def _turn(self, now: float) -> bool:
         moved = self._poll_starts(now)
-        for name, process in list(self._processes.items()):
+        for name, process in list(self._processes.running.items()):
             if process.call is not None and process.call.done():
                 self._answer(name, process, now)
                 moved = True
         moved |= self._poll_scores()
         self._act(*self.fleet.tick(now))
-        for name, process in list(self._processes.items()):
+        for name, process in list(self._processes.running.items()):
             if process.call is None:
                 moved |= self._call(name, process, now)
         return moved
 
-    def _start(self, name: str, attempt: int) -> None:
-        self._starting[name, attempt] = self._helpers.submit(self._spawn, name, attempt)
-
     def _poll_starts(self, now: float) -> bool:
-        done = [key for key, starting in self._starting.items() if starting.done()]
-        for name, attempt in done:
-            starting = self._starting.pop((name, attempt))
-            error = starting.exception()
-            if self.fleet.workers[name].attempt != attempt:
-                _close_late(starting)  # it came up after it had been given up
-            elif error is not None:
-                self._event(name, attempt, Died(f"it did not start: {error}"), now)
+        moved = False
+        for name, attempt, came in self._processes.arrivals():
+            moved = True
+            if isinstance(came, BaseException):
+                self._event(name, attempt, Died(f"it did not start: {came}"), now)
+            elif self.fleet.workers[name].attempt != attempt:
+                self._processes.dismiss(came)  # it came up after it had been given up
             else:
-                roles = starting.result()
-                self._processes[name] = Process(attempt, roles, getattr(roles, name))
+                self._processes.accept(name, attempt, came)
                 self._event(name, attempt, Replaced(), now)
                 self._event(name, attempt, Started(), now)
-        return bool(done)
+        return moved
 
     def _call(self, name: str, process: Process, now: float) -> bool:
         """Start a worker's next call, if there is one for it."""
@@ -308,21 +290,19 @@ class AsyncRollout:
         for action in actions:
             match action:
                 case SyncWeights(worker, _, version):
-                    self._processes[worker].sync = version
+                    self._processes.running[worker].sync = version
                 case Kill(worker, _):
-                    process = self._processes.pop(worker, None)
                     cause = fleet.workers[worker].deaths[-1].cause
                     log.warning("rollout worker given up: %s", cause)
                     self.counts.causes.append(cause)
-                    if process is not None:
-                        self._helpers.submit(process.roles.close)
+                    self._processes.kill(worker)
                 case Reissue(worker, _):
                     self.admission, lost = self.admission.lost(worker)
                     for ticket in lost:
                         self._scoring.pop(ticket, None)
                 case Replace(worker, attempt):
                     self.counts.restarts += 1
-                    self._start(worker, attempt)
+                    self._processes.start(worker, attempt)
                 case Stop(cause):
                     raise WorkerError(cause)
 
@@ -332,9 +312,3 @@ class AsyncRollout:
             f"{states}; {len(self.admission.in_flight)} groups in flight, "
             f"{len(self.admission.queue)} queued"
         )
-
-
-def _close_late(starting: futures.Future[Roles]) -> None:
-    """Close a process that came up when nobody wanted it any more."""
-    if not starting.cancelled() and starting.exception() is None:
-        starting.result().close()

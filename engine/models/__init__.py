@@ -9,15 +9,27 @@ from engine.models.load import (
     require_model_folder,
     vocabulary_and_context,
 )
+from engine.models.lora import (
+    BaseOfPolicy,
+    adapter_parameters,
+    add_adapters,
+    has_adapters,
+    policy_model,
+)
 from engine.models.save import save_model
 
 __all__ = [
+    "BaseOfPolicy",
     "CriticModel",
+    "adapter_parameters",
+    "add_adapters",
     "build_model",
     "check_context",
     "check_vocabulary",
     "create_critic_model",
+    "has_adapters",
     "load_model",
+    "policy_model",
     "require_model_folder",
     "save_model",
     "vocabulary_and_context",

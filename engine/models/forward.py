@@ -18,6 +18,7 @@ from engine.algorithms.kl_full import full_kl
 from engine.batch import Batch
 from engine.errors import DataError
 from engine.models.critic import CriticModel
+from engine.models.lora import BaseOfPolicy
 
 # Families whose logits are exactly head(hidden): no soft-capping, scaling or extra bias.
 _PLAIN_HEADS = {"qwen2", "qwen3", "llama", "mistral", "gpt2", "gpt_neox", "phi3", "olmo2"}
@@ -70,14 +71,14 @@ class TokenOutputs:
 
 
 def token_outputs(
-    model: PreTrainedModel,
+    model: PreTrainedModel | BaseOfPolicy,
     batch: Batch,
     temperature: float,
     *,
     entropy: bool = False,
     entropy_gradient: bool = False,
     sum_pi_squared: bool = False,
-    reference: PreTrainedModel | None = None,
+    reference: PreTrainedModel | BaseOfPolicy | None = None,
 ) -> TokenOutputs:
     """Run `model` over a batch, its distributions being softmax(logits / temperature).
 
@@ -106,7 +107,9 @@ def token_outputs(
     )
 
 
-def response_log_probs(model: PreTrainedModel, batch: Batch, temperature: float) -> Tensor:
+def response_log_probs(
+    model: PreTrainedModel | BaseOfPolicy, batch: Batch, temperature: float
+) -> Tensor:
     """Log-probs `[B, R]` (float32) of the response tokens; 0 where there is no token."""
     return token_outputs(model, batch, temperature).log_probs
 
@@ -118,8 +121,11 @@ def response_values(critic: CriticModel | nn.Module, batch: Batch) -> Tensor:
     return _scatter(values[seqs.rows, seqs.positions].float(), seqs, batch["responses"])
 
 
-def _response_logits(model: PreTrainedModel, seqs: Sequences) -> Tensor:
+def _response_logits(model: PreTrainedModel | BaseOfPolicy, seqs: Sequences) -> Tensor:
     """Logits [N, V] at the positions that predict response tokens."""
+    if isinstance(model, BaseOfPolicy):
+        with model.weights() as base:
+            return _response_logits(base, seqs)
     if model.config.model_type not in _PLAIN_HEADS:
         logits = model(input_ids=seqs.input_ids, use_cache=False).logits
         return logits[seqs.rows, seqs.positions]

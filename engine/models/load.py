@@ -59,10 +59,13 @@ def build_model(
 def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     """Load any Hugging Face causal LM from a folder or hub id.
 
-    Raises ModelError when the folder lacks a configuration or weights, can't be read, or has
-    weights for only a part of the model.
+    An adapter's folder (peft's format) gives its base with the adapter merged into it. Raises
+    ModelError when the folder lacks a configuration or weights, can't be read, or has weights for
+    only a part of the model.
     """
     require_model_folder(path)
+    if (base := adapter_base(path)) is not None:
+        return _load_merged(Path(path), load_model(base, dtype))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=_DTYPES[dtype], output_loading_info=True
@@ -82,9 +85,52 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     return model
 
 
+def adapter_base(path: str | Path) -> str | None:
+    """The model that an adapter's folder belongs to, by path or hub id; None for other folders.
+
+    Raises ModelError when the folder doesn't say.
+    """
+    config = Path(path) / "adapter_config.json"
+    if not config.is_file():
+        return None
+    try:
+        base = json.loads(config.read_text())["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        base = None
+    if not base or base == str(path):
+        raise ModelError(
+            f"{config} names no base_model_name_or_path; write there which model the adapter is for"
+        )
+    return str(base)
+
+
+def _load_merged(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
+    """`base` with the adapter in `folder` merged into its weights."""
+    from peft import PeftConfig, PeftModel
+
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        adapted: Any = PeftModel(base, config)
+        missing = adapted.load_adapter(str(folder), "default").missing_keys
+        merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+        raise ModelError(
+            f"the adapter in {folder} can't be merged into {base.name_or_path}: "
+            f"{_first_line(error)}"
+        ) from error
+    if missing:
+        raise ModelError(
+            f"the adapter in {folder} lacks {len(missing)} of its weights, first {missing[0]!r}; "
+            "copy the whole folder"
+        )
+    merged.name_or_path = merged.config._name_or_path = str(folder)
+    return merged.requires_grad_(True)
+
+
 def require_model_folder(path: str | Path, setting: str = "model.path") -> None:
     """Raise ModelError unless `path` is a model folder with configuration and weights.
 
+    Or an adapter's folder, with weights and a base that is one.
     A value that is not a local folder and looks like a hub id (`owner/name`) is let through:
     whether the hub has it is found out by loading it.
     """
@@ -96,6 +142,13 @@ def require_model_folder(path: str | Path, setting: str = "model.path") -> None:
             f"{setting}={str(path)!r} does not exist; give a folder written by save_pretrained, "
             "a hub id (owner/name), or leave it empty for a model from scratch"
         )
+    if (base := adapter_base(folder)) is not None:
+        if not any(folder.glob("adapter_model.*")):
+            raise ModelError(
+                f"{setting}={str(path)!r} has no adapter_model.safetensors; copy the whole folder"
+            )
+        require_model_folder(base, f"the base of {setting}={str(path)!r}")
+        return
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{setting}={str(path)!r} has no config.json; give a folder written by save_pretrained"
@@ -146,6 +199,8 @@ def vocabulary_and_context(path: str | Path) -> tuple[int, int]:
 
     Raises ModelError when its configuration can't be read.
     """
+    if (base := adapter_base(path)) is not None:
+        return vocabulary_and_context(base)
     try:
         config = AutoConfig.from_pretrained(str(path)).get_text_config()
     except (OSError, ValueError, KeyError) as error:

@@ -8,12 +8,18 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.errors import StorageError
+from engine.models.lora import has_adapters, merged_copy, save_adapter
+
+ADAPTER_FOLDER = "adapter"  # below a model that was trained with adapters
 
 
 def save_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path
 ) -> Path:
     """Write safetensors, configuration and tokenizer to `folder`.
+
+    A model with adapters is written as the plain model that they make of it, and they alone, in
+    peft's format, to `folder/adapter`; `model` itself stays as it is.
 
     Raises StorageError (disk full, no permission). The caller publishes the folder by renaming
     it, so a half-written one is never seen.
@@ -22,7 +28,12 @@ def save_model(
     if folder.exists() and not folder.is_dir():
         raise StorageError(f"the model can't be written to {folder}: it is a file; name a folder")
     try:
-        model.save_pretrained(folder)
+        if has_adapters(model):
+            merged_copy(model).save_pretrained(folder)
+            save_adapter(model, folder / ADAPTER_FOLDER)
+            tokenizer.save_pretrained(folder / ADAPTER_FOLDER)
+        else:
+            model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     except (OSError, SafetensorError) as error:
         raise StorageError(

@@ -82,6 +82,7 @@ def asynchronous(trainer: RLTrainer, count: int) -> Steps:
         timeout_s=config.step_timeout_s,
     ) as rollout:
         trainer.unconsumed = rollout.unconsumed
+        trainer.other_spans = rollout.timeline
         for _ in range(count):
             prompts, batch = rollout.take()
             answering = View(

@@ -20,7 +20,7 @@ import torch
 from engine.algorithms.masked import Groups
 from engine.batch import Batch
 from engine.checkpoint import Checkpoint, open_checkpoint
-from engine.config import RLConfig
+from engine.config import LoRAConfig, RLConfig
 from engine.controller.futures import LazyBatch
 from engine.controller.launch import launch
 from engine.controller.timeline import Span, write_trace
@@ -32,7 +32,7 @@ from engine.trainers.modes import MODES
 from engine.trainers.prompts import PromptStream
 from engine.trainers.resume import make_saver, restore, save
 from engine.trainers.rl_checks import check_config, check_teacher
-from engine.trainers.rl_setup import Build, effective, place, role_specs
+from engine.trainers.rl_setup import Build, check_lora, effective, place, role_specs
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +56,12 @@ class RLTrainer:
         max_model_len: int,
         seed: int = 0,
         dtype: str = "float32",
+        lora: LoRAConfig | None = None,
         on_step: OnStep = lambda step, total, metrics: None,
     ) -> None:
         self.dataflow = check_config(config, max_response_length)
+        lora = lora or LoRAConfig()
+        check_lora(lora, config)
         self.config, self.on_step = effective(config), on_step
         self.tokenizer = load_tokenizer(model_path)
         self.prompts = PromptStream(loader, self.tokenizer)
@@ -78,6 +81,7 @@ class RLTrainer:
         self.history: list[dict[str, float]] = []  # a row a step, since step 1
         self.later = 0  # batches of prompts that were handed out for later steps
         self.unconsumed: Callable[[], Sequence[Batch]] = list  # single prompts under way
+        self.other_spans: Callable[[], list[Span]] = list  # of processes beside the roles
         self.build = Build(
             str(model_path),
             self.config,
@@ -87,6 +91,7 @@ class RLTrainer:
             max_model_len,
             seed,
             dtype,
+            lora,
         )
         self.roles = launch(place(self.build), role_specs(self.build))
         self.spans: list[Span] = []
@@ -157,7 +162,7 @@ class RLTrainer:
 
     def _record(self) -> None:
         if self.step <= self.config.trainer.timeline_steps:
-            self.spans += self.roles.timeline()
+            self.spans += [*self.roles.timeline(), *self.other_spans()]
 
     def validate(self, rows: Sequence[dict[str, Any]]) -> float:
         """Mean reward of greedy completions to the prompts of `rows`."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from engine.config import ActorConfig, CriticConfig, RLConfig
+from engine.config import ActorConfig, CriticConfig, LoRAConfig, RLConfig
 from engine.controller.host import RoleSpec
 from engine.controller.launch import Placement, Pool
 from engine.dataflows.needs import Needs
+from engine.errors import ConfigError
 
 # Roles that share the policy's process, in the order in which they are built.
 _COLOCATED = ("actor", "rollout", "reference", "teacher", "critic")
@@ -28,6 +29,15 @@ def effective(config: RLConfig) -> RLConfig:
     return config.model_copy(update={"algorithm": algorithm})
 
 
+def check_lora(lora: LoRAConfig, config: RLConfig) -> None:
+    """Raise ConfigError where adapters and the rollout engine don't go together."""
+    if lora.rank and config.rollout.engine != "native":
+        raise ConfigError(
+            f"model.lora.rank={lora.rank} with rollout.engine={config.rollout.engine}: only native "
+            "decodes with adapters; set rollout.engine=native, or model.lora.rank=0"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Build:
     """All that the roles of a run are built from."""
@@ -40,6 +50,7 @@ class Build:
     max_model_len: int
     seed: int
     dtype: str = "float32"
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     @property
     def sampler_threads(self) -> int:
@@ -109,6 +120,7 @@ def role_specs(build: Build) -> list[RoleSpec]:
     }
     actor = {
         "config": config.actor,
+        "lora": build.lora,
         "temperature": config.rollout.temperature,
         "total_steps": steps * _steps_an_update(config.actor, rows),
         "seed": build.seed,
@@ -128,7 +140,7 @@ def role_specs(build: Build) -> list[RoleSpec]:
         RoleSpec("actor", ActorWorker, common | actor),
         RoleSpec("rollout", RolloutWorker, common | _sampling(build) | {"config": own}),
         RoleSpec("sampler", RolloutWorker, common | _sampling(build)),
-        RoleSpec("reference", ReferenceWorker, common | frozen),
+        RoleSpec("reference", ReferenceWorker, common | frozen | {"base_of_policy": True}),
         RoleSpec(
             "teacher", ReferenceWorker, common | frozen | {"model_path": config.algorithm.teacher}
         ),
@@ -149,6 +161,7 @@ def stream_spec(name: str, build: Build) -> RoleSpec:
 def _sampling(build: Build) -> dict[str, Any]:
     return {
         "config": build.config.rollout,
+        "lora": build.lora,
         "max_response_length": build.max_response_length,
         "max_model_len": build.max_model_len,
         "seed": build.seed,

@@ -15,9 +15,10 @@ from engine.algorithms.kl import kl_estimate
 from engine.algorithms.metrics import Sum, finish, merge, over_mask
 from engine.algorithms.skip import rows_with_gradient
 from engine.batch import TOKENS, Batch
-from engine.config import ActorConfig, PreferenceConfig
+from engine.config import ActorConfig, LoRAConfig, PreferenceConfig
 from engine.data.tokenizer import load_tokenizer
-from engine.models import load_model, save_model
+from engine.errors import CheckpointError
+from engine.models import policy_model, save_model
 from engine.models.forward import TokenOutputs, token_outputs
 from engine.plugins import import_plugins
 from engine.workers.base import Dispatch, WorkerContext, dispatch
@@ -44,6 +45,7 @@ class ActorWorker(StatefulWorker):
         total_steps: int,
         seed: int,
         dtype: str = "float32",
+        lora: LoRAConfig | None = None,
         preference: PreferenceConfig | None = None,
         sum_pi_squared: bool = False,
         plugins: tuple[str, ...] = (),
@@ -52,9 +54,9 @@ class ActorWorker(StatefulWorker):
         import_plugins(plugins)
         self.config, self.temperature = config, temperature
         self.preference, self.sum_pi_squared = preference or PreferenceConfig(), sum_pi_squared
-        self.model = load_model(model_path, dtype)
         # Dropout stays off: the update must see the probabilities that the rollout sampled from.
-        self.model.eval()
+        self.model = policy_model(model_path, dtype, lora, seed)
+        self.lora = lora or LoRAConfig()
         self.tokenizer_path = model_path
         self.optimizer = Optimizer(self.model, config.optim, total_steps)
         self.generator = torch.Generator().manual_seed(seed)
@@ -218,20 +220,31 @@ class ActorWorker(StatefulWorker):
 
     @dispatch(Dispatch.RANK_ZERO)
     def weights(self) -> Batch:
-        """All weights and their version, for the rollout workers of other processes."""
+        """What is trained of the weights, and its version, for rollout in other processes."""
         return pack_policy(self.context.shared)
 
     @dispatch(Dispatch.RANK_ZERO)
     def save(self, folder: str) -> str:
-        """Write the policy and its tokenizer as a Hugging Face folder."""
+        """Write the policy and its tokenizer as a Hugging Face folder; adapters go with it."""
         return str(save_model(self.model, load_tokenizer(self.tokenizer_path), Path(folder)))
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer, the generator that shuffles mini-batches, and the version."""
-        version = {"policy_version": self.context.shared["policy_version"]}
-        return trained_state(self.model, self.optimizer, self.generator) | version
+        own = {"policy_version": self.context.shared["policy_version"]}
+        if self.lora.rank:
+            own |= {"lora_alpha": self.lora.alpha}
+        return trained_state(self.model, self.optimizer, self.generator) | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict` in place: engines that share the weights' storage see it too."""
+        """Restore `state_dict` in place: engines that share the weights' storage see it too.
+
+        Raises CheckpointError for another model's, or for adapters of another alpha.
+        """
+        alpha = state.get("lora_alpha", self.lora.alpha)
+        if self.lora.rank and alpha != self.lora.alpha:  # no tensor's shape tells
+            raise CheckpointError(
+                f"the checkpoint's adapters have model.lora.alpha={alpha}, this run has "
+                f"{self.lora.alpha}; resume with the alpha that was saved"
+            )
         load_trained_state(state, self.model, self.optimizer, self.generator)
         self.context.shared["policy_version"] = state["policy_version"]

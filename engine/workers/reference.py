@@ -1,11 +1,15 @@
-"""The reference: the policy as it was before RL, frozen; or a teacher, which is as frozen."""
+"""The reference: the policy as it was before RL, frozen; or a teacher, which is as frozen.
+
+Beside a policy with adapters the reference is that policy without them, and no copy is made.
+"""
 
 from __future__ import annotations
 
 import torch
+from transformers import PreTrainedModel
 
 from engine.batch import TOKENS, Batch
-from engine.models import load_model
+from engine.models import BaseOfPolicy, has_adapters, load_model
 from engine.models.forward import response_log_probs, token_outputs
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
 from engine.workers.micro import micro_batches
@@ -22,9 +26,17 @@ class ReferenceWorker(Worker):
         temperature: float,
         max_tokens_per_micro_batch: int,
         dtype: str = "float32",
+        base_of_policy: bool = False,
     ) -> None:
+        """Load the model, unless it is the base of the process's policy, whose adapters are off
+        then."""
         super().__init__(context)
-        self.model = load_model(model_path, dtype).eval().requires_grad_(False)
+        policy = context.shared.get("policy") if base_of_policy else None
+        self.model: PreTrainedModel | BaseOfPolicy
+        if policy is not None and has_adapters(policy):
+            self.model = BaseOfPolicy(policy)
+        else:
+            self.model = load_model(model_path, dtype).eval().requires_grad_(False)
         self.temperature, self.budget = temperature, max_tokens_per_micro_batch
         context.shared[context.role] = self.model
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from engine.batch import Batch
-from engine.config import RolloutConfig
+from engine.config import LoRAConfig, RolloutConfig
 from engine.data.collate import collate_completions
 from engine.data.templates import stop_token_ids
 from engine.data.tokenizer import load_tokenizer
-from engine.models import load_model
+from engine.models import policy_model
 from engine.rollout.protocol import SamplingParams, create_engine
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.group_stream import GroupStream
@@ -38,13 +38,15 @@ class RolloutWorker(StatefulWorker):
         max_model_len: int,
         seed: int,
         dtype: str = "float32",
+        lora: LoRAConfig | None = None,
     ) -> None:
         super().__init__(context)
         self.config, self.seed = config, seed
         self.max_response_length, self.max_model_len = max_response_length, max_model_len
         self.tokenizer = load_tokenizer(model_path)
         if "policy" not in context.shared:
-            context.shared |= {"policy": load_model(model_path, dtype).eval(), "policy_version": 0}
+            own = policy_model(model_path, dtype, lora, seed)
+            context.shared |= {"policy": own, "policy_version": 0}
         policy = context.shared["policy"]
         self.stop = stop_token_ids(self.tokenizer, policy.config)
         self._groups: GroupStream | None = None  # between `begin` and the last `next_part`
@@ -72,14 +74,7 @@ class RolloutWorker(StatefulWorker):
     @dispatch(Dispatch.DATA_PARALLEL)
     def begin(self, prompts: Batch) -> Batch:
         """Take on prompts whose groups `next_part` gives out as they are finished."""
-        params = self._params(self.config.n, self.config.temperature)
-        self._groups = GroupStream(
-            self.engine,
-            params,
-            self.config,
-            max_model_len=self.max_model_len,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
+        self._groups = self._open_stream()
         self._groups.submit(prompts)
         self._left, self._done = len(prompts), []
         return prompts
@@ -102,6 +97,15 @@ class RolloutWorker(StatefulWorker):
     def load_weights(self, weights: Batch) -> int:
         """Copy the actor's weights into the process's policy; return their version."""
         return load_policy(self.context.shared, weights)
+
+    def _open_stream(self) -> GroupStream:
+        return GroupStream(
+            self.engine,
+            self._params(self.config.n, self.config.temperature),
+            self.config,
+            max_model_len=self.max_model_len,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
 
     def _params(self, n: int, temperature: float) -> SamplingParams:
         """Parameters of the next rollout, with fresh draws, under the policy's newest weights."""

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from engine.batch import Batch
-from engine.config import RolloutConfig
-from engine.data.templates import stop_token_ids
-from engine.data.tokenizer import load_tokenizer
-from engine.models import load_model
-from engine.rollout.protocol import SamplingParams, create_engine
-from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
+from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.group_stream import GroupStream
-from engine.workers.weights import load_policy
+from engine.workers.rollout import RolloutWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,51 +25,18 @@ class Pumped:
     version: int  # of the weights that it decodes with now
 
 
-class StreamRolloutWorker(Worker):
-    """Decodes with its own copy of the policy."""
+class StreamRolloutWorker(RolloutWorker):
+    """A rollout role, with a copy of the policy of its own, that never has to finish a batch."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        model_path: str,
-        config: RolloutConfig,
-        max_response_length: int,
-        max_model_len: int,
-        seed: int,
-        dtype: str = "float32",
-    ) -> None:
-        super().__init__(context)
-        tokenizer = load_tokenizer(model_path)
-        policy = load_model(model_path, dtype).eval()
-        context.shared |= {"policy": policy, "policy_version": 0}
-        self.engine = create_engine(
-            config.engine,
-            policy,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=max_model_len,
-            kv_cache_memory_mb=config.kv_cache_memory_mb,
-            seed=seed,
-        )
-        params = SamplingParams(
-            n=config.n,
-            max_new_tokens=max_response_length,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            seed=seed,
-            stop_token_ids=stop_token_ids(tokenizer, policy.config),
-        )
-        pad_token_id = tokenizer.pad_token_id
-        self.groups = GroupStream(
-            self.engine, params, config, max_model_len=max_model_len, pad_token_id=pad_token_id
-        )
+    def __init__(self, context: WorkerContext, **options: Any) -> None:
+        super().__init__(context, **options)
+        self.stream: GroupStream = self._open_stream()
 
     @dispatch(Dispatch.RANK_ZERO)
     def load_weights(self, weights: Batch) -> int:
         """Go on under the actor's weights; return their version."""
-        version = load_policy(self.context.shared, weights)
-        self.groups.update_weights(version)
+        version: int = super().load_weights(weights)
+        self.stream.update_weights(version)
         return version
 
     @dispatch(Dispatch.RANK_ZERO)
@@ -83,13 +46,13 @@ class StreamRolloutWorker(Worker):
         Returns after `seconds`, or as soon as nothing is left to decode.
         """
         if prompts is not None:
-            self.groups.submit(prompts)
+            self.stream.submit(prompts)
         done: list[Batch] = []
         deadline = time.monotonic() + seconds
-        while self.groups.busy and time.monotonic() < deadline:
-            done += self.groups.step()
-        return Pumped(tuple(done), self.groups.busy, self.groups.version)
+        while self.stream.busy and time.monotonic() < deadline:
+            done += self.stream.step()
+        return Pumped(tuple(done), self.stream.busy, self.stream.version)
 
     def close(self) -> None:
-        self.groups.close()
-        self.engine.close()
+        self.stream.close()
+        super().close()

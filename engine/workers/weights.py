@@ -1,5 +1,6 @@
 """The policy's weights on their way from the actor to rollout workers in other processes.
 
+Of a policy with adapters only these travel: both sides loaded the same base, which never changes.
 They travel as one row of bytes: one object in the store, whatever their dtypes and number.
 """
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from engine.batch import Batch
 from engine.errors import WorkerError
+from engine.models import adapter_parameters, has_adapters
 
 
 def pack_policy(shared: dict[str, Any]) -> Batch:
@@ -31,7 +33,7 @@ def load_policy(shared: dict[str, Any], packed: Batch) -> int:
     if size != data.numel():
         raise WorkerError(
             f"the actor sent {data.numel()} bytes of weights, this process's policy has {size}; "
-            "both must be built from the same model folder and dtype"
+            "both must be built from the same model folder, dtype and adapters"
         )
     at = 0
     with torch.no_grad():
@@ -45,7 +47,12 @@ def load_policy(shared: dict[str, Any], packed: Batch) -> int:
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters (tied ones once) and buffers that a state dict holds, in order of name."""
+    """Parameters (tied ones once) and buffers that a state dict holds, in order of name.
+
+    Of a model with adapters: these alone.
+    """
+    if has_adapters(model):
+        return [p.data for _, p in sorted(adapter_parameters(model).items())]
     named: dict[str, Tensor] = dict(model.named_parameters())
     kept = model.state_dict(keep_vars=True)
     named |= {name: b for name, b in model.named_buffers() if name in kept}

@@ -1,5 +1,8 @@
 """The trainer's own parameters, looked up for decoding: no copies, checked to be a known shape.
 
+Only a matrix with a LoRA adapter is computed, W + α/r · B·A, so that decoding costs what it costs
+without; the result lives as long as the binding.
+
 `bind` reads a transformers model of the Llama family (Llama, Mistral, Qwen2, Qwen3) into plain
 tuples of its parameters. Anything it does not know exactly, it refuses with the reason; such a
 model is decoded by `generic.py`.
@@ -11,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
@@ -84,6 +88,8 @@ def bind(model: Any) -> ModelWeights:
         raise Unsupported(f"{type(model).__name__} is not a Llama, Mistral, Qwen2 or Qwen3 model")
     _refuse_variants(model)
     config, body = model.config, model.model
+    if type(body.embed_tokens) is not nn.Embedding:
+        raise Unsupported(f"its embedding is a {type(body.embed_tokens).__name__}")
     attention = body.layers[0].self_attn
     head = _linear(model.lm_head)
     return ModelWeights(
@@ -102,7 +108,7 @@ def bind(model: Any) -> ModelWeights:
 
 
 def _refuse_variants(model: Any) -> None:
-    """Raise Unsupported for sliding windows, moving RoPE, hooks, adapters and sharded tensors."""
+    """Raise Unsupported for sliding windows, moving RoPE, hooks and sharded tensors."""
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]
     if any(windows) or (
         isinstance(model, MistralForCausalLM) and model.config.sliding_window is not None
@@ -137,9 +143,27 @@ def _layer(layer: Any) -> LayerWeights:
 
 
 def _linear(module: nn.Module) -> Weight:
-    if type(module) is not nn.Linear:
+    if type(module) is nn.Linear:
+        return Weight(module.weight, module.bias)
+    return _merged(module)
+
+
+def _merged(module: nn.Module) -> Weight:
+    """A linear and its LoRA adapters as one; the same numbers but for rounding."""
+    from peft.tuners.lora import Linear  # only models with adapters come here
+
+    if type(module) is not Linear or type(module.base_layer) is not nn.Linear:
         raise Unsupported(f"a projection is a {type(module).__name__}, not a plain Linear")
-    return Weight(module.weight, module.bias)
+    if module.merged or module.lora_variant or any(module.lora_bias.values()):
+        raise Unsupported("an adapter is not plain LoRA")
+    weight, bias = module.base_layer.weight, module.base_layer.bias
+    if module.disable_adapters:
+        return Weight(weight, bias)
+    with torch.no_grad():
+        merged = weight.detach()
+        for name in module.active_adapters:
+            merged = merged + module.get_delta_weight(name)
+        return Weight(merged.to(weight.dtype), bias)
 
 
 def _norm(module: Any) -> Norm:

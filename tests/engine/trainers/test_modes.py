@@ -137,6 +137,11 @@ def test_one_step_off_samples_while_it_updates(tiny_folder: Path) -> None:
         assert following.start_ns < update.end_ns
 
 
+def test_async_decodes_while_it_updates(tiny_folder: Path) -> None:
+    _, spans = run(tiny_folder, "async", "ray", steps=4, longest=40, rollout={"n": 64})
+    assert together(between(spans, "sampler0", "pump"), between(spans, "actor", "update")) >= 2
+
+
 def test_parts_give_the_same_completions_as_a_whole(tiny_folder: Path) -> None:
     whole, _ = run(tiny_folder, "sync", "local", steps=1)
     parts, _ = run(tiny_folder, "sync", "local", steps=1, rollout={"parts": 3})

@@ -1,0 +1,160 @@
+"""LoRA (Hu et al., arXiv:2106.09685) by peft: adapters in a policy, their base, and both merged.
+
+A policy with adapters keeps its class, and its own weights are frozen: the same storage is the
+trained policy with the adapters on, and the model that training began with when they are off.
+Training and decoding live elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.config import LoRAConfig
+from engine.errors import ConfigError
+from engine.models.load import load_model
+
+_ADAPTER = "default"  # peft's name of the only one
+ALL_LINEAR = "all-linear"
+
+
+def policy_model(
+    path: str | Path, dtype: str, lora: LoRAConfig | None = None, seed: int = 0
+) -> PreTrainedModel:
+    """Load a policy in evaluation mode, with new adapters where `lora.rank` asks for them."""
+    model = load_model(path, dtype)
+    if lora is not None and lora.rank:
+        add_adapters(model, lora, seed)
+    return model.eval()
+
+
+def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
+    """Put new adapters into `model`, in place, and freeze all else.
+
+    They add nothing at first (B = 0; A is drawn from `seed`), and are float32 whatever the model
+    is. Raises ConfigError for target modules that the model lacks, or whose weights it ties.
+    """
+    from peft import LoraConfig
+
+    names = config.target_modules
+    settings = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number will do
+        lora_dropout=config.dropout,
+        target_modules=names if isinstance(names, str) else list(names),
+        fan_in_fan_out=model.config.model_type == "gpt2",  # its Conv1D keeps weights transposed
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model.add_adapter(settings, _ADAPTER)
+        except ValueError as error:
+            raise ConfigError(
+                f"model.lora.target_modules={names!r} can't be adapted in a "
+                f"{type(model).__name__}: {error}; name linear modules of it, or {ALL_LINEAR!r}"
+            ) from error
+    _refuse_tied(model, settings)
+    for parameter in adapter_parameters(model).values():
+        parameter.data = parameter.data.float()
+    base = Path(model.name_or_path or "")
+    settings.base_model_name_or_path = str(base.absolute() if base.is_dir() else base)
+    settings.target_modules = sorted(settings.target_modules or ())
+
+
+def _refuse_tied(model: PreTrainedModel, settings: Any) -> None:
+    """Raise ConfigError when an adapter is on one of two modules that share a matrix."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    ends: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
+    adapted = any(isinstance(end, BaseTunerLayer) for end in ends)
+    if adapted and ends[0].weight is ends[1].weight:
+        raise ConfigError(
+            f"model.lora.target_modules={sorted(settings.target_modules)} names the embedding or "
+            "the head, which are one matrix in this model; leave it out"
+        )
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether `add_adapters` was called on `model`."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All that is trained of a model with adapters, by name: matrices A `[r, in]`, B `[out, r]`."""
+    return {name: p for name, p in model.named_parameters() if ".lora_" in name}
+
+
+class BaseOfPolicy:
+    """The model that a policy with adapters started from: its own weights, the adapters off.
+
+    It has no storage. `with base.weights() as model:` lends the policy, which computes as the base
+    until the block ends, however it ends.
+    """
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        self._policy = policy
+
+    @contextmanager
+    def weights(self) -> Iterator[PreTrainedModel]:
+        """The policy with its adapters off."""
+        self._policy.disable_adapters()
+        try:
+            yield self._policy
+        finally:
+            self._policy.enable_adapters()
+
+
+@torch.no_grad()
+def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A plain model of the same class that computes what `model` does with its adapters.
+
+    For reading and saving: what no adapter changes shares `model`'s storage, which stays as it is.
+    """
+    with torch.device("meta"):
+        plain: PreTrainedModel = type(model)(copy.deepcopy(model.config))
+    plain.load_state_dict(_merged_weights(model), assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    return plain
+
+
+def save_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Write the adapters alone, as peft's `PeftModel.from_pretrained(base, folder)` reads them."""
+    from peft import get_peft_model_state_dict
+
+    # Asked to decide by itself, peft would look the base up on the hub.
+    weights = get_peft_model_state_dict(model, save_embedding_layers=False)
+    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in weights.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    peft_config: Any = model.peft_config
+    peft_config[_ADAPTER].save_pretrained(str(folder))
+
+
+def _merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The state dict that `model` would have without adapters, W + α/r · B·A where it had one."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapted: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
+    }
+    weights: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        owner, inside, rest = name.partition(".base_layer.")
+        if inside and rest == "weight":
+            delta = adapted[owner].get_delta_weight(_ADAPTER)
+            weights[f"{owner}.{rest}"] = (tensor + delta).to(tensor.dtype)
+        elif inside:
+            weights[f"{owner}.{rest}"] = tensor
+        elif ".lora_" not in name:
+            weights[name] = tensor
+    return weights
