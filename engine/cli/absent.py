@@ -36,7 +36,7 @@ _ENGINE = "the rollout engine chooses this itself"
 _ONE_PROCESS = "the policy lives in one process, whose cores are rl.trainer.threads"
 _GREEDY = "validation takes one greedy completion a prompt"
 _WARMUP = "set lr_warmup_steps_ratio, the share of all steps"
-_NO_LORA = "all weights are trained; leave it out"
+_NO_LORA = "a critic trains all its weights; leave it out"
 _TEXT = "prompts are text"
 
 ABSENT: tuple[Absent, ...] = (
@@ -124,13 +124,13 @@ ABSENT: tuple[Absent, ...] = (
     Absent("*.pipeline_model_parallel_size", _ONE_PROCESS, (1,)),
     Absent("*.data_parallel_size", _ONE_PROCESS, (1,)),
     Absent("*.expert_parallel_size", _ONE_PROCESS, (1,)),
-    Absent("*.lora_rank", _NO_LORA, (0,)),
-    _void("*.lora_alpha", "it needs lora_rank"),
-    _void("*.target_modules", "it needs lora_rank"),
-    _void("*.exclude_modules", "it needs lora_rank"),
-    Absent("*.lora_adapter_path", _NO_LORA),
-    Absent("*.lora.rank", _NO_LORA, (0,)),
-    _void("*.lora.*", "it needs lora_rank"),
+    Absent("critic.model.lora_rank", _NO_LORA, (0,)),
+    _void("critic.model.lora_alpha", _NO_LORA),
+    _void("critic.model.target_modules", _NO_LORA),
+    Absent("*.exclude_modules", "name the modules that get an adapter in target_modules"),
+    Absent("*.lora_adapter_path", "set actor_rollout_ref.model.path to the adapter's folder"),
+    Absent("*.lora.rank", "set actor_rollout_ref.model.lora_rank", (0,)),
+    _void("*.lora.*", "see actor_rollout_ref.model.lora_rank"),
     Absent("*.override_config*", "change the model's config.json", ({},)),
     Absent("*.external_lib", "name your modules in rl.plugins"),
     Absent("*.custom_chat_template", "put it into the model's tokenizer"),

@@ -67,6 +67,9 @@ VERL: dict[str, Key] = {
     "data.train_batch_size": Key("rl.trainer.train_batch_size"),
     "data.seed": Key("seed"),
     "actor_rollout_ref.model.path": Key("model.path", convert.text),
+    "actor_rollout_ref.model.lora_rank": Key("model.lora.rank"),
+    "actor_rollout_ref.model.lora_alpha": Key("model.lora.alpha"),
+    "actor_rollout_ref.model.target_modules": Key("model.lora.target_modules"),
     **{f"{_ACTOR}.{name}": Key(f"rl.actor.{name}") for name in _ACTOR_SAME},
     **{f"{_ACTOR}.optim.{name}": Key(f"rl.actor.optim.{ours}") for name, ours in _OPTIM.items()},
     f"{_ACTOR}.optim.betas": Key(

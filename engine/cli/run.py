@@ -71,6 +71,7 @@ def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: _
             max_model_len=prompts.longest + response,
             seed=config.seed,
             dtype=config.model.dtype,
+            lora=config.model.lora,
         )
 
     def work(trainer: RLTrainer) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from engine.config import RLConfig, Section
+from engine.config import LoRAConfig, RLConfig, Section
 
 
 class DataFilesConfig(Section):
@@ -27,6 +27,7 @@ class PolicyModelConfig(Section):
 
     path: str = Field("", description="Hugging Face causal LM folder, or hub id")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of the weights")
+    lora: LoRAConfig = LoRAConfig()
 
 
 class OutputConfig(Section):

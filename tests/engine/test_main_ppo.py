@@ -112,6 +112,22 @@ def test_a_run_reports_validates_saves_and_records(
     assert [m.step for m in client.get_metric_history(run.info.run_id, "reward/mean")] == [1, 2, 3]
 
 
+def test_adapters_alone_are_trained(place: Path, tiny_folder: Path) -> None:
+    lora = [
+        f"actor_rollout_ref.model.{setting}"
+        for setting in ("lora_rank=4", "lora_alpha=8", "target_modules=[q_proj,v_proj]")
+    ]
+    assert main(arguments(place, tiny_folder, *lora)) == 0
+    saved = place / "out" / "step_2"
+    adapter = json.loads((saved / "adapter" / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"]) == (4, 8)
+    start = AutoModelForCausalLM.from_pretrained(tiny_folder).state_dict()
+    end = AutoModelForCausalLM.from_pretrained(saved).state_dict()
+    changed = {name for name in end if not torch.equal(start[name], end[name])}
+    assert changed
+    assert all("q_proj.weight" in name or "v_proj.weight" in name for name in changed)
+
+
 def test_the_same_command_again_goes_on_where_it_ended(
     place: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

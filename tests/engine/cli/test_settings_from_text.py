@@ -186,7 +186,7 @@ def test_steps_win_over_epochs_as_in_verl() -> None:
         ("trainer.default_local_dir", ("not of the form key=value",)),
         ("~algorithm.gamma=1", ("not of the form key=value",)),
         ("data.train_files=[a", ("data.train_files", "not valid YAML")),
-        ("actor_rollout_ref.model.lora_rank=8", ("lora_rank=8", "all weights are trained")),
+        ("critic.model.lora_rank=8", ("lora_rank=8", "a critic trains all its weights")),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", ("not available here",)),
         ("critic.model.path=/other", ("critic.model.path", "starts from the policy's model")),
         ("trainer.logger=['console','wandb']", ("trainer.logger: wandb", "mlflow")),
