@@ -99,6 +99,8 @@ def cluster() -> Iterator[Cluster]:
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
         "RAY_TMPDIR": str(home),
+        # The job's command says `python`, as in an activated environment.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
