@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.disk import fsync, fsync_tree
 from engine.errors import LineageError, StorageError
 from engine.lineage.manifest import (
     MANIFEST,
@@ -68,7 +69,7 @@ def publish(folder: str | Path, draft: Draft) -> Path:
         raise StorageError(f"artifact folder {folder} has no files; nothing to publish")
     with _writing(folder):
         manifest = write_manifest(folder, draft)
-        _fsync_tree(folder)
+        fsync_tree(folder)
         target = artifact_path(manifest.kind, manifest.digest)
         target.parent.mkdir(parents=True, exist_ok=True)
         _move_into_place(folder, target, manifest.digest)
@@ -108,7 +109,7 @@ def _download(uri: str) -> Path:
             filesystem.get(remote.rstrip("/"), str(draft), recursive=True)
             if (draft / MANIFEST).is_file():
                 verify(draft)
-            _fsync_tree(draft)
+            fsync_tree(draft)
             target.parent.mkdir(parents=True, exist_ok=True)
             _replace(draft, target)
     except (StorageError, LineageError):
@@ -155,7 +156,7 @@ def _move_into_place(folder: Path, target: Path, digest: str) -> None:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         shutil.rmtree(folder)
-    _fsync(target.parent)
+    fsync(target.parent)
 
 
 def _replace(folder: Path, target: Path) -> None:
@@ -175,7 +176,7 @@ def _replace(folder: Path, target: Path) -> None:
             aside.unlink()
     else:
         os.rename(folder, target)
-    _fsync(target.parent)
+    fsync(target.parent)
 
 
 def _is_whole(artifact: Path, digest: str) -> bool:
@@ -238,22 +239,6 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _fsync_tree(folder: Path) -> None:
-    """Force the content of every file and folder below `folder` to disk."""
-    for base, _, files in os.walk(folder):
-        for name in files:
-            _fsync(Path(base) / name)
-        _fsync(Path(base))
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 __all__ = ["Draft", "artifact_path", "home", "local_path", "publish", "staging", "tree_digest"]

@@ -18,6 +18,7 @@ from pathlib import Path
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from engine.disk import fsync
 from engine.errors import CheckpointError, DamagedCheckpointError
 
 _CHUNK = 8 << 20  # bytes hashed or written at once
@@ -109,14 +110,14 @@ class Folder:
     def move(self, target: Folder) -> bool:
         """Rename a local folder; return False, without effect, when the target is taken."""
         with self._writing(""):
-            _fsync(self.path)
+            fsync(Path(self.path))
             try:
                 os.rename(self.path, target.path)
             except OSError as error:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     return False
                 raise
-            _fsync(str(Path(target.path).parent))
+            fsync(Path(target.path).parent)
         return True
 
     def remove_file(self, name: str) -> None:
@@ -124,7 +125,7 @@ class Folder:
         with self._writing(name), contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(f"{self.path}/{name}")
             if self.is_local:
-                _fsync(self.path)
+                fsync(Path(self.path))
 
     def remove(self) -> None:
         """Delete the folder with all that is in it."""
@@ -183,14 +184,6 @@ class Folder:
 
 def _basename(path: str) -> str:
     return path.rstrip("/").rsplit("/", 1)[-1]
-
-
-def _fsync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _first_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from engine.disk import fsync, fsync_tree
 from engine.errors import ConfigError, StorageError
 
 # Ray unpacks a job's files here on each machine, and deletes them after the job.
@@ -46,32 +47,17 @@ def save_whole(save: Callable[[str], None], target: Path) -> Path:
                 "trainer.default_local_dir on a file system that all machines share"
             )
         with _writing(target):
-            _to_disk(draft)
+            fsync_tree(draft)
             if target.exists():
                 os.rename(target, aside)
             os.rename(draft, target)
-            _sync(target.parent)
+            fsync(target.parent)
     finally:
         if aside.exists() and not target.exists():
             os.rename(aside, target)
         shutil.rmtree(draft, ignore_errors=True)
         shutil.rmtree(aside, ignore_errors=True)
     return target
-
-
-def _to_disk(folder: Path) -> None:
-    for base, _, files in os.walk(folder):
-        for name in files:
-            _sync(Path(base) / name)
-        _sync(Path(base))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The trainer's attempts: a dead or hung rank ends one, and a bounded number follow it.
+"""How many attempts a run has: a dead trainer rank ends one, and a bounded number follow it.
 
 Pure values, as in `health`. Unlike a rollout worker, a trainer rank isn't replaced alone: all ranks
 share each step and each shard, so the attempt ends and the run resumes from its checkpoint.
@@ -10,50 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-from engine.controller.signals import Action, Stop
 from engine.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerWatch:
-    """The ranks of one attempt; the first death or hang stops it. `now` is in seconds."""
-
-    hang_after: float  # silence that means a rank hangs, s
-    deadlines: tuple[float, ...]  # by rank: when its next heartbeat is overdue
-    stopped: Stop | None = None
-
-    @classmethod
-    def begin(cls, ranks: int, now: float, hang_after: float, start_timeout: float) -> Self:
-        """`ranks` processes just created; the first heartbeat of each has `start_timeout`."""
-        if ranks < 1 or min(hang_after, start_timeout) <= 0:
-            raise ConfigError(
-                f"ranks={ranks}, hang_after={hang_after}, start_timeout={start_timeout}: all three "
-                "have to be above 0"
-            )
-        return cls(hang_after, (now + start_timeout,) * ranks)
-
-    def heartbeat(self, rank: int, now: float) -> Self:
-        """A sign of life of `rank`; the next one is due within `hang_after`."""
-        at = now + self.hang_after
-        deadlines = tuple(at if r == rank else old for r, old in enumerate(self.deadlines))
-        return replace(self, deadlines=deadlines)
-
-    def died(self, rank: int, cause: str) -> tuple[Self, tuple[Action, ...]]:
-        """The process of `rank` has ended."""
-        return self._stop(f"trainer rank {rank} died: {cause}")
-
-    def tick(self, now: float) -> tuple[Self, tuple[Action, ...]]:
-        """Time has passed. Feed the heartbeats that have come in first."""
-        late = [rank for rank, deadline in enumerate(self.deadlines) if now >= deadline]
-        if not late:
-            return self, ()
-        return self._stop(f"trainer ranks {late} hang: no heartbeat in time")
-
-    def _stop(self, cause: str) -> tuple[Self, tuple[Action, ...]]:
-        if self.stopped:
-            return self, ()
-        stop = Stop(cause)
-        return replace(self, stopped=stop), (stop,)
 
 
 @dataclass(frozen=True, slots=True)

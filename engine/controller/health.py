@@ -2,7 +2,7 @@
 
 A pure state machine: a `Fleet` is a value; an event gives the next value and the actions to do
 (both in `signals`). Processes, Ray and clocks are the caller's; `now` is any monotonic clock in
-seconds. Where the prompts are is the subject of `staleness`; trainer ranks are in `attempts`.
+seconds. Where the prompts are is the subject of `staleness`; a run's retries in `attempts`.
 
 The states of a worker, what leads out of each, and in brackets what is asked for:
 

@@ -7,6 +7,7 @@ consists of. What does not: the files (`engine.checkpoint`), and when to save (t
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from engine.workers.optim import Optimizer
 WRITE_TIMEOUT_S = 1800.0  # a rank's whole write
 
 
-class StatefulWorker(Worker):
+class StatefulWorker(Worker, ABC):
     """A role whose state belongs into checkpoints.
 
     It defines `state_dict` and `load_state_dict`; each first-level part of its state with tensors
@@ -38,13 +39,13 @@ class StatefulWorker(Worker):
         what = f"{context.role} rank {context.rank}: writing its state"
         self._writing = Background(what, WRITE_TIMEOUT_S)
 
+    @abstractmethod
     def state_dict(self) -> Tree:
         """The role's state; tensors may be the live ones."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_state_dict(self, state: Tree) -> None:
         """Take over a saved state; raise CheckpointError, changing nothing, if it doesn't fit."""
-        raise NotImplementedError
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save_state(self, folder: str) -> float:

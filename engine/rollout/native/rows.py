@@ -7,6 +7,7 @@ has that of a stream. Slots and batches are the callers' business.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,7 +19,7 @@ from engine.rollout.requests import RolloutStats
 from engine.rollout.sampling import row_keys
 
 
-class RowTable:
+class RowTable(ABC):
     """Tokens and log-probs by row; a subclass says what a row is and fills in the inputs.
 
     Index `total`, one past the rows, is a spare row: what is recorded there is dropped.
@@ -62,13 +63,13 @@ class RowTable:
             self._end(rows[done], column[done] + 1, None if stop is None else stop[done])
         return done
 
+    @abstractmethod
     def _name(self, row: int) -> str:
         """Say which completion `row` is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _end(self, rows: Tensor, lengths: Tensor, stopped: Tensor | None) -> None:
         """Note that `rows` `[R]` are done, with `lengths` tokens; `stopped`: by a stop token."""
-        raise NotImplementedError
 
 
 class RowResults(RowTable):
