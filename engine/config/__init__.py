@@ -14,6 +14,7 @@ from engine.config.algorithm import (
 )
 from engine.config.base import Section
 from engine.config.data import DataConfig, LoRAConfig, ModelConfig
+from engine.config.parallel import ParallelConfig
 from engine.config.parse import digest, explain, load_config, parse_config
 from engine.config.pipeline import EvaluateConfig, PipelineConfig, PromoteConfig, TrackingConfig
 from engine.config.rl import (
@@ -41,6 +42,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "OverlongBufferConfig",
+    "ParallelConfig",
     "PipelineConfig",
     "PolicyLossConfig",
     "PoolConfig",

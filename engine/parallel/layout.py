@@ -1,0 +1,146 @@
+"""Layouts: how ranks are arranged in axes, and which models they can hold. Pure values, no torch.
+
+Applying a layout to a model is the matter of the other files of this room.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+from engine.config import ParallelConfig
+from engine.errors import ConfigError
+
+AXES = ("pp", "dp", "fsdp", "sp", "tp")  # outermost first; the last one's neighbours are adjacent
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a causal language model that decide which layouts it fits."""
+
+    layers: int  # e.g. 28
+    heads: int  # e.g. 12
+    kv_heads: int  # e.g. 2
+    head_dim: int  # e.g. 128
+    hidden: int  # e.g. 1536
+    intermediate: int  # e.g. 8960
+    vocab: int  # e.g. 151936
+    tied: bool = False  # whether the head is the input embedding
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """Read a transformers configuration (Llama, Mistral, Qwen2, Qwen3 and the like).
+
+        Raises ConfigError for one that names these sizes otherwise.
+        """
+        try:
+            heads = int(config.num_attention_heads)
+            return cls(
+                layers=int(config.num_hidden_layers),
+                heads=heads,
+                kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+                head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+                hidden=int(config.hidden_size),
+                intermediate=int(config.intermediate_size),
+                vocab=int(config.vocab_size),
+                tied=bool(config.tie_word_embeddings),
+            )
+        except AttributeError as error:
+            raise ConfigError(
+                f"a model of type {getattr(config, 'model_type', type(config).__name__)!r} can't "
+                f"be spread over ranks: its configuration has no {error.name}; use one rank"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the axes. Rank r's coordinates are its digits: `tp` changes fastest, `pp` slowest.
+
+    >>> Layout(fsdp=2, tp=2).coordinates(3)
+    {'pp': 0, 'dp': 0, 'fsdp': 1, 'sp': 0, 'tp': 1}
+    """
+
+    pp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    sp: int = 1
+    tp: int = 1
+
+    @classmethod
+    def of(cls, config: ParallelConfig) -> Self:
+        """The layout that a configuration asks for."""
+        return cls(**{axis: getattr(config, axis) for axis in AXES})
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of ranks that get rows of their own."""
+        return self.dp * self.fsdp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` sits on each axis."""
+        where: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, where[axis] = divmod(rank, getattr(self, axis))
+        return {axis: where[axis] for axis in AXES}
+
+    def rank(self, **where: int) -> int:
+        """The rank at these coordinates; axes not named count as 0."""
+        rank = 0
+        for axis in AXES:
+            rank = rank * getattr(self, axis) + where.get(axis, 0)
+        return rank
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Ranks that differ in `axes` only, group by group; a rank is in exactly one.
+
+        >>> Layout(fsdp=2, tp=2).groups("tp")
+        [[0, 1], [2, 3]]
+        """
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            where = self.coordinates(rank)
+            key = tuple(where[axis] for axis in AXES if axis not in axes)
+            found.setdefault(key, []).append(rank)
+        return list(found.values())
+
+    def __str__(self) -> str:
+        """The axes in use, e.g. "fsdp=2 tp=2"; "one rank" where there are none."""
+        used = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1]
+        return " ".join(used) or "one rank"
+
+
+def check_layout(layout: Layout, world_size: int, shape: ModelShape | None = None) -> None:
+    """Raise ConfigError for a layout that `world_size` ranks, or a model, can't take."""
+    if layout.world_size != world_size:
+        raise ConfigError(
+            f"the layout {layout} is one of {layout.world_size} ranks, but there are {world_size}; "
+            "make dp · fsdp · sp · tp · pp equal to the number of ranks"
+        )
+    if shape is None:
+        return
+    for axis, size, what, count in (
+        ("tp", layout.tp, "num_attention_heads", shape.heads),
+        ("tp", layout.tp, "num_key_value_heads", shape.kv_heads),
+        ("tp", layout.tp, "intermediate_size", shape.intermediate),
+        ("sp", layout.sp * layout.tp, "num_attention_heads", shape.heads),
+    ):
+        if count % size:
+            name = "sp · tp" if size != getattr(layout, axis) else axis
+            raise ConfigError(
+                f"{name}={size} does not divide the model's {what}={count}; choose a divisor of it"
+            )
+    if shape.layers < layout.pp:
+        raise ConfigError(
+            f"pp={layout.pp} stages are more than the model's {shape.layers} layers; lower pp"
+        )
