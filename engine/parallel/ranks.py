@@ -1,0 +1,116 @@
+"""This process's place in a layout: its process groups, and sums over them.
+
+Joining the ranks of a role (`join`) is the worker's first act; which process is which rank the
+controller says. What is done to a model on these ranks is in the other files of this room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from engine.errors import WorkerError
+from engine.parallel.layout import AXES, Layout
+
+# Ranks over which weights are sharded: those of a sequence hold the same weights and different
+# tokens, so they may share weights as well as those of `fsdp` do.
+SHARD_AXES = ("fsdp", "sp")
+DATA_AXES = ("dp", "fsdp")  # ranks with rows of their own
+TOKEN_AXES = ("dp", "fsdp", "sp")  # ranks with tokens of their own: gradients are summed over them
+
+
+def join(address: str, rank: int, world_size: int, timeout_s: float) -> None:
+    """Enter the process group that rank 0 holds at `address` ("host:port").
+
+    A rank that dies makes the others' collectives raise within `timeout_s`. Raises WorkerError
+    when not all ranks have come by then.
+    """
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{address}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise WorkerError(
+            f"rank {rank} of {world_size} could not meet the others at {address} within "
+            f"{timeout_s:g} s: {error}; check that all nodes reach that port"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A layout, as this process sees it. Without a mesh it is the only rank."""
+
+    layout: Layout
+    rank: int = 0
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def form(cls, layout: Layout, device_type: str = "cpu") -> Ranks:
+        """Make the layout's process groups; every rank of the default group must call it."""
+        if layout.world_size == 1:
+            return cls(layout)
+        if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
+            there = dist.get_world_size() if dist.is_initialized() else 1
+            raise WorkerError(
+                f"the layout {layout} needs {layout.world_size} ranks, {there} have met; start one "
+                "process a rank"
+            )
+        mesh = init_device_mesh(device_type, tuple(layout.sizes.values()), mesh_dim_names=AXES)
+        return cls(layout, dist.get_rank(), mesh)
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks that differ from this one in `axes` only, itself included."""
+        size = 1
+        for axis in axes:
+            size *= getattr(self.layout, axis)
+        return size
+
+    def index(self, *axes: str) -> int:
+        """This rank's number among those, as `Layout.groups` lists them."""
+        where, index = self.layout.coordinates(self.rank), 0
+        for axis in AXES:
+            if axis in axes:
+                index = index * getattr(self.layout, axis) + where[axis]
+        return index
+
+    def submesh(self, *axes: str) -> DeviceMesh:
+        """The one-dimensional mesh of those ranks; `axes` in the order of AXES."""
+        assert self.mesh is not None, "a rank alone has no mesh"
+        if len(axes) == 1:
+            return self.mesh[axes[0]]
+        return self.mesh[axes]._flatten("_".join(axes))
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The process group of those ranks; None where this rank is the only one."""
+        used = [axis for axis in AXES if axis in axes and getattr(self.layout, axis) > 1]
+        return self.submesh(*used).get_group() if used else None
+
+    def sum_over(self, value: Tensor, axes: Sequence[str]) -> Tensor:
+        """`value` summed over those ranks; `value` itself stays as it is."""
+        group = self.group(*axes)
+        if group is None:
+            return value
+        total = value.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    def max_over(self, value: int, axes: Sequence[str]) -> int:
+        """The largest of those ranks' values."""
+        group = self.group(*axes)
+        if group is None:
+            return value
+        assert self.mesh is not None
+        largest = torch.tensor(value, device=self.mesh.device_type)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        return int(largest)
