@@ -67,6 +67,8 @@ class Ranks:
                 "process a rank"
             )
         mesh = init_device_mesh(device_type, tuple(layout.sizes.values()), mesh_dim_names=AXES)
+        for axis in AXES:
+            _hurry(mesh[axis].get_group())
         return cls(layout, dist.get_rank(), mesh)
 
     def size(self, *axes: str) -> int:
@@ -89,7 +91,9 @@ class Ranks:
         assert self.mesh is not None, "a rank alone has no mesh"
         if len(axes) == 1:
             return self.mesh[axes[0]]
-        return self.mesh[axes]._flatten("_".join(axes))
+        flat = self.mesh[axes]._flatten("_".join(axes))
+        _hurry(flat.get_group())
+        return flat
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The process group of those ranks; None where this rank is the only one."""
@@ -114,3 +118,14 @@ class Ranks:
         largest = torch.tensor(value, device=self.mesh.device_type)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         return int(largest)
+
+
+def _hurry(group: dist.ProcessGroup) -> None:
+    """Give a group of a mesh the deadline that the ranks joined with: it has torch's 30 minutes."""
+    whole = dist.distributed_c10d._get_default_group()
+    backend = whole._get_backend(torch.device("cpu") if _has_gloo(whole) else torch.device("cuda"))
+    dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
+
+
+def _has_gloo(group: dist.ProcessGroup) -> bool:
+    return "gloo" in str(dist.get_backend_config(group))

@@ -1,0 +1,152 @@
+"""Weights, gradients and moments shared among ranks: FSDP2 (`fully_shard`), and its passes.
+
+What lives here: putting a model on its shard ranks, and running forward passes so that FSDP gathers
+what they read. Layouts that share no weights (`shards` is False) need none of it, and their
+gradients are summed by `gradients.sync_replicas`. Activation checkpointing is here because it must
+come before sharding; it works without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from engine.config import ParallelConfig
+from engine.parallel.ranks import SHARD_AXES, Ranks
+
+T = TypeVar("T")
+
+_RUN = "_run_with_weights"  # the method of a sharded model that `call` goes through
+
+
+def shards(ranks: Ranks) -> bool:
+    """Whether this layout's ranks share weights, so that `shard_model` has something to do."""
+    return ranks.size(*SHARD_AXES) > 1
+
+
+def shard_model(
+    model: nn.Module, ranks: Ranks, config: ParallelConfig, *, layers: Sequence[nn.Module]
+) -> None:
+    """Keep, in place, this rank's share of every weight: one gather a layer, one for the rest.
+
+    The shares are over the axes `fsdp` and `sp` together; over `dp` they are copies. Each rank must
+    come with the same weights, whole or as tensor-parallel DTensors of the mesh "tp". Parameters
+    become DTensors; backward leaves in them the SUM of the gradients over dp, fsdp and sp, reduced
+    in float32: losses are to be divided by global counts. Stored weights keep their dtype; gathered
+    ones have `config.compute_dtype`. Tensors of a Parameter subclass (quantised weights) stay whole
+    and are not trained. A layout that shares nothing leaves the model as it is.
+    """
+    if not shards(ranks):
+        return
+    mesh = _mesh(ranks)
+    dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if config.offload_params:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    special = {p for p in model.parameters() if type(p) is not nn.Parameter and not _dtensor(p)}
+    for module in (*layers, model):
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            ignored_params=special,
+        )
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)  # of this module alone: the default is an average
+        module.set_force_sum_reduction_for_comms(True)  # else it multiplies, which gloo can't
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+    setattr(model, _RUN, MethodType(_run, model))
+    register_fsdp_forward_method(model, _RUN)
+
+
+def call(model: nn.Module, function: Callable[[], T]) -> T:
+    """`function()`, which may read any of `model`'s weights and run any of its modules.
+
+    This is what a pass that is not `model(…)` goes through, such as backbone, then head on chosen
+    positions. Tensors to differentiate must be in the result (a tensor, or a dict, list, tuple or
+    dataclass of them). For a model without shares it is the function alone. All ranks of the shard
+    group must call it equally often, and equally often with gradients.
+    """
+    if not isinstance(model, FSDPModule):
+        return function()
+    try:
+        result: T = getattr(model, _RUN)(function)
+    except BaseException:
+        model.reset_iter_state()  # else the next pass starts inside this one
+        raise
+    if not torch.is_grad_enabled():
+        model.reshard()  # no backward will; kept weights would outlive the next update
+    return result
+
+
+def sum_gradients(model: nn.Module, now: bool) -> None:
+    """Whether the backward passes from here on sum gradients over ranks.
+
+    Between False and the pass before which True is set, each rank adds up whole gradients of its
+    own: less traffic, more memory. Does nothing for a model without shares.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop gathered weights, so that `model`'s parameters are the shares that are trained."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def checkpoint_activations(layers: Sequence[nn.Module]) -> None:
+    """Make each layer, in place, keep its inputs only and compute again in backward.
+
+    Call it before `shard_model`. Names of parameters stay as they are.
+    """
+    for layer in layers:
+        layer.forward = _Recomputed(layer.forward)
+
+
+class _Recomputed:
+    """A forward method whose intermediate results are not kept for backward."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+
+
+def _run(model: nn.Module, function: Callable[[], T]) -> T:
+    """The body of `_RUN`; FSDP's hooks are around it."""
+    return function()
+
+
+def _mesh(ranks: Ranks) -> DeviceMesh:
+    """The ranks of a copy of the weights; with copies, two-dimensional: (dp, shares)."""
+    axes = [axis for axis in SHARD_AXES if ranks.size(axis) > 1]
+    shares = ranks.submesh(*axes)
+    if ranks.size("dp") == 1:
+        return shares
+    return DeviceMesh._concatenate([ranks.submesh("dp"), shares])
+
+
+def _dtensor(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor)

@@ -1,0 +1,184 @@
+"""Gradients of a whole layout: their sum over replicas, their norm and clipping by it.
+
+Who sums what. A backward pass leaves on each rank the gradients of that rank's tokens:
+- a layout that shares weights (fsdp, sp): FSDP sums over dp, fsdp and sp, in backward;
+- any other: `sync_replicas` sums over dp, after the last backward of a step;
+- tp: DTensor sums inside a layer; what it leaves as partial sums, `settle` adds up;
+- pp: each stage has its own parameters; the two ends of a tied embedding are the pipeline's matter.
+Nothing divides: losses carry global denominators.
+
+Parameters may be plain or DTensors, on meshes of one or more dimensions named after the axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+from engine.parallel.fsdp import shards
+from engine.parallel.layout import AXES
+from engine.parallel.ranks import Ranks
+
+BUCKET_ELEMENTS = 16 << 20  # of float32: 64 MiB
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of `tensor` that this rank stores: the live storage, without a graph."""
+    part = tensor.detach()
+    if isinstance(part, DTensor):
+        part = part.to_local()
+    return part.wait() if isinstance(part, AsyncCollectiveTensor) else part
+
+
+def settle(parameters: Iterable[nn.Parameter]) -> None:
+    """Bring DTensor gradients into their parameters' placements, adding up partial sums.
+
+    All ranks of the meshes must call it with the same parameters.
+    """
+    for parameter in parameters:
+        grad = parameter.grad
+        if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
+            continue
+        if grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+@torch.no_grad()
+def sync_replicas(
+    parameters: Iterable[nn.Parameter], ranks: Ranks, bucket_elements: int = BUCKET_ELEMENTS
+) -> None:
+    """Sum gradients over the copies of the model, in float32, one all-reduce a bucket.
+
+    A parameter that has a gradient on some ranks only counts as 0 on the others, and has one on all
+    afterwards. All ranks must call it with the same parameters in the same order. It does nothing
+    where FSDP sums, or where there is one copy.
+    """
+    group = None if shards(ranks) else ranks.group("dp")
+    if group is None:
+        return
+    trained = [p for p in parameters if p.requires_grad]
+    settle(trained)
+    _fill_missing(trained, group)
+    for parameter in trained:
+        grad = parameter.grad  # all ranks must have its elements in the same order
+        if grad is not None and not local(grad).is_contiguous():
+            parameter.grad = grad.clone(memory_format=torch.contiguous_format)
+    grads = [local(p.grad) for p in trained if p.grad is not None]
+    for bucket in _buckets(grads, bucket_elements):
+        if len(bucket) == 1 and bucket[0].dtype == torch.float32:
+            dist.all_reduce(bucket[0], group=group)
+            continue
+        flat = torch.cat([piece.float() for piece in bucket])
+        dist.all_reduce(flat, group=group)
+        for piece, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            piece.copy_(total)
+
+
+def global_norm(
+    parameters: Iterable[nn.Parameter],
+    ranks: Ranks,
+    counted_elsewhere: Collection[nn.Parameter] = frozenset(),
+) -> float:
+    """The 2-norm of the whole layout's gradient: the same number on every rank.
+
+    Every element counts once, however many ranks hold it; those of `counted_elsewhere` (an end of
+    a tied embedding whose other end is on another stage) not at all. All ranks must call it.
+    Gradients must be summed already; partial sums of tp are added up here.
+    """
+    with_grad = [p for p in parameters if p.grad is not None]
+    settle(with_grad)
+    skipped = {id(p) for p in counted_elsewhere}
+    counted = [p for p in with_grad if id(p) not in skipped and _counts_here(p, ranks)]
+    squares = _sum_of_squares([local(p.grad) for p in counted if p.grad is not None])
+    if ranks.mesh is None:
+        return math.sqrt(squares)
+    own = torch.tensor([squares], dtype=torch.float64, device=ranks.mesh.device_type)
+    everyone = [torch.empty_like(own) for _ in range(ranks.layout.world_size)]
+    dist.all_gather(everyone, own)
+    return math.sqrt(math.fsum(torch.cat(everyone).tolist()))  # fsum: no order, no rounding
+
+
+@torch.no_grad()
+def clip(
+    parameters: Iterable[nn.Parameter],
+    ranks: Ranks,
+    max_norm: float,
+    counted_elsewhere: Collection[nn.Parameter] = frozenset(),
+) -> float:
+    """Scale gradients so that their `global_norm` is at most `max_norm`; return it as it was.
+
+    A norm that is not finite is returned, and nothing scaled: the caller must not take the step.
+    """
+    parameters = list(parameters)
+    norm = global_norm(parameters, ranks, counted_elsewhere)
+    factor = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+    if math.isfinite(norm) and factor < 1.0:
+        for _, grads in _by_kind([local(p.grad) for p in parameters if p.grad is not None]):
+            torch._foreach_mul_(grads, factor)
+    return norm
+
+
+def _counts_here(parameter: nn.Parameter, ranks: Ranks) -> bool:
+    """Whether this rank is the first of those that hold the same elements of `parameter`."""
+    holders = set(AXES) - {"pp"}  # axes along which ranks hold the same ones
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        for name, placement in zip(names, parameter.placements, strict=True):
+            axes = set(name.split("_"))  # a flattened mesh is named after all its axes
+            assert axes <= set(AXES), f"a mesh dimension is named {name!r}"
+            if not placement.is_replicate():  # is_shard() is False for FSDP's _StridedShard
+                holders -= axes
+    where = ranks.layout.coordinates(ranks.rank)
+    return all(where[axis] == 0 for axis in holders)
+
+
+def _sum_of_squares(tensors: Sequence[Tensor]) -> float:
+    total = 0.0
+    for _, alike in _by_kind([t for t in tensors if t.numel()]):
+        norms = torch._foreach_norm(alike, 2, dtype=torch.float32)
+        total += float(torch.stack(norms).double().square().sum())
+    return total
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+    """Tensors of one device and dtype together, as foreach kernels want them."""
+
+    def kind(tensor: Tensor) -> str:
+        return f"{tensor.device} {tensor.dtype}"
+
+    for key, alike in groupby(sorted(tensors, key=kind), kind):
+        yield key, list(alike)
+
+
+def _fill_missing(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Give a gradient of 0 to parameters that have one on another rank of `group` only."""
+    if not parameters:
+        return
+    has = [p.grad is not None for p in parameters]
+    some = torch.tensor(has, dtype=torch.uint8, device=local(parameters[0]).device)
+    dist.all_reduce(some, op=dist.ReduceOp.MAX, group=group)
+    for parameter, elsewhere in zip(parameters, some.tolist(), strict=True):
+        if elsewhere and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Flat views of all elements, in runs of at most `limit`; a large tensor is cut."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        for piece in tensor.view(-1).split(limit):
+            if size + piece.numel() > limit:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(piece)
+            size += piece.numel()
+    if bucket:
+        yield bucket

@@ -1,0 +1,147 @@
+"""Grouping: which place in the rollout's layout each training rank takes. Pure values, no torch.
+
+HybridFlow's order (arXiv:2409.19256, section 5.2) makes a rank's training shard a part of its
+rollout shard: what the rank has, it keeps. How the shards then travel `reshard` plans.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.errors import ConfigError
+from engine.parallel.layout import Layout
+
+# Of the grid of training ranks, row-major. The axes named tp and pp are the rollout's.
+_TP_AXES = ("tp", "tp_shard", "tp_dp")  # the first counts most
+
+
+class Place(NamedTuple):
+    """A rank's coordinates in the rollout's layout."""
+
+    pp: int
+    tp: int
+    data: int  # which copy of the model it is part of
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Ranks as a grid of named axes, some of which together are the rollout's tp, some its pp.
+
+    >>> grouping(Layout(tp=4), tp=2).tp_groups()
+    [[0, 2], [1, 3]]
+    """
+
+    axes: tuple[tuple[str, int], ...]  # row-major, the last changes fastest, as a worker's Mesh
+    tp_axes: tuple[str, ...] = ("tp",)  # their digits make the tp coordinate, the first counts most
+    pp_axes: tuple[str, ...] = ("pp",)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes over which prompts are split: all others."""
+        return tuple(name for name, _ in self.axes if name not in self.tp_axes + self.pp_axes)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def tp(self) -> int:
+        """Ranks that share each matrix in rollout, t_g."""
+        return self._count(self.tp_axes)
+
+    @property
+    def pp(self) -> int:
+        """Stages in rollout, p_g."""
+        return self._count(self.pp_axes)
+
+    @property
+    def data(self) -> int:
+        """Copies of the model in rollout."""
+        return self._count(self.data_axes)
+
+    def place(self, rank: int) -> Place:
+        """Rollout coordinates of a training rank."""
+        where: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, where[name] = divmod(rank, size)
+        return Place(
+            pp=self._number(where, self.pp_axes),
+            tp=self._number(where, self.tp_axes),
+            data=self._number(where, self.data_axes),
+        )
+
+    def tp_groups(self) -> list[list[int]]:
+        """Ranks that share matrices, each group in the order of the tp coordinate."""
+        return self._groups("data", "pp")
+
+    def pp_groups(self) -> list[list[int]]:
+        """Ranks that share layers, each group in the order of the stages."""
+        return self._groups("data", "tp")
+
+    def replicas(self) -> list[list[int]]:
+        """Ranks of each copy of the model, by stage and then by tp coordinate."""
+        return self._groups("data")
+
+    def _groups(self, *fields: str) -> list[list[int]]:
+        """Ranks with the same values of `fields`, each group by stage and then tp coordinate."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in sorted(range(self.world_size), key=self.place):
+            place = self.place(rank)
+            found.setdefault(tuple(getattr(place, name) for name in fields), []).append(rank)
+        return [found[key] for key in sorted(found)]
+
+    def _count(self, names: tuple[str, ...]) -> int:
+        return math.prod(size for name, size in self.axes if name in names)
+
+    def _number(self, where: dict[str, int], names: tuple[str, ...]) -> int:
+        sizes, number = dict(self.axes), 0
+        for name in names:
+            number = number * sizes[name] + where[name]
+        return number
+
+
+def grouping(layout: Layout, pp: int = 1, tp: int = 1) -> Grouping:
+    """HybridFlow's grouping of `layout`'s ranks for a rollout of `pp` stages and `tp` shares.
+
+    With tp below the trainer's, neighbouring training shards merge: rank i of t takes the rollout's
+    shard i // (t / t_g), and is in micro data-parallel copy i % (t / t_g). Stages merge likewise.
+    With tp above it, the ranks that share weights (fsdp, sp) are cut into runs of neighbours, and
+    copies (dp) come last. Raises ConfigError for sizes that do not nest.
+    """
+    if layout.pp % pp:
+        raise ConfigError(
+            f"a rollout of pp={pp} stages can't be made of the trainer's {layout.pp}; choose a "
+            "divisor of the trainer's pp"
+        )
+    shards, more = layout.fsdp * layout.sp, max(1, tp // layout.tp)
+    of_shards = math.gcd(more, shards)
+    of_copies = more // of_shards
+    if max(layout.tp, tp) % min(layout.tp, tp) or layout.dp % of_copies:
+        raise ConfigError(
+            f"a rollout with tp={tp} can't be made of the trainer's {layout}; choose a divisor of "
+            f"its tp={layout.tp}, or that times a divisor of dp · fsdp · sp = {shards * layout.dp}"
+        )
+    axes = (
+        ("pp", pp),
+        ("micro_pp", layout.pp // pp),
+        ("dp", layout.dp // of_copies),
+        ("tp_dp", of_copies),
+        ("tp_shard", of_shards),
+        ("shard", shards // of_shards),
+        ("tp", min(tp, layout.tp)),
+        ("micro_tp", max(1, layout.tp // tp)),
+    )
+    return Grouping(axes, tp_axes=_TP_AXES)
+
+
+def contiguous(world_size: int, pp: int = 1, tp: int = 1) -> Grouping:
+    """Rollout groups of neighbours, as vLLM and Megatron make their own."""
+    if world_size % (pp * tp):
+        raise ConfigError(
+            f"{world_size} ranks are not a multiple of the rollout's pp · tp = {pp * tp}; choose "
+            "divisors"
+        )
+    return Grouping((("dp", world_size // (pp * tp)), ("pp", pp), ("tp", tp)))

@@ -1,0 +1,206 @@
+"""Softmax over a vocabulary that is split over ranks: log-probs, entropy, Σπ², and exact KL.
+
+Each rank holds the logits of consecutive vocabulary entries, and no rank ever holds a whole row:
+ranks exchange a few numbers a token in the forward pass and nothing in the backward pass. How the
+logits come to be split is `parallel.tensor`'s matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+_CHUNK_TOKENS = 512  # float32 copies of logits exist for so many tokens at a time
+
+
+def vocabulary_bounds(vocabulary: int, shards: int, index: int) -> tuple[int, int]:
+    """First entry of shard `index` and the one after its last: DTensor's chunks.
+
+    >>> [vocabulary_bounds(97, 4, index) for index in range(4)]
+    [(0, 25), (25, 50), (50, 75), (75, 97)]
+    """
+    width = -(-vocabulary // shards)
+    return min(index * width, vocabulary), min((index + 1) * width, vocabulary)
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyReadout:
+    """This rank's shard of the vocabulary, and the statistics that all shards have together.
+
+    It is called as `engine.models.forward.Readout` says, with local logits `[N, V_local]` and
+    targets `[N]` that are numbers in the whole vocabulary. Columns past `stop − start` are padding
+    and count as entries that can't be sampled. Every rank gets the same results, and must run the
+    same loss on them: the gradient of local logits is then exact without communication.
+    """
+
+    start: int  # number of the first local entry, e.g. 75968
+    stop: int  # one past the last, e.g. 151936
+    group: dist.ProcessGroup | None  # the shards' ranks; None where this rank is the only one
+
+    @classmethod
+    def of(cls, vocabulary: int, mesh: DeviceMesh) -> Self:
+        """The shard of this rank of a one-dimensional `mesh`, as the parallel head is split."""
+        start, stop = vocabulary_bounds(vocabulary, mesh.size(), mesh.get_local_rank())
+        return cls(start, stop, mesh.get_group() if mesh.size() > 1 else None)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        *,
+        entropy: bool = False,
+        entropy_gradient: bool = False,
+        sum_pi_squared: bool = False,
+        reference_logits: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """`log_probs` and, where asked for, `entropy`, `sum_pi_squared`, `full_kl`: `[N]`.
+
+        Computed in float32 whatever the logits are (float64 for float64), with softmax(logits /
+        temperature). No gradient flows to Σπ², to the reference, or, without `entropy_gradient`, to
+        entropy. KL is as in `engine.algorithms.kl_full`.
+        """
+        width = self.stop - self.start
+        log_probs, spread, squared, kl = _Statistics.apply(
+            logits[:, :width],
+            None if reference_logits is None else reference_logits[:, :width].detach(),
+            targets - self.start,
+            _Options(temperature, self.group, entropy, entropy_gradient, sum_pi_squared),
+        )
+        named = {"entropy": spread, "sum_pi_squared": squared, "full_kl": kl}
+        asked = {
+            "entropy": entropy,
+            "sum_pi_squared": sum_pi_squared,
+            "full_kl": reference_logits is not None,
+        }
+        return {"log_probs": log_probs} | {k: v for k, v in named.items() if asked[k]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    temperature: float
+    group: dist.ProcessGroup | None
+    entropy: bool
+    entropy_gradient: bool
+    sum_pi_squared: bool
+
+
+class _Statistics(torch.autograd.Function):
+    """All statistics in one pass over the logits, and their gradient in another.
+
+    With z = logits / T, p = softmax(z) over all shards, q the reference's softmax, H the entropy
+    and K the KL:
+
+        ∂ log p_t / ∂z_v = 1[v = t] − p_v
+        ∂ H / ∂z_v       = −p_v (log p_v + H)
+        ∂ K / ∂z_v       = p_v (log p_v − log q_v − K)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,  # [N, W]
+        reference: Tensor | None,  # [N, W]
+        targets: Tensor,  # [N]; column of `logits`, or outside of it where another shard has it
+        options: _Options,
+    ) -> tuple[Tensor, ...]:
+        tops = _tops(logits, reference, options.temperature)
+        _over_shards(tops, options.group, dist.ReduceOp.MAX)
+        sums = _sums(logits, reference, targets, tops, options)
+        _over_shards(sums, options.group, dist.ReduceOp.SUM)
+        total, picked, weighted, squares, ref_total, gap = sums
+        log_total = total.log()
+        entropy = log_total - weighted / total
+        squares = squares / total.square()
+        kl = gap / total - log_total + ref_total.log()
+        normalisers = torch.stack([tops[0] + log_total, tops[1] + ref_total.log()])
+        ctx.save_for_backward(logits, reference, targets, normalisers, entropy, kl)
+        ctx.options = options
+        ctx.mark_non_differentiable(squares, *([] if options.entropy_gradient else [entropy]))
+        return picked - log_total, entropy, squares, kl
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        logits, reference, targets, normalisers, entropy, kl = ctx.saved_tensors
+        of_log_probs, of_entropy, _, of_kl = gradients
+        temperature = ctx.options.temperature
+        out = torch.empty_like(logits)
+        for at in _chunks(logits):
+            log_p = _wide(logits[at]) / temperature - normalisers[0, at, None]
+            p = log_p.exp()
+            slope = -of_log_probs[at, None] * p
+            if ctx.options.entropy_gradient:
+                terms = torch.where(log_p > -torch.inf, log_p, 0.0) + entropy[at, None]
+                slope -= of_entropy[at, None] * p * terms
+            if reference is not None:
+                log_q = _wide(reference[at]) / temperature - normalisers[1, at, None]
+                terms = torch.where(log_p > -torch.inf, log_p - log_q, 0.0) - kl[at, None]
+                slope += of_kl[at, None] * p * terms
+            columns, here = _own(targets[at], logits)
+            if logits.shape[1]:
+                slope.scatter_add_(1, columns[:, None], (of_log_probs[at] * here)[:, None])
+            out[at] = slope / temperature
+        return out, None, None, None
+
+
+def _tops(logits: Tensor, reference: Tensor | None, temperature: float) -> Tensor:
+    """The largest z of each token in this shard `[2, N]`: the policy's, the reference's."""
+    tops = torch.zeros((2, logits.shape[0]), dtype=_wide(logits).dtype, device=logits.device)
+    for row, tensor in enumerate((logits, reference)):
+        if tensor is not None:
+            tops[row] = _wide(tensor.amax(-1)) / temperature if tensor.shape[1] else -torch.inf
+    return tops
+
+
+def _sums(
+    logits: Tensor, reference: Tensor | None, targets: Tensor, tops: Tensor, options: _Options
+) -> Tensor:
+    """This shard's sums `[6, N]` over v, with u = exp(z − top) and ' for the reference:
+
+    Σu, (z − top) of the target, Σu(z − top), Σu², Σu', Σu((z − top) − (z − top)').
+    Rows that nobody asked for are 0.
+    """
+    sums = tops.new_zeros((6, logits.shape[0]))
+    for at in _chunks(logits):
+        z = _wide(logits[at]) / options.temperature - tops[0, at, None]
+        u = z.exp()
+        sums[0, at] = u.sum(-1)
+        columns, here = _own(targets[at], logits)
+        if logits.shape[1]:
+            sums[1, at] = torch.where(here, z.gather(1, columns[:, None])[:, 0], 0.0)
+        # Entries that can't be sampled (logit −inf) add 0, not NaN.
+        if options.entropy:
+            sums[2, at] = (u * torch.where(z > -torch.inf, z, 0.0)).sum(-1)
+        if options.sum_pi_squared:
+            sums[3, at] = u.square().sum(-1)
+        if reference is not None:
+            theirs = _wide(reference[at]) / options.temperature - tops[1, at, None]
+            sums[4, at] = theirs.exp().sum(-1)
+            sums[5, at] = (u * torch.where(z > -torch.inf, z - theirs, 0.0)).sum(-1)
+    return sums
+
+
+def _own(targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns that are safe to index, and whether the target is truly there; both `[n]`."""
+    width = logits.shape[1]
+    return targets.clamp(0, max(0, width - 1)), (targets >= 0) & (targets < width)
+
+
+def _over_shards(values: Tensor, group: dist.ProcessGroup | None, how: Any) -> None:
+    if group is not None:
+        dist.all_reduce(values, op=how, group=group)
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    for start in range(0, logits.shape[0], _CHUNK_TOKENS):
+        yield slice(start, start + _CHUNK_TOKENS)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

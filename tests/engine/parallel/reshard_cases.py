@@ -1,0 +1,167 @@
+"""What the tests of resharding share: sizes, random cases, and a plan carried out in memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.parallel.boxes import Box, Index
+from engine.parallel.grouping import Grouping, contiguous, grouping
+from engine.parallel.holdings import Held, Holdings, Spread
+from engine.parallel.layout import Layout, ModelShape
+from engine.parallel.reshard import Plan, Slice
+from engine.parallel.spreads import merge_stages, rollout_holdings, train_holdings
+from engine.parallel.stages import split_layers
+
+
+def decoder_shapes(model: ModelShape, biases: bool = False) -> dict[str, Index]:
+    """Parameters of a Qwen2 (with biases) or Llama model."""
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    shapes: dict[str, Index] = {"model.embed_tokens.weight": (model.vocab, model.hidden)}
+    for layer in range(model.layers):
+        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        for name, size in rows.items():
+            shapes[f"model.layers.{layer}.self_attn.{name}.weight"] = (size, model.hidden)
+            if biases:
+                shapes[f"model.layers.{layer}.self_attn.{name}.bias"] = (size,)
+        shapes[f"model.layers.{layer}.self_attn.o_proj.weight"] = (model.hidden, queries)
+        for name in ("gate_proj", "up_proj"):
+            shapes[f"model.layers.{layer}.mlp.{name}.weight"] = (model.intermediate, model.hidden)
+        shapes[f"model.layers.{layer}.mlp.down_proj.weight"] = (model.hidden, model.intermediate)
+        shapes[f"model.layers.{layer}.input_layernorm.weight"] = (model.hidden,)
+    shapes["model.norm.weight"] = (model.hidden,)
+    if not model.tied:
+        shapes["lm_head.weight"] = (model.vocab, model.hidden)
+    return shapes
+
+
+@st.composite
+def model_shapes(draw: st.DrawFn) -> ModelShape:
+    """Sizes that tp up to 4 divides in training; odd vocabularies, grouped heads, tied or not."""
+    kv_heads = draw(st.sampled_from([4, 8]))
+    return ModelShape(
+        layers=draw(st.integers(4, 6)),
+        heads=kv_heads * draw(st.sampled_from([1, 2])),
+        kv_heads=kv_heads,
+        head_dim=2,
+        hidden=draw(st.sampled_from([5, 8])),
+        intermediate=draw(st.sampled_from([16, 48])),
+        vocab=draw(st.integers(7, 140)),
+        tied=draw(st.booleans()),
+    )
+
+
+@st.composite
+def layouts(draw: st.DrawFn, most: int = 16) -> Layout:
+    sizes = [draw(st.sampled_from([1, 2, 4])) for _ in range(5)]
+    while Layout(*sizes).world_size > most:
+        sizes[sizes.index(max(sizes))] //= 2
+    return Layout(*sizes)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Layout, Grouping, Holdings, Holdings]:
+    """A training layout, a rollout layout of the same ranks, and what both hold."""
+    model, layout = draw(model_shapes()), draw(layouts())
+    pp = draw(st.sampled_from([n for n in (1, 2, 4) if layout.pp % n == 0]))
+    tp = draw(st.sampled_from([n for n in (1, 2, 4, 8) if n * layout.pp <= layout.world_size]))
+    if tp > 2 * model.kv_heads or model.heads % tp:
+        tp = 1
+    nested = draw(st.booleans())
+    groups = grouping(layout, pp, tp) if nested else contiguous(layout.world_size, pp, tp)
+    stages = split_layers(model.layers, layout.pp, last=draw(st.sampled_from([0.0, 1.5])))
+    source = train_holdings(decoder_shapes(model, draw(st.booleans())), layout, model, stages)
+    target = rollout_holdings(
+        source.shapes,
+        groups,
+        model,
+        draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        merge_stages(stages, pp),
+        fused=draw(st.booleans()),
+    )
+    return layout, groups, source, target
+
+
+@st.composite
+def any_holdings(draw: st.DrawFn, shape: Index, ranks: int, whole: bool) -> Spread:
+    """Boxes anywhere, one or none a rank; with `whole`, some rank holds all."""
+    held = []
+    all_of_it = draw(st.integers(0, ranks - 1)) if whole else None
+    for rank in range(ranks):
+        if rank == all_of_it:
+            held.append(Held(Box.whole(shape), (0,) * len(shape), (rank,)))
+            continue
+        offset = tuple(draw(st.integers(0, n - 1)) for n in shape)
+        size = tuple(draw(st.integers(0, n - a)) for n, a in zip(shape, offset, strict=True))
+        if Box(offset, size).elements:
+            start = tuple(draw(st.integers(0, 2)) for _ in shape)
+            held.append(Held(Box(offset, size), start, (rank,)))
+    return Spread(shape, "w", tuple(held))
+
+
+def view(tensor: Tensor, start: Index, size: Index) -> Tensor:
+    return tensor[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+
+
+def numbered(shapes: dict[str, Index]) -> dict[str, Tensor]:
+    """Whole parameters in which every element is another number."""
+    count, found = 1, {}
+    for name, shape in shapes.items():
+        size = Box.whole(shape).elements
+        found[name] = torch.arange(count, count + size, dtype=torch.int64).view(shape)
+        count += size
+    return found
+
+
+def local_parts(holdings: Holdings, whole: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """What a rank's storages hold, as little as will do; 0 is what no box covers."""
+    found: dict[str, Tensor] = {}
+    for name, storage, held in holdings.of_rank(rank):
+        end = tuple(a + n for a, n in zip(held.start, held.box.size, strict=True))
+        before = found.get(storage, torch.zeros(end, dtype=whole[name].dtype))
+        shape = tuple(map(max, before.shape, end))
+        found[storage] = torch.zeros(shape, dtype=before.dtype)
+        view(found[storage], (0,) * before.dim(), tuple(before.shape)).copy_(before)
+        part = view(whole[name], held.box.offset, held.box.size)
+        view(found[storage], held.start, held.box.size).copy_(part)
+    return found
+
+
+def carry_out(plan: Plan, source: list[dict[str, Tensor]]) -> tuple[list[dict[str, Tensor]], list]:
+    """Every rank's target storages after the plan, and how often each element was written."""
+    ranks = [plan.for_rank(rank) for rank in range(plan.target.world_size)]
+    target = [
+        {s: torch.zeros(n, dtype=torch.int64) for s, n in r.target_shapes().items()} for r in ranks
+    ]
+    written = [{s: torch.zeros_like(t) for s, t in tensors.items()} for tensors in target]
+
+    def write(rank: int, name: str, start: Index, size: Index, values: Tensor) -> None:
+        storage = ranks[rank].storages[name]
+        view(target[rank][storage], start, size).copy_(values)
+        view(written[rank][storage], start, size).add_(1)
+
+    on_the_way: dict[tuple[int, int], list[tuple[Slice, Tensor]]] = defaultdict(list)
+    for rank in ranks:
+        for one in rank.sends:
+            storage = plan.source.spreads[one.parameter].storage
+            values = view(source[rank.rank][storage], one.start, one.size)
+            assert tuple(values.shape) == one.size, "a rank sends what it does not hold"
+            on_the_way[rank.rank, one.peer].append((one, values))
+        for kept in rank.kept:
+            values = view(
+                source[rank.rank][plan.source.spreads[kept.parameter].storage],
+                kept.source,
+                kept.size,
+            )
+            write(rank.rank, kept.parameter, kept.target, kept.size, values)
+    for rank in ranks:
+        for one in rank.receives:
+            assert one.peer != rank.rank, "a rank sends to itself"
+            sent, values = on_the_way[one.peer, rank.rank].pop(0)
+            assert (sent.parameter, sent.size) == (one.parameter, one.size)
+            write(rank.rank, one.parameter, one.start, one.size, values)
+    assert not any(on_the_way.values()), "something was sent that nobody takes"
+    return target, written

@@ -1,0 +1,305 @@
+"""Sums, norms and clipping of gradients over ranks, against the same on one rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from engine.config import OptimConfig, ParallelConfig
+from engine.parallel import fsdp, full, gradients
+from engine.parallel.layout import Layout
+from engine.parallel.ranks import TOKEN_AXES, Ranks
+from engine.workers.optim import Optimizer
+
+SHAPES = [(7, 5), (3,), (5, 7), (1, 1), (40,), (2, 3)]
+
+
+def parameters(dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> list[nn.Parameter]:
+    return [
+        nn.Parameter(torch.zeros(shape, dtype=dtypes[i % len(dtypes)]))
+        for i, shape in enumerate(SHAPES)
+    ]
+
+
+def sync_in_buckets(limit: int) -> None:
+    """Rank r's gradients are (1 + r)·2^-4r; some ranks lack some, all lack the last but one."""
+    ranks = Ranks.form(Layout(dp=4))
+    trained = parameters((torch.float32, torch.bfloat16))
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    value = (1 + ranks.rank) * 2.0 ** (-4 * ranks.rank)
+    for i, parameter in enumerate(trained):
+        if i != 4 and (i + ranks.rank) % 3:
+            parameter.grad = torch.full_like(parameter, value)
+    trained[0].grad = torch.full((5, 7), value).t()  # not contiguous
+    sizes: list[int] = []
+    plain_all_reduce = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return plain_all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        gradients.sync_replicas([trained[0], frozen, *trained[1:]], ranks, bucket_elements=limit)
+    finally:
+        dist.all_reduce = plain_all_reduce
+    assert frozen.grad is None
+    for i, parameter in enumerate(trained):
+        holders = [r for r in range(4) if i == 0 or (i != 4 and (i + r) % 3)]
+        if not holders:
+            assert parameter.grad is None
+            continue
+        wanted = torch.tensor(sum((1 + r) * 2.0 ** (-4 * r) for r in holders)).to(parameter.dtype)
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, wanted.expand_as(parameter))
+    total = sum(p.numel() for i, p in enumerate(trained) if i != 4)
+    buckets = sizes[1:]  # the first is the agreement on which parameters have gradients
+    assert sum(buckets) == total
+    assert max(buckets) <= limit
+    assert len(buckets) <= 2 * math.ceil(total / limit)
+
+
+@pytest.mark.parametrize("limit", [1, 4, 36, 1 << 20])
+def test_replicas_sum_in_bounded_buckets(limit: int) -> None:
+    run_ranks(4, sync_in_buckets, limit)
+
+
+def sync_where_fsdp_sums() -> None:
+    for layout in (Layout(dp=2, fsdp=2), Layout(sp=4)):
+        parameter = nn.Parameter(torch.zeros(2))
+        parameter.grad = torch.ones(2)
+        gradients.sync_replicas([parameter], Ranks.form(layout))
+        assert torch.equal(parameter.grad, torch.ones(2))
+    gradients.sync_replicas([parameter], Ranks(Layout()))
+    gradients.sync_replicas([], Ranks.form(Layout(dp=4)))
+
+
+def test_nothing_is_summed_twice() -> None:
+    run_ranks(4, sync_where_fsdp_sums)
+
+
+class Spread(nn.Module):
+    """One parameter of every kind: cut by tp in rows or columns, replicated on tp, unknown to tp.
+
+    FSDP shares them further, those cut in rows with _StridedShard, whose is_shard() is False.
+    """
+
+    def __init__(self, ranks: Ranks, seed: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        plans: list[Placement | None] = [Shard(0), Shard(1), Replicate(), None]
+        shapes = [(7, 6), (5, 8), (9,), (3, 2)]
+        self.whole = {}
+        for number, (plan, shape) in enumerate(zip(plans, shapes, strict=True)):
+            value: Tensor = torch.randn(shape, generator=draw)
+            self.whole[f"p{number}"] = torch.randn(shape, generator=draw)  # the gradient
+            if plan is not None and ranks.size("tp") > 1:
+                value = distribute_tensor(value, ranks.submesh("tp"), [plan], src_data_rank=None)
+            self.register_parameter(f"p{number}", nn.Parameter(value))
+        fsdp.shard_model(self, ranks, ParallelConfig(), layers=[])
+        for name, parameter in self.named_parameters():
+            part = full.part_of(self.whole[name], parameter).clone()
+            parameter.grad = like(part, parameter)
+
+    def whole_gradients(self) -> list[Tensor]:
+        return list(self.whole.values())
+
+
+def like(part: Tensor, parameter: nn.Parameter) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def norms(layout: Layout) -> tuple[float, float, float, float]:
+    """Norm, the expected one, norm without the parameter that is counted elsewhere, the same."""
+    ranks = Ranks.form(layout)
+    stage = ranks.index("pp")
+    model = Spread(ranks, seed=stage)
+    own = list(model.parameters())
+    everything = [g for s in range(layout.pp) for g in stage_gradients(s)]
+    expected = float(torch.cat([g.double().flatten() for g in everything]).norm())
+    norm = gradients.global_norm(own, ranks)
+    if layout.pp == 1:
+        return norm, expected, norm, expected
+    last = stage == layout.pp - 1
+    once = gradients.global_norm(own, ranks, {own[1]} if last else set())
+    less = math.sqrt(expected**2 - float(stage_gradients(layout.pp - 1)[1].double().norm()) ** 2)
+    return norm, expected, once, less
+
+
+def stage_gradients(stage: int) -> list[Tensor]:
+    return Spread(Ranks(Layout()), seed=stage).whole_gradients()
+
+
+LAYOUTS = [
+    Layout(dp=2, fsdp=2),
+    Layout(fsdp=2, tp=2),
+    Layout(sp=2, tp=2),
+    Layout(fsdp=2, sp=2),
+    Layout(dp=2, tp=2),
+    Layout(pp=2, tp=2),
+    Layout(pp=2, fsdp=2),
+    Layout(pp=4),
+    Layout(tp=4),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_norm_counts_every_element_once(layout: Layout) -> None:
+    results = run_ranks(4, norms, layout)
+    assert len(set(results)) == 1  # the same bits everywhere
+    norm, expected, once, less = results[0]
+    assert norm == pytest.approx(expected, rel=1e-6)
+    assert once == pytest.approx(less, rel=1e-6)
+
+
+def clipped(layout: Layout) -> None:
+    ranks = Ranks.form(layout)
+    for max_norm in (0.5, 1e6):
+        model = Spread(ranks, seed=0)
+        alone = [nn.Parameter(torch.zeros_like(g)) for g in model.whole_gradients()]
+        for parameter, grad in zip(alone, model.whole_gradients(), strict=True):
+            parameter.grad = grad.clone()
+        wanted = float(nn.utils.clip_grad_norm_(alone, max_norm))
+        assert gradients.clip(model.parameters(), ranks, max_norm) == pytest.approx(wanted)
+        for parameter, theirs in zip(model.parameters(), alone, strict=True):
+            assert parameter.grad is not None
+            assert theirs.grad is not None
+            part = full.part_of(theirs.grad, parameter)
+            torch.testing.assert_close(gradients.local(parameter.grad), part)
+    bad = math.nan if ranks.rank == 0 else 1.0
+    model = Spread(ranks, seed=0)
+    before = [gradients.local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+    gradients.local(next(model.parameters()).grad)[:1] *= bad  # type: ignore[arg-type]
+    assert not math.isfinite(gradients.clip(model.parameters(), ranks, 0.5))  # on all ranks
+    for parameter, old in zip(list(model.parameters())[1:], before[1:], strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(gradients.local(parameter.grad), old)
+
+
+@pytest.mark.parametrize("layout", [Layout(fsdp=2, tp=2), Layout(pp=2, tp=2)], ids=str)
+def test_clip_scales_as_torch_does(layout: Layout) -> None:
+    # Stages with equal gradients: their norm is another, so only tp and fsdp are compared.
+    run_ranks(4, clipped, layout if layout.pp == 1 else Layout(dp=2, tp=2))
+
+
+def partial_sums() -> None:
+    ranks = Ranks.form(Layout(tp=2))
+    mesh = ranks.submesh("tp")
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
+    parameter.grad = DTensor.from_local(
+        torch.full((3,), 1.0 + ranks.rank), mesh, [Partial()], run_check=False
+    )
+    assert gradients.global_norm([parameter], ranks) == pytest.approx(3 * math.sqrt(3))
+    assert isinstance(parameter.grad, DTensor)
+    assert parameter.grad.placements == (Replicate(),)
+    assert torch.equal(parameter.grad.to_local(), torch.full((3,), 3.0))
+
+
+def test_partial_sums_of_tensor_parallelism_are_added_up() -> None:
+    run_ranks(2, partial_sums)
+
+
+def test_one_rank_has_the_plain_norm() -> None:
+    alone, theirs = parameters((torch.float32, torch.bfloat16)), parameters()
+    for i, (mine, other) in enumerate(zip(alone, theirs, strict=True)):
+        mine.grad = torch.full_like(mine, 2.0 ** -(i % 3))
+        other.grad = mine.grad.float().clone()
+    expected = float(nn.utils.clip_grad_norm_(theirs, 1.0))
+    assert gradients.clip(alone, Ranks(Layout()), 1.0) == pytest.approx(expected)
+    for mine, other in zip(alone, theirs, strict=True):
+        assert mine.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(mine.grad.float(), other.grad, rtol=0.01, atol=0)
+    assert gradients.global_norm([], Ranks(Layout())) == 0.0
+
+
+class Block(nn.Module):
+    """Norm, up, down: on tp ranks the norm sees shares of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def train_blocks(layout: Layout) -> tuple[list[float], dict[str, Tensor]]:
+    ranks = Ranks.form(layout)
+    torch.manual_seed(0)
+    model = Blocks()
+    if ranks.size("tp") > 1:
+        plan: dict[str, Any] = {
+            "": PrepareModuleInput(
+                input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
+            ),
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(),
+        }
+        for layer in model.layers:
+            parallelize_module(layer, ranks.submesh("tp"), plan)
+    fsdp.shard_model(model, ranks, ParallelConfig(), layers=list(model.layers))
+    optimizer = Optimizer(model, OptimConfig(lr=0.02, grad_clip=0.5), 4, ranks)
+    found = []
+    for step in range(4):
+        x = torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(step))
+        mine = x[ranks.index(*TOKEN_AXES) :: ranks.size(*TOKEN_AXES)]
+        for rows in mine.split(1):  # accumulated partial sums stay partial
+            (model(rows).square().sum() / 100).backward()
+        gradients.sync_replicas(model.parameters(), ranks)
+        found.append(optimizer.step())
+    return found, {n: w.clone() for n, w in full.full_parameters(model, ranks)}
+
+
+def blocks_train_as_alone(layout: Layout) -> None:
+    got, wanted = train_blocks(layout), train_blocks(Layout())
+    assert got[0] == pytest.approx(wanted[0], rel=2e-6)
+    torch.testing.assert_close(got[1], wanted[1], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("layout", [Layout(fsdp=2, tp=2), Layout(dp=2, tp=2)], ids=str)
+def test_training_on_two_meshes_equals_one_ranks(layout: Layout) -> None:
+    run_ranks(4, blocks_train_as_alone, layout)

@@ -1,0 +1,100 @@
+"""Rollout places of training ranks: the paper's example, nesting, and the worker's mesh."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import ConfigError
+from engine.parallel.grouping import Grouping, contiguous, grouping
+from engine.parallel.layout import Layout
+from engine.workers.mesh import Mesh
+
+SIZES = st.sampled_from([1, 2, 4])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Layout, Grouping]:
+    layout = Layout(*(draw(SIZES) for _ in range(5)))
+    pp = draw(st.sampled_from([n for n in (1, 2, 4) if layout.pp % n == 0]))
+    tp = draw(st.sampled_from([n for n in (1, 2, 4, 8, 16) if n <= layout.world_size // layout.pp]))
+    return layout, grouping(layout, pp, tp)
+
+
+def test_the_paper_s_figure_8() -> None:
+    """Train 1-4-2, generate 1-2-2-2: tensor parallel groups at regular intervals."""
+    found = grouping(Layout(dp=2, tp=4), tp=2)
+    assert found.tp_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert (found.pp, found.tp, found.data) == (1, 2, 4)
+
+
+def test_vllm_s_own_groups_are_neighbours() -> None:
+    found = contiguous(8, pp=2, tp=2)
+    assert found.tp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert found.pp_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert found.replicas() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@given(cases())
+def test_each_place_is_taken_once(case: tuple[Layout, Grouping]) -> None:
+    layout, found = case
+    assert found.world_size == layout.world_size == found.pp * found.tp * found.data
+    places = {found.place(rank) for rank in range(found.world_size)}
+    assert len(places) == found.world_size
+    for group in found.tp_groups():
+        assert [found.place(rank).tp for rank in group] == list(range(found.tp))
+    for group in found.pp_groups():
+        assert [found.place(rank).pp for rank in group] == list(range(found.pp))
+    for copy in found.replicas():
+        assert len({found.place(rank).data for rank in copy}) == 1
+        assert len(copy) == found.pp * found.tp
+
+
+@given(cases())
+def test_a_training_shard_nests_in_the_rollout_shard(case: tuple[Layout, Grouping]) -> None:
+    """As fractions of stages and of rows; with tp below the trainer's the other way round."""
+    layout, found = case
+    shards = layout.fsdp * layout.sp
+    for rank in range(layout.world_size):
+        at, place = layout.coordinates(rank), found.place(rank)
+        assert place.pp == at["pp"] * found.pp // layout.pp
+        if found.tp <= layout.tp:
+            assert place.tp == at["tp"] * found.tp // layout.tp
+        elif found.tp <= layout.tp * shards:
+            cut = at["tp"] * shards + at["fsdp"] * layout.sp + at["sp"]
+            assert place.tp == cut * found.tp // (layout.tp * shards)
+        else:  # copies of a shard are cut further
+            assert place.tp * layout.tp // found.tp == at["tp"]
+
+
+@given(cases())
+def test_a_worker_s_mesh_gives_the_same_share_of_prompts(case: tuple[Layout, Grouping]) -> None:
+    _, found = case
+    mesh = Mesh(found.axes)
+    collecting = [rank for rank in range(mesh.size) if mesh.share(rank, found.data_axes).collects]
+    assert sorted(found.place(rank).data for rank in collecting) == list(range(found.data))
+    for rank in range(mesh.size):
+        share = mesh.share(rank, found.data_axes)
+        assert (share.index, share.parts) == (found.place(rank).data, found.data)
+
+
+@pytest.mark.parametrize(
+    ("layout", "pp", "tp", "problem"),
+    [
+        (Layout(pp=4), 3, 1, "pp=3 stages can't be made of the trainer's 4"),
+        (Layout(tp=4), 1, 3, "tp=3 can't be made of the trainer's tp=4"),
+        (Layout(tp=2), 1, 4, "that times a divisor of dp · fsdp · sp = 1"),
+        (Layout(pp=2, tp=2), 1, 4, "tp=4 can't be made"),
+    ],
+)
+def test_sizes_that_do_not_nest(layout: Layout, pp: int, tp: int, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        grouping(layout, pp, tp)
+
+
+def test_ranks_that_do_not_fill_the_groups() -> None:
+    with pytest.raises(
+        ConfigError, match=r"6 ranks are not a multiple of the rollout's pp · tp = 4"
+    ):
+        contiguous(6, tp=4)

@@ -1,0 +1,210 @@
+"""The plan's promises over random layouts, sizes and groupings, and HybridFlow's formula."""
+
+from __future__ import annotations
+
+import pickle
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reshard_cases import (
+    any_holdings,
+    carry_out,
+    cases,
+    decoder_shapes,
+    layouts,
+    local_parts,
+    numbered,
+    view,
+)
+
+from engine.errors import ConfigError, ModelError
+from engine.parallel.boxes import Box
+from engine.parallel.grouping import Grouping, contiguous, grouping
+from engine.parallel.holdings import Held, Holdings, Spread
+from engine.parallel.layout import Layout, ModelShape
+from engine.parallel.reshard import Plan, plan
+from engine.parallel.spreads import merge_stages, rollout_holdings, train_holdings
+from engine.parallel.stages import split_layers
+
+SLOW = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+TINY = ModelShape(4, 8, 4, 4, 32, 64, 128)
+
+
+def check(planned: Plan) -> None:
+    """Carry the plan out and compare every element; count bytes from the elements themselves."""
+    ranks = range(planned.target.world_size)
+    whole = numbered(planned.source.shapes)
+    source = [local_parts(planned.source, whole, rank) for rank in ranks]
+    target, written = carry_out(planned, source)
+    lacking = np.zeros(len(ranks), np.int64)
+    wanted = np.zeros(len(ranks), np.int64)
+    for rank in ranks:
+        owned = {name: torch.zeros(t.shape, dtype=torch.bool) for name, t in whole.items()}
+        for name, _, held in planned.source.of_rank(rank):
+            view(owned[name], held.box.offset, held.box.size).fill_(True)
+        for name, storage, held in planned.target.of_rank(rank):
+            expected = view(whole[name], held.box.offset, held.box.size)
+            assert torch.equal(view(target[rank][storage], held.start, held.box.size), expected)
+            size = planned.target.dtypes[name].itemsize
+            wanted[rank] += size * held.box.elements
+            have = view(owned[name], held.box.offset, held.box.size)
+            lacking[rank] += size * int((~have).sum())
+        assert all(int(count.max()) <= 1 for count in written[rank].values())
+    assert planned.received.tolist() == lacking.tolist() == planned.lower_bound.tolist()
+    assert (planned.kept + planned.received).tolist() == wanted.tolist()
+    assert planned.sent.sum() == planned.received.sum()
+
+
+@SLOW
+@given(cases(), st.sampled_from([None, 2, 4]))
+def test_random_layouts(
+    case: tuple[Layout, Grouping, Holdings, Holdings], node_size: int | None
+) -> None:
+    _, _, source, target = case
+    check(plan(source, target, node_size))
+
+
+@SLOW
+@given(st.data())
+def test_random_boxes_that_overlap_anyhow(data: st.DataObject) -> None:
+    ranks, shape = 4, data.draw(st.sampled_from([(), (7,), (4, 5), (3, 2, 4)]))
+    dtypes = {"w": torch.bfloat16}
+    source = Holdings(ranks, {"w": data.draw(any_holdings(shape, ranks, whole=True))}, dtypes)
+    target = Holdings(ranks, {"w": data.draw(any_holdings(shape, ranks, whole=False))}, dtypes)
+    check(plan(source, target))
+
+
+def between(
+    layout: Layout, groups: Grouping, model: ModelShape = TINY, shapes: dict | None = None
+) -> Plan:
+    stages = split_layers(model.layers, layout.pp)
+    source = train_holdings(shapes or decoder_shapes(model), layout, model, stages)
+    rollout_stages = merge_stages(stages, groups.pp)
+    return plan(
+        source, rollout_holdings(source.shapes, groups, model, torch.bfloat16, rollout_stages)
+    )
+
+
+@SLOW
+@given(layouts(most=32), st.data())
+def test_traffic_is_hybridflow_s_formula_and_nothing_is_held_twice(
+    layout: Layout, data: st.DataObject
+) -> None:
+    """(t·p - t_g·p_g) / (t_g·p_g·t·p) of the layers' matrices, on every rank (table 2)."""
+    layout = Layout(pp=layout.pp, dp=layout.dp, tp=layout.tp)
+    p, t = layout.pp, layout.tp
+    p_g = data.draw(st.sampled_from([n for n in (1, 2, 4) if p % n == 0]))
+    t_g = data.draw(st.sampled_from([n for n in (1, 2, 4) if t % n == 0]))
+    matrices = {n: s for n, s in decoder_shapes(TINY).items() if "proj" in n}
+    planned = between(layout, grouping(layout, p_g, t_g), shapes=matrices)
+    share = planned.model_bytes * (t * p - t_g * p_g)
+    assert (planned.received * (t_g * p_g * t * p) == share).all()
+    own = planned.model_bytes // (t * p)  # all of the training shard is part of the rollout shard
+    assert (planned.kept == own).all()
+    assert planned.sent.max() == planned.sent.min()
+
+
+@pytest.mark.parametrize(
+    ("layout", "groups", "share"),
+    [
+        (Layout(tp=4), grouping(Layout(tp=4), 1, 2), [0.25] * 4),
+        (Layout(tp=4), contiguous(4, 1, 2), [0.25, 0.5, 0.5, 0.25]),
+        (Layout(dp=2, tp=2), grouping(Layout(dp=2, tp=2), 1, 1), [0.5] * 4),
+        (Layout(dp=2, tp=2), grouping(Layout(dp=2, tp=2), 1, 2), [0.0] * 4),
+        (Layout(fsdp=2, tp=2), grouping(Layout(fsdp=2, tp=2), 1, 2), [0.25] * 4),
+        (Layout(fsdp=4), contiguous(4), [0.75] * 4),
+    ],
+)
+def test_the_share_of_a_model_that_each_rank_gets(
+    layout: Layout, groups: Grouping, share: list[float]
+) -> None:
+    planned = between(layout, groups)
+    # Norms are whole on every rank that shares matrices: a little less or more than the share.
+    assert (planned.received / planned.model_bytes).tolist() == pytest.approx(share, abs=0.003)
+
+
+def test_senders_share_the_load() -> None:
+    """Four ranks with the whole model feed four with none: one copy each."""
+    shapes = decoder_shapes(TINY)
+    source = train_holdings(shapes, Layout(dp=4), TINY).on([0, 1, 2, 3], 8)
+    target = rollout_holdings(shapes, contiguous(4), TINY, torch.bfloat16).on([4, 5, 6, 7], 8)
+    planned = plan(source, target)
+    check(planned)
+    assert planned.received.tolist() == [0] * 4 + [planned.model_bytes] * 4
+    assert planned.sent.tolist() == [planned.model_bytes] * 4 + [0] * 4
+
+
+def test_holders_take_turns_over_alike_layers() -> None:
+    """One rank that lacks all: each holder sends a part, though every layer is planned alike."""
+    shapes = {f"model.layers.{n}.self_attn.q_proj.weight": (32, 32) for n in range(4)}
+    source = train_holdings(shapes, Layout(dp=4), TINY).on([0, 1, 2, 3], 5)
+    target = rollout_holdings(shapes, contiguous(1), TINY, torch.bfloat16).on([4], 5)
+    assert plan(source, target).sent.tolist() == [2048] * 4 + [0]
+
+
+def test_ranks_of_a_node_send_to_each_other_first() -> None:
+    layout = Layout(dp=2, tp=4)  # two nodes of four, each with a copy of the model
+    groups = grouping(layout, 1, 2)
+    stages = split_layers(TINY.layers, 1)
+    source = train_holdings(decoder_shapes(TINY), layout, TINY, stages)
+    target = rollout_holdings(source.shapes, groups, TINY, torch.bfloat16, stages)
+    planned = plan(source, target, node_size=4)
+    for rank in range(8):
+        peers = {one.peer // 4 for one in planned.for_rank(rank).receives}
+        assert peers == {rank // 4}
+
+
+def test_a_plan_is_the_same_every_time_and_can_be_sent() -> None:
+    layout = Layout(dp=2, fsdp=2, tp=2)
+    first, second = (between(layout, grouping(layout, 1, 1)) for _ in range(2))
+    for rank in range(8):
+        assert first.for_rank(rank) == second.for_rank(rank)
+        assert pickle.loads(pickle.dumps(first.for_rank(rank))) == first.for_rank(rank)
+
+
+def test_a_70b_model_on_1024_ranks_is_planned_in_seconds() -> None:
+    model = ModelShape(80, 64, 8, 128, 8192, 28672, 128256)
+    started = time.perf_counter()
+    for layout in (Layout(pp=8, dp=16, tp=8), Layout(fsdp=1024)):
+        planned = between(layout, grouping(layout, 1, 8), model)
+        assert (planned.received == planned.lower_bound).all()
+        assert len(planned.for_rank(1023).receives) > 500
+    assert time.perf_counter() - started < 60
+
+
+def spread(*held: tuple[int, int, int]) -> Holdings:
+    """Of one parameter of 8 elements: (offset, size, rank)."""
+    parts = tuple(Held(Box((a,), (n,)), (0,), (rank,)) for a, n, rank in held)
+    return Holdings(2, {"w": Spread((8,), "w", parts)}, {"w": torch.float32})
+
+
+def test_what_nobody_holds() -> None:
+    with pytest.raises(ModelError, match="no rank holds 2 of the 8 elements of 'w' that rollout"):
+        plan(spread((0, 6, 0)), spread((0, 8, 1)))
+
+
+def test_another_model() -> None:
+    other = Holdings(2, {"w": Spread((9,), "w", ())}, {"w": torch.float32})
+    with pytest.raises(ModelError, match=r"wants 'w' \[8\], but the trainer holds \[9\]"):
+        plan(other, spread((0, 8, 1)))
+    with pytest.raises(ModelError, match=r"wants 'w' \[8\], but the trainer has no such parameter"):
+        plan(Holdings(2, {}, {}), spread((0, 8, 1)))
+
+
+def test_one_element_in_two_places_of_a_rank() -> None:
+    with pytest.raises(ConfigError, match="rank 1 wants elements of 'w' in two places"):
+        plan(spread((0, 8, 0)), spread((0, 8, 1), (4, 2, 1)))
+
+
+def test_other_numbers_of_ranks() -> None:
+    one = Holdings(1, {}, {})
+    with pytest.raises(ConfigError, match="are of 1 ranks, rollout's of 2"):
+        plan(one, spread((0, 8, 1)))
+    with pytest.raises(ConfigError, match="rank 1 holds parameters, but there are 1 ranks"):
+        Holdings(1, spread((0, 8, 1)).spreads, {})
+    with pytest.raises(ConfigError, match=r"holdings of 2 ranks can't be put on ranks \[3, 3\]"):
+        spread((0, 8, 1)).on([3, 3], 4)
