@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 
 from engine.checkpoint.files import FileSum, Folder
 from engine.checkpoint.tree import Tensors, Tree, byte_count, safetensors_bytes, unite
-from engine.errors import CheckpointError, DamagedCheckpointError
+from engine.errors import DamagedCheckpointError
 
 STATE, CHECKSUMS, MARKER = "state", "checksums.json", "COMPLETE"
 _RANK = re.compile(r"(?P<role>.+)-(?P<rank>\d{5})-of-(?P<world>\d{5})\.json")
@@ -84,35 +84,28 @@ def read_written(folder: Folder, stem: str) -> Written:
 
 def read_tree(folder: Folder, stem: str, sums: dict[str, FileSum]) -> Tree:
     """Read what `write_tree` wrote, checking each file against `sums` on the way."""
-    name = f"{stem}.json"
-    report = _parse(folder, name, _checked_bytes(folder, name, sums))
-    groups = {part: _tensors(folder, file, sums) for part, file in report["parts"].items()}
-    tree: Tree = unite(report["values"], groups)
+    values, parts = read_report(folder, stem, sums)
+    groups = {part: read_tensors(folder, file, sums) for part, file in parts.items()}
+    tree: Tree = unite(values, groups)
     return tree
 
 
-def read_rank(uri: str, role: str, rank: int, world_size: int, *, alike: bool = False) -> Tree:
-    """Read one rank's state from a complete checkpoint.
+def read_report(folder: Folder, stem: str, sums: dict[str, FileSum]) -> tuple[Tree, dict[str, str]]:
+    """The plain values that `write_tree` wrote, and its tensors' files by part of the tree."""
+    name = f"{stem}.json"
+    report = _parse(folder, name, _checked_bytes(folder, name, sums))
+    return report["values"], report["parts"]
 
-    With `alike` ranks are interchangeable, and another number of them may read than wrote. Raises
-    DamagedCheckpointError for a torn or changed checkpoint, CheckpointError for one without this
-    role or of another number of ranks.
-    """
-    folder = Folder(uri)
-    sums = read_checksums(folder, read_marker(folder))
-    saved = {int(m["world"]) for m in map(_RANK.fullmatch, sums) if m and m["role"] == role}
-    if not saved:
-        raise CheckpointError(
-            f"{folder} has no state of role {role!r}; resume with the algorithm that wrote it"
-        )
-    wrote = saved.pop()
-    if alike:
-        rank, world_size = rank % wrote, wrote
-    if wrote != world_size:
-        raise CheckpointError(
-            f"{folder} has {role} on {wrote} ranks and this run has {world_size}; resume on {wrote}"
-        )
-    return read_tree(folder, rank_stem(role, rank, world_size), sums)
+
+def read_tensors(folder: Folder, name: str, sums: dict[str, FileSum]) -> Tensors:
+    """Load a safetensors file; from a disk it is mapped, from elsewhere held in memory."""
+    try:
+        if folder.is_local:
+            _compare(folder, name, folder.sum(name), sums)
+            return safetensors.torch.load_file(f"{folder.path}/{name}")
+        return safetensors.torch.load(_checked_bytes(folder, name, sums))
+    except (SafetensorError, OSError) as error:
+        raise DamagedCheckpointError(f"{folder}/{name} can't be loaded: {error}") from error
 
 
 def ranks_in(names: dict[str, Any]) -> dict[str, dict[int, set[int]]]:
@@ -172,17 +165,6 @@ def verify(folder: Folder) -> Marker:
         for name, found in zip(sums, pool.map(folder.sum, sums), strict=True):
             _compare(folder, name, found, sums)
     return marker
-
-
-def _tensors(folder: Folder, name: str, sums: dict[str, FileSum]) -> Tensors:
-    """Load a safetensors file; from a disk it is mapped, from elsewhere held in memory."""
-    try:
-        if folder.is_local:
-            _compare(folder, name, folder.sum(name), sums)
-            return safetensors.torch.load_file(f"{folder.path}/{name}")
-        return safetensors.torch.load(_checked_bytes(folder, name, sums))
-    except (SafetensorError, OSError) as error:
-        raise DamagedCheckpointError(f"{folder}/{name} can't be loaded: {error}") from error
 
 
 def _checked_bytes(folder: Folder, name: str, sums: dict[str, FileSum]) -> bytes:

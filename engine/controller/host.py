@@ -7,6 +7,7 @@ there. It imports torch, never Ray.
 from __future__ import annotations
 
 import os
+import socket
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -89,11 +90,16 @@ class Host:
     def __repr__(self) -> str:
         return self.name  # Ray shows it in front of the process's log lines
 
-    def build(self) -> int:
-        """Build the roles in order; answer with the process id."""
+    def build(self, address: str = "") -> int:
+        """Build the roles in order; answer with the process id.
+
+        `address` is where the ranks of this host's pool may form a process group.
+        """
         shared: dict[str, Any] = {}
         for spec in self.specs.values():
-            context = WorkerContext(spec.name, self.rank, self.world_size, shared, spec.mesh)
+            context = WorkerContext(
+                spec.name, self.rank, self.world_size, shared, spec.mesh, address
+            )
             with self._explained(spec.name, "its construction"):
                 self.workers[spec.name] = spec.worker_class(context, **spec.options)
         return os.getpid()
@@ -165,3 +171,11 @@ class Host:
                 f"{role} rank {self.rank}: {what} failed with {type(error).__name__}: {error}\n"
                 f"{traceback.format_exc()}"
             ).with_traceback(error.__traceback__) from error
+
+
+def meeting_point(host: str) -> str:
+    """Return "host:port" with a port that is free now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port = probe.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

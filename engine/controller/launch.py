@@ -97,7 +97,7 @@ def _launch_ray(
 ) -> Started:
     import ray
 
-    from engine.controller.ray_groups import RayGroup, stop, wait
+    from engine.controller.ray_groups import RayGroup, RayHost, stop, wait
 
     if not ray.is_initialized():
         ray.init(**init_options(placement, os.environ))
@@ -109,11 +109,12 @@ def _launch_ray(
     closing.callback(stop, actors)
     sent: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the run's, for all groups
     names: list[str] = []
+    first: list[int] = []  # which of `actors` is rank 0 of each one's pool
     for pool in placement.pools:
         count = (threads or max(1, int(pool.cpus))) if pool.cpus else 1
         held = [specs[role] for role in pool.roles]
         ranks = [
-            ray.remote(Host)
+            ray.remote(RayHost)
             .options(
                 name=f"{run}/{pool.name}/{rank}",
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": str(count)}},
@@ -122,11 +123,14 @@ def _launch_ray(
             .remote(held, rank, pool.world_size, count, recorder is not None)
             for rank in range(pool.world_size)
         ]
+        first.extend([len(actors)] * len(ranks))
         actors.extend(ranks)
         names.extend(f"{pool.name} rank {rank}: " for rank in range(pool.world_size))
         for spec in held:
             groups[spec.name] = RayGroup(spec, ranks, placement.call_timeout_s, recorder, sent)
-    built = [actor.build.remote() for actor in actors]
+    # A reference to the answer of rank 0: its pool's ranks wait for it, the controller doesn't.
+    points = {at: actors[at].meeting_point.remote() for at in set(first) if first.count(at) > 1}
+    built = [a.build.remote(points.get(at, "")) for a, at in zip(actors, first, strict=True)]
     wait(
         {ref: f"{n}its start" for ref, n in zip(built, names, strict=True)},
         placement.start_timeout_s,

@@ -18,13 +18,21 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from engine.batch import Batch
 from engine.controller.futures import Future, late
 from engine.controller.groups import WorkerGroup
-from engine.controller.host import Call, RoleSpec
+from engine.controller.host import Call, Host, RoleSpec, meeting_point
 from engine.controller.shares import join
 from engine.controller.timeline import Recorder, span
 from engine.errors import EngineError, WorkerError
 
 log = logging.getLogger(__name__)
 Sent = MutableMapping[Batch, Any]  # batches of the controller's that are in the object store
+
+
+class RayHost(Host):
+    """A host that is a Ray actor."""
+
+    def meeting_point(self) -> str:
+        """A free port of this process's node, "host:port", for its pool's ranks to meet at."""
+        return meeting_point(ray.util.get_node_ip_address())
 
 
 class RayFuture:

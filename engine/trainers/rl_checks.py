@@ -21,6 +21,7 @@ from engine.models import require_model_folder
 from engine.plugins import import_plugins
 from engine.rewards import declared_components, resolve_reward
 from engine.rollout.protocol import check_engine
+from engine.rollout.server.settings import check_settings
 from engine.workers.options import (
     advantage_options,
     changed,
@@ -54,6 +55,7 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     _check_rewards(config, max_response_length)
     _check_correction(config)
     _check_mode(config)
+    _check_server(config)
     _check_pools(config, dataflow)
     if "teacher" in dataflow.roles:
         _check_teacher(config)
@@ -133,6 +135,25 @@ def _check_mode(config: RLConfig) -> None:
         )
 
 
+def _check_server(config: RLConfig) -> None:
+    if config.rollout.engine != "server":
+        return
+    if config.rollout.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={config.rollout.tensor_parallel_size} with "
+            "rollout.engine=server: how many devices the server decodes on is settled where it is "
+            "started; leave it at 1"
+        )
+    server = config.rollout.server
+    check_settings(server)
+    if server.weights == "none" and not server.allow_fixed_policy:
+        raise ConfigError(
+            "rollout.server.weights=none leaves the server at the policy that it was started with, "
+            "while training moves the trainer's; choose a hook that brings it new weights, or set "
+            "rollout.server.allow_fixed_policy=true to sample from the old ones"
+        )
+
+
 def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
     pools = config.trainer.pools
     if not pools:
@@ -189,6 +210,13 @@ def _without_effect(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str,
         fields = tuple(set(KLControlConfig.model_fields) - {"type", "kl_coef"})
         why = "with algorithm.kl_ctrl.type=fixed"
         yield from _settings("algorithm.kl_ctrl", algorithm.kl_ctrl, why, fields)
+    if config.rollout.engine == "server":
+        why = "with rollout.engine=server, which was started with its own (see rollout.server)"
+        fields = ("max_num_seqs", "kv_cache_memory_mb")
+        yield from _settings("rollout", config.rollout, why, fields)
+    else:
+        why = f"with rollout.engine={config.rollout.engine}"
+        yield from _settings("rollout.server", config.rollout.server, why)
     if "critic" not in needs.roles(dataflow):
         why = f"with dataflow {dataflow.name}, which has no critic"
         yield from _settings("critic", config.critic, why)

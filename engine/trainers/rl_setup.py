@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.config import ActorConfig, CriticConfig, LoRAConfig, RLConfig
@@ -12,6 +12,7 @@ from engine.controller.host import RoleSpec
 from engine.controller.launch import Placement, Pool
 from engine.dataflows.needs import Needs
 from engine.errors import ConfigError
+from engine.trainers.layouts import mesh_of, parallel_of, pool_size
 
 # Roles that share the policy's process, in the order in which they are built.
 _COLOCATED = ("actor", "rollout", "reference", "teacher", "critic")
@@ -78,14 +79,24 @@ def place(build: Build) -> Placement:
     otherwise.
     """
     if build.config.trainer.pools:
-        pools = [Pool(**dict(pool)) for pool in build.config.trainer.pools]
-        return _placement(build.config, tuple(pools))
+        sized = [
+            Pool(world_size=pool_size(pool.roles, build.config), **dict(pool))
+            for pool in build.config.trainer.pools
+        ]
+        return _placement(build.config, tuple(sized))
     taken = build.samplers * build.sampler_threads
     policy = tuple(role for role in _COLOCATED if role in build.roles)
     pools = [Pool(policy, cpus=float(max(1, build.cores - taken))), Pool(("reward",), cpus=0.0)]
     if "sampler" in build.roles:
         pools.append(Pool(("sampler",), cpus=float(build.sampler_threads)))
+    pools = [replace(pool, **_ranks(pool, build)) for pool in pools]
     return _placement(build.config, tuple(pools))
+
+
+def _ranks(pool: Pool, build: Build) -> dict[str, Any]:
+    """How many processes a pool is, which share the cores that it has."""
+    size = pool_size(pool.roles, build.config)
+    return {"world_size": size, "cpus": pool.cpus if size == 1 else max(1.0, pool.cpus // size)}
 
 
 def stream_placement(name: str, build: Build) -> Placement:
@@ -115,6 +126,7 @@ def role_specs(build: Build) -> list[RoleSpec]:
     steps, rows = config.trainer.total_training_steps, _rows(config)
     common = {"model_path": build.model_path, "dtype": build.dtype}
     frozen = {
+        "parallel": parallel_of("reference", config),
         "temperature": config.rollout.temperature,
         "max_tokens_per_micro_batch": config.actor.max_tokens_per_micro_batch,
     }
@@ -132,9 +144,12 @@ def role_specs(build: Build) -> list[RoleSpec]:
         "config": config.critic,
         "total_steps": steps * _steps_an_update(config.critic, rows),
         "seed": build.seed,
+        "parallel": parallel_of("critic", config),
     }
-    # Beside a sampler, the trainer's own rollout role only validates, on the weights it has.
-    own = config.rollout.model_copy(update={"engine": "native"} if build.samplers else {})
+    own = config.rollout
+    if build.samplers:  # beside them, the trainer's own rollout role only validates
+        tp = config.actor.parallel.tp
+        own = own.model_copy(update={"engine": "native", "tensor_parallel_size": tp})
     reward = {"model_path": build.model_path, "config": config.reward}
     specs = [
         RoleSpec("actor", ActorWorker, common | actor),
@@ -147,7 +162,9 @@ def role_specs(build: Build) -> list[RoleSpec]:
         RoleSpec("reward", RewardWorker, reward),
         RoleSpec("critic", CriticWorker, common | critic),
     ]
-    return [spec for spec in specs if spec.name in build.roles]
+    return [
+        replace(spec, mesh=mesh_of(spec.name, config)) for spec in specs if spec.name in build.roles
+    ]
 
 
 def stream_spec(name: str, build: Build) -> RoleSpec:

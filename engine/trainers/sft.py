@@ -1,8 +1,8 @@
 """The warm start: supervised fine-tuning on prompt/response pairs.
 
 Loss on response tokens only; micro-batches of rows of similar length within a token budget, whose
-gradients add up to that of the whole batch. Reading rows and saving the model are
-the caller's matter.
+gradients add up to that of the whole batch. Of a model with adapters, on a quantised base or not,
+only these are trained. Reading rows and saving the model are the caller's matter.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from engine.errors import DataError
 from engine.models.forward import response_log_probs
 from engine.workers.micro import micro_batches
 from engine.workers.optim import Optimizer
+from engine.workers.spread import device
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ OnStep = Callable[[int, int, dict[str, float]], None]  # step (1-based), total s
 
 
 class SFTTrainer:
-    """Fine-tunes `model` in place.
+    """Fine-tunes `model` in place, on the device of this process, which it is moved to.
 
     `on_step(step, total_steps, metrics)` is called after every optimizer step with `sft/loss`
     (mean negative log-likelihood a response token, nats), `sft/lr`, `sft/grad_norm`,
@@ -53,6 +54,7 @@ class SFTTrainer:
         seed: int,
         on_step: OnStep = lambda step, total, metrics: None,
     ) -> None:
+        model.to(device())  # type: ignore[arg-type]  # a device is fine
         self.model, self.config, self.seed = model, config, seed
         self.pad_token_id, self.on_step = pad_token_id, on_step
 

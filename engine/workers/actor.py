@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +13,32 @@ from torch import Tensor
 from engine.algorithms import losses
 from engine.algorithms.aggregation import Denominators, aggregate
 from engine.algorithms.kl import kl_estimate
-from engine.algorithms.metrics import Sum, finish, merge, over_mask
+from engine.algorithms.metrics import Sum, finish, over_mask
 from engine.algorithms.skip import rows_with_gradient
 from engine.batch import TOKENS, Batch
+from engine.checkpoint.saved import SavedRank
+from engine.checkpoint.tree import Tree
 from engine.config import ActorConfig, LoRAConfig, PreferenceConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError
 from engine.models import policy_model, save_model
-from engine.models.forward import TokenOutputs, token_outputs
+from engine.models.forward import TokenOutputs
+from engine.parallel.layout import Layout
 from engine.plugins import import_plugins
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.micro import micro_batches
-from engine.workers.optim import Optimizer
+from engine.workers.minibatches import minibatches
 from engine.workers.options import policy_loss_options
 from engine.workers.pairs import accumulate_pairs
-from engine.workers.state import StatefulWorker, load_trained_state, trained_state
-from engine.workers.weights import pack_policy
+from engine.workers.readers import Outputs, TokenReader
+from engine.workers.spread import SpreadModel, form_ranks, trained_by
+from engine.workers.trained import TrainedState, TrainedWorker, base_fingerprint
+from engine.workers.weights import gathered, pack_policy
 
 Metrics = dict[str, Sum]
 
 
-class ActorWorker(StatefulWorker):
+class ActorWorker(TrainedWorker):
     """Trains the policy. Shares `policy` (the model) and `policy_version` with its process."""
 
     def __init__(
@@ -54,17 +60,23 @@ class ActorWorker(StatefulWorker):
         import_plugins(plugins)
         self.config, self.temperature = config, temperature
         self.preference, self.sum_pi_squared = preference or PreferenceConfig(), sum_pi_squared
+        ranks = form_ranks(context, Layout.of(config.parallel))
         # Dropout stays off: the update must see the probabilities that the rollout sampled from.
-        self.model = policy_model(model_path, dtype, lora, seed)
+        self._load = partial(policy_model, model_path, dtype, lora, seed)
+        model = self._load()
+        self.base = base_fingerprint(model)
+        self.spread = SpreadModel(model, ranks, config.parallel)
+        self.model = self.spread.module
         self.lora = lora or LoRAConfig()
         self.tokenizer_path = model_path
-        self.optimizer = Optimizer(self.model, config.optim, total_steps)
+        self.optimizer = trained_by(self.spread, config.optim, total_steps)
         self.generator = torch.Generator().manual_seed(seed)
+        self.trained = TrainedState(self.spread, self.optimizer, self.generator)
         self.loss_options = policy_loss_options(config)
         self.loss_agg_mode = losses.aggregation_mode(
             config.policy_loss.loss_mode, config.loss_agg_mode
         )
-        context.shared["policy"] = self.model
+        context.shared["spread"], context.shared["policy"] = self.spread, self.model
         context.shared["policy_version"] = 0
 
     @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, gives=("old_log_probs", "sum_pi_squared"))
@@ -73,19 +85,9 @@ class ActorWorker(StatefulWorker):
 
         Adds `sum_pi_squared [B, R]` where the worker was built for an estimator that reads it.
         """
-        out = {"old_log_probs": torch.zeros(batch["responses"].shape)}
-        if self.sum_pi_squared:
-            out["sum_pi_squared"] = torch.zeros(batch["responses"].shape)
-        with torch.no_grad():
-            for rows, micro in micro_batches(batch, self.config.max_tokens_per_micro_batch):
-                width = micro["responses"].shape[1]
-                got = token_outputs(
-                    self.model, micro, self.temperature, sum_pi_squared=self.sum_pi_squared
-                )
-                out["old_log_probs"][rows, :width] = got.log_probs.cpu()
-                if got.sum_pi_squared is not None:
-                    out["sum_pi_squared"][rows, :width] = got.sum_pi_squared.cpu()
-        return Batch(out)
+        passes = list(micro_batches(batch, self.config.max_tokens_per_micro_batch))
+        out = self.spread.outputs(batch, passes, self._reader(sum_pi_squared=self.sum_pi_squared))
+        return Batch({"old_log_probs": out.pop("log_probs")} | out)
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -97,7 +99,7 @@ class ActorWorker(StatefulWorker):
         """
         if "old_log_probs" not in batch:
             batch = batch | {"old_log_probs": batch["rollout_log_probs"]}
-        return self._optimize(self._minibatches(batch), self._accumulate)
+        return self._optimize(batch, 1, self._accumulate)
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
     def update_pairs(self, batch: Batch) -> dict[str, float]:
@@ -105,47 +107,42 @@ class ActorWorker(StatefulWorker):
 
         Reads `ref_log_probs [B, R]`, unless the preference loss knows no reference.
         """
-        pairs = torch.arange(len(batch)).view(-1, 2)
-        size = (self.config.ppo_mini_batch_size or len(batch)) // 2
 
-        def minis() -> Iterator[Batch]:
-            order = torch.randperm(len(pairs), generator=self.generator)
-            for part in order.split(max(1, size)):
-                yield batch.rows(pairs[part].flatten())
-
-        def accumulate(mini: Batch) -> Metrics:
+        def accumulate(mini: Batch) -> list[Metrics]:
             budget = self.config.max_tokens_per_micro_batch
-            return accumulate_pairs(self.model, mini, self.preference, self.temperature, budget)
+            return accumulate_pairs(self.spread, mini, self.preference, self._reader(), budget)
 
-        return self._optimize(minis, accumulate)
-
-    def _minibatches(self, batch: Batch) -> Callable[[], Iterator[Batch]]:
-        size = self.config.ppo_mini_batch_size or len(batch)
-        return lambda: batch.minibatches(size, self.generator if size < len(batch) else None)
+        return self._optimize(batch, 2, accumulate)
 
     def _optimize(
-        self, minis: Callable[[], Iterator[Batch]], accumulate: Callable[[Batch], Metrics]
+        self, batch: Batch, unit: int, accumulate: Callable[[Batch], list[Metrics]]
     ) -> dict[str, float]:
-        """Step on every mini-batch of every epoch; the policy is one version newer afterwards."""
+        """Step on every mini-batch of every epoch; the policy is one version newer afterwards.
+
+        Runs of `unit` rows stay together.
+        """
+        ranks, size = self.spread.ranks, self.config.ppo_mini_batch_size // unit
+        runs = torch.arange(len(batch)).view(-1, unit)
         norms, parts = [], []
         for _ in range(self.config.ppo_epochs):
-            for mini in minis():
-                parts.append(accumulate(mini))
+            for index in minibatches(len(runs), size, ranks, self.generator):
+                whole = len(index) == len(runs)
+                parts += accumulate(batch if whole else batch.rows(runs[index].flatten()))
                 norms.append(self.optimizer.step())
         self.context.shared["policy_version"] += 1
-        metrics = {f"actor/{k}": v for k, v in finish(merge(parts)).items()}
+        metrics = {f"actor/{k}": v for k, v in finish(self.spread.merged(parts)).items()}
         return metrics | {
             "actor/grad_norm": sum(norms) / len(norms),
             "actor/lr": self.optimizer.lr,
         }
 
-    def _accumulate(self, mini: Batch) -> Metrics:
+    def _accumulate(self, mini: Batch) -> list[Metrics]:
         """Add the gradients of one mini-batch, micro-batch by micro-batch.
 
         Rows that can't change the gradient get no pass; the denominators count them all the same.
         """
         config, mask = self.config, mini["response_mask"]
-        denominators = Denominators.from_mask(mask)
+        denominators = self.spread.totals(mask)
         active = rows_with_gradient(
             config.policy_loss.loss_mode,
             mini["advantages"],
@@ -153,29 +150,32 @@ class ActorWorker(StatefulWorker):
             entropy_coeff=config.entropy_coeff,
             kl_loss_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
         )
-        parts = [{"rows_skipped": over_mask((~active).double(), mask.any(1))}]
-        if not bool(active.any()):
+        skipped: Metrics = {"rows_skipped": over_mask((~active).double(), mask.any(1))}
+        if not self.spread.any_micro(int(active.sum())):
             self.optimizer.zero_gradients()  # Adam's momentum still moves the weights
-            return merge(parts)
+            return [skipped]
         rows = mini if bool(active.all()) else mini.rows(active)
-        for _, micro in micro_batches(rows, config.max_tokens_per_micro_batch):
-            loss, metrics = self._loss(micro, denominators)
-            loss.backward()
-            parts.append(metrics)
-        return merge(parts)
-
-    def _loss(self, micro: Batch, denominators: Denominators) -> tuple[Tensor, Metrics]:
-        """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL of one micro-batch."""
-        config, mask = self.config, micro["response_mask"]
+        micros = [m for _, m in micro_batches(rows, config.max_tokens_per_micro_batch)]
         full = config.use_kl_loss and config.kl_loss_type == "full"
-        got = token_outputs(
-            self.model,
-            micro,
-            self.temperature,
+        reader = self._reader(
             entropy=True,
             entropy_gradient=config.entropy_coeff > 0,
-            reference=self.context.shared["reference"] if full else None,
+            reference=self.context.shared["reference"].logits if full else None,
         )
+
+        def loss(got: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
+            return self._loss(TokenOutputs(**got), micro, denominators)
+
+        return [skipped, *self.spread.accumulate(mini, micros, reader, loss)]
+
+    def _reader(self, **asked: Any) -> TokenReader:
+        return TokenReader(self.temperature, readout=self.spread.readout(), **asked)
+
+    def _loss(
+        self, got: TokenOutputs, micro: Batch, denominators: Denominators
+    ) -> tuple[Tensor, Metrics]:
+        """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL of one micro-batch."""
+        config, mask = self.config, micro["response_mask"]
         assert got.entropy is not None
         policy_loss = losses.get_policy_loss(config.policy_loss.loss_mode)
         out = policy_loss(
@@ -218,33 +218,44 @@ class ActorWorker(StatefulWorker):
             scale_factor=self.config.loss_scale_factor,
         )
 
-    @dispatch(Dispatch.RANK_ZERO)
+    @dispatch(Dispatch.ONE_TO_ALL)
     def weights(self) -> Batch:
         """What is trained of the weights, and its version, for rollout in other processes."""
         return pack_policy(self.context.shared)
 
-    @dispatch(Dispatch.RANK_ZERO)
+    @dispatch(Dispatch.ONE_TO_ALL)
     def save(self, folder: str) -> str:
         """Write the policy and its tokenizer as a Hugging Face folder; adapters go with it."""
-        return str(save_model(self.model, load_tokenizer(self.tokenizer_path), Path(folder)))
+        model = self.model
+        if self.spread.ranks.layout.world_size > 1:
+            model = gathered(self.spread, self._load if self.context.rank == 0 else None)
+        if self.context.rank == 0:
+            save_model(model, load_tokenizer(self.tokenizer_path), Path(folder))
+        return folder
 
-    def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer, the generator that shuffles mini-batches, and the version."""
+    def state_dict(self) -> Tree:
+        """Weights, moments, the generator that shuffles mini-batches, and the version."""
         own = {"policy_version": self.context.shared["policy_version"]}
         if self.lora.rank:
-            own |= {"lora_alpha": self.lora.alpha}
-        return trained_state(self.model, self.optimizer, self.generator) | own
+            own |= {"lora_alpha": self.lora.alpha, "base": self.base}
+        return super().state_dict() | own
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict` in place: engines that share the weights' storage see it too.
+    def take_back(self, own: SavedRank, saved: list[SavedRank]) -> None:
+        """Restore what all ranks saved, in place: engines that share the weights see it too.
 
-        Raises CheckpointError for another model's, or for adapters of another alpha.
+        Raises CheckpointError for another model's, or for adapters of another alpha or base.
         """
-        alpha = state.get("lora_alpha", self.lora.alpha)
-        if self.lora.rank and alpha != self.lora.alpha:  # no tensor's shape tells
-            raise CheckpointError(
-                f"the checkpoint's adapters have model.lora.alpha={alpha}, this run has "
-                f"{self.lora.alpha}; resume with the alpha that was saved"
-            )
-        load_trained_state(state, self.model, self.optimizer, self.generator)
-        self.context.shared["policy_version"] = state["policy_version"]
+        alpha, base = own.get("lora_alpha"), own.get("base")
+        if alpha is not None and self.lora.rank:  # no tensor's shape tells
+            if alpha != self.lora.alpha:
+                raise CheckpointError(
+                    f"the checkpoint's adapters have model.lora.alpha={alpha}, this run has "
+                    f"{self.lora.alpha}; resume with the alpha that was saved"
+                )
+            if base != self.base:
+                raise CheckpointError(
+                    f"the checkpoint's adapters were trained on another model than "
+                    f"{self.tokenizer_path}; resume with the model that they were trained on"
+                )
+        super().take_back(own, saved)
+        self.context.shared["policy_version"] = own.get("policy_version")

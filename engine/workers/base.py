@@ -108,6 +108,7 @@ class WorkerContext:
     world_size: int = 1  # ranks of this role, e.g. 4
     shared: dict[str, Any] = field(default_factory=dict)  # objects of all roles in this process
     mesh: Mesh | None = None  # how the ranks are arranged; None: all of them data-parallel
+    address: str = ""  # where rank 0 lets the ranks meet, "host:port"; empty for a single rank
 
     def __post_init__(self) -> None:
         self.mesh = self.mesh or Mesh.of(dp=self.world_size)

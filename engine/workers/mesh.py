@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from engine.errors import PlacementError
 
-DATA_AXES = ("dp", "fsdp")  # axes over which `Dispatch.DATA_PARALLEL` splits rows
+# Axes over which `Dispatch.DATA_PARALLEL` splits rows: those of training, and those of rollout, in
+# which ranks that train one copy of the model may decode with a copy each.
+DATA_AXES = ("dp", "fsdp", "shard", "micro_pp", "micro_tp")
 
 
 @dataclass(frozen=True, slots=True)

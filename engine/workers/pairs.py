@@ -6,45 +6,49 @@ A pair is two consecutive rows, chosen then rejected, and never parted by a micr
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from engine.algorithms.metrics import Sum, merge
+from engine.algorithms.metrics import Sum
 from engine.algorithms.preference import Pairs, get_pair_loss, sequence_log_probs
 from engine.batch import Batch
 from engine.config import PreferenceConfig
 from engine.data.bucketing import token_budget_batches
-from engine.models.forward import response_log_probs
 from engine.workers.micro import trim
 from engine.workers.options import preference_options
+from engine.workers.readers import Outputs, Reader
+from engine.workers.spread import SpreadModel
 
 
 def accumulate_pairs(
-    model: PreTrainedModel,
+    spread: SpreadModel,
     batch: Batch,
     config: PreferenceConfig,
-    temperature: float,
+    reader: Reader,
     max_tokens: int,
-) -> dict[str, Sum]:
-    """Add the gradients of the mean loss over the pairs of `batch` (2N rows); return metrics.
+) -> list[dict[str, Sum]]:
+    """Add the gradients of the mean loss over the pairs of all ranks; `batch` has 2N rows of them.
 
-    Log-probs are of softmax(logits / temperature), as the reference's must be.
+    `reader`'s log-probs must be of the temperature that the reference's are. Returns metrics.
     """
     loss_function, options = get_pair_loss(config.loss), preference_options(config)
     lengths = batch["attention_mask"].sum(1).view(-1, 2).max(1).values
-    parts = []
+    pairs = spread.total(len(lengths))
+    micros = []
     # A micro-batch of N pairs has 2N rows, as wide as the longest.
     for index in token_budget_batches(lengths.tolist(), max(1, max_tokens // 2)):
         first = 2 * torch.tensor(index)
-        micro = trim(batch.rows(torch.stack([first, first + 1], 1).flatten()))
-        out = loss_function(_pairs(model, micro, temperature), **options)
-        (out.loss.sum() / len(lengths)).backward()
-        parts.append(dict(out.metrics))
-    return merge(parts)
+        micros.append(trim(batch.rows(torch.stack([first, first + 1], 1).flatten())))
+
+    def loss(got: Outputs, micro: Batch) -> tuple[Tensor, dict[str, Sum]]:
+        out = loss_function(_pairs(got["log_probs"], micro), **options)
+        return out.loss.sum() / pairs, dict(out.metrics)
+
+    return spread.accumulate(batch, micros, reader, loss)
 
 
-def _pairs(model: PreTrainedModel, micro: Batch, temperature: float) -> Pairs:
+def _pairs(log_probs: Tensor, micro: Batch) -> Pairs:
     mask = micro["response_mask"]
-    policy, length = sequence_log_probs(response_log_probs(model, micro, temperature), mask)
+    policy, length = sequence_log_probs(log_probs, mask)
     sides = {
         "policy_chosen": policy[0::2],
         "policy_rejected": policy[1::2],

@@ -5,18 +5,18 @@ Beside a policy with adapters the reference is that policy without them, and no 
 
 from __future__ import annotations
 
-import torch
-from transformers import PreTrainedModel
-
 from engine.batch import TOKENS, Batch
-from engine.models import BaseOfPolicy, has_adapters, load_model
-from engine.models.forward import response_log_probs, token_outputs
+from engine.config import ParallelConfig
+from engine.models import has_adapters, load_model
+from engine.parallel.layout import Layout
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
 from engine.workers.micro import micro_batches
+from engine.workers.readers import Outputs, ReferenceLogits, TokenReader
+from engine.workers.spread import SpreadModel, form_ranks
 
 
 class ReferenceWorker(Worker):
-    """Gives the frozen model's log-probs. Shares the model with its process by the role's name."""
+    """Gives the frozen model's log-probs. Shares itself with its process by the role's name."""
 
     def __init__(
         self,
@@ -27,38 +27,35 @@ class ReferenceWorker(Worker):
         max_tokens_per_micro_batch: int,
         dtype: str = "float32",
         base_of_policy: bool = False,
+        parallel: ParallelConfig | None = None,
     ) -> None:
         """Load the model, unless it is the base of the process's policy, whose adapters are off
-        then."""
+        then. `parallel` is how the model is spread; None: one rank."""
         super().__init__(context)
-        policy = context.shared.get("policy") if base_of_policy else None
-        self.model: PreTrainedModel | BaseOfPolicy
-        if policy is not None and has_adapters(policy):
-            self.model = BaseOfPolicy(policy)
-        else:
-            self.model = load_model(model_path, dtype).eval().requires_grad_(False)
         self.temperature, self.budget = temperature, max_tokens_per_micro_batch
-        context.shared[context.role] = self.model
+        policy: SpreadModel | None = context.shared.get("spread") if base_of_policy else None
+        if policy is not None and has_adapters(policy.module):
+            self.spread = policy.without_adapters()
+        else:
+            parallel = parallel or ParallelConfig()
+            model = load_model(model_path, dtype).eval().requires_grad_(False)
+            ranks = form_ranks(context, Layout.of(parallel))
+            self.spread = SpreadModel(model, ranks, parallel)
+        context.shared[context.role] = self.spread
 
     @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, gives=("ref_log_probs",))
     def log_probs(self, batch: Batch) -> Batch:
         """`ref_log_probs [B, R]`."""
-        out = torch.zeros(batch["responses"].shape)
-        with torch.no_grad():
-            for rows, micro in micro_batches(batch, self.budget):
-                width = micro["responses"].shape[1]
-                out[rows, :width] = response_log_probs(self.model, micro, self.temperature).cpu()
-        return Batch({"ref_log_probs": out})
+        return Batch({"ref_log_probs": self._outputs(batch, self.spread, None)["log_probs"]})
 
     @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, gives=("ref_kl",))
     def full_kl(self, batch: Batch) -> Batch:
         """`ref_kl [B, R]`: exact KL of the process's policy, as it is now, from this model."""
-        out = torch.zeros(batch["responses"].shape)
-        with torch.no_grad():
-            for rows, micro in micro_batches(batch, self.budget):
-                kl = token_outputs(
-                    self.context.shared["policy"], micro, self.temperature, reference=self.model
-                ).full_kl
-                assert kl is not None
-                out[rows, : micro["responses"].shape[1]] = kl.cpu()
-        return Batch({"ref_kl": out})
+        policy: SpreadModel = self.context.shared["spread"]
+        return Batch({"ref_kl": self._outputs(batch, policy, self.spread.logits)["full_kl"]})
+
+    def _outputs(
+        self, batch: Batch, spread: SpreadModel, reference: ReferenceLogits | None
+    ) -> Outputs:
+        reader = TokenReader(self.temperature, readout=spread.readout(), reference=reference)
+        return spread.outputs(batch, list(micro_batches(batch, self.budget)), reader)

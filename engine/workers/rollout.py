@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from engine.batch import Batch
 from engine.config import LoRAConfig, RolloutConfig
@@ -15,6 +16,7 @@ from engine.models import policy_model
 from engine.rollout.protocol import SamplingParams, create_engine
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.group_stream import GroupStream
+from engine.workers.mounted import Mount, Shared, mount
 from engine.workers.state import StatefulWorker
 from engine.workers.weights import load_policy
 
@@ -44,10 +46,17 @@ class RolloutWorker(StatefulWorker):
         self.config, self.seed = config, seed
         self.max_response_length, self.max_model_len = max_response_length, max_model_len
         self.tokenizer = load_tokenizer(model_path)
+
+        def load() -> PreTrainedModel:
+            return policy_model(model_path, dtype, lora, seed)
+
         if "policy" not in context.shared:
-            own = policy_model(model_path, dtype, lora, seed)
-            context.shared |= {"policy": own, "policy_version": 0}
-        policy = context.shared["policy"]
+            context.shared |= {"policy": load(), "policy_version": 0}
+        self.mounted: Mount = Shared(context.shared["policy"])
+        if "spread" in context.shared:
+            tp = config.tensor_parallel_size
+            self.mounted = mount(context.shared["spread"], tp, copy=load)
+        policy = self.mounted.model
         self.stop = stop_token_ids(self.tokenizer, policy.config)
         self._groups: GroupStream | None = None  # between `begin` and the last `next_part`
         self._left, self._done = 0, list[Batch]()
@@ -59,6 +68,7 @@ class RolloutWorker(StatefulWorker):
             max_model_len=max_model_len,
             kv_cache_memory_mb=config.kv_cache_memory_mb,
             seed=seed,
+            **(dict(config.server) if config.engine == "server" else {}),
         )
 
     @dispatch(Dispatch.DATA_PARALLEL)
@@ -107,12 +117,17 @@ class RolloutWorker(StatefulWorker):
             pad_token_id=self.tokenizer.pad_token_id,
         )
 
-    def _params(self, n: int, temperature: float) -> SamplingParams:
-        """Parameters of the next rollout, with fresh draws, under the policy's newest weights."""
+    def _params(self, n: int, temperature: float, first_prompt: int = 0) -> SamplingParams:
+        """Parameters of the next rollout, with fresh draws, under the policy's newest weights.
+
+        `first_prompt` is the place of this rank's first prompt among those of all ranks: what is
+        drawn must not depend on how many ranks there are.
+        """
         shared = self.context.shared
         version = shared["policy_version"]
         if self.engine.policy_version != version:
-            self.engine.update_weights(shared["policy"], version)
+            self.mounted.refresh()
+            self.engine.update_weights(self.mounted.model, version)
         greedy = temperature == 0.0
         draw = self._draws[1] + 1 if self._draws[0] == version else 0
         self._draws = self._draws if greedy else (version, draw)
@@ -122,12 +137,13 @@ class RolloutWorker(StatefulWorker):
             temperature=temperature,
             top_k=0 if greedy else self.config.top_k,
             top_p=1.0 if greedy else self.config.top_p,
-            seed=hash((self.seed, version, draw, self.context.rank)) & 0x7FFFFFFF,
+            seed=hash((self.seed, version, draw, greedy)) & 0x7FFFFFFF,
             stop_token_ids=self.stop,
+            first_prompt=first_prompt,
         )
 
     def _sample(self, prompts: Batch, n: int, temperature: float) -> Batch:
-        params = self._params(n, temperature)
+        params = self._params(n, temperature, int(prompts["group_ids"][0]))
         done = self.engine.generate(list(prompts.columns["prompt_ids"]), params)
         batch = collate_completions(
             prompts,
@@ -149,8 +165,8 @@ class RolloutWorker(StatefulWorker):
         """Restore `state_dict`, and serve the policy as it is now."""
         version, draws = state["draws"]
         self._draws = (version, draws)
-        shared = self.context.shared
-        self.engine.update_weights(shared["policy"], shared["policy_version"])
+        self.mounted.refresh()
+        self.engine.update_weights(self.mounted.model, self.context.shared["policy_version"])
 
     def close(self) -> None:
         self.engine.close()

@@ -1,7 +1,7 @@
 """What a role with state adds to `Worker`: saving it beside the role's own work, and loading it.
 
-What lives here: the calls that a checkpoint makes on every rank, and what a model in training
-consists of. What does not: the files (`engine.checkpoint`), and when to save (the trainer).
+What lives here: the calls that a checkpoint makes on every rank. What does not: the state of a
+model in training (`trained`), the files (`engine.checkpoint`), and when to save (the trainer).
 """
 
 from __future__ import annotations
@@ -9,17 +9,14 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 
-import torch
-from torch import Tensor, nn
-
 from engine.checkpoint.background import Background
 from engine.checkpoint.files import Folder
-from engine.checkpoint.layout import rank_stem, read_rank, write_tree
+from engine.checkpoint.layout import rank_stem, write_tree
 from engine.checkpoint.rng import process_rng, set_process_rng
+from engine.checkpoint.saved import SavedRank, own_of, read_role
 from engine.checkpoint.tree import Snapshot, Tree
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
-from engine.workers.optim import Optimizer
 
 WRITE_TIMEOUT_S = 1800.0  # a rank's whole write
 
@@ -77,14 +74,19 @@ class StatefulWorker(Worker, ABC):
         another model or another number of ranks; the role is as it was then.
         """
         context = self.context
-        saved = read_rank(
-            folder, context.role, context.rank, context.world_size, alike=self.ranks_alike
-        )
         try:
-            self.load_state_dict(saved)
+            saved = read_role(folder, context.role)
+            own = own_of(saved, context.rank, context.world_size, alike=self.ranks_alike)
+            self.take_back(own, saved)
+        except DamagedCheckpointError:
+            raise
         except CheckpointError as error:
             raise CheckpointError(f"{folder}: {self._stem()}: {error}") from error
-        set_process_rng(saved["process_rng"])
+        set_process_rng(own.get("process_rng"))
+
+    def take_back(self, own: SavedRank, saved: list[SavedRank]) -> None:
+        """Take over `own`, one of `saved`; overridden where a rank needs what others wrote."""
+        self.load_state_dict(own.tree())
 
     def close(self) -> None:
         """Let a write that is under way end."""
@@ -93,48 +95,3 @@ class StatefulWorker(Worker, ABC):
 
     def _stem(self) -> str:
         return rank_stem(self.context.role, self.context.rank, self.context.world_size)
-
-
-def trained_state(model: nn.Module, optimizer: Optimizer, generator: torch.Generator) -> Tree:
-    """The state of whatever trains a model on shuffled mini-batches; tensors are the live ones."""
-    return {
-        "model": _tensors(model),
-        "optimizer": optimizer.state_dict(),
-        "rng": {"minibatches": generator.get_state()},
-    }
-
-
-def load_trained_state(
-    state: Tree, model: nn.Module, optimizer: Optimizer, generator: torch.Generator
-) -> None:
-    """Restore `trained_state`, the weights in their own storage, which others may share.
-
-    Raises CheckpointError, before anything has changed, for the state of another model.
-    """
-    own, saved = _tensors(model), state["model"]
-    for name in sorted(own.keys() | saved.keys()):
-        there, here = _described(saved.get(name)), _described(own.get(name))
-        if there != here:
-            raise CheckpointError(
-                f"the checkpoint is of another model: {name!r} is {there} there and {here} here; "
-                "resume with the model that was saved, or save into another folder"
-            )
-    optimizer.load_state_dict(state["optimizer"])
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(saved[name])
-    generator.set_state(state["rng"]["minibatches"].clone())
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """A model's live parameters and buffers by name; tied ones once."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), (name, tensor))
-    return dict(found.values())
-
-
-def _described(tensor: Tensor | None) -> str:
-    if tensor is None:
-        return "missing"
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

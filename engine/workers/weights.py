@@ -6,21 +6,67 @@ They travel as one row of bytes: one object in the store, whatever their dtypes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from engine.batch import Batch
 from engine.errors import WorkerError
 from engine.models import adapter_parameters, has_adapters
+from engine.parallel.full import named_tensors
+from engine.workers.spread import SpreadModel
 
 
 def pack_policy(shared: dict[str, Any]) -> Batch:
-    """`weights [1, bytes]` uint8 of `shared["policy"]`, and `policy_version [1]`."""
-    parts = [t.detach().contiguous().view(-1).view(torch.uint8) for t in _tensors(shared["policy"])]
-    version = torch.tensor([shared["policy_version"]])
-    return Batch({"weights": torch.cat(parts)[None], "policy_version": version})
+    """`weights [1, bytes]` uint8 of `shared["policy"]`, and `policy_version [1]`.
+
+    Where the policy is spread (`shared["spread"]`) all its ranks call it, and rank 0 has the
+    weights.
+    """
+    version = {"policy_version": torch.tensor([shared["policy_version"]])}
+    spread = shared.get("spread")
+    if spread is None or spread.ranks.layout.world_size == 1:
+        tensors = _tensors(shared["policy"])
+    else:
+        own = trained_tensors(spread)
+        if spread.ranks.rank:
+            return Batch(version)
+        tensors = [own[name] for name in sorted(own)]
+    parts = [t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors]
+    return Batch({"weights": torch.cat(parts)[None]} | version)
+
+
+def trained_tensors(spread: SpreadModel) -> dict[str, Tensor]:
+    """Whole tensors of a spread policy that rollout must have anew, on rank 0; `{}` on others.
+
+    All ranks call it together. Of a policy with adapters: these alone.
+    """
+    adapters = has_adapters(spread.module)
+    keep = spread.ranks.rank == 0
+    return {
+        name: whole.to("cpu", copy=True)
+        for name, whole in spread.whole_tensors()
+        if keep and (not adapters or ".lora_" in name)
+    }
+
+
+def gathered(spread: SpreadModel, load: Callable[[], PreTrainedModel] | None) -> Any:
+    """A whole model with a spread policy's weights, where `load` is given (rank 0); else None.
+
+    `load()` makes the policy anew, with its base and adapters. All ranks call it together.
+    """
+    whole = trained_tensors(spread)
+    if load is None:
+        return None
+    model = load()
+    with torch.no_grad():
+        for name, tensor in named_tensors(model).items():
+            if name in whole:
+                tensor.copy_(whole[name])
+    return model
 
 
 def load_policy(shared: dict[str, Any], packed: Batch) -> int:

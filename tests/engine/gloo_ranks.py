@@ -113,6 +113,7 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
 
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     sys.path[:] = pipe.recv()
     try:
@@ -120,6 +121,7 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
     except (ImportError, AttributeError):
         return False, traceback.format_exc()
     torch.set_num_threads(1)
+    _clear_sharding_prop_cache()  # DTensor remembers meshes, and with them groups that are gone
     try:
         dist.init_process_group(
             "gloo",

@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from engine.checkpoint import CheckpointStore, Saver, open_checkpoint
 from engine.checkpoint.background import Background
-from engine.checkpoint.layout import read_rank
+from engine.checkpoint.saved import read_rank
 from engine.controller.host import RoleSpec
 from engine.controller.launch import Placement, Pool, launch
 from engine.errors import CheckpointError

@@ -17,7 +17,8 @@ from s3_server import environment
 
 from engine.checkpoint import CheckpointStore, find_latest, open_checkpoint
 from engine.checkpoint.files import Folder
-from engine.checkpoint.layout import rank_stem, read_rank, write_tree
+from engine.checkpoint.layout import rank_stem, write_tree
+from engine.checkpoint.saved import read_rank
 from engine.checkpoint.tree import split
 from engine.errors import CheckpointError, DamagedCheckpointError
 
@@ -209,7 +210,7 @@ def test_ranks_that_are_alike_share_states(root: str) -> None:
         1,
         0,
     ]
-    with pytest.raises(CheckpointError, match=r"has actor on 2 ranks and this run has 5"):
+    with pytest.raises(CheckpointError, match=r"2 ranks saved it and this run has 5"):
         read_rank(found, "actor", 4, 5)
 
 

@@ -11,12 +11,17 @@ from tiny_engine import save_family, training_batch
 from torch import Tensor
 
 from engine.algorithms import aggregation, losses
+from engine.algorithms.metrics import merge
 from engine.batch import Batch
-from engine.config import ActorConfig, PreferenceConfig
+from engine.config import ActorConfig, ParallelConfig, PreferenceConfig
 from engine.models import load_model
+from engine.parallel.layout import Layout
+from engine.parallel.ranks import Ranks
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
 from engine.workers.pairs import accumulate_pairs
+from engine.workers.readers import TokenReader
+from engine.workers.spread import SpreadModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -115,9 +120,9 @@ def test_rows_without_gradient_are_left_out_and_change_nothing(
 
 
 def _recorded(loss: Any, rows: list[int]) -> Any:
-    def call(micro: Batch, denominators: Any) -> Any:
+    def call(got: Any, micro: Batch, denominators: Any) -> Any:
         rows.append(len(micro))
-        return loss(micro, denominators)
+        return loss(got, micro, denominators)
 
     return call
 
@@ -144,7 +149,7 @@ def test_full_kl_is_exact(folder: Path, tmp_path: Path) -> None:
         for parameter in reference.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     worker = actor(folder, use_kl_loss=True, kl_loss_type="full", kl_loss_coef=1.0)
-    worker.context.shared["reference"] = reference
+    worker.context.shared["reference"] = SpreadModel(reference, Ranks(Layout()), ParallelConfig())
     metrics = worker.update(batch)
     wanted = torch.zeros(())
     with torch.no_grad():
@@ -205,7 +210,7 @@ def test_pair_gradients_are_exact_and_don_t_depend_on_micro_batches(folder: Path
     batch = training_batch(8)
     whole, small = actor(folder), actor(folder)
     parts = [
-        accumulate_pairs(worker.model, batch, PreferenceConfig(), 1.0, budget)
+        merge(accumulate_pairs(worker.spread, batch, PreferenceConfig(), TokenReader(1.0), budget))
         for worker, budget in ((whole, 10_000), (small, 40))
     ]
     flat = [

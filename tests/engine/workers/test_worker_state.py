@@ -224,12 +224,8 @@ def test_moments_of_another_model_are_refused_and_change_nothing(folder: Path) -
     assert_same_state(worker.optimizer.state_dict(), before)
 
 
-def test_another_number_of_ranks_and_a_damaged_file_are_refused(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_refused(folder: Path, tmp_path: Path) -> None:
     found = saved(actor(folder), tmp_path)
-    with pytest.raises(CheckpointError, match=r"actor on 1 ranks and this run has 2; resume on 1"):
-        actor(folder, rank=1, world_size=2).load_state(found.folder)
     model = next(Path(found.folder).glob("*.model.safetensors"))
     data = bytearray(model.read_bytes())
     data[len(data) // 2] ^= 1

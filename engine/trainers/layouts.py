@@ -1,0 +1,119 @@
+"""Which ranks each role's model is spread over, and whether model and settings allow that.
+
+Values only: process groups are formed by the workers, processes started by the controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from engine.config import LoRAConfig, ParallelConfig, RLConfig
+from engine.errors import ConfigError
+from engine.parallel.grouping import grouping
+from engine.parallel.layout import Layout, ModelShape, check_layout
+from engine.workers.mesh import Mesh
+
+# Roles whose model, or view of it, is spread as the actor's is.
+_AS_ACTOR = ("actor", "rollout", "reference", "teacher")
+
+
+def parallel_of(role: str, config: RLConfig) -> ParallelConfig:
+    """How a role's model is spread: the reference and a teacher as the actor's."""
+    if role in _AS_ACTOR:
+        return config.actor.parallel
+    if role == "critic":
+        return config.critic.parallel or config.actor.parallel
+    return ParallelConfig()
+
+
+def layout_of(role: str, config: RLConfig) -> Layout:
+    """The layout of a role's ranks."""
+    return Layout.of(parallel_of(role, config))
+
+
+def pool_size(roles: Iterable[str], config: RLConfig) -> int:
+    """Processes of a pool; raises ConfigError where its roles disagree."""
+    layouts = {role: layout_of(role, config) for role in roles}
+    sizes = {layout.world_size for layout in layouts.values()}
+    if len(sizes) > 1:
+        text = ", ".join(f"{role}: {layout}" for role, layout in layouts.items())
+        raise ConfigError(
+            f"roles that share processes have layouts of different sizes ({text}); make them "
+            "equal, or give them pools of their own (trainer.pools)"
+        )
+    return sizes.pop()
+
+
+def mesh_of(role: str, config: RLConfig) -> Mesh | None:
+    """How a role's ranks share its calls; None for a role of one rank."""
+    layout = layout_of(role, config)
+    if layout.world_size == 1:
+        return None
+    if role == "rollout":
+        sync = config.trainer.mode == "sync"
+        return rollout_mesh(layout, config.rollout.tensor_parallel_size if sync else layout.tp)
+    return Mesh(tuple(layout.sizes.items()))
+
+
+def rollout_mesh(layout: Layout, tensor_parallel_size: int) -> Mesh:
+    """The ranks of `layout` as rollout sees them; all but those of axis "tp" get rows of their own.
+
+    In HybridFlow's order (arXiv:2409.19256, section 5.3) where training has tensor parallelism: a
+    rank decodes with slices that contain those it trains.
+    """
+    return Mesh(grouping(layout, tp=tensor_parallel_size).axes)
+
+
+def check_layouts(config: RLConfig, lora: LoRAConfig, model_config: Any = None) -> None:
+    """Raise ConfigError for layouts that the settings, or the model, don't allow."""
+    for role in ("actor", "critic"):
+        parallel, layout = parallel_of(role, config), layout_of(role, config)
+        if layout.world_size > 1 and model_config is not None:
+            check_layout(layout, layout.world_size, ModelShape.of(model_config))
+        if layout.world_size > 1 and config.trainer.placement == "local":
+            raise ConfigError(
+                f"{role}.parallel is a layout of {layout.world_size} ranks ({layout}), and "
+                "trainer.placement=local runs one process; set trainer.placement=ray"
+            )
+        if parallel.offload_params and layout.fsdp * layout.sp == 1:
+            raise ConfigError(
+                f"{role}.parallel.offload_params is FSDP's; set {role}.parallel.fsdp to 2 or more"
+            )
+        if layout.pp > 1 and layout.sp > 1:
+            raise ConfigError(
+                f"{role}.parallel has pp={layout.pp} and sp={layout.sp}; a pipeline's stages can't "
+                "share sequences: set one of them to 1"
+            )
+    _check_actor(config, lora)
+
+
+def _check_actor(config: RLConfig, lora: LoRAConfig) -> None:
+    layout, rollout = layout_of("actor", config), config.rollout
+    sync = config.trainer.mode == "sync"
+    if sync and layout.world_size % rollout.tensor_parallel_size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} does not divide the "
+            f"actor's {layout.world_size} ranks ({layout}); choose a divisor"
+        )
+    full = config.actor.use_kl_loss and config.actor.kl_loss_type == "full"
+    if layout.pp > 1 and full:
+        raise ConfigError(
+            f"actor.kl_loss_type=full with actor.parallel.pp={layout.pp}: the exact KL needs both "
+            "models' logits in one place; choose an estimator such as low_var_kl, or pp=1"
+        )
+    if config.trainer.mode == "async" and rollout.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} with trainer.mode=async: "
+            "a rollout worker there is one process; set it to 1"
+        )
+    rows = config.trainer.train_batch_size * rollout.n
+    for name, size in (
+        ("completions of a step", rows),
+        ("prompts", config.trainer.train_batch_size),
+    ):
+        if size < layout.world_size:
+            raise ConfigError(
+                f"{size} {name} don't give each of the actor's {layout.world_size} ranks one; "
+                "raise trainer.train_batch_size or use fewer ranks"
+            )

@@ -1,0 +1,118 @@
+"""What a pass over a model gives for each response token: log-probs and their kin, or values.
+
+A reader knows a whole model's pass (`whole`) and the end of one whose body ran elsewhere (`at`):
+on another pipeline stage, or on a share of each sequence. All results are float32 `[b, R]` by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from engine.batch import Batch
+from engine.models.forward import (
+    Readout,
+    Sequences,
+    left_align,
+    model_logits,
+    plain_readout,
+    read_tokens,
+    read_values,
+    response_logits,
+    response_values,
+    token_outputs,
+)
+
+Outputs = dict[str, Tensor]
+ReferenceLogits = Callable[[Batch], Tensor]  # of a micro-batch's response tokens, as read here
+
+
+class Reader(Protocol):
+    """How outputs are taken from a model."""
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the outputs, always in this order."""
+        ...
+
+    def whole(self, module: nn.Module, micro: Batch) -> Outputs:
+        """Run a model that this rank has all of."""
+        ...
+
+    def at(self, module: nn.Module, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+        """Read the tokens of `seqs` off hidden states `[b, L, H]`; `[b, R]`, 0 elsewhere."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenReader:
+    """Log-probs of a policy, whose distributions are softmax(logits / temperature)."""
+
+    temperature: float
+    entropy: bool = False
+    entropy_gradient: bool = False
+    sum_pi_squared: bool = False
+    readout: Readout = plain_readout
+    reference: ReferenceLogits | None = None  # for the exact KL to its model
+
+    def names(self) -> tuple[str, ...]:
+        """`log_probs`, then what was asked for."""
+        asked = {
+            "entropy": self.entropy,
+            "sum_pi_squared": self.sum_pi_squared,
+            "full_kl": self.reference is not None,
+        }
+        return ("log_probs", *(name for name, wanted in asked.items() if wanted))
+
+    def whole(self, module: Any, micro: Batch) -> Outputs:
+        """One forward pass of a causal language model of any family."""
+        if self.reference is not None:
+            seqs = left_align(micro)
+            return self._read(model_logits(module, seqs), seqs, micro)
+        out = token_outputs(
+            module, micro, self.temperature, reference=None, readout=self.readout, **self._asked()
+        )
+        return {name: getattr(out, name) for name in self.names()}
+
+    def at(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+        """The head and the softmax."""
+        logits = response_logits(module.get_output_embeddings(), hidden, seqs)
+        return self._read(logits, seqs, micro)
+
+    def _read(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+        theirs = None if self.reference is None else self.reference(micro)
+        out = read_tokens(
+            logits,
+            seqs,
+            micro,
+            self.temperature,
+            readout=self.readout,
+            reference_logits=theirs,
+            **self._asked(),
+        )
+        return {name: getattr(out, name) for name in self.names()}
+
+    def _asked(self) -> dict[str, bool]:
+        return {
+            "entropy": self.entropy,
+            "entropy_gradient": self.entropy_gradient,
+            "sum_pi_squared": self.sum_pi_squared,
+        }
+
+
+class ValueReader:
+    """Values of a critic."""
+
+    def names(self) -> tuple[str, ...]:
+        """`values` alone."""
+        return ("values",)
+
+    def whole(self, module: nn.Module, micro: Batch) -> Outputs:
+        """One forward pass of anything that gives values `[b, L]` for tokens `[b, L]`."""
+        return {"values": response_values(module, micro)}
+
+    def at(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+        """The value head."""
+        return {"values": read_values(module.values(hidden), seqs, micro)}

@@ -1,0 +1,133 @@
+"""Rollout on many ranks, whatever layout trains: it samples what one rank samples. Gloo ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import run_ranks
+from tiny_engine import training_batch, write_tiny_folder
+
+from engine.batch import Batch
+from engine.config import ActorConfig, LoRAConfig, RolloutConfig
+from engine.controller.shares import take_share
+from engine.parallel.layout import Layout
+from engine.trainers.layouts import rollout_mesh
+from engine.workers.actor import ActorWorker
+from engine.workers.base import WorkerContext
+from engine.workers.mesh import Mesh
+from engine.workers.mounted import Resharded, Shared, WithAdapters
+from engine.workers.rollout import RolloutWorker
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [5, 9], [21, 22], [7, 7, 7]]
+ROWS = 12
+
+
+def course(folder: str, parallel: dict[str, Any], tp: int, lora: int = 0) -> dict[str, Any]:
+    """Sample, update, sample again, on this rank's share of the prompts."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    config = ActorConfig.model_validate(
+        {"use_kl_loss": False, "optim": {"lr": 2e-2, "warmup_ratio": 0.0}, "parallel": parallel}
+    )
+    layout = Layout.of(config.parallel)
+    training, sampling = Mesh(tuple(layout.sizes.items())), rollout_mesh(layout, tp)
+    shared: dict[str, Any] = {}
+    common: dict[str, Any] = {"model_path": folder, "seed": 0, "lora": LoRAConfig(rank=lora)}
+    actor = ActorWorker(
+        WorkerContext("actor", rank, world, shared, training),
+        config=config,
+        temperature=1.0,
+        total_steps=3,
+        **common,
+    )
+    rollout = RolloutWorker(
+        WorkerContext("rollout", rank, world, shared, sampling),
+        config=RolloutConfig(n=2, tensor_parallel_size=tp),
+        max_response_length=8,
+        max_model_len=32,
+        **common,
+    )
+    prompts = Batch({"group_ids": torch.arange(len(PROMPTS))}, {"prompt_ids": PROMPTS})
+    share = sampling.share(rank)
+    samples = []
+    for step in range(2):
+        mine, _ = take_share(prompts, share)
+        done = rollout.generate(mine)
+        tokens = done["responses"] * done["response_mask"].long()
+        samples.append(
+            [
+                (t.tolist(), p.tolist())
+                for t, p in zip(tokens, done["rollout_log_probs"], strict=True)
+            ]
+        )
+        actor.update(take_share(training_batch(ROWS, seed=step), training.share(rank))[0])
+    mounted = rollout.mounted
+    moved = mounted.moved.received if isinstance(mounted, Resharded) else 0
+    return {
+        "samples": samples,
+        "part": share.index,
+        "kind": type(mounted),
+        "moved": moved,
+        "model": sum(p.numel() * 4 for p in actor.spread.module.parameters()),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_folder(tmp_path_factory.mktemp("rollout") / "model"))
+
+
+def rows(results: list[dict[str, Any]]) -> list[Any]:
+    """The ranks' samples as the controller would stack them, without padding."""
+    parts = {result["part"]: result for result in reversed(results)}
+    return [
+        ([t for t in tokens if t], log_probs)
+        for step in range(2)
+        for index in sorted(parts)
+        for tokens, log_probs in parts[index]["samples"][step]
+    ]
+
+
+CASES: list[tuple[dict[str, Any], int, type]] = [
+    ({"dp": 2}, 1, Shared),
+    ({"tp": 2}, 2, Shared),
+    ({"tp": 2}, 1, Resharded),
+    ({"fsdp": 2}, 2, Resharded),
+    ({"pp": 2}, 1, Resharded),
+    ({"fsdp": 2, "tp": 2}, 2, Resharded),
+    ({"pp": 2, "tp": 2}, 2, Resharded),
+    ({"dp": 2, "fsdp": 2}, 1, Resharded),
+]
+
+
+@pytest.mark.parametrize(("parallel", "tp", "kind"), CASES)
+def test_ranks_sample_what_one_rank_samples(
+    folder: str, alone: list[Any], parallel: dict[str, Any], tp: int, kind: type
+) -> None:
+    results = run_ranks(Layout(**parallel).world_size, course, folder, parallel, tp)
+    assert {result["kind"] for result in results} == {kind}
+    same(rows(results), alone)
+    for result in results:
+        assert (result["moved"] > 0) == (kind is Resharded)
+
+
+def test_adapters_of_a_sharded_policy_are_gathered_for_rollout(folder: str) -> None:
+    one = run_ranks(1, course, folder, {}, 1, 4)
+    two = run_ranks(2, course, folder, {"fsdp": 2}, 1, 4)
+    assert {result["kind"] for result in two} == {WithAdapters}
+    same(rows(two), rows(one))
+
+
+@pytest.fixture(scope="module")
+def alone(folder: str) -> list[Any]:
+    return rows(run_ranks(1, course, folder, {}, 1))
+
+
+def same(found: list[Any], wanted: list[Any]) -> None:
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+    assert found[: len(found) // 2] != found[len(found) // 2 :], "the update must be seen"
+    for (_, ours), (tokens, theirs) in zip(found, wanted, strict=True):
+        assert ours[: len(tokens)] == pytest.approx(theirs[: len(tokens)], abs=5e-4)
