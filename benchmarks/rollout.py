@@ -1,6 +1,7 @@
 """Rollout speed: our engines beside transformers.generate, on one model, prompts and length mix.
 
-`python benchmarks/rollout.py --help`. The model is Qwen2-shaped with random weights. Lengths are
+`python benchmarks/rollout.py --help`; `--all` runs every size in float32 and bfloat16 on the
+long-tailed mix and ends with one table of ratios. The model is Qwen2-shaped with random weights. Lengths are
 either fixed or long-tailed: stop tokens with a total probability of 1/mean, cut at the limit. The
 contestants take turns within a repeat, so that a busy machine slows all of them alike; the best
 repeat of each counts. A token is useful if it is part of a completion: what is decoded after an end
@@ -29,6 +30,7 @@ SIZES = {
     "10M": (320, 960, 8, 10, 2, 4096),
     "100M": (768, 2304, 12, 12, 4, 16384),
 }
+DTYPES = ("float32", "bfloat16")
 Rollout = Callable[[int], int]  # seed → useful tokens
 
 
@@ -37,26 +39,53 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     torch.set_num_threads(args.threads)
+    cases = every_case(args) if args.all else [args]
+    table = []
+    for case in cases:
+        results = run(case)
+        table.append({"case": vars(case), "results": results})
+        report(case, results)
+    if args.all:
+        summary(table)
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(table if args.all else table[0], file, indent=2)
+
+
+def every_case(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """All sizes and dtypes on the long-tailed mix; the largest with an eighth of the prompts."""
+    cases = []
+    for size in args.sizes:
+        for dtype in DTYPES:
+            prompts = max(1, args.prompts // 8) if size == "100M" else args.prompts
+            changes = {"size": size, "dtype": dtype, "mix": "tail", "prompts": prompts}
+            cases.append(argparse.Namespace(**(vars(args) | changes)))
+    return cases
+
+
+def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """One case: the engines' rates by name."""
     model, prompts, params = make_case(args)
     contestants: dict[str, Rollout] = {}
     engines = []
-    for name in args.engines:
-        if name == "transformers":
-            contestants[name] = with_transformers(model, prompts, params, args.max_num_seqs)
-            continue
-        engine = create_engine(
-            name,
-            model,
-            max_num_seqs=args.max_num_seqs,
-            max_model_len=args.prompt_length * 2 + args.max_new_tokens,
-            kv_cache_memory_mb=args.kv_cache_memory_mb,
-        )
-        engines.append(engine)
-        contestants[name] = with_engine(engine, prompts, params)
-    results = compete(contestants, args.repeats)
-    report(args, model, results)
-    for engine in engines:
-        engine.close()
+    try:
+        for name in args.engines:
+            if name == "transformers":
+                contestants[name] = with_transformers(model, prompts, params, args.max_num_seqs)
+                continue
+            engine = create_engine(
+                name,
+                model,
+                max_num_seqs=args.max_num_seqs,
+                max_model_len=args.prompt_length * 2 + args.max_new_tokens,
+                kv_cache_memory_mb=args.kv_cache_memory_mb,
+            )
+            engines.append(engine)
+            contestants[name] = with_engine(engine, prompts, params)
+        return compete(contestants, args.repeats)
+    finally:
+        for engine in engines:
+            engine.close()
 
 
 def parse_args() -> argparse.Namespace:
@@ -64,8 +93,10 @@ def parse_args() -> argparse.Namespace:
         description="Tokens per second of the rollout engines against transformers.generate.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    parser.add_argument("--all", action="store_true", help="every size, both dtypes, tail mix")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="of --all")
     parser.add_argument("--size", choices=SIZES, default="1M", help="model size")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--mix", choices=["tail", "fixed"], default="tail", help="length mix")
     parser.add_argument("--mean-length", type=int, default=20, help="mean length of a long tail")
     parser.add_argument("--prompts", type=int, default=64)
@@ -83,11 +114,9 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_case(
-    args: argparse.Namespace,
-) -> tuple[Qwen2ForCausalLM, list[list[int]], SamplingParams]:
-    """Return the model, the prompts and how to sample."""
-    hidden, intermediate, layers, heads, kv_heads, vocabulary = SIZES[args.size]
+def build_model(size: str, dtype: str) -> Qwen2ForCausalLM:
+    """A Qwen2-shaped model with random weights."""
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = SIZES[size]
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=vocabulary,
@@ -100,7 +129,14 @@ def make_case(
         tie_word_embeddings=True,
         initializer_range=0.002,  # near-uniform samples: the stop tokens set the mean length
     )
-    model = Qwen2ForCausalLM(config).to(getattr(torch, args.dtype)).eval()
+    return Qwen2ForCausalLM(config).to(getattr(torch, dtype)).eval()
+
+
+def make_case(
+    args: argparse.Namespace,
+) -> tuple[Qwen2ForCausalLM, list[list[int]], SamplingParams]:
+    """Return the model, the prompts and how to sample."""
+    model, vocabulary = build_model(args.size, args.dtype), SIZES[args.size][-1]
     stops = round(vocabulary / args.mean_length) if args.mix == "tail" else 0
     low, high = args.prompt_length - args.prompt_length // 3, args.prompt_length * 4 // 3
     lengths = torch.randint(low, high + 1, (args.prompts,)).tolist()
@@ -176,25 +212,36 @@ def compete(contestants: dict[str, Rollout], repeats: int) -> dict[str, dict[str
     return best
 
 
-def report(
-    args: argparse.Namespace, model: Qwen2ForCausalLM, results: dict[str, dict[str, float]]
-) -> None:
-    size = sum(p.numel() for p in model.parameters()) / 1e6
+def report(args: argparse.Namespace, results: dict[str, dict[str, float]]) -> None:
+    """Print one case."""
     print(
-        f"Qwen2 shape, {size:.1f}M parameters, {args.dtype}, {args.threads} thread(s); "
+        f"Qwen2 shape, {args.size} parameters, {args.dtype}, {args.threads} thread(s); "
         f"{args.prompts} prompts × {args.n}, {args.mix} lengths up to {args.max_new_tokens}"
     )
-    base = results.get("transformers", next(iter(results.values())))
     print(f"{'engine':<14}{'tokens':>9}{'tokens/s':>11}{'tokens/CPU s':>14}{'ratio':>8}")
     for name, figures in results.items():
-        ratio = figures["cpu"] / base["cpu"]
         print(
             f"{name:<14}{figures['tokens']:>9.0f}{figures['wall']:>11.0f}"
-            f"{figures['cpu']:>14.0f}{ratio:>7.2f}x"
+            f"{figures['cpu']:>14.0f}{ratio(results, name):>7.2f}x",
+            flush=True,
         )
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"case": vars(args), "results": results}, file, indent=2)
+
+
+def summary(table: list[dict[str, Any]]) -> None:
+    """Print all cases side by side: tokens a CPU second, and the ratio to transformers' rate."""
+    names = list(table[0]["results"])
+    print("\nUseful tokens per CPU second, long-tailed lengths (ratio to transformers.generate)")
+    print(f"{'model':<16}" + "".join(f"{name:>22}" for name in names))
+    for entry in table:
+        case, results = entry["case"], entry["results"]
+        cells = (f"{results[n]['cpu']:.0f} ({ratio(results, n):.2f}x)" for n in names)
+        print(f"{case['size'] + ' ' + case['dtype']:<16}" + "".join(f"{c:>22}" for c in cells))
+
+
+def ratio(results: dict[str, dict[str, float]], name: str) -> float:
+    """How many times faster `name` is than transformers, or than the first if it is not there."""
+    base = results.get("transformers", next(iter(results.values())))
+    return results[name]["cpu"] / base["cpu"]
 
 
 if __name__ == "__main__":

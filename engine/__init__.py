@@ -1,11 +1,47 @@
 """HybridFlyte's post-training engine: dataflows over roles, on one process or many.
 
-Importing it loads nothing heavy; the one thing it does is to keep torch's threads from spinning.
+Importing it loads nothing heavy: the public names below are loaded when they are first used. The
+one thing it does is to keep torch's threads from spinning.
 """
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
 
 # Threads of OpenMP wait for each other by spinning for a long time. On a machine with other work
 # that turns milliseconds into seconds; with a short spin they sleep soon, and lose nothing when
 # the machine is idle. It counts only when set before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+if TYPE_CHECKING:
+    from engine.hybrid import HybridActor, measure_switch_overhead
+    from engine.models import create_critic_model
+    from engine.trainers.rl import RLTrainer
+    from engine.trainers.sft import SFTTrainer
+
+__all__ = [
+    "HybridActor",
+    "RLTrainer",
+    "SFTTrainer",
+    "create_critic_model",
+    "measure_switch_overhead",
+]
+
+_HOMES = {
+    "HybridActor": "engine.hybrid",
+    "RLTrainer": "engine.trainers.rl",
+    "SFTTrainer": "engine.trainers.sft",
+    "create_critic_model": "engine.models",
+    "measure_switch_overhead": "engine.hybrid",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -24,6 +24,8 @@ from engine.errors import LineageError, StorageError
 from engine.lineage.manifest import (
     MANIFEST,
     Draft,
+    Manifest,
+    read_manifest,
     tree_digest,
     verify,
     write_manifest,
@@ -60,8 +62,9 @@ def staging(kind: str) -> Iterator[Path]:
 def publish(folder: str | Path, draft: Draft) -> Path:
     """Write the manifest of a staged folder and move it to its place; return that place.
 
-    An equal artifact that is already there is kept when it is whole and replaced when it is not.
-    Every file is on disk before the rename, so a published folder is never half-written. Raises
+    An equal artifact that is already there is kept when it is whole and replaced when it is not. One
+    of equal content that was made of other parents or by another configuration keeps its place, and
+    this one goes beside it, so that either's manifest tells what made it. Every file is on disk before the rename, so a published folder is never half-written. Raises
     StorageError for an empty folder or when the disk refuses.
     """
     folder = Path(folder)
@@ -70,7 +73,7 @@ def publish(folder: str | Path, draft: Draft) -> Path:
     with _writing(folder):
         manifest = write_manifest(folder, draft)
         fsync_tree(folder)
-        target = artifact_path(manifest.kind, manifest.digest)
+        target = _place_of(manifest)
         target.parent.mkdir(parents=True, exist_ok=True)
         _move_into_place(folder, target, manifest.digest)
     return target
@@ -139,6 +142,18 @@ def _is_current(target: Path, filesystem: object, remote: str) -> bool:
         verify(target)
         return True
     return False
+
+
+def _place_of(manifest: Manifest) -> Path:
+    """Return where an artifact goes: named by content, and by making where the content has two."""
+    place = artifact_path(manifest.kind, manifest.digest)
+    try:
+        standing = read_manifest(place)
+    except LineageError:
+        return place  # nothing there, or nothing whole, which is replaced
+    if standing.digest != manifest.digest or standing.making == manifest.making:
+        return place
+    return place.with_name(f"{place.name}-{manifest.making[:8]}")
 
 
 def _move_into_place(folder: Path, target: Path, digest: str) -> None:

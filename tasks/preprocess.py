@@ -7,6 +7,7 @@ data contract of `tasks.schemas`), `tokenizer/` (Hugging Face), `dataset.json` (
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
 SPLITS = ("sft_train", "sft_validation", "train", "validation", "test")
 
 
-@task(cache=stage_cache(), requests=SMALL, container_image=IMAGE)
+@task(
+    cache=stage_cache(),
+    requests=SMALL,
+    container_image=IMAGE,
+    retries=3,
+    interruptible=True,
+    timeout=timedelta(hours=2),
+)
 def preprocess(
     run: RunContext,
     data: DataConfig,

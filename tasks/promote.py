@@ -8,6 +8,7 @@ champion of another day is another input; doing it again for the same model chan
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from engine.tracking.registry import ModelVersion
 
 
-@task(cache=False, requests=LARGE, container_image=IMAGE)
+# On machines that stay: it may be moving an alias. Doing it again changes nothing.
+@task(cache=False, requests=LARGE, container_image=IMAGE, retries=2, timeout=timedelta(hours=6))
 def promote(
     run: RunContext,
     dataset: FlyteDirectory,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tasks.context import (
 )
 
 
-@task(cache=False, requests=SMALL, container_image=IMAGE)
+@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
 def report(
     run: RunContext,
     config_digest: str,

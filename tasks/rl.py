@@ -7,23 +7,25 @@ with `trainer.timeline_steps` a `timeline.json` for https://ui.perfetto.dev.
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 
-from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, LoRAConfig, RLConfig
-from tasks.context import IMAGE, SMALL, RunContext, say, stage, stage_cache
-from tasks.ray_cluster import LAPTOP_STORE, RAY_CLUSTER
+from tasks.context import SMALL, RunContext, say, stage, stage_cache
+from tasks.ray_cluster import LAPTOP_STORE, ray_cluster
+from tasks.variants import on_profiles
 
 # Requests are the submitter's; they are copied to no Ray pod that has a template of its own.
 
 
-@task(
-    task_config=RAY_CLUSTER,
+@on_profiles(
+    task_config=ray_cluster,
     cache=stage_cache(),
     requests=SMALL,
-    container_image=IMAGE,
-    retries=1,
+    retries=5,
+    interruptible=True,
+    timeout=timedelta(days=3),
 )
 def rl(
     run: RunContext,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import ModelConfig, SFTConfig
-from tasks.context import IMAGE, LARGE, RunContext, say, stage, stage_cache
+from tasks.context import LARGE, RunContext, say, stage, stage_cache
+from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,7 +18,13 @@ if TYPE_CHECKING:
     from engine.trainers.sft import Example
 
 
-@task(cache=stage_cache(), requests=LARGE, container_image=IMAGE, retries=1)
+@on_profiles(
+    cache=stage_cache(),
+    requests=LARGE,
+    retries=3,
+    interruptible=True,
+    timeout=timedelta(hours=12),
+)
 def sft(
     run: RunContext,
     dataset: FlyteDirectory,

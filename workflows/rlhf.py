@@ -11,22 +11,25 @@ from flytekit import workflow
 from flytekit.types.file import FlyteFile
 
 from tasks.evaluate import evaluate
+from tasks.failure import rlhf_failed
 from tasks.inputs import RLHFConfig
 from tasks.plan import plan
 from tasks.preprocess import preprocess
+from tasks.profiles import ProfileName
 from tasks.promote import promote
 from tasks.report import report
 from tasks.rl import rl
 from tasks.sft import sft
 
 
-@workflow
+@workflow(on_failure=rlhf_failed)
 def rlhf(
     config: RLHFConfig = RLHFConfig(),  # noqa: B008 (frozen)
     source: str = "",
     path: str = "",
     model: str = "",
     seed: int = -1,
+    profile: ProfileName = ProfileName.LAPTOP,
 ) -> FlyteFile:
     """Warm-start a model, improve it by RL, compare both, and promote the better one.
 
@@ -36,11 +39,12 @@ def rlhf(
         path: Folder, s3:// prefix or hub id of the data; empty: as in config.
         model: Hugging Face model folder to start from; empty: as in config.
         seed: Seed of data, weights and sampling; negative: as in config.
+        profile: Machines to run on; without a layout in config, also how the model is spread.
 
     Returns:
         The run's summary.json.
     """
-    p = plan(config=config, source=source, path=path, model=model, seed=seed)
+    p = plan(config=config, source=source, path=path, model=model, seed=seed, profile=profile)
     dataset = preprocess(
         run=p.run,
         data=p.data,
@@ -51,6 +55,7 @@ def rlhf(
         seed=p.seed,
     )
     warm_start = sft(
+        p.profile,
         run=p.run,
         dataset=dataset,
         start=p.start,
@@ -59,6 +64,7 @@ def rlhf(
         seed=p.seed,
     )
     policy = rl(
+        p.profile,
         run=p.run,
         dataset=dataset,
         warm_start=warm_start,
@@ -68,6 +74,7 @@ def rlhf(
         seed=p.seed,
     )
     evaluation = evaluate(
+        p.profile,
         run=p.run,
         dataset=dataset,
         warm_start=warm_start,

@@ -28,6 +28,7 @@ from engine.config.rl import (
     RolloutConfig,
     TrainerConfig,
 )
+from engine.config.server import ServerConfig
 from engine.config.training import OptimConfig, SFTConfig
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "RolloutCorrectionConfig",
     "SFTConfig",
     "Section",
+    "ServerConfig",
     "TrackingConfig",
     "TrainerConfig",
     "digest",

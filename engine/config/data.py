@@ -25,14 +25,34 @@ class DataConfig(Section):
 
 
 class LoRAConfig(Section):
-    """Train low-rank adapters, and leave the model's own weights as they are."""
+    """Train low-rank adapters, and leave the model's own weights as they are.
+
+    An adapter's folder as `model.path` is merged into its base, and that is what training starts
+    from, with new adapters if `rank` asks for them; with `from_folder` its own adapters are trained
+    on, and the reference is their base.
+    """
 
     rank: int = Field(0, ge=0, description="Rank of the adapters; 0: train all weights")
+    from_folder: bool = Field(
+        False, description="Train on the adapters in model.path: their rank, alpha and modules"
+    )
+    quantize: Literal["", "nf4", "int8"] = Field(
+        "", description="QLoRA: keep the model's own matrices in 4 or 8 bits (bitsandbytes)"
+    )
     alpha: float = Field(32.0, gt=0, description="An adapter's output is scaled by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="Of adapters' inputs, in the warm start")
     target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
         "all-linear", description="Modules with an adapter: all but the head, or names like q_proj"
     )
+
+    @model_validator(mode="after")
+    def _quantized_base_has_adapters(self) -> Self:
+        if self.quantize and not (self.rank or self.from_folder):
+            raise ValueError(
+                f"quantize={self.quantize!r} without adapters leaves nothing to train; set "
+                "rank > 0 or from_folder=true, or leave quantize empty"
+            )
+        return self
 
 
 class ModelConfig(Section):

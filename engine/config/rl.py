@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from engine.config.algorithm import AlgorithmConfig
 from engine.config.base import Section
+from engine.config.parallel import ParallelConfig
+from engine.config.server import ServerConfig
 from engine.config.training import OptimConfig
 
 
@@ -50,6 +52,7 @@ class ActorConfig(Section):
     use_kl_loss: bool = Field(True, description="KL to the reference as a term of the loss")
     kl_loss_coef: float = Field(0.001, ge=0)
     kl_loss_type: str = Field("low_var_kl", description="KL estimator in the loss")
+    parallel: ParallelConfig = ParallelConfig()
 
 
 class CriticConfig(Section):
@@ -60,21 +63,26 @@ class CriticConfig(Section):
     ppo_epochs: int = Field(2, ge=1)
     max_tokens_per_micro_batch: int = Field(16384, ge=64)
     cliprange_value: float = Field(0.5, gt=0)
+    parallel: ParallelConfig | None = Field(None, description="None: as the actor's")
 
 
 class RolloutConfig(Section):
     """How completions are sampled."""
 
-    engine: str = Field("native", description="native or vllm")
+    engine: str = Field("native", description="native, vllm or server")
     n: int = Field(8, ge=1, description="Completions a prompt")
     temperature: float = Field(1.0, gt=0)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="Ranks that decode together; the others of the actor's are copies"
+    )
     parts: int = Field(
         1, ge=1, description="Parts whose rewards are computed while the rest still decodes"
     )
     max_num_seqs: int = Field(512, ge=1, description="Completions decoded at once")
     kv_cache_memory_mb: int = Field(256, ge=16, description="vLLM's KV cache (CPU)")
+    server: ServerConfig = ServerConfig()
 
 
 class OverlongBufferConfig(Section):

@@ -1,7 +1,13 @@
 """The manifest of an artifact folder: what it holds, what made it, and what it came from.
 
-What lives here: the model of `manifest.json`, hashing a folder, writing, reading and checking.
-What does not: where artifacts are kept (`engine.artifacts`), walking parents (`.tree`).
+What lives here: the model of `manifest.json`, writing, reading, and comparing it with its folder.
+What does not: hashing (`.hashing`), where artifacts are kept (`engine.artifacts`), walking parents
+(`.graph`), checking a whole graph (`.audit`).
+
+A manifest names its parents by the digest of their content and by that of their manifest.json, so
+an edit of a manifest's own words (its parents, configuration or metrics) shows in its children. The
+tip of a chain has no child: its manifest's digest stands in the model registry, as the tag
+`manifest_digest` of the version.
 """
 
 from __future__ import annotations
@@ -15,25 +21,30 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
+from engine.disk import fsync
 from engine.errors import LineageError
 from engine.lineage.code import code_version, sources_digest
+from engine.lineage.hashing import (
+    MANIFEST,
+    SHA256,
+    FileEntry,
+    as_path,
+    content_digest,
+    hash_file,
+    hash_files,
+    read_bytes,
+    tree_digest,
+)
 
-MANIFEST = "manifest.json"
-SCHEMA_VERSION = 1
-SHA256 = r"^[0-9a-f]{64}$"
+SCHEMA_VERSION = 2
+READABLE = (1, 2)  # 1 has no digests of the parents' manifests
+SOURCE = "source"  # kind of data that was made elsewhere and has no manifest
 
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-
-class FileEntry(_Frozen):
-    """One file of an artifact."""
-
-    size: int = Field(ge=0, description="Bytes, e.g. 5242880")
-    sha256: str = Field(pattern=SHA256)
 
 
 class Parent(_Frozen):
@@ -43,6 +54,7 @@ class Parent(_Frozen):
     kind: str = Field(min_length=1, description="e.g. `sft`; `source` for data made elsewhere")
     digest: str = Field(min_length=1, description="Content digest, hex")
     uri: str = Field("", description="Folder or address; empty for what has none")
+    manifest: str = Field("", description="SHA-256 of its manifest.json; empty for a source")
 
 
 class Draft(_Frozen):
@@ -55,6 +67,12 @@ class Draft(_Frozen):
     flyte_execution: str = ""
     mlflow_run: str = ""
 
+    @property
+    def making(self) -> str:
+        """A digest (hex) of what made it: kind, parents' content and parts, configuration."""
+        parents = sorted((p.name, p.kind, p.digest) for p in self.parents)
+        return json_digest({"kind": self.kind, "parents": parents, "config": self.config})
+
 
 class Manifest(Draft):
     """All of `manifest.json`."""
@@ -66,46 +84,18 @@ class Manifest(Draft):
     sources_digest: str
     config_digest: str
     created_at: datetime
+    _own_digest: str = PrivateAttr("")
+
+    @property
+    def own_digest(self) -> str:
+        """SHA-256 (hex) of the bytes of manifest.json that it was read from or written to."""
+        return self._own_digest
 
     def as_parent(self, name: str, uri: str | Path = "") -> Parent:
         """Return the reference that a child of this artifact writes into its own manifest."""
-        return Parent(name=name, kind=self.kind, digest=self.digest, uri=str(uri))
-
-
-def hash_files(folder: str | Path) -> dict[str, FileEntry]:
-    """Hash every file below `folder` but its manifest, in the order of their paths.
-
-    Raises LineageError when the folder is missing or holds a link, which a copy of the folder
-    would not carry.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise LineageError(f"artifact folder {folder} does not exist; check the path")
-    entries = {}
-    for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
-        name = path.relative_to(folder).as_posix()
-        if path.is_symlink():
-            raise LineageError(f"{path} is a link; put a copy of what it points to in its place")
-        if path.is_file() and name != MANIFEST:
-            entries[name] = FileEntry(size=path.stat().st_size, sha256=hash_file(path))
-    return entries
-
-
-def hash_file(path: str | Path) -> str:
-    """Return the SHA-256 (hex) of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def content_digest(files: Mapping[str, FileEntry]) -> str:
-    """Return the SHA-256 (hex) over the sorted paths and the hashes of the files' bytes."""
-    lines = (f"{name}\0{files[name].sha256}\n" for name in sorted(files))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def tree_digest(folder: str | Path) -> str:
-    """Return the content digest of a folder, its manifest left out."""
-    return content_digest(hash_files(folder))
+        return Parent(
+            name=name, kind=self.kind, digest=self.digest, uri=str(uri), manifest=self.own_digest
+        )
 
 
 def json_digest(values: Mapping[str, Any]) -> str:
@@ -117,7 +107,7 @@ def json_digest(values: Mapping[str, Any]) -> str:
 
 
 def write_manifest(folder: str | Path, draft: Draft) -> Manifest:
-    """Hash `folder`, write its manifest.json in one step, and return it.
+    """Hash a local `folder`, write its manifest.json in one step, and return it.
 
     Raises LineageError when the configuration is not JSON.
     """
@@ -136,14 +126,17 @@ def write_manifest(folder: str | Path, draft: Draft) -> Manifest:
         config_digest=config_digest,
         created_at=datetime.now(UTC).replace(microsecond=0),
     )
+    data = (manifest.model_dump_json(indent=2) + "\n").encode()
     draft_file = folder / f".{MANIFEST}.{os.getpid()}"
     try:
-        draft_file.write_text(manifest.model_dump_json(indent=2) + "\n")
+        draft_file.write_bytes(data)
+        fsync(draft_file)
         os.replace(draft_file, folder / MANIFEST)
     except BaseException:
         with contextlib.suppress(OSError):
             draft_file.unlink(missing_ok=True)
         raise
+    manifest._own_digest = hashlib.sha256(data).hexdigest()
     return manifest
 
 
@@ -154,60 +147,97 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     where = f"{str(folder).rstrip('/')}/{MANIFEST}"
     try:
-        values = json.loads(_read_bytes(where))
-    except (FileNotFoundError, NotADirectoryError):
+        data = read_bytes(where)
+    except FileNotFoundError:
         raise LineageError(
             f"{folder} has no {MANIFEST}; give the folder of an artifact that a stage published"
         ) from None
-    except (OSError, ValueError) as error:
+    return parse_manifest(data, where)
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """Return the manifest of these bytes; LineageError, which names `where`, if they are none."""
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise LineageError(f"can't read {where}: {error}") from error
-    if isinstance(values, dict) and values.get("schema_version", 0) != SCHEMA_VERSION:
+    if isinstance(values, dict) and values.get("schema_version", 0) not in READABLE:
         raise LineageError(
             f"{where} has schema version {values.get('schema_version')!r}, this code reads "
-            f"{SCHEMA_VERSION}; use the code that wrote it"
+            f"{READABLE[0]} to {READABLE[-1]}; use the code that wrote it"
         )
     try:
-        return Manifest.model_validate(values)
+        manifest = Manifest.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the whole"
         raise LineageError(f"{where} is not a manifest: {field}: {first['msg']}") from None
+    manifest._own_digest = hashlib.sha256(data).hexdigest()
+    return manifest
 
 
 def verify(folder: str | Path) -> Manifest:
-    """Re-hash a local artifact folder and return its manifest.
+    """Re-hash a local or remote artifact folder, where it is, and return its manifest.
 
     Raises LineageError that names the first file which is missing, added, or differs.
     """
     manifest = read_manifest(folder)
-    found = hash_files(folder)
+    for fault in differences(folder, manifest):
+        raise LineageError(fault)
+    return manifest
+
+
+def differences(folder: str | Path, manifest: Manifest) -> list[str]:
+    """Re-hash a folder; return a sentence for each thing that is not as its manifest says."""
+    try:
+        found = hash_files(folder)
+    except LineageError as error:
+        return [str(error)]
+    faults = []
     for name in sorted(manifest.files.keys() | found.keys()):
         if name not in found:
-            raise LineageError(f"{folder}: {name} is in the manifest but not in the folder")
-        if name not in manifest.files:
-            raise LineageError(f"{folder}: {name} is in the folder but not in the manifest")
-        if found[name] != manifest.files[name]:
-            raise LineageError(
+            faults.append(f"{folder}: {name} is in the manifest but not in the folder")
+        elif name not in manifest.files:
+            faults.append(f"{folder}: {name} is in the folder but not in the manifest")
+        elif found[name] != manifest.files[name]:
+            faults.append(
                 f"{folder}: {name} differs from the manifest: {found[name].size} bytes of SHA-256 "
                 f"{found[name].sha256[:12]}, recorded {manifest.files[name].size} bytes of "
                 f"{manifest.files[name].sha256[:12]}"
             )
+    if faults:
+        return faults
+    try:
+        config_digest = json_digest(manifest.config)
+    except ValueError:
+        return [f"{folder}/{MANIFEST}: config is not JSON; the manifest was edited"]
     for label, recorded, computed in (
         ("digest", manifest.digest, content_digest(found)),
-        ("config_digest", manifest.config_digest, json_digest(manifest.config)),
+        ("config_digest", manifest.config_digest, config_digest),
     ):
         if recorded != computed:
-            raise LineageError(
+            faults.append(
                 f"{folder}/{MANIFEST}: {label} is {recorded[:12]} where its content gives "
                 f"{computed[:12]}; the manifest was edited"
             )
-    return manifest
+    return faults
 
 
-def _read_bytes(where: str) -> bytes:
-    if "://" not in where:
-        return Path(where).read_bytes()
-    import fsspec
-
-    with fsspec.open(where, "rb") as file:
-        return bytes(file.read())
+__all__ = [
+    "MANIFEST",
+    "SOURCE",
+    "Draft",
+    "FileEntry",
+    "Manifest",
+    "Parent",
+    "as_path",
+    "content_digest",
+    "differences",
+    "hash_file",
+    "hash_files",
+    "parse_manifest",
+    "read_manifest",
+    "tree_digest",
+    "verify",
+    "write_manifest",
+]

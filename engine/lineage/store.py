@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 HOME_VARIABLE = "HYBRIDFLYTE_HOME"
+ARTIFACTS = "artifacts"
 
 
 def home() -> Path:
@@ -15,4 +16,4 @@ def home() -> Path:
 
 def artifact_path(kind: str, digest: str) -> Path:
     """Return where the artifact with this content digest (hex) is or would be published."""
-    return home() / "artifacts" / kind / digest[:16]
+    return home() / ARTIFACTS / kind / digest[:16]

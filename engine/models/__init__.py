@@ -14,8 +14,8 @@ from engine.models.lora import (
     adapter_parameters,
     add_adapters,
     has_adapters,
-    policy_model,
 )
+from engine.models.policy import policy_model, resolve_lora
 from engine.models.save import save_model
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "load_model",
     "policy_model",
     "require_model_folder",
+    "resolve_lora",
     "save_model",
     "vocabulary_and_context",
 ]

@@ -27,6 +27,10 @@ class CriticModel(nn.Module):
         hidden = self.backbone(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False
         ).last_hidden_state
+        return self.values(hidden)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Values `[B, L]` (float32) of the backbone's outputs `[B, L, H]`."""
         return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
 
 

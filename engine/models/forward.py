@@ -2,23 +2,30 @@
 
 Rows are moved to the left so that each starts at column 0 and padding comes last: causal attention
 alone then keeps padding out, without a mask, and only response positions meet the vocabulary head.
-Micro-batching (which rows go together) is the workers' matter.
+A model that `packing.apply_packing` was called on runs its body on the rows end to end, without
+padding; results have the same shapes.
+
+The pass is made of parts, for models whose parts are on several ranks: `hidden_states` (the body),
+`response_logits` (the head), `read_tokens` (statistics of softmax, by a `Readout`). Which rows go
+together (micro-batching), and how ranks compute a readout together, is not settled here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from engine.algorithms.kl_full import full_kl
 from engine.batch import Batch
 from engine.errors import DataError
 from engine.models.critic import CriticModel
 from engine.models.lora import BaseOfPolicy
+from engine.models.packing import PackedRows, pack_rows, packed_forward, takes_packed_rows
+
+Model = nn.Module | BaseOfPolicy  # a transformers causal language model, or a policy's base
 
 # Families whose logits are exactly head(hidden): no soft-capping, scaling or extra bias.
 _PLAIN_HEADS = {"qwen2", "qwen3", "llama", "mistral", "gpt2", "gpt_neox", "phi3", "olmo2"}
@@ -33,6 +40,14 @@ class Sequences:
     positions: Tensor  # [N] long; column whose output predicts that token
     targets: Tensor  # [N] long; the token itself
     columns: Tensor  # [N] long; its column in the batch's [B, R] fields
+    lengths: Tensor | None = None  # [B] long; tokens of each row; None: a share of longer rows
+
+    def to(self, device: torch.device) -> Self:
+        """The same on `device`."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
+            values[name] = None if value is None else value.to(device)
+        return type(self)(**values)
 
 
 def left_align(batch: Batch) -> Sequences:
@@ -47,14 +62,15 @@ def left_align(batch: Batch) -> Sequences:
     if bool((prompt_lengths == 0).any()):
         row = int((prompt_lengths == 0).nonzero()[0, 0])
         raise DataError(f"row {row} of the batch has an empty prompt; give it at least one token")
-    length = int(mask.sum(1).max())
+    lengths = mask.sum(1)
+    length = int(lengths.max())
     start = ids.shape[1] - width - prompt_lengths  # first real column, [B]
     source = (start[:, None] + torch.arange(length, device=ids.device)).clamp(max=ids.shape[1] - 1)
     aligned = ids.gather(1, source)
     present = mask[:, ids.shape[1] - width :]
     rows, columns = present.nonzero(as_tuple=True)
     positions = prompt_lengths[rows] + columns - 1
-    return Sequences(aligned, rows, positions, batch["responses"][rows, columns], columns)
+    return Sequences(aligned, rows, positions, batch["responses"][rows, columns], columns, lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,68 +86,197 @@ class TokenOutputs:
     """KL(π ‖ π_ref), exact over the vocabulary, in nats."""
 
 
+class Readout(Protocol):
+    """Statistics of softmax(logits / temperature) for each token, from what this rank has of the
+    logits.
+
+    Takes logits `[N, V]` and targets `[N]`; returns float32 `[N]` by the names of TokenOutputs:
+    `log_probs` always; `entropy` (with a gradient if `entropy_gradient`) and `sum_pi_squared`
+    (never with one) where asked for; `full_kl` where `reference_logits [N, V]` are given, to which
+    no gradient flows.
+    """
+
+    def __call__(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        *,
+        entropy: bool = False,
+        entropy_gradient: bool = False,
+        sum_pi_squared: bool = False,
+        reference_logits: Tensor | None = None,
+    ) -> dict[str, Tensor]: ...
+
+
+def plain_readout(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
+    sum_pi_squared: bool = False,
+    reference_logits: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The readout of logits over the whole vocabulary."""
+    logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    log_softmax = logits.log_softmax(-1)
+    out = {"log_probs": log_softmax.gather(1, targets[:, None]).squeeze(1)}
+    spread = log_softmax if entropy_gradient else log_softmax.detach()
+    if entropy:
+        out["entropy"] = -(spread.exp() * spread).sum(-1)
+    if sum_pi_squared:
+        out["sum_pi_squared"] = spread.detach().exp().square().sum(-1)
+    if reference_logits is not None:
+        out["full_kl"] = full_kl(logits, reference_logits.float() / temperature)
+    return out
+
+
 def token_outputs(
-    model: PreTrainedModel | BaseOfPolicy,
+    model: Model,
     batch: Batch,
     temperature: float,
     *,
     entropy: bool = False,
     entropy_gradient: bool = False,
     sum_pi_squared: bool = False,
-    reference: PreTrainedModel | BaseOfPolicy | None = None,
+    reference: Model | None = None,
+    readout: Readout = plain_readout,
 ) -> TokenOutputs:
     """Run `model` over a batch, its distributions being softmax(logits / temperature).
 
     The optional outputs are computed on request; the KL to `reference` if one is given. Entropy
-    has a gradient only where asked for: without, its graph is not kept.
+    has a gradient only where asked for: without, its graph is not kept. The batch may be on
+    another device than the model; results are on the model's.
     """
     seqs = left_align(batch)
-    logits = _response_logits(model, seqs).float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    log_softmax = logits.log_softmax(-1)
-    picked = log_softmax.gather(1, seqs.targets[:, None]).squeeze(1)
-    spread = log_softmax if entropy_gradient else log_softmax.detach()
-    flat = {
-        "log_probs": picked,
-        "entropy": -(spread.exp() * spread).sum(-1) if entropy else None,
-        "sum_pi_squared": spread.detach().exp().square().sum(-1) if sum_pi_squared else None,
-    }
+    logits = model_logits(model, seqs)
+    theirs = None
     if reference is not None:
         with torch.no_grad():
-            theirs = _response_logits(reference, seqs).float() / temperature
-        flat["full_kl"] = full_kl(logits, theirs)
-    like = batch["responses"]
-    return TokenOutputs(
-        **{k: _scatter(v, seqs, like) for k, v in flat.items() if v is not None},
+            theirs = model_logits(reference, seqs)
+    return read_tokens(
+        logits,
+        seqs,
+        batch,
+        temperature,
+        readout=readout,
+        entropy=entropy,
+        entropy_gradient=entropy_gradient,
+        sum_pi_squared=sum_pi_squared,
+        reference_logits=theirs,
     )
 
 
 def response_log_probs(
-    model: PreTrainedModel | BaseOfPolicy, batch: Batch, temperature: float
+    model: Model,
+    batch: Batch,
+    temperature: float,
+    *,
+    readout: Readout = plain_readout,
 ) -> Tensor:
     """Log-probs `[B, R]` (float32) of the response tokens; 0 where there is no token."""
-    return token_outputs(model, batch, temperature).log_probs
+    return token_outputs(model, batch, temperature, readout=readout).log_probs
 
 
 def response_values(critic: CriticModel | nn.Module, batch: Batch) -> Tensor:
     """Values `[B, R]` of the states before each response token; 0 where there is no token."""
     seqs = left_align(batch)
-    values: Any = critic(seqs.input_ids, None)
+    if isinstance(critic, CriticModel) and takes_packed_rows(critic.backbone):
+        return read_values(critic.values(hidden_states(critic.backbone, seqs)), seqs, batch)
+    values: Any = critic(seqs.input_ids.to(next(critic.parameters()).device), None)
+    return read_values(values, seqs, batch)
+
+
+def hidden_states(model: nn.Module, seqs: Sequences, position_ids: Tensor | None = None) -> Tensor:
+    """Outputs of the body's last norm `[B, L, H]`: what the head reads; padding's are anything.
+
+    `position_ids [B, L]` are those of columns that are a share of longer rows.
+    """
+    whole: Any = model
+    body = whole.base_model
+    if (rows := _packed(model, seqs)) is not None:
+        packed: Tensor = packed_forward(body, rows).last_hidden_state
+        return rows.unpack(packed, seqs.input_ids.shape[1])
+    ids = seqs.input_ids.to(_device(model))
+    where = {} if position_ids is None else {"position_ids": position_ids.to(ids.device)}
+    hidden: Tensor = body(input_ids=ids, use_cache=False, **where).last_hidden_state
+    return hidden
+
+
+def response_logits(head: nn.Module, hidden: Tensor, seqs: Sequences) -> Tensor:
+    """What `head` makes `[N, V]` of the hidden states `[B, L, H]` that predict response tokens."""
+    seqs = seqs.to(hidden.device)
+    return head(hidden[seqs.rows, seqs.positions])
+
+
+def read_tokens(
+    logits: Tensor,
+    seqs: Sequences,
+    batch: Batch,
+    temperature: float,
+    *,
+    readout: Readout = plain_readout,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
+    sum_pi_squared: bool = False,
+    reference_logits: Tensor | None = None,
+) -> TokenOutputs:
+    """Read statistics of the N response tokens off their logits `[N, V]` into the batch's columns.
+
+    `reference_logits` are of the same shape. V is whatever `readout` can read: a share of the
+    vocabulary, for one that knows the other shares' ranks.
+    """
+    seqs = seqs.to(logits.device)
+    flat = readout(
+        logits,
+        seqs.targets,
+        temperature,
+        entropy=entropy,
+        entropy_gradient=entropy_gradient,
+        sum_pi_squared=sum_pi_squared,
+        reference_logits=reference_logits,
+    )
+    like = batch["responses"]
+    return TokenOutputs(**{name: _scatter(value, seqs, like) for name, value in flat.items()})
+
+
+def read_values(values: Tensor, seqs: Sequences, batch: Batch) -> Tensor:
+    """Put a critic's outputs `[B, L]` into the batch's response columns, `[B, R]` in float32."""
+    seqs = seqs.to(values.device)
     return _scatter(values[seqs.rows, seqs.positions].float(), seqs, batch["responses"])
 
 
-def _response_logits(model: PreTrainedModel | BaseOfPolicy, seqs: Sequences) -> Tensor:
+def model_logits(model: Model, seqs: Sequences) -> Tensor:
     """Logits [N, V] at the positions that predict response tokens."""
     if isinstance(model, BaseOfPolicy):
         with model.weights() as base:
-            return _response_logits(base, seqs)
-    if model.config.model_type not in _PLAIN_HEADS:
-        logits = model(input_ids=seqs.input_ids, use_cache=False).logits
-        return logits[seqs.rows, seqs.positions]
-    hidden = model.base_model(input_ids=seqs.input_ids, use_cache=False).last_hidden_state
-    head = model.get_output_embeddings()
-    return head(hidden[seqs.rows, seqs.positions])
+            return model_logits(base, seqs)
+    module: Any = model
+    if module.config.model_type in _PLAIN_HEADS:
+        return response_logits(module.get_output_embeddings(), hidden_states(model, seqs), seqs)
+    if (rows := _packed(model, seqs)) is not None:
+        logits = packed_forward(model, rows).logits
+        seqs = seqs.to(logits.device)
+        return logits[0, rows.index(seqs.rows, seqs.positions)]
+    logits = module(input_ids=seqs.input_ids.to(_device(model)), use_cache=False).logits
+    seqs = seqs.to(logits.device)
+    return logits[seqs.rows, seqs.positions]
+
+
+def _packed(model: nn.Module, seqs: Sequences) -> PackedRows | None:
+    """The rows end to end on the model's device, for a model that takes them so."""
+    if seqs.lengths is None or not takes_packed_rows(model):
+        return None
+    device = _device(model)
+    return pack_rows(seqs.input_ids.to(device), seqs.lengths.to(device))
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _scatter(flat: Tensor, seqs: Sequences, like: Tensor) -> Tensor:

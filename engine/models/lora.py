@@ -2,7 +2,8 @@
 
 A policy with adapters keeps its class, and its own weights are frozen: the same storage is the
 trained policy with the adapters on, and the model that training began with when they are off.
-Training and decoding live elsewhere.
+The base may be quantised (`quantize.py`). Loading a policy is
+`policy.py`'s; training and decoding live elsewhere.
 """
 
 from __future__ import annotations
@@ -20,20 +21,10 @@ from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
 from engine.errors import ConfigError
-from engine.models.load import load_model
+from engine.models.quantize import QuantizedLinear
 
-_ADAPTER = "default"  # peft's name of the only one
+ADAPTER = "default"  # peft's name of the only one
 ALL_LINEAR = "all-linear"
-
-
-def policy_model(
-    path: str | Path, dtype: str, lora: LoRAConfig | None = None, seed: int = 0
-) -> PreTrainedModel:
-    """Load a policy in evaluation mode, with new adapters where `lora.rank` asks for them."""
-    model = load_model(path, dtype)
-    if lora is not None and lora.rank:
-        add_adapters(model, lora, seed)
-    return model.eval()
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
@@ -56,13 +47,18 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model.add_adapter(settings, _ADAPTER)
+            model.add_adapter(settings, ADAPTER)
         except ValueError as error:
             raise ConfigError(
                 f"model.lora.target_modules={names!r} can't be adapted in a "
                 f"{type(model).__name__}: {error}; name linear modules of it, or {ALL_LINEAR!r}"
             ) from error
     _refuse_tied(model, settings)
+    finish_adapters(model, settings)
+
+
+def finish_adapters(model: PreTrainedModel, settings: Any) -> None:
+    """Make new adapters float32, and note in peft's `settings` what they belong to."""
     for parameter in adapter_parameters(model).values():
         parameter.data = parameter.data.float()
     base = Path(model.name_or_path or "")
@@ -137,24 +133,30 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     peft_config: Any = model.peft_config
-    peft_config[_ADAPTER].save_pretrained(str(folder))
+    peft_config[ADAPTER].save_pretrained(str(folder))
 
 
 def _merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The state dict that `model` would have without adapters, W + α/r · B·A where it had one."""
+    """The state dict that `model` would have without adapters, W + α/r · B·A where it had one.
+
+    A quantised W is what it is computed with: adapters were trained on that, not on the original.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    adapted: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
-    }
+    modules: dict[str, Any] = dict(model.named_modules())
     weights: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
-        owner, inside, rest = name.partition(".base_layer.")
-        if inside and rest == "weight":
-            delta = adapted[owner].get_delta_weight(_ADAPTER)
-            weights[f"{owner}.{rest}"] = (tensor + delta).to(tensor.dtype)
-        elif inside:
-            weights[f"{owner}.{rest}"] = tensor
-        elif ".lora_" not in name:
-            weights[name] = tensor
+        if ".lora_" in name:
+            continue
+        path, _, rest = name.rpartition(".")
+        owner = path.removesuffix(".base_layer")
+        linear, adapted = modules[path], modules[owner]
+        if isinstance(linear, QuantizedLinear) and rest not in ("weight", "bias"):
+            continue  # its scales
+        if rest == "weight" and isinstance(linear, QuantizedLinear):
+            tensor = linear.dense()
+        if rest == "weight" and isinstance(adapted, BaseTunerLayer):
+            delta = adapted.get_delta_weight(ADAPTER)  # type: ignore[attr-defined]  # of its layers
+            tensor = (tensor + delta).to(tensor.dtype)
+        weights[f"{owner}.{rest}"] = tensor
     return weights

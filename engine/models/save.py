@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from engine.errors import StorageError
 from engine.models.lora import has_adapters, merged_copy, save_adapter
@@ -13,10 +15,8 @@ from engine.models.lora import has_adapters, merged_copy, save_adapter
 ADAPTER_FOLDER = "adapter"  # below a model that was trained with adapters
 
 
-def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path
-) -> Path:
-    """Write safetensors, configuration and tokenizer to `folder`.
+def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> Path:
+    """Write safetensors, configuration and tokenizer of a transformers model to `folder`.
 
     A model with adapters is written as the plain model that they make of it, and they alone, in
     peft's format, to `folder/adapter`; `model` itself stays as it is.
@@ -25,15 +25,16 @@ def save_model(
     it, so a half-written one is never seen.
     """
     folder = Path(folder)
+    policy: Any = model
     if folder.exists() and not folder.is_dir():
         raise StorageError(f"the model can't be written to {folder}: it is a file; name a folder")
     try:
-        if has_adapters(model):
-            merged_copy(model).save_pretrained(folder)
-            save_adapter(model, folder / ADAPTER_FOLDER)
+        if has_adapters(policy):
+            merged_copy(policy).save_pretrained(folder)
+            save_adapter(policy, folder / ADAPTER_FOLDER)
             tokenizer.save_pretrained(folder / ADAPTER_FOLDER)
         else:
-            model.save_pretrained(folder)
+            policy.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     except (OSError, SafetensorError) as error:
         raise StorageError(

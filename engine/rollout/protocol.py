@@ -1,8 +1,8 @@
 """What every rollout engine takes and gives; the engines themselves live beside this file.
 
-`native` decodes with the trainer's own weights; `vllm` runs a vLLM engine whose weights are
-synchronised from the trainer. An engine is chosen by `rollout.engine`; a new one registers itself
-with `@register_engine("name")` in a module of its own.
+`native` decodes with the trainer's own weights; `vllm` runs a vLLM engine that shares them or is
+brought up to date; `server` speaks to one that somebody else runs. An engine is chosen by
+`rollout.engine`; a new one registers itself with `@register_engine("name")` in a module of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RolloutError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class SamplingParams:
     top_p: float = 1.0  # keep the smallest set of tokens with this probability mass
     seed: int = 0  # same seed, prompts and weights give the same tokens
     stop_token_ids: tuple[int, ...] = ()  # sampling one of these ends the completion, e.g. (2,)
+    first_prompt: int = 0  # draws are those of prompts number first_prompt, first_prompt + 1, …
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,19 @@ def register_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
 
 def check_engine(name: str) -> None:
     """Raise ConfigError unless `name` is a rollout engine."""
-    from engine.rollout import native, vllm  # noqa: F401  (they register themselves)
+    from engine.rollout import native, server, vllm  # noqa: F401  (they register themselves)
 
     if name not in _ENGINES:
         raise ConfigError(f"rollout.engine={name!r} is unknown; choose one of {sorted(_ENGINES)}")
+
+
+def check_version(engine: RolloutEngine, version: int) -> None:
+    """Raise RolloutError unless `engine` serves policy `version`; call it before a rollout."""
+    if engine.policy_version != version:
+        raise RolloutError(
+            f"{type(engine).__name__} serves policy version {engine.policy_version}, the trainer's "
+            f"is {version}; call update_weights before generate"
+        )
 
 
 def create_engine(name: str, model: torch.nn.Module, **options: Any) -> RolloutEngine:

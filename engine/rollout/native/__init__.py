@@ -1,5 +1,6 @@
-"""The rollout engine `native`; see `engine.py`."""
+"""The rollout engine `native`; see `engine.py`, and `sliced.py` for tensor-parallel ranks."""
 
 from engine.rollout.native.engine import NativeEngine
+from engine.rollout.native.sliced import SlicedModel
 
-__all__ = ["NativeEngine"]
+__all__ = ["NativeEngine", "SlicedModel"]

@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.rollout.native.cache import CacheShape, GroupCache, RowCache
-from engine.rollout.native.weights import LayerWeights, ModelWeights, Norm, Unsupported, bind
+from engine.rollout.native.weights import (
+    LayerWeights,
+    ModelWeights,
+    Norm,
+    Unsupported,
+    Weight,
+    bind,
+)
 
 
 class Prefilled(NamedTuple):
@@ -135,7 +142,7 @@ class LlamaDecoder:
             assert self._rows is not None
             cache = self._rows
             cache.begin(positions)
-        x = F.embedding(tokens, w.embedding)
+        x = self._embed(tokens)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         for index, layer in enumerate(w.layers):
             q, k, v = self._qkv(layer, x, cos, sin)
@@ -157,7 +164,7 @@ class LlamaDecoder:
         """Run sequences `[B, T]`: the last layer's output `[B, T, hidden]`, and their own keys and
         values `[layers, 2, B, kv_heads, T, head_dim]`."""
         w = self._w
-        x = F.embedding(ids, w.embedding)
+        x = self._embed(ids)
         kv = x.new_empty(len(w.layers), 2, len(ids), w.kv_heads, ids.shape[1], w.head_dim)
         for index, (layer, (keys, values)) in enumerate(zip(w.layers, kv, strict=True)):
             q, k, v = self._qkv(layer, x, cos, sin)
@@ -199,13 +206,32 @@ class LlamaDecoder:
     def _finish_layer(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
         """Output projection, residuals and the gated MLP, on x `[…, hidden]`."""
         w = self._w
-        x = x + w.linear(attended, *layer.o)
+        x = x + self._summed(attended, layer.o)
         h = _rms_norm(x, layer.post_norm)
         gated = w.activation(w.linear(h, *layer.gate)).mul_(w.linear(h, *layer.up))
-        return x.add_(w.linear(gated, *layer.down))
+        return x.add_(self._summed(gated, layer.down))
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        w = self._w
+        return F.embedding(ids, w.embedding) if w.tp is None else w.tp.embed(ids, w.embedding)
+
+    def _summed(self, x: Tensor, weight: Weight) -> Tensor:
+        """A projection back to the hidden size; ranks that hold columns of it add theirs up."""
+        w = self._w
+        if w.tp is None:
+            return w.linear(x, *weight)
+        y = w.tp.sum(w.linear(x, weight.weight, None))
+        return y if weight.bias is None else y.add_(weight.bias)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return self._w.linear(_rms_norm(x, self._w.norm), *self._w.head)
+        w = self._w
+        logits = w.linear(_rms_norm(x, w.norm), *w.head)
+        return logits if w.tp is None else w.tp.gather_logits(logits)
+
+    def settle(self, token: Tensor, log_prob: Tensor) -> None:
+        """See that all ranks that decode together have drawn the same."""
+        if self._w.tp is not None:
+            self._w.tp.settle(token, log_prob)
 
 
 def _cache_shape(w: ModelWeights) -> CacheShape:

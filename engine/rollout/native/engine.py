@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from engine.rollout.native import generic
 from engine.rollout.native.decoder import LlamaDecoder
 from engine.rollout.native.rows import RowResults
 from engine.rollout.native.scheduler import Scheduler
-from engine.rollout.native.served import ServedModel
+from engine.rollout.native.served import Model, ServedModel
+from engine.rollout.native.sliced import SlicedModel
 from engine.rollout.native.stream import NativeStream, StreamLimits
-from engine.rollout.native.weights import Unsupported, bind
+from engine.rollout.native.weights import ModelWeights, Unsupported, bind
 from engine.rollout.protocol import Completion, SamplingParams, register_engine
 from engine.rollout.requests import RolloutStats, check_request, resolve_max_model_len
 from engine.rollout.stream import KvOnUpdate
@@ -38,14 +40,16 @@ class NativeEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Model,
         *,
         max_num_seqs: int = 512,
         max_model_len: int | None = None,
         kv_cache_memory_mb: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Bind to `model`, a transformers causal LM.
+        """Bind to `model`, a transformers causal LM, or to this rank's slices of one.
+
+        With slices, all ranks of their group must make the same calls; each gets all completions.
 
         `max_model_len` defaults to the model's context. `kv_cache_memory_mb` is taken for the sake
         of one set of options and not used: the cache follows the rows in flight. `seed` is added
@@ -73,8 +77,7 @@ class NativeEngine:
         A completion ends at a stop token, at `max_new_tokens`, or at `max_model_len`. Raises
         RolloutError for a bad request, NaN logits, and weights that are not whole.
         """
-        model = self._served.get()
-        check_request(prompts, params, self._max_model_len, self._served.vocabulary())
+        model = self._checked(prompts, params)
         self.stats = RolloutStats(prompt_tokens=sum(map(len, prompts)))
         if not prompts:
             return []
@@ -84,9 +87,31 @@ class NativeEngine:
         self.stats.seconds = time.perf_counter() - started
         return completions
 
+    def _checked(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Model:
+        """The model, if this rank and those it decodes with can serve this request."""
+        tp, problem = self._served.tp, None
+        try:
+            model = self._served.get()
+            check_request(prompts, params, self._max_model_len, self._served.vocabulary())
+        except RolloutError as error:
+            if tp is None:
+                raise
+            problem = error
+        if tp is not None:
+            tp.agree(self._served.version, prompts, params, problem)
+        return model
+
+    def prepare(self) -> None:
+        """Do now what a rollout does before its first token, to see what it costs.
+
+        It looks the weights up; only those with LoRA adapters are computed and take memory.
+        """
+        with suppress(Unsupported), torch.inference_mode():
+            _weights(self._served.get())
+
     def _decode(
         self,
-        model: nn.Module,
+        model: Model,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         on_progress: Callable[[int], None] | None,
@@ -96,8 +121,9 @@ class NativeEngine:
         device = next(model.parameters()).device
         results = RowResults(prompts, params, self._max_model_len, device, on_progress)
         try:
-            weights = bind(model)
+            weights = _weights(model)
         except Unsupported:
+            assert isinstance(model, nn.Module)  # slices were checked when they came
             generic.decode(model, prompts, params, slots, results, self.stats)
         else:
             longest = max(map(len, prompts))
@@ -127,8 +153,14 @@ class NativeEngine:
         are drawn from a mixture of policies, whose log-probs are recorded as they were drawn. A
         model outside the Llama family is recomputed in either case.
 
-        Raises ConfigError for limits that hold no request and RolloutError for bad `params`.
+        Raises ConfigError for limits that hold no request and RolloutError for bad `params`, and
+        on tensor-parallel ranks, where nothing keeps the ranks' requests and steps alike.
         """
+        if self._served.tp is not None:
+            raise RolloutError(
+                "a native stream decodes on one rank, and this engine holds a tensor-parallel "
+                "slice; use rollout tp=1 for streams, or generate"
+            )
         limits = StreamLimits(
             max_num_seqs=self._max_num_seqs if max_num_seqs is None else max_num_seqs,
             longest_prompt=self._max_model_len - 1 if longest_prompt is None else longest_prompt,
@@ -138,14 +170,22 @@ class NativeEngine:
         params = dataclasses.replace(params, seed=params.seed + self._seed)
         return NativeStream(self._served, params, limits, kv_on_update)
 
-    def update_weights(self, model: nn.Module, version: int) -> None:
-        """Serve `model`'s storage from now on, as policy `version`; nothing is copied."""
+    def update_weights(self, model: Model | None, version: int) -> None:
+        """Serve `model`'s storage from now on, as policy `version`; nothing is copied.
+
+        None: the served model's storage holds the new weights.
+        """
         with self._served.updating(model, version):
             pass
 
     def close(self) -> None:
         """Let go of the model; `generate` and streams raise RolloutError afterwards."""
         self._served.release()
+
+
+def _weights(model: Model) -> ModelWeights:
+    """Look the weights up; raises Unsupported where only a model's own forward will do."""
+    return model.weights() if isinstance(model, SlicedModel) else bind(model)
 
 
 def _context(model: Any) -> int | None:

@@ -87,6 +87,9 @@ class GenericDecoder:
         every[self._order] = logits
         return every
 
+    def settle(self, token: Tensor, log_prob: Tensor) -> None:
+        """Nothing: no other rank decodes the same rows."""
+
     def _select(self, index: Tensor) -> None:
         """Keep the sequences at `index`, ascending."""
         assert self._sequences is not None

@@ -87,7 +87,8 @@ class RowResults(RowTable):
         super().__init__(total, params, params.max_new_tokens, device)
         self._on_progress = on_progress
         row = torch.arange(total + 1, device=device)
-        self.keys = row_keys(params.seed, row // params.n, row % params.n)  # int64 [total + 1]
+        prompt = params.first_prompt + row // params.n
+        self.keys = row_keys(params.seed, prompt, row % params.n)  # int64 [total + 1]
         lengths = torch.tensor([len(p) for p in prompts] + [0], device=device)
         self.prompt_lengths = lengths[row // params.n]  # int64 [total + 1]
         limit = (max_model_len - self.prompt_lengths).clamp(max=params.max_new_tokens)

@@ -29,6 +29,7 @@ class Decoder(Protocol):
     def place(self, prefilled: Prefilled, which: Tensor, slots: Tensor, seated: Tensor) -> None: ...
     def compact(self, source: Tensor, target: Tensor, live: int) -> None: ...
     def decode(self, tokens: Tensor, positions: Tensor, columns: Tensor) -> Tensor: ...
+    def settle(self, token: Tensor, log_prob: Tensor) -> None: ...
 
 
 def prefill_spans(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -111,6 +112,7 @@ class Slots:
         row, column = self._row[slots], self._column[slots]
         noise = uniforms(table.keys[row], column)
         token, log_prob = sample(logits, noise, self._params)
+        self._decoder.settle(token, log_prob)
         before = table.finished
         done = table.record(row, column, token, log_prob)
         live = row < table.total

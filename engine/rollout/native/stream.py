@@ -19,7 +19,7 @@ from engine.errors import ConfigError, RolloutError
 from engine.rollout.native.decoder import LlamaDecoder
 from engine.rollout.native.generic_slots import GenericDecoder
 from engine.rollout.native.seating import StreamDecoder, plan_seating, seat
-from engine.rollout.native.served import ServedModel
+from engine.rollout.native.served import ServedModel, whole
 from engine.rollout.native.slots import Slots, enough_to_admit
 from engine.rollout.native.stream_limits import StreamLimits
 from engine.rollout.native.stream_rows import Request, StreamRows
@@ -161,7 +161,7 @@ class NativeStream:
         """
         self._check_open()
         with self._served.updating(model, version) as chosen, torch.inference_mode():
-            self._rebind(chosen)
+            self._rebind(whole(chosen))
         self._table.version = version
         self._seen = self._served.state()
 
@@ -199,7 +199,7 @@ class NativeStream:
             if free < 0:
                 break
             count += 1
-        self._seat(count, self._served.get())
+        self._seat(count, whole(self._served.get()))
 
     def _seat(self, count: int, model: nn.Module) -> None:
         """Seat the first `count` requests of the queue, over `model` if no row is seated yet."""

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from engine.rollout.linear import LinearFunction, linear_function
+from engine.rollout.native.tensor_parallel import TensorParallel
 
 _FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # frequencies that don't follow the length
@@ -76,6 +77,7 @@ class ModelWeights:
     activation: Callable[[Tensor], Tensor]
     rotary: nn.Module
     linear: LinearFunction
+    tp: TensorParallel | None = None  # set: these are one rank's slices, and heads are its own
 
 
 class Unsupported(Exception):
@@ -149,14 +151,17 @@ def _linear(module: nn.Module) -> Weight:
 
 
 def _merged(module: nn.Module) -> Weight:
-    """A linear and its LoRA adapters as one; the same numbers but for rounding."""
+    """A linear and its LoRA adapters as one; the same numbers but for rounding.
+
+    A quantised matrix is made dense here, once a binding.
+    """
     from peft.tuners.lora import Linear  # only models with adapters come here
 
-    if type(module) is not Linear or type(module.base_layer) is not nn.Linear:
-        raise Unsupported(f"a projection is a {type(module).__name__}, not a plain Linear")
+    if type(module) is not Linear:
+        return _base(module)
     if module.merged or module.lora_variant or any(module.lora_bias.values()):
         raise Unsupported("an adapter is not plain LoRA")
-    weight, bias = module.base_layer.weight, module.base_layer.bias
+    weight, bias = _base(module.get_base_layer())
     if module.disable_adapters:
         return Weight(weight, bias)
     with torch.no_grad():
@@ -164,6 +169,16 @@ def _merged(module: nn.Module) -> Weight:
         for name in module.active_adapters:
             merged = merged + module.get_delta_weight(name)
         return Weight(merged.to(weight.dtype), bias)
+
+
+def _base(module: nn.Module) -> Weight:
+    """A linear below its adapters, or without any; a quantised one says what it computes with."""
+    if type(module) is nn.Linear:
+        return Weight(module.weight, module.bias)
+    dense = getattr(module, "dense", None)
+    if not isinstance(module, nn.Linear) or dense is None:
+        raise Unsupported(f"a projection is a {type(module).__name__}, not a plain Linear")
+    return Weight(dense(), module.bias)
 
 
 def _norm(module: Any) -> Norm:

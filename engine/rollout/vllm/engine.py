@@ -1,15 +1,14 @@
-"""The rollout engine `vllm`: a vLLM engine in this process, on the trainer's weights.
+"""The rollout engine `vllm`: a vLLM engine on the trainer's weights.
 
-Where layouts agree, vLLM's parameters and the trainer's are one storage (see `weights.py`), and
-`update_weights` only drops the prefix cache; otherwise it copies in place. Starting and ending vLLM
-is `launch.py`'s work.
+The model runs in this process, in worker processes of vLLM's, or over the trainer's ranks. Versions
+and what may be called when are kept here; starting is `launch.py`'s work, weights `holders.py`'s,
+requests `decoding.py`'s.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +16,12 @@ from torch import Tensor, nn
 
 from engine.errors import RolloutError
 from engine.rollout.protocol import Completion, SamplingParams, register_engine
-from engine.rollout.requests import (
-    RolloutStats,
-    WeightGuard,
-    check_request,
-    resolve_max_model_len,
-)
-from engine.rollout.sampling import row_keys
-from engine.rollout.vllm import launch, weights
+from engine.rollout.requests import RolloutStats, WeightGuard, check_request
+from engine.rollout.vllm import adapters, launch
+from engine.rollout.vllm.decoding import Decoder, DecodingFailed
+from engine.rollout.vllm.holders import Holder, LocalHolder, WorkerHolder
+from engine.rollout.vllm.lifecycle import Lifecycle
+from engine.rollout.vllm.options import DTYPES, resolve
 
 
 @register_engine("vllm")
@@ -44,32 +41,65 @@ class VllmEngine:
         max_model_len: int | None = None,
         kv_cache_memory_mb: int = 256,
         seed: int = 0,
+        dtype: str | None = None,
+        tensor_parallel_size: int = 1,
+        in_process: bool = True,
+        rank_groups: Sequence[Sequence[int]] | None = None,
+        lora: str = "merged",
+        bucket_mb: int = 64,
+        load: bool = True,
     ) -> None:
-        """Start vLLM (seconds) with `model`'s shape and weights.
+        """Start vLLM (seconds) with `model`'s shape and, with `load`, its weights.
 
-        The parameters of `model`, a transformers causal LM, become views of vLLM's where the
-        layouts agree: same Parameter objects, same numbers, contiguous, trainable and saveable as
-        before. `seed` is added to that of each request. Raises RolloutError if vLLM is missing or
-        does not start, ConfigError for a length beyond the model's context.
+        In process, the parameters of `model`, a transformers causal LM, become views of vLLM's
+        where the layouts agree: same Parameter objects, same numbers, contiguous, trainable and
+        saveable as before. Otherwise weights are copied in place.
+
+        `dtype` (float32, bfloat16, float16) is that of vLLM's weights, the model's unless given.
+        `in_process=False`, or a `tensor_parallel_size` above 1, runs the model in that many worker
+        processes, which get weights `bucket_mb` at a time. `rank_groups` runs it over the ranks of
+        the default process group instead, e.g. [[0, 1], [2, 3]]: all ranks make the engine
+        together, and those of a group are given the same requests. A model with LoRA adapters is
+        decoded with them merged into its matrices (`lora="merged"`), or with vLLM's own LoRA
+        ("adapter"). `seed` is added to that of each request.
+
+        Raises RolloutError if vLLM is missing or does not start, ConfigError for settings that
+        contradict the model or each other.
         """
-        if max_num_seqs < 1:
-            raise RolloutError(f"max_num_seqs={max_num_seqs} decodes nothing; use 1 or more")
         launch.require_vllm()
-        config: Any = model.config
-        context = getattr(config, "max_position_embeddings", None)
-        self._max_model_len = resolve_max_model_len(max_model_len, context)
-        self._vocabulary = int(config.vocab_size)
-        self._seed, self._requests = seed, 0
-        self.stats = RolloutStats()
-        self._guard = WeightGuard("vllm")
-        self._own_group = not torch.distributed.is_initialized()
-        self._llm: Any = launch.start(
-            model, max_num_seqs, self._max_model_len, kv_cache_memory_mb, seed
+        self._options = options = resolve(
+            model,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            kv_cache_memory_mb=kv_cache_memory_mb,
+            seed=seed,
+            dtype=dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            in_process=in_process,
+            rank_groups=rank_groups,
+            lora=lora,
+            bucket_mb=bucket_mb,
         )
-        self._target: nn.Module = self._llm.apply_model(lambda module: module)[0]
-        self._model: nn.Module | None = None
-        self._views: dict[str, Tensor] | None = None
-        self.update_weights(model, version=0)
+        config: Any = model.config
+        self._vocabulary = int(config.vocab_size)
+        self.stats = RolloutStats()
+        self._guard, self._life = WeightGuard("vllm"), Lifecycle()
+        self._begun: int | None = None  # version of an update from outside
+        self._llm: Any = launch.start(model, options)
+        try:
+            self._holder: Holder = self._make_holder()
+            request = adapters.lora_request() if options.adapter_rank else None
+            self._decoder = Decoder(self._llm, options.max_model_len, seed, request)
+            self._guard.refuse("it was given no weights yet")
+            if load:
+                self.update_weights(model, version=0)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_holder(self) -> Holder:
+        holder = WorkerHolder if self._options.mode == "workers" else LocalHolder
+        return holder(self._llm, self._options)
 
     @property
     def policy_version(self) -> int:
@@ -78,21 +108,76 @@ class VllmEngine:
     @property
     def shares_storage(self) -> bool:
         """True if vLLM's parameters are the trainer's."""
-        return self._views is not None
+        return self._holder.shares_storage
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of vLLM's weights, and so of `storages`."""
+        return DTYPES[self._options.dtype]
+
+    @property
+    def asleep(self) -> bool:
+        """True from `sleep` to `wake_kv`."""
+        return self._life.phase != "serving"
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of vLLM's worker processes, by rank; empty in process."""
+        return self._holder.watch.pids if isinstance(self._holder, WorkerHolder) else []
 
     def update_weights(self, model: nn.Module, version: int) -> None:
-        """Serve `model`'s current weights as policy `version`; copies none that are shared."""
+        """Serve `model`'s current weights as policy `version`; copies none that are shared.
+
+        A model whose parameters are spread over ranks (DTensor) is gathered parameter by
+        parameter: all its ranks must call. Raises RolloutError if the update fails, and serves
+        nothing then until one succeeds.
+        """
+        self._update(version, lambda: self._holder.take(model))
+
+    def update_from(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Serve the model whose whole parameters `named` yields, by transformers' names.
+
+        They are taken one at a time, so a source may make each when it is asked for it. Raises
+        RolloutError as `update_weights` does, also when one is missing.
+        """
+        self._update(version, lambda: self._holder.load(named))
+
+    def storages(self) -> dict[str, Tensor]:
+        """vLLM's live parameters in this process (this rank's slices), by vLLM's names.
+
+        Write into them between `begin_update` and `weights_written`.
+        """
+        return self._holder.storages()
+
+    def begin_update(self, version: int) -> None:
+        """Serve nothing until `weights_written(version)`; the trainer's model is shared no more."""
+        if version < self.policy_version:
+            raise RolloutError(
+                f"rollout engine 'vllm' holds policy version {self.policy_version} and was "
+                f"handed the older {version}; pass versions that never fall"
+            )
+        self._life.update()
+        self._running()
+        self._holder.release()
+        self._guard.refuse(f"its update to policy version {version} did not finish")
+        self._begun = version
+
+    def weights_written(self, version: int) -> None:
+        """End the update begun by `begin_update(version)`: all of `storages()` was written."""
+        if self._begun != version:
+            raise RolloutError(
+                f"weights_written({version}) without begin_update({version}); begin it first"
+            )
+        self._update(version, lambda: None)
+
+    def _update(self, version: int, move: Callable[[], None]) -> None:
+        self._begun = None
         with self._guard.updating(version):
-            if self._model is not model:
-                self._release()
-                self._model = model
-            if self._views is None or not weights.is_shared(model, self._views):
-                weights.copy_into(self._target, model)
-                self._views = weights.plan(model, self._target)
-                if self._views is not None:
-                    weights.share(model, self._views)
-            if not self._llm.llm_engine.reset_prefix_cache():
+            life, engine = self._life.update(), self._running()
+            move()
+            if not engine.reset_prefix_cache():
                 raise RolloutError("vLLM kept its prefix cache, as requests are still running")
+            self._life = life
 
     def generate(
         self,
@@ -103,116 +188,85 @@ class VllmEngine:
         """Return `n` completions a prompt, in order; `on_progress` gets the number finished so far.
 
         A completion ends at a stop token, at `max_new_tokens`, or at `max_model_len`. Raises
-        RolloutError for a bad request, NaN logits, and weights that are not whole.
+        RolloutError for a bad request, NaN logits, weights that are not whole, an engine that
+        sleeps, and a worker process that dies.
         """
         self._guard.check()
-        check_request(prompts, params, self._max_model_len, self._vocabulary)
-        self.stats = RolloutStats(prompt_tokens=sum(map(len, prompts)))
+        self._life.generate()
+        check_request(prompts, params, self._options.max_model_len, self._vocabulary)
+        self.stats = stats = RolloutStats(prompt_tokens=sum(map(len, prompts)))
         if not prompts:
             return []
         started = time.perf_counter()
-        ids = self._submit(prompts, params)
+        ids = self._decoder.submit(prompts, params)
         try:
-            outputs = self._collect(set(ids), on_progress)
-        except Exception as error:
-            self._guard.refuse(f"vLLM failed while decoding: {error}")
-            raise RolloutError(
-                f"vLLM failed while decoding: {error}; create the engine anew, or use "
-                f"rollout.engine=native"
-            ) from error
-        except BaseException:  # Ctrl-C: leave no request behind
-            self._llm.llm_engine.abort_request(ids)
+            outputs = self._decoder.collect(set(ids), on_progress, stats)
+        except DecodingFailed as error:
+            raise self._broken("decoding", error) from error
+        except BaseException:  # Ctrl-C, or an error of `on_progress`: leave no request behind
+            self._decoder.abort(ids)
             raise
         completions = [
-            self._completion(row // params.n, outputs[request]) for row, request in enumerate(ids)
+            self._decoder.completion(row // params.n, outputs[id], self.policy_version, stats)
+            for row, id in enumerate(ids)
         ]
-        self.stats.seconds = time.perf_counter() - started
+        stats.seconds = time.perf_counter() - started
         return completions
 
-    def _submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[str]:
-        """Queue a request for each completion, with a seed of its own; return their ids."""
-        import vllm
+    def _broken(self, doing: str, error: Exception) -> RolloutError:
+        """The error to raise when vLLM itself failed: this engine ends.
 
-        row = torch.arange(len(prompts) * params.n)
-        keys = row_keys(params.seed + self._seed, row // params.n, row % params.n)
-        ids: list[str] = []
-        for prompt in prompts:
-            room = self._max_model_len - len(prompt)
-            tokens = [int(token) for token in prompt]
-            for _ in range(params.n):
-                ids.append(f"rollout-{self._requests}")
-                self._requests += 1
-                sampling = vllm.SamplingParams(
-                    temperature=params.temperature,
-                    top_k=params.top_k,
-                    top_p=params.top_p,
-                    max_tokens=min(params.max_new_tokens, room),
-                    stop_token_ids=list(params.stop_token_ids),
-                    ignore_eos=True,
-                    seed=int(keys[len(ids) - 1]) & (2**63 - 1),
-                    logprobs=0,
-                    flat_logprobs=True,
-                    detokenize=False,
-                    output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-                )
-                request = vllm.TokensPrompt(prompt_token_ids=tokens)
-                self._llm.llm_engine.add_request(ids[-1], request, sampling)
-        return ids
+        It names a worker's death, if one died, else what vLLM says.
+        """
+        died = self._holder.watch.died() if isinstance(self._holder, WorkerHolder) else None
+        cause = f"vLLM failed while {doing}: {died or error}"
+        self.close()
+        self._guard.refuse(cause)
+        return RolloutError(f"{cause}; create the engine anew, or use rollout.engine=native")
 
-    def _collect(
-        self, waiting: set[str], on_progress: Callable[[int], None] | None
-    ) -> dict[str, Any]:
-        """Step the engine until all requests in `waiting` are done; return their outputs by id."""
-        done: dict[str, Any] = {}
-        while len(done) < len(waiting):
-            finished = [o for o in self._llm.llm_engine.step() if o.finished]
-            self.stats.decode_steps += 1
-            done.update((output.request_id, output) for output in finished)
-            if finished and on_progress is not None:
-                on_progress(len(done))
-            if len(done) < len(waiting) and not self._llm.llm_engine.has_unfinished_requests():
-                raise RolloutError(
-                    f"vLLM ended with {len(waiting) - len(done)} requests unanswered; create the "
-                    f"engine anew"
-                )
-        return done
+    def _running(self) -> Any:
+        """vLLM's engine; RolloutError once closed."""
+        if self._llm is None:
+            raise RolloutError("it was closed; create the engine anew")
+        return self._llm.llm_engine
 
-    def _completion(self, index: int, output: Any) -> Completion:
-        answer = output.outputs[0]
-        tokens, log_probs = list(answer.token_ids), list(answer.logprobs.logprobs)
-        if any(map(math.isnan, log_probs)):
-            # Left in a cache block, a NaN would outlast its request: 0 times NaN is NaN.
-            self._llm.collective_rpc(_clear_kv_cache)
-            raise RolloutError(
-                f"the model gave NaN logits for a completion of prompt {index}; its weights have "
-                f"diverged: go back to a checkpoint and lower the learning rate"
-            )
-        if answer.finish_reason not in ("stop", "length") or len(tokens) != len(log_probs):
-            raise RolloutError(
-                f"vLLM ended a completion of prompt {index} with finish_reason="
-                f"{answer.finish_reason!r}, {len(tokens)} tokens and {len(log_probs)} log-probs; "
-                f"create the engine anew"
-            )
-        self.stats.generated_tokens += len(tokens)
-        self.stats.prefill_tokens += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
-        return Completion(index, tokens, log_probs, answer.finish_reason, self.policy_version)
+    def sleep(self, level: int = 1) -> None:
+        """Free the device's memory: KV cache and weights (1: to the host, 2: thrown away).
+
+        Weights that are the trainer's own stay. Wake with `wake_weights`, update, `wake_kv`, in
+        this order; others raise RolloutError. After level 1 the update may be left out. On CPU
+        nothing is freed.
+        """
+        if level == 2:
+            self._holder.forget()
+        self._move(self._life.sleep(level), lambda engine: engine.sleep(level))
+
+    def wake_weights(self) -> None:
+        """Make room for the weights again, before an update."""
+        self._move(self._life.wake_weights(), lambda engine: engine.wake_up(["weights"]))
+
+    def wake_kv(self) -> None:
+        """Make room for the KV cache again, after an update; then `generate` serves."""
+        self._move(self._life.wake_kv(), lambda engine: engine.wake_up(["kv_cache"]))
+
+    def _move(self, life: Lifecycle, call: Callable[[Any], object]) -> None:
+        """Make `call`; if it fails, vLLM's memory is in no known state, and nothing is served."""
+        engine = self._running()
+        try:
+            call(engine)
+        except Exception as error:
+            raise self._broken(life.arriving, error) from error
+        self._life = life
 
     def close(self) -> None:
         """End vLLM and give the trainer's parameters storage of their own; safe to call twice."""
-        if self._llm is None:
+        llm, self._llm = self._llm, None
+        if llm is None:
             return
         self._guard.refuse("it was closed")
-        self._release()
-        launch.stop(self._llm, self._own_group)
-        self._llm = self._model = None
-        self._target = nn.Module()
-
-    def _release(self) -> None:
-        if self._model is not None and self._views is not None:
-            weights.release(self._model, self._views)
-        self._views = None
-
-
-def _clear_kv_cache(worker: Any) -> None:
-    for cache in worker.model_runner.kv_caches:
-        cache.zero_()
+        holder = getattr(self, "_holder", None)
+        if isinstance(holder, WorkerHolder):
+            holder.watch.end()
+        elif holder is not None:
+            holder.release()
+        launch.stop(llm)

@@ -1,8 +1,7 @@
-"""Starting and ending a vLLM engine inside this process, without its marks on the process.
+"""Starting and ending vLLM engines: in this process, in worker processes, or over ranks.
 
-vLLM in process replaces `torch.set_num_threads`, reseeds every global generator, writes environment
-variables that children would inherit, logs freely and packs weights out of reach. `start` keeps
-the engine and undoes the rest. Requests and weights live in `engine.py` and `weights.py`.
+Requests and weights live in `engine.py` and the files it names; what a start must not leave on
+this process, in `process.py`.
 """
 
 from __future__ import annotations
@@ -10,31 +9,22 @@ from __future__ import annotations
 import copy
 import gc
 import importlib.util
-import logging
-import os
-import random
-import sys
 import tempfile
-import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.errors import RolloutError
-from engine.rollout.linear import linear_function
+from engine.rollout.vllm import kernels, process, ranks
+from engine.rollout.vllm.options import Options
 
-_SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
-    "VLLM_CONFIGURE_LOGGING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_DO_NOT_TRACK": "1",
-}
 _STEP_TOKENS = 8192  # prompt tokens of one forward pass, at least a whole prompt's
 _BLOCK = 32  # tokens a KV block; a group shares its prompt's full blocks, and 128 is CPU's default
+_BACKENDS = {"in_process": "uni", "workers": "mp", "ranks": "external_launcher"}
+_live: dict[int, Any] = {}  # engines whose model is in this process: they share vLLM's groups
+_made_group = False  # whether vLLM made the default process group
 
 
 def require_vllm() -> None:
@@ -46,44 +36,79 @@ def require_vllm() -> None:
         )
 
 
-def start(
-    model: nn.Module, max_num_seqs: int, max_model_len: int, kv_cache_memory_mb: int, seed: int
-) -> Any:
+def start(model: nn.Module, options: Options) -> Any:
     """Return a `vllm.LLM` with `model`'s shape, unpacked weights and no numbers in them yet."""
+    global _made_group
     require_vllm()
-    _check_head_size(model)
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    own_group = not torch.distributed.is_initialized()
     with ExitStack() as stack:
-        stack.enter_context(_unchanged_process())
+        stack.enter_context(process.unchanged())
+        _check_head_size(model)
+        if options.mode == "workers":
+            process.set_for_workers(max(1, torch.get_num_threads() // options.tensor_parallel_size))
+        if options.mode == "ranks":
+            stack.enter_context(ranks.launched_by_trainer(options.rank_groups))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridflyte-vllm-"))
         _save_config(model, folder)
         try:
-            return _launch(
-                model=folder,
-                dtype=dtype,
-                max_num_seqs=max_num_seqs,
-                max_model_len=max_model_len,
-                max_num_batched_tokens=max(_STEP_TOKENS, max_num_seqs, max_model_len),
-                kv_cache_memory_bytes=kv_cache_memory_mb << 20,
-                seed=seed,
-            )
+            llm = _launch(folder, options)
         except Exception as error:
+            _made_group = _made_group or own_group
+            _end_groups()
             raise RolloutError(
-                f"vLLM did not start for a {type(model).__name__} with max_model_len="
-                f"{max_model_len} and kv_cache_memory_mb={kv_cache_memory_mb}: {error}; if it is "
-                f"short of KV cache raise rollout.kv_cache_memory_mb, else use "
+                f"vLLM did not start for a {_architecture(model)} with max_model_len="
+                f"{options.max_model_len} and kv_cache_memory_mb={options.kv_cache_memory_mb}: "
+                f"{error}; if it is short of KV cache raise rollout.kv_cache_memory_mb, else use "
                 f"rollout.engine=native"
             ) from error
+    if options.mode != "workers":
+        _made_group = _made_group or own_group
+        _live[id(llm)] = llm
+    return llm
+
+
+def stop(llm: Any) -> None:
+    """Shut the engine down; the last one in this process takes vLLM's process groups with it.
+
+    The default group ends too if vLLM made it.
+    """
+    llm.llm_engine.engine_core.shutdown()
+    if _live.pop(id(llm), None) is not None:
+        _end_groups()
+
+
+def _free_memory() -> None:
+    """Give back what an engine that ended held of the device."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def _end_groups() -> None:
+    """End vLLM's process groups unless an engine needs them; others' groups stay."""
+    global _made_group
+    if _live:
+        return
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if _made_group:
+        parallel_state.destroy_distributed_environment()
+    elif parallel_state._WORLD is not None:  # groups of the trainer's world, which may end now
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+    _made_group = False
 
 
 def _check_head_size(model: nn.Module) -> None:
     """vLLM's CPU attention accepts any head size at the start and fails at the first token."""
-    config: Any = model.config
-    if next(model.parameters()).device.type != "cpu":
-        return
-    with _unchanged_process():
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config: Any = model.config
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     supported = CPUAttentionBackend.get_supported_head_sizes()
@@ -94,14 +119,37 @@ def _check_head_size(model: nn.Module) -> None:
         )
 
 
-def _launch(**options: Any) -> Any:
+def _launch(folder: str, options: Options) -> Any:
     import vllm
-    from vllm.model_executor.layers import utils
-    from vllm.v1.sample import sampler
+    from vllm.platforms import current_platform
+    from vllm.v1.engine import core
 
-    with _plain_weights(utils), _quick_gc(), _no_request_proxies():
+    # The original ends all process groups, those of other engines and the trainer's too.
+    core.cleanup_dist_env_and_memory = _free_memory
+    settings: dict[str, Any] = {}
+    if options.mode == "workers":
+        settings["worker_extension_cls"] = "engine.rollout.vllm.worker.WorkerExtension"
+    if options.adapter_rank:
+        settings |= {"enable_lora": True, "max_loras": 1}
+        settings["max_lora_rank"] = _lora_rank_size(options.adapter_rank)
+    with (
+        kernels.plain_weights(),
+        process.quick_gc(),
+        process.no_request_proxies(),
+        process.hidden_main(),
+    ):
         llm = vllm.LLM(
-            **options,
+            model=folder,
+            dtype=options.dtype,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=options.max_model_len,
+            max_num_batched_tokens=max(_STEP_TOKENS, options.max_num_seqs, options.max_model_len),
+            kv_cache_memory_bytes=(options.kv_cache_memory_mb << 20)
+            // options.tensor_parallel_size,
+            tensor_parallel_size=options.tensor_parallel_size,
+            distributed_executor_backend=_BACKENDS[options.mode],
+            enable_sleep_mode=current_platform.is_cuda_alike(),
+            seed=options.seed,
             load_format="dummy",
             skip_tokenizer_init=True,
             enforce_eager=True,  # compiling takes 12-38 s and gains nothing on CPU
@@ -111,120 +159,33 @@ def _launch(**options: Any) -> Any:
             block_size=_BLOCK,
             # A part of a prompt rewinds its request's generator, which a CPU generator can't.
             enable_chunked_prefill=False,
+            **settings,
         )
-    # The original is compiled at the first call, which takes many seconds to count a few numbers.
-    sampler.batched_count_greater_than = _count_at_least
+    kernels.compile_nothing()
     return llm
 
 
-def stop(llm: Any, own_process_group: bool) -> None:
-    """Shut the engine down; end the default process group only if vLLM made it."""
-    from vllm.distributed import parallel_state
-
-    llm.llm_engine.engine_core.shutdown()
-    parallel_state.destroy_model_parallel()
-    if own_process_group:
-        parallel_state.destroy_distributed_environment()
-
-
-def _count_at_least(x: Tensor, values: Tensor) -> Tensor:
-    """Rank of each token: entries of x `[B, V]` that are `values` `[B, 1]` or more, `[B]`."""
-    return (x >= values).sum(-1)
+def _lora_rank_size(rank: int) -> int:
+    """The least of vLLM's sizes that holds adapters of `rank`."""
+    sizes = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+    fitting = [size for size in sizes if size >= rank]
+    if not fitting:
+        raise RolloutError(
+            f"vLLM takes LoRA adapters up to rank {sizes[-1]}, not {rank}; set lora=merged"
+        )
+    return fitting[0]
 
 
-@contextmanager
-def _plain_weights(utils: Any) -> Iterator[None]:
-    """Take the place of vLLM's choice of CPU kernels: it packs matrices, and packed ones can't be
-    shared with the trainer or updated.
-    """
-    original = utils.dispatch_cpu_unquantized_gemm
+def _architecture(model: nn.Module) -> str:
+    """The name of `model`'s class, without the one that FSDP2 puts over it."""
+    from torch.distributed.fsdp import FSDPModule
 
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        if layer.weight.ndim != 2:
-            original(layer, remove_weight=remove_weight)
-            return
-        layer.cpu_linear = linear_function(layer.weight)
-
-    utils.dispatch_cpu_unquantized_gemm = dispatch
-    try:
-        yield
-    finally:
-        utils.dispatch_cpu_unquantized_gemm = original
+    return next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))
 
 
 def _save_config(model: nn.Module, folder: str) -> None:
     config: Any = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
+    config.architectures = [_architecture(model)]
+    if hasattr(config, "quantization_config"):  # vLLM gets the matrices unpacked
+        del config.quantization_config
     config.save_pretrained(folder)
-
-
-@contextmanager
-def _no_request_proxies() -> Iterator[None]:
-    """Hide modules that hold Flask's request proxies while vLLM starts.
-
-    Its start looks into every object of every module, and such a proxy raises when it is looked at
-    outside a request. Flask comes with MLflow.
-    """
-    hidden: dict[str, Any] = {}
-    werkzeug = sys.modules.get("werkzeug.local")
-    if werkzeug is not None:
-        for name, module in list(sys.modules.items()):
-            values = list((getattr(module, "__dict__", None) or {}).values())
-            if any(type(value) is werkzeug.LocalProxy for value in values):
-                hidden[name] = sys.modules.pop(name)
-    try:
-        yield
-    finally:
-        sys.modules.update(hidden)
-
-
-@contextmanager
-def _quick_gc() -> Iterator[None]:
-    """Spare the collector the walks over vLLM's many imported objects."""
-    enabled = gc.isenabled()
-    gc.disable()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if enabled:
-            gc.enable()
-
-
-@contextmanager
-def _unchanged_process() -> Iterator[None]:
-    """Put back environment, random states, threads, log levels and warning filters."""
-    environment = dict(os.environ)
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    os.environ.update(_SETTINGS)
-    try:
-        with warnings.catch_warnings(), _silenced("vllm"):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.set_num_threads = set_threads
-        torch.set_num_threads(threads)
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)
-
-
-@contextmanager
-def _silenced(name: str) -> Iterator[None]:
-    """Let a library log nothing while it starts, and nothing short of critical from then on.
-
-    Its failures are raised as errors; what vLLM logs beside them runs to thousands of lines. A
-    level that the user has set is kept.
-    """
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(before if before != logging.NOTSET else logging.CRITICAL)

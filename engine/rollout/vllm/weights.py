@@ -3,11 +3,12 @@
 vLLM fuses some matrices (q, k and v; gate and up) by stacking rows and pads vocabularies with rows.
 So each trainer parameter can BE a run of rows of a vLLM parameter: `share` makes it point there,
 and optimizer steps in place then need no copy at all. Where dtypes, devices or layouts differ,
-`copy_into` uses vLLM's own loaders, tensor by tensor, on the live model. Neither reloads an engine.
+`load` uses vLLM's own loaders, tensor by tensor, on the live model. Neither reloads an engine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,16 +20,15 @@ from engine.errors import RolloutError
 def plan(model: nn.Module, target: nn.Module) -> dict[str, Tensor] | None:
     """Map each trainer parameter to the rows of vLLM's parameter that it can be; None if any can't.
 
-    Call it after `copy_into`: a run of rows counts only if vLLM's own loader has put the very same
+    Call it after `load`: a run of rows counts only if vLLM's own loader has put the very same
     numbers there. Every row of every vLLM parameter must have one owner, but for padding.
     """
-    packed: dict[str, list[str]] = getattr(target, "packed_modules_mapping", {})
-    whole_of = {part: whole for whole, parts in packed.items() for part in parts}
+    homes = _homes(target)
     parameters = dict(target.named_parameters())
     filled = dict.fromkeys(parameters, 0)
     views: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        home = ".".join(whole_of.get(piece, piece) for piece in name.split("."))
+        home = _home(name, homes)
         if home not in parameters or type(parameter.data) is not Tensor:
             return None
         start = filled[home]
@@ -72,14 +72,67 @@ def release(model: nn.Module, views: dict[str, Tensor]) -> None:
             parameter.data = parameter.data.clone()
 
 
-def copy_into(target: nn.Module, model: nn.Module) -> None:
-    """Copy the trainer's weights into vLLM's live parameters; RolloutError if any is missed."""
-    loader: Any = target
-    loaded = loader.load_weights((name, p.data) for name, p in model.named_parameters())
-    expected = {name for name, _ in target.named_parameters()}
-    missed = expected - set(loaded if loaded is not None else expected)
-    if missed:
-        raise RolloutError(
-            f"the trainer's model has no weights for vLLM's {', '.join(sorted(missed))}; use "
-            f"rollout.engine=native for this architecture"
-        )
+class Loading:
+    """One update of a live vLLM model by vLLM's own loaders, in as many calls as it takes."""
+
+    def __init__(self, target: nn.Module) -> None:
+        self._target = target
+        self._sent: set[str] = set()
+        self._loaded: set[str] | None = set()  # None: this model's loader doesn't tell
+
+    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy whole tensors, by the trainer's names, into vLLM's parameters; a rank its slices."""
+        loader: Any = self._target
+        loaded = loader.load_weights(self._noting(named))
+        if loaded is None or self._loaded is None:
+            self._loaded = None
+        else:
+            self._loaded |= set(loaded)
+
+    def _noting(self, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        for name, tensor in named:
+            self._sent.add(name)
+            yield name, tensor
+
+    def check_whole(self) -> None:
+        """Raise RolloutError unless all of vLLM's parameters, and all their parts, were given."""
+        missing = set() if self._loaded is None else self._unfilled(self._loaded)
+        if missing:
+            first = ", ".join(sorted(missing)[:3])
+            raise RolloutError(
+                f"the update lacks {len(missing)} of the model's weights, such as {first}; give "
+                "every parameter, or use rollout.engine=native for this architecture"
+            )
+
+    def _unfilled(self, loaded: set[str]) -> set[str]:
+        parameters = {name for name, _ in self._target.named_parameters()}
+        missing = {name for name in parameters if _plain_name(name) not in _plain_names(loaded)}
+        parts: dict[str, list[str]] = getattr(self._target, "packed_modules_mapping", {})
+        for name in parameters if not hasattr(self._target, "hf_to_vllm_mapper") else ():
+            plain = _plain_name(name)
+            pieces = plain.split(".")
+            for at, piece in enumerate(pieces):
+                for part in parts.get(piece, ()):
+                    source = ".".join([*pieces[:at], part, *pieces[at + 1 :]])
+                    if source not in self._sent and plain not in self._sent:
+                        missing.add(source)
+        return missing
+
+
+def _plain_name(name: str) -> str:
+    """A parameter's name without vLLM's own LoRA layer around its module."""
+    return name.replace(".base_layer.", ".")
+
+
+def _plain_names(names: set[str]) -> set[str]:
+    return {_plain_name(name) for name in names}
+
+
+def _homes(target: nn.Module) -> dict[str, str]:
+    packed: dict[str, list[str]] = getattr(target, "packed_modules_mapping", {})
+    return {part: whole for whole, parts in packed.items() for part in parts}
+
+
+def _home(name: str, homes: dict[str, str]) -> str:
+    """The vLLM parameter that holds the trainer's `name`."""
+    return ".".join(homes.get(piece, piece) for piece in name.split("."))

@@ -10,14 +10,17 @@ from tiny_engine import completions_batch, random_completions, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.batch import Batch
+from engine.config import LoRAConfig
 from engine.errors import DataError
-from engine.models import create_critic_model
+from engine.models import BaseOfPolicy, add_adapters, create_critic_model
 from engine.models.forward import (
     left_align,
     response_log_probs,
     response_values,
     token_outputs,
 )
+from engine.models.packing import apply_packing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -140,3 +143,71 @@ def test_gradient_reaches_the_weights_and_padding_doesn_t_matter() -> None:
     zeros, nines = gradient(0), gradient(9)
     assert zeros.abs().sum() > 0
     torch.testing.assert_close(zeros, nines)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("plain_head", [True, False])
+def test_packed_rows_give_the_same(family: str, plain_head: bool) -> None:
+    batch = completions_batch(*random_completions(9))
+    results = []
+    for pack in (False, True):
+        model, reference = tiny_model(family), tiny_model(family, seed=1)
+        if not plain_head:
+            model.config.model_type = reference.config.model_type = "some_family_unheard_of"
+        if pack:
+            apply_packing(model)
+            apply_packing(reference)
+            batch = batch | {"input_ids": batch["input_ids"].where(batch["attention_mask"] > 0, 96)}
+        seen = seen_tokens(model)
+        got = token_outputs(
+            model, batch, 0.8, entropy=True, sum_pi_squared=True, reference=reference
+        )
+        assert seen == [int(batch["attention_mask"].sum()) if pack else seqs_size(batch)]
+        assert got.full_kl is not None
+        (got.log_probs.sum() + got.full_kl.sum()).backward()
+        grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        results.append([got.log_probs, got.entropy, got.sum_pi_squared, got.full_kl, grads])
+    for padded, packed in zip(*results, strict=True):
+        assert padded.shape == packed.shape
+        torch.testing.assert_close(packed, padded, atol=1e-4, rtol=1e-4)
+
+
+def seen_tokens(model: PreTrainedModel) -> list[int]:
+    """Filled with how many positions each pass over `model` embeds."""
+    seen: list[int] = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, out: seen.append(args[0].numel())
+    )
+    return seen
+
+
+def seqs_size(batch: Batch) -> int:
+    return left_align(batch).input_ids.numel()
+
+
+def test_packed_rows_give_a_critic_s_values_too() -> None:
+    critic = create_critic_model(tiny_model("llama")).eval()
+    torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
+    batch = completions_batch(*random_completions(7))
+    with torch.no_grad():
+        wanted = response_values(critic, batch)
+        apply_packing(critic.backbone)
+        seen = seen_tokens(critic.backbone)
+        got = response_values(critic, batch)
+    assert seen == [int(batch["attention_mask"].sum())]
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_packed_rows_go_with_adapters_and_their_base() -> None:
+    model, batch = tiny_model("qwen2"), completions_batch(*random_completions(6))
+    with torch.no_grad():
+        base = response_log_probs(model, batch, 1.0)
+        apply_packing(model)
+        add_adapters(model, LoRAConfig(rank=3), seed=0)
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.fill_(0.05)
+        moved = response_log_probs(model, batch, 1.0)
+        again = response_log_probs(BaseOfPolicy(model), batch, 1.0)
+    assert (moved - base).abs().max() > 0.01
+    torch.testing.assert_close(again, base, atol=1e-5, rtol=0)

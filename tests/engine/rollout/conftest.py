@@ -1,15 +1,14 @@
-"""Engines under test; vLLM is started once for all rollout tests."""
+"""Engines under test, each opened as `rollout_subjects` says; shared ones once a session."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
+import rollout_subjects
 import torch
-from rollout_models import CONTEXT, FAMILIES, GENERIC, Subject, build
-
-from engine.rollout.protocol import create_engine
+from rollout_models import Subject
 
 
 @pytest.fixture(autouse=True)
@@ -21,28 +20,33 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def vllm_subject() -> Iterator[Subject]:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    model = build("qwen2")
-    options = {"max_num_seqs": 16, "max_model_len": CONTEXT, "kv_cache_memory_mb": 64}
-    engine = create_engine("vllm", model, seed=0, **options)
-    yield Subject(engine, model, "vllm")
-    engine.close()
+def shared_subject() -> Iterator[Callable[[str], Subject]]:
+    """Gives the session's engine of a name, opened at the first call."""
+    opened: dict[str, Subject] = {}
+    with ExitStack() as stack:
+
+        def get(name: str) -> Subject:
+            if name not in opened:
+                opened[name] = stack.enter_context(rollout_subjects.entry(name).open())
+            return opened[name]
+
+        yield get
 
 
-NATIVE = [f"native-{family}" for family in FAMILIES + GENERIC]
+@pytest.fixture
+def vllm_subject(shared_subject: Callable[[str], Subject]) -> Subject:
+    """vLLM in process on the trainer's storage, shared by all rollout tests."""
+    return shared_subject("vllm")
 
 
-@pytest.fixture(params=[*NATIVE, "vllm"])
-def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    """Each engine over each model shape; vLLM's is shared, native ones are new for each test."""
-    if request.param == "vllm":
-        yield request.getfixturevalue("vllm_subject")
+@pytest.fixture(params=rollout_subjects.parameters())
+def subject(
+    request: pytest.FixtureRequest, shared_subject: Callable[[str], Subject]
+) -> Iterator[Subject]:
+    """Each engine of the suite, over each model shape that it is there for."""
+    entry = rollout_subjects.entry(request.param)
+    if entry.shared:
+        yield shared_subject(entry.name)
         return
-    model = build(request.param.removeprefix("native-"))
-    engine = create_engine(
-        "native", model, max_num_seqs=16, max_model_len=CONTEXT, kv_cache_memory_mb=64, seed=0
-    )
-    yield Subject(engine, model, request.param)
-    engine.close()
+    with entry.open() as subject:
+        yield subject

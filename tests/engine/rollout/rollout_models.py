@@ -32,6 +32,9 @@ class Subject:
     engine: RolloutEngine
     model: nn.Module
     name: str
+    tolerance: float = 1e-4  # of a log-prob against transformers' in float32
+    mean_tolerance: float = 1e-4  # of their mean error
+    exact: bool = True  # whether greedy tokens must be those of an argmax loop in float32
 
 
 CONTEXT = 128

@@ -27,20 +27,24 @@ def texts(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
-def worst_log_prob_error(
+def check_log_probs(
     subject: Subject, prompts: list[list[int]], completions: list[Completion]
-) -> float:
-    return max(
-        float(
-            (
-                reference_log_probs(subject.model, prompts[c.prompt_index], c.token_ids)
-                - torch.tensor(c.log_probs)
-            )
-            .abs()
-            .max()
-        )
+) -> None:
+    """Assert that all log-probs are the trainer's, as close as the engine's dtype allows."""
+    errors = log_prob_errors(subject, prompts, completions)
+    assert float(errors.max()) < subject.tolerance
+    assert float(errors.mean()) < subject.mean_tolerance
+
+
+def log_prob_errors(
+    subject: Subject, prompts: list[list[int]], completions: list[Completion]
+) -> torch.Tensor:
+    errors = [
+        reference_log_probs(subject.model, prompts[c.prompt_index], c.token_ids)
+        - torch.tensor(c.log_probs)
         for c in completions
-    )
+    ]
+    return torch.cat(errors).abs()
 
 
 def test_long_tailed_rollout_with_more_rows_than_slots(subject: Subject) -> None:
@@ -62,7 +66,7 @@ def test_long_tailed_rollout_with_more_rows_than_slots(subject: Subject) -> None
     assert len(lengths) > 8, "the mix of lengths is meant to be long-tailed"
     assert {c.finish_reason for c in completions} == {"stop", "length"}
     assert len({tuple(t) for t in texts(completions)}) > 45, "rows must not share their noise"
-    assert worst_log_prob_error(subject, prompts, completions) < 1e-4
+    check_log_probs(subject, prompts, completions)
 
 
 def test_log_probs_follow_optimizer_steps(subject: Subject) -> None:
@@ -76,9 +80,9 @@ def test_log_probs_follow_optimizer_steps(subject: Subject) -> None:
         after = subject.engine.generate(prompts, params)
         assert subject.engine.policy_version == version + update
         assert {c.policy_version for c in after} == {version + update}
-        assert worst_log_prob_error(subject, prompts, after) < 1e-4
-    moved = worst_log_prob_error(subject, prompts, before)
-    assert moved > 0.05, "the steps must move the log-probs, or this shows nothing"
+        check_log_probs(subject, prompts, after)
+    moved = float(log_prob_errors(subject, prompts, before).mean())
+    assert moved > 3 * subject.mean_tolerance, "the steps must move the log-probs to show anything"
 
 
 def test_greedy_agrees_with_an_argmax_loop(subject: Subject) -> None:
@@ -90,8 +94,15 @@ def test_greedy_agrees_with_an_argmax_loop(subject: Subject) -> None:
         while len(expected) < 10 and not (expected and expected[-1] in STOP):
             logits = reference_logits(subject.model, prompt, [*expected, 0])[-1]
             expected.append(int(logits.argmax()))
-        assert texts(completions[2 * index : 2 * index + 2]) == [expected, expected]
-    assert worst_log_prob_error(subject, prompts, completions) < 1e-4
+        first, second = texts(completions[2 * index : 2 * index + 2])
+        assert first == second
+        if subject.exact:
+            assert first == expected
+        else:  # rounding decides between two tokens that are nearly equally likely
+            logits = reference_logits(subject.model, prompt, first)
+            chosen = logits.gather(1, torch.tensor(first)[:, None])[:, 0]
+            assert float((logits.max(-1).values - chosen).max()) < 2 * subject.tolerance
+    check_log_probs(subject, prompts, completions)
 
 
 def test_same_seed_same_tokens_whatever_shares_the_batch(subject: Subject) -> None:
@@ -128,9 +139,10 @@ def test_samples_follow_the_truncated_distribution(
     seen = torch.zeros_like(expected)
     for c in drawn:
         token = c.token_ids[0]
-        assert expected[token] > 0, "a token outside the kept set was drawn"
-        assert c.log_probs[0] == pytest.approx(float(expected[token].log()), abs=1e-4)
         seen[token] += 1 / count
+        if subject.exact:  # else rounding may move the last token kept in or out of the set
+            assert expected[token] > 0, "a token outside the kept set was drawn"
+            assert c.log_probs[0] == pytest.approx(float(expected[token].log()), abs=1e-4)
     # Total variation of `count` draws from V outcomes is about sqrt(V / (2·pi·count)).
     support = int((expected > 0).sum())
     assert float((seen - expected).abs().sum()) / 2 < 2.5 * (support / (6.3 * count)) ** 0.5
@@ -183,7 +195,7 @@ def test_nan_weights_are_named_and_recovered_from(subject: Subject) -> None:
     subject.engine.update_weights(subject.model, subject.engine.policy_version)
     prompts = [[5, 6]]
     after = subject.engine.generate(prompts, SamplingParams(n=2, max_new_tokens=4))
-    assert worst_log_prob_error(subject, prompts, after) < 1e-4
+    check_log_probs(subject, prompts, after)
 
 
 def test_a_failed_update_stops_serving(subject: Subject) -> None:
@@ -198,4 +210,4 @@ def test_a_failed_update_stops_serving(subject: Subject) -> None:
     subject.engine.update_weights(subject.model, version + 1)
     prompts = [[5, 6]]
     after = subject.engine.generate(prompts, SamplingParams(max_new_tokens=4))
-    assert worst_log_prob_error(subject, prompts, after) < 1e-4
+    check_log_probs(subject, prompts, after)

@@ -1,0 +1,136 @@
+"""What switching between training and rollout costs, beside a naive reload of the same model.
+
+`python benchmarks/switch.py --help`. The hybrid actor's switch is measured by the library's own
+`measure_switch_overhead`. The naive way, measured in the same run on the same model, is what a
+trainer with a rollout engine of its own does: its state dict is loaded into a second model, and the
+engine is built anew over that. Its memory is all new tensor storage of the reload (of torch's
+operators; what an engine takes inside its own kernels comes on top).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rollout import SIZES, build_model
+from transformers import Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from engine import HybridActor, measure_switch_overhead
+from engine.hybrid.switch import StorageCounter
+from engine.rollout.protocol import create_engine
+
+
+def main() -> None:
+    args = parse_args()
+    transformers_logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(args.threads)
+    rows = []
+    print(
+        f"{args.dtype}, {args.threads} thread(s), {args.device}; medians\n"
+        f"{'model':<7}{'engine':<8}{'→train ms':>11}{'→rollout ms':>13}{'new MB':>9}"
+        f"{'of model':>10}{'reload ms':>11}{'reload MB':>11}{'ratio':>9}"
+    )
+    for size in args.sizes:
+        for engine in args.engines:
+            row = measure(args, size, engine)
+            rows.append(row)
+            print(
+                f"{size:<7}{engine:<8}{row['to_train_ms']:>11.3f}{row['to_rollout_ms']:>13.3f}"
+                f"{row['new_mb']:>9.3f}{row['new_mb'] / row['model_mb']:>9.2%}"
+                f"{row['reload_ms']:>11.1f}{row['reload_mb']:>11.1f}{row['ratio']:>8.0f}x",
+                flush=True,
+            )
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"case": vars(args), "results": rows}, file, indent=2)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Latency and memory of the train/rollout switch against a naive reload.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--engines", nargs="+", default=["native", "vllm"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repeats", type=int, default=9, help="timed switches, after one untimed")
+    parser.add_argument("--reloads", type=int, default=3, help="timed naive reloads")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--kv-cache-memory-mb", type=int, default=64, help="vLLM's KV cache")
+    parser.add_argument("--json", default="", help="also write the figures to this file")
+    return parser.parse_args()
+
+
+def measure(args: argparse.Namespace, size: str, engine: str) -> dict[str, Any]:
+    """Figures of one size and engine."""
+    options = {
+        "max_num_seqs": 8,
+        "max_model_len": 256,
+        "kv_cache_memory_mb": args.kv_cache_memory_mb,
+    }
+    policy = build_model(size, args.dtype).to(args.device)
+    model_mb = sum(p.nbytes for p in policy.parameters()) / 1e6
+    actor = HybridActor(policy, rollout_engine=engine, rollout_options=options)
+    try:
+        actor.generate(torch.tensor([[5, 6, 7]], device=args.device), max_new_tokens=4)
+        costs = {mode: measure_switch_overhead(actor, mode, args.repeats) for mode in MODES}
+    finally:
+        actor.close()
+    second = build_model(size, args.dtype).to(args.device)
+    reload_ms, reload_mb = naive_reload(policy, second, engine, options, args.reloads)
+    slower = max(cost["latency_ms"] for cost in costs.values())
+    return {
+        "size": size,
+        "engine": engine,
+        "model_mb": model_mb,
+        "to_train_ms": costs["train"]["latency_ms"],
+        "to_rollout_ms": costs["rollout"]["latency_ms"],
+        "new_mb": max(cost["mem_increase_mb"] for cost in costs.values()),
+        "reload_ms": reload_ms,
+        "reload_mb": reload_mb,
+        "ratio": reload_ms / slower,
+    }
+
+
+MODES: tuple[Any, ...] = ("train", "rollout")
+
+
+def naive_reload(
+    policy: Qwen2ForCausalLM,
+    second: Qwen2ForCausalLM,
+    engine: str,
+    options: dict[str, Any],
+    reloads: int,
+) -> tuple[float, float]:
+    """Median milliseconds, and megabytes of one, of loading and building anew."""
+
+    def reload() -> Callable[[], None]:
+        state = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+        second.load_state_dict(state)
+        return create_engine(engine, second, **options).close
+
+    times = []
+    for _ in range(reloads + 1):  # the first one warms up
+        gc.collect()
+        started = time.perf_counter()
+        close = reload()
+        times.append(time.perf_counter() - started)
+        close()
+    with StorageCounter() as counter:
+        close = reload()
+    close()
+    return 1e3 * statistics.median(times[1:]), counter.bytes / 1e6
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""What differs between two artifacts: configuration, data, code, files, parents and metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, Graph, Node
+from engine.lineage.hashing import FileEntry
+from engine.lineage.manifest import SOURCE
+from engine.lineage.rows import RowChange, row_change
+
+ABSENT = "—"
+DATA = (SOURCE, "dataset")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One value on both sides, as JSON text; `ABSENT` where a side has none."""
+
+    name: str  # e.g. "rl.actor.optim.lr"
+    before: str
+    after: str
+
+    @property
+    def differs(self) -> bool:
+        """Whether the sides are unequal."""
+        return self.before != self.after
+
+
+@dataclass(frozen=True, slots=True)
+class MetricChange:
+    """One metric on both sides; None where a side has none."""
+
+    name: str
+    before: float | None
+    after: float | None
+
+    @property
+    def delta(self) -> float | None:
+        """After less before, where both are finite."""
+        if self.before is None or self.after is None:
+            return None
+        delta = self.after - self.before
+        return delta if math.isfinite(delta) else None
+
+
+@dataclass(frozen=True, slots=True)
+class DataChange:
+    """A dataset or source that only one side was made from, or that differs between them."""
+
+    kind: str
+    before: Node | None
+    after: Node | None
+    files: tuple[Change, ...] = ()  # digests of files that differ
+    rows: tuple[RowChange, ...] = ()  # of tables among them
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All differences; empty tuples where there are none."""
+
+    before: Node
+    after: Node
+    code: tuple[Change, ...]
+    config: tuple[Change, ...]
+    parents: tuple[Change, ...]
+    data: tuple[DataChange, ...]
+    files: tuple[Change, ...]
+    metrics: tuple[MetricChange, ...]  # those of both sides, equal ones too
+
+    @property
+    def same_content(self) -> bool:
+        """Whether both hold the same bytes."""
+        return self.before.digest == self.after.digest
+
+
+def compare(graph: Graph, before: Node, after: Node) -> Comparison:
+    """Compare two nodes of a graph; a model version stands for the artifact that it is of."""
+    before, after = _artifact(graph, before), _artifact(graph, after)
+    return Comparison(
+        before=before,
+        after=after,
+        code=_changes(_code(before), _code(after)),
+        config=_changes(_texts(before.config), _texts(after.config)),
+        parents=_changes(_parents(graph, before), _parents(graph, after)),
+        data=_data(graph, before, after),
+        files=_files(before, after),
+        metrics=_metrics(before, after),
+    )
+
+
+def _artifact(graph: Graph, node: Node) -> Node:
+    if node.kind != MODEL_VERSION:
+        return node
+    above = [graph.nodes[edge.parent] for edge in graph.parents(node.key)]
+    return next((n for n in above if not n.missing), node)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted name; empty sections stand for themselves."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
+def as_text(value: Any) -> str:
+    """Return a setting as a person would write it."""
+    import json
+
+    return value if isinstance(value, str) and value else json.dumps(value, sort_keys=True)
+
+
+def _texts(config: Mapping[str, Any]) -> dict[str, str]:
+    return {name: as_text(value) for name, value in flatten(config).items()}
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Change, ...]:
+    names = dict.fromkeys([*before, *after])
+    changes = (Change(n, before.get(n, ABSENT), after.get(n, ABSENT)) for n in names)
+    return tuple(change for change in changes if change.differs)
+
+
+def _code(node: Node) -> dict[str, str]:
+    if node.manifest is not None:
+        manifest = node.manifest
+        return {"code version": manifest.code_version, "sources": manifest.sources_digest}
+    names = {"code version": "code_version", "sources": "sources_digest"}
+    return {k: node.facts[v] for k, v in names.items() if v in node.facts}
+
+
+def _parents(graph: Graph, node: Node) -> dict[str, str]:
+    return {edge.name: graph.nodes[edge.parent].name for edge in graph.parents(node.key)}
+
+
+def _files(before: Node, after: Node) -> tuple[Change, ...]:
+    sides = [_sums(node.manifest.files if node.manifest else {}) for node in (before, after)]
+    return _changes(*sides)
+
+
+def _sums(files: Mapping[str, FileEntry]) -> dict[str, str]:
+    return {name: f"{entry.sha256[:12]} ({entry.size:,} bytes)" for name, entry in files.items()}
+
+
+def _metrics(before: Node, after: Node) -> tuple[MetricChange, ...]:
+    one, two = (_numbers(node) for node in (before, after))
+    return tuple(MetricChange(n, one.get(n), two.get(n)) for n in dict.fromkeys([*one, *two]))
+
+
+def _numbers(node: Node) -> Mapping[str, float]:
+    if node.kind == CHECKPOINT:
+        names = {"step", "sequence"}
+        return {k: float(v) for k, v in node.facts.items() if k in names}
+    return node.metrics
+
+
+def _data(graph: Graph, before: Node, after: Node) -> tuple[DataChange, ...]:
+    """Pair the datasets and sources behind both sides; equal ones are left out."""
+    sides = []
+    for node in (before, after):
+        behind = [node, *graph.ancestors(node.key)]
+        sides.append({n.digest: n for n in behind if n.kind in DATA})
+    only_before = [n for digest, n in sides[0].items() if digest not in sides[1]]
+    only_after = [n for digest, n in sides[1].items() if digest not in sides[0]]
+    changes = []
+    for kind in reversed(DATA):
+        left = [n for n in only_before if n.kind == kind]
+        right = [n for n in only_after if n.kind == kind]
+        for position in range(max(len(left), len(right))):
+            one = left[position] if position < len(left) else None
+            two = right[position] if position < len(right) else None
+            changes.append(_data_change(kind, one, two))
+    return tuple(changes)
+
+
+def _data_change(kind: str, before: Node | None, after: Node | None) -> DataChange:
+    if before is None or after is None or before.manifest is None or after.manifest is None:
+        return DataChange(kind, before, after)
+    files = _files(before, after)
+    both = [c.name for c in files if ABSENT not in (c.before, c.after)]
+    rows = [row_change(name, before.uri, after.uri) for name in both]
+    return DataChange(kind, before, after, files, tuple(r for r in rows if r is not None))

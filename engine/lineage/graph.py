@@ -1,0 +1,275 @@
+"""The graph around an artifact: all it was made from, and all that came of it.
+
+A parent is looked for at its recorded address, then by digest in the index, among the artifacts of
+this machine and beside its child, so that a moved or copied store still resolves. Walks end on
+cycles, which only forged manifests have, because a node is expanded once.
+
+What does not live here: finding the first node (`.references`), whether nodes are as recorded
+(`.audit`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from engine.errors import LineageError
+from engine.lineage.hashing import as_path, is_remote
+from engine.lineage.index import Index, Place
+from engine.lineage.manifest import SOURCE, Draft, Manifest, Parent, read_manifest
+from engine.lineage.store import artifact_path
+
+CHECKPOINT, MODEL_VERSION = "checkpoint", "model_version"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One artifact, source, checkpoint or model version, found or not."""
+
+    key: str  # unique in its graph
+    kind: str  # e.g. "sft"
+    digest: str  # of its content, hex
+    uri: str  # where it was found, or where it was recorded when it was not
+    label: str = ""  # e.g. "hybridflyte-policy version 3"; else kind and digest name it
+    manifest: Manifest | None = None
+    made: Draft | None = None  # of a checkpoint: the stage that it was cut from
+    missing: str = ""  # why it is not there; empty: it is
+    facts: dict[str, str] = field(default_factory=dict)  # what is known beside a manifest
+
+    @property
+    def name(self) -> str:
+        """How a person tells it from others."""
+        return self.label or f"{self.kind} {self.digest[:12]}"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration that it was made by."""
+        source = self.manifest or self.made
+        return source.config if source else {}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was measured of it."""
+        source = self.manifest or self.made
+        return source.metrics if source else {}
+
+    @property
+    def created_at(self) -> datetime | None:
+        """When its manifest was written."""
+        return self.manifest.created_at if self.manifest else None
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """`child` was made from `parent`."""
+
+    parent: str
+    child: str
+    name: str  # the parent's part in the making, e.g. "warm_start"
+    manifest: str = ""  # the digest of the parent's manifest as the child records it
+
+
+@dataclass
+class Graph:
+    """Nodes by key, in the order in which they were found, and the edges between them."""
+
+    focus: tuple[str, ...] = ()  # what was asked about
+    nodes: dict[str, Node] = field(default_factory=dict)
+    edges: dict[tuple[str, str, str], Edge] = field(default_factory=dict)
+
+    def parents(self, key: str) -> list[Edge]:
+        """The edges that lead to a node."""
+        return [edge for edge in self.edges.values() if edge.child == key]
+
+    def children(self, key: str) -> list[Edge]:
+        """The edges that leave a node."""
+        return [edge for edge in self.edges.values() if edge.parent == key]
+
+    def ancestors(self, key: str) -> list[Node]:
+        """All that a node was made from, nearest first."""
+        above: dict[str, list[str]] = {}
+        for edge in self.edges.values():
+            above.setdefault(edge.child, []).append(edge.parent)
+        found = reach(key, lambda one: above.get(one, []))
+        return [self.nodes[one] for one in found if one != key]
+
+    def add(self, node: Node) -> bool:
+        """Take a node in; False when it is there already."""
+        if node.key in self.nodes:
+            return False
+        self.nodes[node.key] = node
+        return True
+
+    def link(self, edge: Edge) -> None:
+        """Take an edge in; the same one twice counts once."""
+        self.edges.setdefault((edge.parent, edge.child, edge.name), edge)
+
+
+def reach(start: str, neighbours: Callable[[str], Iterable[str]]) -> list[str]:
+    """Return `start` and all that can be reached from it, nearest first; cycles end."""
+    found = {start: None}
+    queue = deque([start])
+    while queue:
+        for key in neighbours(queue.popleft()):
+            if key not in found:
+                found[key] = None
+                queue.append(key)
+    return list(found)
+
+
+class Walker:
+    """Builds a graph from manifests, an index of stores, and model versions."""
+
+    def __init__(self, index: Index, versions: Iterable[Node] = ()) -> None:
+        self.index = index
+        self.graph = Graph()
+        self._versions: dict[str, list[Node]] = {}
+        for version in versions:
+            self._versions.setdefault(version.digest, []).append(version)
+        self._read: dict[str, Manifest | None] = {p.uri: p.manifest for p in index.places}
+
+    def walk(self, start: Node, parents: Iterable[Parent] = (), descendants: bool = True) -> Node:
+        """Add a node, all it was made from and all that came of it; it joins the graph's focus.
+
+        `parents`: of a node without a manifest.
+        """
+        self.graph.add(start)
+        if start.key not in self.graph.focus:
+            self.graph.focus = (*self.graph.focus, start.key)
+        self._ancestors(start, tuple(parents))
+        if descendants:
+            self._descendants(start)
+        return start
+
+    def _ancestors(self, start: Node, parents: tuple[Parent, ...]) -> None:
+        todo = [(start, parents or _parents(start))]
+        done = set()
+        while todo:
+            child, parents = todo.pop()
+            if child.key in done:
+                continue
+            done.add(child.key)
+            for parent in parents:
+                node = self.find(parent, child.uri)
+                self.graph.add(node)
+                self.graph.link(Edge(node.key, child.key, parent.name, parent.manifest))
+                todo.append((node, _parents(node)))
+
+    def _descendants(self, start: Node) -> None:
+        found = reach(start.key, self._child_keys)
+        # Once all are known: the edges among them and to what was there before.
+        for key in found:
+            node = self.graph.nodes[key]
+            if key == start.key:
+                continue
+            for parent in _parents(node):
+                above = self.find(parent, node.uri)
+                if above.key in self.graph.nodes:
+                    self.graph.link(Edge(above.key, key, parent.name, parent.manifest))
+
+    def _child_keys(self, key: str) -> list[str]:
+        """Take in what came of a node; return the keys."""
+        children = self._children(self.graph.nodes[key])
+        for child in children:
+            self.graph.add(child)
+        return [child.key for child in children]
+
+    def _children(self, node: Node) -> list[Node]:
+        children = []
+        for place, parent in self.index.made_from(node.digest):
+            if self.find(parent, place.uri).key == node.key or node.kind == parent.kind == SOURCE:
+                children.append(artifact_node(place))
+        if node.manifest is not None:
+            for version in self._versions.get(node.digest, []):
+                wanted = version.facts.get("manifest_digest", "")
+                if wanted in ("", node.manifest.own_digest) or not self._other(node, wanted):
+                    children.append(version)
+                    self.graph.link(Edge(node.key, version.key, "artifact", wanted))
+        if node.kind == CHECKPOINT and node.made is not None:
+            sources = node.facts.get("sources_digest", "")
+            for place in self.index.with_making(node.made.making, sources):
+                child = artifact_node(place)
+                children.append(child)
+                self.graph.link(Edge(node.key, child.key, CHECKPOINT))
+        return children
+
+    def _other(self, node: Node, own_digest: str) -> bool:
+        """Tell whether another artifact of equal content has this manifest."""
+        same = self.index.with_digest(node.digest)
+        return any(place.manifest.own_digest == own_digest for place in same)
+
+    def find(self, parent: Parent, child: str) -> Node:
+        """Find one parent of the artifact at `child`; a node that is missing if it is nowhere."""
+        if parent.kind == SOURCE:
+            return source_node(parent)
+        fallback = None
+        for uri in self._places(parent, child):
+            manifest = self._manifest(uri)
+            if manifest is None or manifest.digest != parent.digest:
+                continue
+            if parent.manifest in ("", manifest.own_digest):
+                return artifact_node(Place(uri, manifest))
+            fallback = fallback or Place(uri, manifest)
+        if fallback is not None:
+            return artifact_node(fallback)
+        return self._missing(parent)
+
+    def _missing(self, parent: Parent) -> Node:
+        standing = self._manifest(parent.uri) if parent.uri else None
+        where = parent.uri or "any store that was searched"
+        why = f"{parent.kind} {parent.digest[:12]} is missing: it is not at {where}"
+        if standing is not None:
+            why += f", where {standing.kind} {standing.digest[:12]} stands now"
+        key = f"{parent.kind}:{parent.digest}:missing"
+        return Node(key, parent.kind, parent.digest, parent.uri, missing=why)
+
+    def _places(self, parent: Parent, child: str) -> list[str]:
+        """Where it may lie: its address, the index, this machine's store, its child's store."""
+        places = [parent.uri] if parent.uri else []
+        places += [p.uri for p in self.index.with_digest(parent.digest)]
+        places.append(str(artifact_path(parent.kind, parent.digest)))
+        if child.count("/") >= 2:
+            store = child.rstrip("/").rsplit("/", 2)[0]
+            places.append(f"{store}/{parent.kind}/{parent.digest[:16]}")
+        places.append(child)  # a model version's own files are a copy of its artifact
+        return list(dict.fromkeys(places))
+
+    def _manifest(self, uri: str) -> Manifest | None:
+        """Read a manifest once; None where there is none, or none that can be read."""
+        if uri not in self._read:
+            try:
+                self._read[uri] = read_manifest(uri)
+            except LineageError:
+                self._read[uri] = None
+        return self._read[uri]
+
+
+def artifact_node(place: Place) -> Node:
+    """The node of an artifact; copies with equal manifests are one node."""
+    manifest = place.manifest
+    key = f"{manifest.kind}:{manifest.digest}:{manifest.own_digest}"
+    return Node(key, manifest.kind, manifest.digest, place.uri, manifest=manifest)
+
+
+def source_node(source: Parent) -> Node:
+    """The node of data made elsewhere; one at a remote address is taken to be there."""
+    where = hashlib.sha256(source.uri.encode()).hexdigest()[:8]
+    local = bool(source.uri) and not is_remote(source.uri)
+    missing = ""
+    if local and not as_path(source.uri).exists():
+        missing = f"source {source.digest[:12]} is missing: it is not at {source.uri}"
+    key = f"{SOURCE}:{source.digest}:{where}"
+    return Node(key, SOURCE, source.digest, source.uri, label=_source_label(source), missing=missing)
+
+
+def _source_label(source: Parent) -> str:
+    return source.uri.rstrip("/").rsplit("/", 1)[-1] or source.name
+
+
+def _parents(node: Node) -> tuple[Parent, ...]:
+    made = node.manifest or node.made
+    return made.parents if made else ()

@@ -1,0 +1,151 @@
+"""All manifests of one or more stores: found, read, and looked up by digest and by parent.
+
+What lives here: scanning folders and buckets for manifests. What does not: walking from one
+artifact to another (`.graph`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from engine.errors import LineageError
+from engine.lineage.hashing import MANIFEST, READERS, as_path, file_system, is_remote, unreadable
+from engine.lineage.manifest import Manifest, Parent, read_manifest
+from engine.lineage.store import ARTIFACTS, home
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One artifact where it lies."""
+
+    uri: str  # folder or address, e.g. "/runs/artifacts/rl/0123456789abcdef"
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Index:
+    """What `scan` found."""
+
+    roots: tuple[str, ...] = ()
+    places: tuple[Place, ...] = ()
+    unreadable: tuple[str, ...] = ()  # a sentence for each manifest that can't be read
+
+    @cached_property
+    def _by_digest(self) -> dict[str, list[Place]]:
+        found = defaultdict(list)
+        for place in self.places:
+            found[place.manifest.digest].append(place)
+        return dict(found)
+
+    @cached_property
+    def _by_parent(self) -> dict[str, list[tuple[Place, Parent]]]:
+        found = defaultdict(list)
+        for place in self.places:
+            for parent in place.manifest.parents:
+                found[parent.digest].append((place, parent))
+        return dict(found)
+
+    def with_digest(self, digest: str) -> list[Place]:
+        """The artifacts that hold this content."""
+        return self._by_digest.get(digest, [])
+
+    def beginning(self, prefix: str) -> list[Place]:
+        """The artifacts whose content digest begins so, one for each digest and kind."""
+        found = {
+            (p.manifest.digest, p.manifest.kind): p
+            for p in self.places
+            if p.manifest.digest.startswith(prefix)
+        }
+        return list(found.values())
+
+    def made_from(self, digest: str) -> list[tuple[Place, Parent]]:
+        """The artifacts that name this content as a parent, and how they name it."""
+        return self._by_parent.get(digest, [])
+
+    def with_making(self, making: str, sources: str) -> list[Place]:
+        """The artifacts made of equal inputs by equal sources."""
+        return [
+            p
+            for p in self.places
+            if p.manifest.sources_digest == sources and p.manifest.making == making
+        ]
+
+
+def default_roots(artifact: str = "") -> list[str]:
+    """Return the stores to search: the one that an artifact lies in, and this machine's.
+
+    An artifact is taken to lie in a store where its folder's folder bears its kind's name.
+    """
+    roots = []
+    if artifact:
+        store, _, rest = artifact.rstrip("/").rpartition(f"/{ARTIFACTS}/")
+        if store and rest.count("/") == 1:
+            roots.append(f"{store}/{ARTIFACTS}")
+    own = home() / ARTIFACTS
+    if own.is_dir() and str(own) not in roots:
+        roots.append(str(own))
+    return roots
+
+
+def scan(roots: Iterable[str]) -> Index:
+    """Read every manifest below the roots, folders or s3:// prefixes alike.
+
+    A root that does not exist or can't be listed is a LineageError; a manifest that can't be read
+    is noted in the index.
+    """
+    asked = tuple(dict.fromkeys(str(root).rstrip("/") for root in roots))
+    folders = [folder for root in asked for folder in _folders(root)]
+    places, faults = [], []
+    with ThreadPoolExecutor(READERS) as pool:
+        for result in pool.map(_read, dict.fromkeys(folders)):
+            if isinstance(result, Place):
+                places.append(result)
+            else:
+                faults.append(result)
+    return Index(asked, tuple(places), tuple(faults))
+
+
+def _read(folder: str) -> Place | str:
+    try:
+        return Place(folder, read_manifest(folder))
+    except LineageError as error:
+        return str(error)
+
+
+def _folders(root: str) -> Iterator[str]:
+    """Yield the folders below `root` that have a manifest; what lies inside one is its content."""
+    if is_remote(root):
+        yield from _remote_folders(root)
+        return
+    base = as_path(root)
+    if not base.is_dir():
+        raise LineageError(f"store {root} does not exist; name a folder that holds artifacts")
+    if (base / ARTIFACTS).is_dir() and not (base / MANIFEST).is_file():
+        base = base / ARTIFACTS
+    for folder, below, files in os.walk(base):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        if MANIFEST in files:
+            below.clear()
+            yield str(Path(folder).absolute())
+
+
+def _remote_folders(root: str) -> Iterator[str]:
+    filesystem, base = file_system(root)
+    try:
+        filesystem.invalidate_cache()
+        names = sorted(filesystem.find(base))
+    except Exception as error:
+        raise unreadable(root, error) from error
+    scheme = root.partition("://")[0]
+    inside = ""
+    for folder in sorted(n.rpartition("/")[0] for n in names if n.endswith(f"/{MANIFEST}")):
+        if inside and folder.startswith(inside):
+            continue
+        inside = f"{folder}/"
+        yield f"{scheme}://{folder}"

@@ -1,0 +1,101 @@
+"""What MLflow knows of artifacts: model versions made of them, and digests of their manifests.
+
+Reads only. MLflow is imported when it is first asked, because that takes two seconds.
+"""
+
+from __future__ import annotations
+
+
+from engine.errors import LineageError, TrackingError
+from engine.lineage.graph import MODEL_VERSION, Node
+from engine.lineage.manifest import Parent
+
+if TYPE_CHECKING:
+    from engine.tracking import Tracker
+    from engine.tracking.registry import ModelVersion
+
+PREFIX = "models:/"
+PAGE = 1000
+ARTIFACT_TAG = "artifact_digest"
+MANIFEST_TAG = "manifest_digest"
+
+
+def open_registry(needed: bool) -> Tracker | None:
+    """Return the tracking store of this machine's settings.
+
+    None where nothing was set up (no MLFLOW_TRACKING_URI and no ./mlflow.db), unless it is
+    `needed`: looking at lineage must not create a store.
+    """
+    from engine.tracking import Tracker
+    from engine.tracking.connection import URI_VARIABLE, default_uri
+
+    tracker = Tracker(default_uri())
+    if tracker.database is not None and not tracker.database.is_file():
+        if needed:
+            raise TrackingError(
+                f"there is no MLflow store at {tracker.uri}; set {URI_VARIABLE} to the one that "
+                "holds the model"
+            )
+        return None
+    return tracker
+
+
+def version_node(version: ModelVersion) -> Node:
+    """Return the node of a model version; its facts are its tags."""
+    facts = {**version.tags, "run_id": version.run_id}
+    if version.aliases:
+        facts["aliases"] = ", ".join(version.aliases)
+    return Node(
+        key=f"{MODEL_VERSION}:{version.name}:{version.version}",
+        kind=MODEL_VERSION,
+        digest=version.tags.get(ARTIFACT_TAG, ""),
+        uri=version.source,
+        label=f"{version.name} version {version.version}",
+        facts=facts,
+    )
+
+
+def version_parent(node: Node) -> Parent:
+    """Return the artifact that a model version was registered from, by the version's tags."""
+    if not node.digest:
+        raise LineageError(
+            f"{node.label} has no tag {ARTIFACT_TAG}; register models through engine.tracking, or "
+            "give the artifact's folder"
+        )
+    return Parent(
+        name="artifact",
+        kind=node.facts.get("artifact_kind") or "model",
+        digest=node.digest,
+        uri=node.facts.get("artifact_uri", ""),
+        manifest=node.facts.get(MANIFEST_TAG, ""),
+    )
+
+
+def all_versions(tracker: Tracker) -> list[Node]:
+    """Return the nodes of all model versions that lead back to an artifact."""
+    from engine.tracking.registry import _version
+
+    found, token = [], None
+    with tracker.talking("list the model versions"):
+        while True:
+            page = tracker.client.search_model_versions(max_results=PAGE, page_token=token)
+            found += [version_node(_version(version)) for version in page]
+            token = page.token
+            if not token:
+                return [node for node in found if node.digest]
+
+
+def recorded_manifests(tracker: Tracker, digest: str) -> set[str]:
+    """Return the digests of manifests that runs have recorded for an artifact's content."""
+    with tracker.talking("look up the run of an artifact"):
+        experiments = [e.experiment_id for e in tracker.client.search_experiments()]
+        clause = f"tags.`{ARTIFACT_TAG}` = '{digest}'"
+        runs = tracker.client.search_runs(experiments, clause, max_results=PAGE)
+    return {run.data.tags[MANIFEST_TAG] for run in runs if MANIFEST_TAG in run.data.tags}
+
+
+def is_reference(text: str) -> bool:
+    """Tell `models:/NAME@ALIAS` and `models:/NAME/VERSION` from other addresses."""
+    return text.startswith(PREFIX)
+
+

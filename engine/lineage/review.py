@@ -1,0 +1,213 @@
+"""From what a person names to the graph around it: the front door of this package.
+
+A reference is a folder or address of an artifact, a checkpoint, a file or folder that artifacts
+were made from, the first hex digits of a digest, or a model version `models:/NAME@ALIAS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine.errors import CheckpointError, LineageError, TrackingError
+from engine.lineage.graph import CHECKPOINT, Graph, Node, Walker, artifact_node, source_node
+from engine.lineage.hashing import (
+    MANIFEST,
+    as_path,
+    hash_file,
+    is_remote,
+    read_bytes,
+    tree_digest,
+)
+from engine.lineage.index import Index, Place, default_roots, scan
+from engine.lineage.manifest import SOURCE, Manifest, Parent, read_manifest
+from engine.lineage.origin import read_origin
+from engine.lineage.registry import (
+    all_versions,
+    is_reference,
+    open_registry,
+    version_node,
+    version_parent,
+)
+
+if TYPE_CHECKING:
+    from engine.tracking import Tracker
+
+DIGITS = re.compile(r"[0-9a-f]{8,64}")
+CHECKPOINT_MARKER = "COMPLETE"
+
+
+@dataclass
+class Review:
+    """A graph, and what else is needed to judge it."""
+
+    graph: Graph
+    index: Index
+    tracker: Tracker | None
+    versions: tuple[Node, ...] = ()  # all model versions of the registry
+    notes: list[str] = field(default_factory=list)  # what could not be looked at, and why
+
+    @property
+    def starts(self) -> list[Node]:
+        """The nodes that were asked about, in order."""
+        return [self.graph.nodes[key] for key in self.graph.focus]
+
+
+def review(
+    references: Sequence[str],
+    stores: Sequence[str] = (),
+    *,
+    registry: bool = True,
+    descendants: bool = True,
+) -> Review:
+    """Return the graph around each of `references`; without any, of all that the stores hold.
+
+    stores: folders or s3:// prefixes to search for descendants and moved parents; without any, the
+    store that an artifact lies in and this machine's. registry: ask MLflow for model versions.
+    Raises LineageError, TrackingError or CheckpointError for what can't be found or read.
+    """
+    tracker = open_registry(needed=False) if registry else None
+    starts = [_locate(reference, registry) for reference in references]
+    roots = list(stores) or _roots(starts)
+    index = scan(roots)
+    notes: list[str] = []
+    versions = tuple(_versions(tracker, notes))
+    walker = Walker(index, versions)
+    for start in starts:
+        node, parents = _resolve(start, index)
+        walker.walk(node, parents, descendants)
+    if not references:
+        for place in index.places:
+            walker.walk(artifact_node(place), descendants=False)
+        walker.graph.focus = ()
+    notes += [f"not searched: {fault}" for fault in index.unreadable] if references else []
+    return Review(walker.graph, index, tracker, versions, notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A reference as far as it is known without an index."""
+
+    reference: str
+    node: Node | None = None
+    parents: tuple[Parent, ...] = ()
+
+
+def _locate(reference: str, registry: bool) -> _Start:
+    """Recognise what a reference names; one that only an index can tell has no node yet."""
+    if is_reference(reference):
+        if not registry:
+            raise LineageError(f"{reference} is in MLflow's registry; ask without --no-registry")
+        tracker = open_registry(needed=True)
+        assert tracker is not None
+        node = version_node(tracker.model_version(reference))
+        return _Start(reference, node, (version_parent(node),))
+    address = reference.rstrip("/").removesuffix(f"/{MANIFEST}")
+    if not is_remote(address):
+        if DIGITS.fullmatch(address) and not as_path(address).exists():
+            return _Start(reference)
+        address = str(as_path(address).absolute())
+    manifest = _manifest_at(address)
+    if manifest is not None:
+        return _Start(reference, artifact_node(Place(address, manifest)))
+    checkpoint = _checkpoint_at(address)
+    if checkpoint is not None:
+        return _Start(reference, checkpoint)
+    return _Start(reference, _source_at(address))
+
+
+def _manifest_at(address: str) -> Manifest | None:
+    """Return the manifest of a folder; None where it has none."""
+    try:
+        read_bytes(f"{address}/{MANIFEST}")
+    except FileNotFoundError:
+        return None
+    return read_manifest(address)
+
+
+def _checkpoint_at(address: str) -> Node | None:
+    """Return the node of a complete checkpoint with what its stage was making; else None."""
+    from engine.checkpoint.files import Folder
+    from engine.checkpoint.layout import read_marker
+
+    try:
+        read_bytes(f"{address}/{CHECKPOINT_MARKER}")
+        marker = read_marker(Folder(address))
+    except FileNotFoundError:
+        return None
+    except CheckpointError as error:
+        raise LineageError(str(error)) from error
+    origin = read_origin(address.rpartition("/")[0])
+    facts = {"step": str(marker.step), "sequence": str(marker.sequence)}
+    facts |= {name: f"{value:.6g}" for name, value in marker.metrics.items()}
+    label = f"checkpoint of step {marker.step}"
+    if origin is not None:
+        facts |= {
+            "stage": origin.kind,
+            "code_version": origin.code_version,
+            "sources_digest": origin.sources_digest,
+            "flyte_execution": origin.flyte_execution,
+            "mlflow_run": origin.mlflow_run,
+        }
+        label = f"{origin.kind} {label}"
+    key = f"{CHECKPOINT}:{marker.checksums}"
+    return Node(key, CHECKPOINT, marker.checksums, address, label, made=origin, facts=facts)
+
+
+def _source_at(address: str) -> Node | None:
+    """Return the node of a local file or folder; None for one that is remote or not there."""
+    if is_remote(address) or not as_path(address).exists():
+        return None
+    path = as_path(address)
+    try:
+        digest = hash_file(path) if path.is_file() else tree_digest(path)
+    except OSError as error:
+        raise LineageError(f"can't read {path}: {error.strerror or error}") from error
+    return source_node(Parent(name=path.name, kind=SOURCE, digest=digest, uri=str(path)))
+
+
+def _roots(starts: Iterable[_Start]) -> list[str]:
+    """Return the stores to search when none was named."""
+    roots: dict[str, None] = {}
+    for start in starts:
+        places = [start.node.uri] if start.node else []
+        places += [parent.uri for parent in start.parents]
+        for place in places or [""]:
+            roots.update(dict.fromkeys(default_roots(place)))
+    return list(roots or dict.fromkeys(default_roots()))
+
+
+def _resolve(start: _Start, index: Index) -> tuple[Node, tuple[Parent, ...]]:
+    """Settle a reference by the index; LineageError for one that names nothing."""
+    where = ", ".join(index.roots) or "no store; name one with --store"
+    if start.node is None:
+        found = index.beginning(start.reference) if DIGITS.fullmatch(start.reference) else []
+        if len(found) == 1:
+            return artifact_node(found[0]), ()
+        if found:
+            names = ", ".join(f"{p.manifest.kind} {p.manifest.digest[:16]}" for p in found)
+            raise LineageError(f"{start.reference} is ambiguous: {names}; give more digits")
+        if DIGITS.fullmatch(start.reference):
+            raise LineageError(f"no artifact's digest begins with {start.reference} in {where}")
+        raise LineageError(
+            f"{start.reference} has no {MANIFEST}; give the folder of an artifact that a stage "
+            "published, a checkpoint, a source file, or models:/NAME@ALIAS"
+        )
+    if start.node.kind == SOURCE and not index.made_from(start.node.digest):
+        raise LineageError(
+            f"{start.reference} has no {MANIFEST}, and no artifact was made from it in {where}"
+        )
+    return start.node, start.parents
+
+
+def _versions(tracker: Tracker | None, notes: list[str]) -> list[Node]:
+    """Return all model versions; a registry that doesn't answer is a note."""
+    if tracker is None:
+        return []
+    try:
+        return all_versions(tracker)
+    except TrackingError as error:
+        notes.append(f"model versions are not shown: {error}")
+        return []

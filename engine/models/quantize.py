@@ -1,0 +1,173 @@
+"""QLoRA's base (Dettmers et al., arXiv:2305.14314): frozen matrices stored in 4 or 8 bits.
+
+bitsandbytes packs and unpacks them. Its own layers are not used: on CPU its 4-bit one rewrites its
+storage in evaluation mode, and its 8-bit one rounds activations too. Here a matrix is made dense
+for each product and forgotten, so trainer, rollout and saved model compute with the same numbers.
+Adapters on top of such matrices are `lora.py`'s.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.errors import ConfigError
+
+NF4, INT8 = "nf4", "int8"
+_BLOCK, _STATISTICS_BLOCK = 64, 256  # values that share a scale, scales that share one of theirs
+
+
+class PackedWeight(nn.Parameter):
+    """Integers that stand for a matrix; a class of its own, as they can be neither cut nor cast."""
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen linear whose weight `[out, in]` is packed; `dense()` is what it computes with.
+
+    nf4: 4-bit normal floats in blocks of 64, their scales in 8 bits (double quantisation), 4.13
+    bits a value. int8: 8-bit integers with one float32 scale a row. Both round once, here.
+    """
+
+    def __init__(self, linear: nn.Linear, kind: str) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.kind = (
+            linear.in_features,
+            linear.out_features,
+            kind,
+        )
+        self.dense_dtype = linear.weight.dtype
+        packed, statistics = _pack(linear.weight.detach(), kind)
+        self.weight = PackedWeight(packed, requires_grad=False)
+        self.register_parameter("bias", linear.bias)
+        self.requires_grad_(False)
+        for name, tensor in statistics.items():
+            self.register_buffer(name, tensor)
+
+    def dense(self) -> Tensor:
+        """The weight `[out, in]` in the dtype that it had, a new tensor."""
+        return _unpack(self)
+
+    def forward(self, input: Tensor) -> Tensor:
+        product: Tensor = _Product.apply(input, self)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, kind={self.kind}"
+
+
+def quantize_linears(model: PreTrainedModel, kind: str) -> None:
+    """Replace `model`'s linears but the head, in place, by QuantizedLinear of `kind`.
+
+    Embeddings, norms and biases stay; nothing of the base can be trained afterwards. Call it before
+    adapters are added. Raises ConfigError where the library, the device or the model can't.
+    """
+    device = next(model.parameters()).device
+    check_quantization(kind, device)
+    head = model.get_output_embeddings()
+    found = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child is not head:
+                setattr(parent, name, QuantizedLinear(child, kind))
+                found += 1
+    if not found:
+        raise ConfigError(
+            f"model.lora.quantize={kind!r}: a {type(model).__name__} has no plain linear modules; "
+            "leave it empty"
+        )
+    model.requires_grad_(False)
+
+
+def check_quantization(kind: str, device: torch.device | str = "cpu") -> None:
+    """Raise ConfigError unless bitsandbytes is here and quantises on `device`."""
+    try:
+        _pack(torch.eye(16, device=device), kind)
+    except ImportError as error:
+        raise ConfigError(
+            f"model.lora.quantize={kind!r} needs bitsandbytes ({error}); install "
+            "hybridflyte[qlora], or leave it empty"
+        ) from error
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise ConfigError(
+            f"model.lora.quantize={kind!r}: bitsandbytes can't quantise on {device} "
+            f"({str(error).splitlines()[0]}); leave it empty, or use cuda or cpu"
+        ) from error
+
+
+def _pack(weight: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Packed values, and what is needed to unpack them."""
+    import bitsandbytes.functional as bnb
+
+    if kind == INT8:
+        values, scales, _ = bnb.int8_vectorwise_quant(weight.half())  # all that its kernel takes
+        return values, {"scales": _bits(scales)}
+    packed, state = bnb.quantize_4bit(
+        weight.contiguous(), blocksize=_BLOCK, compress_statistics=True, quant_type=NF4
+    )
+    return packed, {
+        "scales": state.absmax,
+        "scales_of_scales": _bits(state.state2.absmax),
+        "mean_scale": _bits(state.offset),
+    }
+
+
+def _unpack(module: Any) -> Tensor:
+    import bitsandbytes.functional as bnb
+
+    if module.kind == INT8:
+        dense = bnb.int8_vectorwise_dequant(module.weight.data, _floats(module.scales))
+        return dense.to(module.dense_dtype)
+    outer = bnb.QuantState(
+        absmax=_floats(module.scales_of_scales),
+        code=_code_of_scales(str(module.scales.device)),
+        blocksize=_STATISTICS_BLOCK,
+        dtype=torch.float32,
+    )
+    state = bnb.QuantState(
+        absmax=module.scales,
+        # Flat, as it was packed: of a matrix, bitsandbytes' CPU kernel (0.50) begins new blocks in
+        # each row, which is silently wrong where in_features is no multiple of a block.
+        shape=torch.Size((module.out_features * module.in_features,)),
+        dtype=module.dense_dtype,
+        blocksize=_BLOCK,
+        quant_type=NF4,
+        offset=_floats(module.mean_scale),
+        state2=outer,
+    )
+    flat: Tensor = bnb.dequantize_4bit(module.weight.data, state)
+    return flat.view(module.out_features, module.in_features)
+
+
+@lru_cache
+def _code_of_scales(device: str) -> Tensor:
+    import bitsandbytes.functional as bnb
+
+    code: Tensor = bnb.create_dynamic_map().to(device)
+    return code
+
+
+def _bits(scales: Tensor) -> Tensor:
+    return scales.float().view(torch.int32)  # casting a model to bfloat16 must not round them
+
+
+def _floats(bits: Tensor) -> Tensor:
+    return bits.view(torch.float32)
+
+
+class _Product(torch.autograd.Function):
+    """x · Wᵀ of a packed W, which is unpacked again for the gradient of x, not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: QuantizedLinear) -> Tensor:
+        ctx.module, ctx.dtype = module, x.dtype
+        return F.linear(x, module.dense().to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        return (grad @ ctx.module.dense().to(grad.dtype)).to(ctx.dtype), None

@@ -1,0 +1,145 @@
+"""The policy as a folder on a disk that trainer and server both see, named by what is in it.
+
+`policy-v12-1a2b3c4d` holds policy version 12 and weights whose checksum is 1a2b3c4d: two runs, or
+one resumed with other weights, never share a tag. Whoever loads the folder checks the name.
+Nothing here talks to a server.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from engine.errors import RolloutError
+
+_TAG = re.compile(r"policy-v\d+-[0-9a-f]{8}")
+_SHARD_BYTES = 4 << 30
+_READ_BYTES = 16 << 20
+_KEPT = 2  # folders: a server may still be reading the one before
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
+Weights = Iterable[tuple[str, Tensor]]
+
+
+class TaggedFolders:
+    """Writes each version to a folder of its own below `root`, and removes the older ones.
+
+    Without a `root` it makes one on this machine, and removes it in the end.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._own = not root
+        try:
+            if root:
+                Path(root).mkdir(parents=True, exist_ok=True)
+            self.root = Path(root or tempfile.mkdtemp(prefix="hybridflyte-weights-")).resolve()
+        except OSError as error:
+            raise RolloutError(
+                f"rollout.server.weights_dir={root!r} can't be used: {error}; name a folder that "
+                f"trainer and server both can write and read"
+            ) from error
+        self._written: list[Path] = []
+
+    def write(self, weights: Weights, model: nn.Module, version: int) -> Path:
+        """Write (name, tensor) pairs and `model`'s configuration; return the folder, `…/tag`.
+
+        It appears under its name only when it is whole. Raises RolloutError when the disk is full.
+        """
+        try:
+            half = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.root))
+            half.chmod(0o755)
+            try:
+                _save(weights, half)
+                _save_configuration(model, half)
+                target = self.root / f"policy-v{version}-{checksum(half)}"
+                if not target.exists():  # the same weights were written before
+                    half.rename(target)
+            finally:
+                shutil.rmtree(half, ignore_errors=True)
+        except OSError as error:
+            raise RolloutError(
+                f"policy version {version} could not be written to {self.root}: {error}; free "
+                f"space there, or choose another rollout.server.weights_dir"
+            ) from error
+        self._written = [path for path in self._written if path != target] + [target]
+        while len(self._written) > _KEPT:
+            shutil.rmtree(self._written.pop(0), ignore_errors=True)
+        return target
+
+    def close(self) -> None:
+        if self._own:
+            shutil.rmtree(self.root, ignore_errors=True)
+
+
+def find_tag(text: str) -> str | None:
+    """The one tag in a server's answer; None if it has none, or more than one."""
+    found = {match.group() for match in _TAG.finditer(text)}
+    return found.pop() if len(found) == 1 else None
+
+
+def checksum(folder: Path) -> str:
+    """CRC-32 (8 hex digits) of all weight files in `folder`, in order of their names."""
+    value = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                value = zlib.crc32(block, value)
+    return f"{value:08x}"
+
+
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in `folder`'s weight files, read from their headers."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def _save(weights: Weights, folder: Path) -> None:
+    """Write safetensors of at most 4 GiB each, as transformers, vLLM and TGI read them."""
+    shard: dict[str, Tensor] = {}
+    places: dict[str, str] = {}
+    names: list[str] = []
+    total = size = 0
+
+    def flush() -> None:
+        names.append(f"model-{len(names) + 1:05d}.safetensors")
+        save_file(shard, folder / names[-1], metadata={"format": "pt"})
+        places.update(dict.fromkeys(shard, names[-1]))
+        shard.clear()
+
+    for name, tensor in weights:
+        if shard and size + tensor.nbytes > _SHARD_BYTES:
+            flush()
+            size = 0
+        shard[name] = tensor.detach().to("cpu").contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    flush()
+    if len(names) == 1:
+        (folder / names[0]).rename(folder / "model.safetensors")
+        return
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _save_configuration(model: nn.Module, folder: Path) -> None:
+    """The configuration, and the tokenizer of the folder that the model came from, if any."""
+    config: Any = model.config
+    config.save_pretrained(folder)
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+    source = Path(getattr(model, "name_or_path", "") or "/nonexistent")
+    for pattern in _TOKENIZER if source.is_dir() else ():
+        for path in source.glob(pattern):
+            shutil.copy(path, folder)

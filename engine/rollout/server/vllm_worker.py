@@ -1,0 +1,78 @@
+"""What runs inside a vLLM server's workers: loading a tagged folder, whole or not at all.
+
+vLLM's own `reload_weights` is not enough. A folder that it fails on leaves parameters without
+storage, and the next request ends the server; so everything is checked before anything is touched.
+On CPU it leaves a tied head as it was, packed from the old embedding; so the head is packed anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from engine.rollout.server.folder import checksum, shapes
+
+
+class WeightReceiver:
+    """Methods for a vLLM worker, by `--worker-extension-cls`."""
+
+    _hybridflyte_shapes: dict[str, tuple[int, ...]] | None = None
+    _hybridflyte_serves = ""
+
+    def hybridflyte_tag(self) -> dict[str, str]:
+        """The tag of the folder that was loaded last, empty for none."""
+        return {"tag": self._hybridflyte_serves}
+
+    def hybridflyte_load(self, folder: str) -> dict[str, str]:
+        """Serve the weights in `folder`; `problem` says why they were not even touched."""
+        worker: Any = self
+        path = Path(folder)
+        try:
+            problem = self._hybridflyte_problem(path, worker.model_config.model)
+        except (OSError, SafetensorError) as error:
+            problem = f"it can't be read here: {error}"
+        if problem:
+            return {"problem": problem}
+        self._hybridflyte_serves = ""
+        worker.reload_weights(weights_path=folder)
+        _pack_head(worker.model_runner.get_model())
+        for cache in worker.model_runner.kv_caches:
+            cache.zero_()  # a NaN in a free block would outlast its weights: 0 times NaN is NaN
+        self._hybridflyte_serves = path.name
+        return {"tag": path.name}
+
+    def _hybridflyte_problem(self, path: Path, served: str) -> str:
+        if not path.is_dir():
+            return (
+                "there is no such folder on the server's machine; share rollout.server.weights_dir"
+            )
+        found = shapes(path)
+        if self._hybridflyte_shapes is None and Path(served).is_dir():
+            self._hybridflyte_shapes = shapes(Path(served))
+        expected = self._hybridflyte_shapes or found
+        wrong = sorted(
+            name
+            for name in expected.keys() | found.keys()
+            if expected.get(name) != found.get(name) and not name.startswith("lm_head.")
+        )
+        if wrong:
+            name = wrong[0]
+            return (
+                f"{len(wrong)} tensors differ in name or shape from the served model's, {name} "
+                f"for one: {found.get(name)} against {expected.get(name)}"
+            )
+        sum_ = checksum(path)
+        if not path.name.endswith(sum_):
+            return f"its weights have the checksum {sum_}: the files are torn or were changed"
+        self._hybridflyte_shapes = expected
+        return ""
+
+
+def _pack_head(model: Any) -> None:
+    """Pack an output layer anew from its weight; does nothing where it is not packed."""
+    head = getattr(model, "lm_head", None)
+    method = getattr(head, "quant_method", None)
+    if method is not None:
+        method.process_weights_after_loading(head)

@@ -1,0 +1,66 @@
+"""LoRA adapters as vLLM's own: swapped in memory, in whatever process vLLM's model lives.
+
+The base below them and merged adapters are `weights.py`'s and `sources.py`'s matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from engine.errors import RolloutError
+
+ADAPTER_ID = 1
+
+
+def lora_request() -> Any:
+    """What a vLLM request carries to be decoded with the adapter."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", ADAPTER_ID, "held in memory")
+
+
+def swap(worker: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Make `tensors` (peft's names in a file) the adapter of a vLLM worker's model.
+
+    Raises RolloutError for features of peft that vLLM lacks, and for modules it can't adapt.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    runner = worker.model_runner
+    manager = runner.lora_manager
+    try:
+        helper = PEFTHelper.from_dict(config)
+        helper.validate_legal(manager.lora_config)
+        lora = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            tensors,
+            helper,
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            model_vocab_size=manager.vocab_size,
+            weights_mapper=getattr(runner.get_model(), "hf_to_vllm_mapper", None),
+        )
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise RolloutError(
+            f"vLLM can't take the adapter: {error}; set the engine's option lora=merged"
+        ) from error
+    inner = manager._adapter_manager
+    strangers = [name for name in lora.loras if not _adaptable(inner, name)]
+    if strangers:
+        raise RolloutError(
+            f"vLLM can't adapt the modules {sorted(strangers)[:3]}; set the engine's option "
+            "lora=merged"
+        )
+    inner.remove_adapter(ADAPTER_ID)
+    inner.add_adapter(lora)
+    inner.activate_adapter(ADAPTER_ID)
+
+
+def _adaptable(manager: Any, name: str) -> bool:
+    """Whether vLLM's model has an adaptable module for `name`, on its own or in a fused one."""
+    owner, _, last = name.rpartition(".")
+    fused = [whole for whole, parts in manager.packed_modules_mapping.items() if last in parts]
+    return any(f"{owner}.{piece}".lstrip(".") in manager.modules for piece in (last, *fused))

@@ -1,0 +1,130 @@
+"""Requests through a vLLM engine: submitted with seeds of their own, stepped to the end, read.
+
+Weights and the engine's life are not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from engine.errors import RolloutError
+from engine.rollout.protocol import Completion, SamplingParams
+from engine.rollout.requests import RolloutStats
+from engine.rollout.sampling import row_keys
+
+
+class DecodingFailed(RolloutError):
+    """vLLM itself failed; what state it is in nobody knows."""
+
+
+class Decoder:
+    """Decodes requests on one `vllm.LLM`; `lora_request` rides on each, if any."""
+
+    def __init__(self, llm: Any, max_model_len: int, seed: int, lora_request: Any = None) -> None:
+        self._llm, self._lora_request = llm, lora_request
+        self._max_model_len, self._seed = max_model_len, seed
+        self._requests = 0
+
+    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[str]:
+        """Queue a request for each completion, with a seed of its own; return their ids."""
+        row = torch.arange(len(prompts) * params.n)
+        numbers = params.first_prompt + row // params.n
+        keys = row_keys(params.seed + self._seed, numbers, row % params.n)
+        ids: list[str] = []
+        try:
+            for index, prompt in enumerate(prompts):
+                self._add(prompt, keys[index * params.n :][: params.n].tolist(), params, ids)
+        except BaseException:
+            self.abort(ids)
+            raise
+        return ids
+
+    def _add(
+        self, prompt: Sequence[int], keys: list[int], params: SamplingParams, ids: list[str]
+    ) -> None:
+        """Queue one prompt's completions, a seed each, and note their ids."""
+        import vllm
+
+        room = self._max_model_len - len(prompt)
+        request = vllm.TokensPrompt(prompt_token_ids=[int(token) for token in prompt])
+        for key in keys:
+            ids.append(f"rollout-{self._requests}")
+            self._requests += 1
+            sampling = vllm.SamplingParams(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                max_tokens=min(params.max_new_tokens, room),
+                stop_token_ids=list(params.stop_token_ids),
+                ignore_eos=True,
+                seed=key & (2**63 - 1),
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+            )
+            self._llm.llm_engine.add_request(
+                ids[-1], request, sampling, lora_request=self._lora_request
+            )
+
+    def collect(
+        self,
+        waiting: set[str],
+        on_progress: Callable[[int], None] | None,
+        stats: RolloutStats,
+    ) -> dict[str, Any]:
+        """Step the engine until all requests in `waiting` are done; return their outputs by id.
+
+        Raises DecodingFailed if it can't go on.
+        """
+        done: dict[str, Any] = {}
+        while len(done) < len(waiting):
+            finished = [output for output in self._step() if output.finished]
+            stats.decode_steps += 1
+            done.update((output.request_id, output) for output in finished)
+            if finished and on_progress is not None:
+                on_progress(len(done))
+            if len(done) < len(waiting) and not self._llm.llm_engine.has_unfinished_requests():
+                raise DecodingFailed(f"{len(waiting) - len(done)} requests were left unanswered")
+        return done
+
+    def _step(self) -> list[Any]:
+        try:
+            outputs: list[Any] = self._llm.llm_engine.step()
+        except Exception as error:
+            raise DecodingFailed(str(error)) from error
+        return outputs
+
+    def abort(self, ids: list[str]) -> None:
+        """Leave none of these requests behind."""
+        self._llm.llm_engine.abort_request(ids)
+
+    def completion(self, index: int, output: Any, version: int, stats: RolloutStats) -> Completion:
+        """The completion of prompt `index`; RolloutError for NaN logits and unasked-for ends."""
+        answer = output.outputs[0]
+        tokens, log_probs = list(answer.token_ids), list(answer.logprobs.logprobs)
+        if any(map(math.isnan, log_probs)):
+            # Left in a cache block, a NaN would outlast its request: 0 times NaN is NaN.
+            self._llm.collective_rpc(_clear_kv_cache)
+            raise RolloutError(
+                f"the model gave NaN logits for a completion of prompt {index}; its weights have "
+                f"diverged: go back to a checkpoint and lower the learning rate"
+            )
+        if answer.finish_reason not in ("stop", "length") or len(tokens) != len(log_probs):
+            raise RolloutError(
+                f"vLLM ended a completion of prompt {index} with finish_reason="
+                f"{answer.finish_reason!r}, {len(tokens)} tokens and {len(log_probs)} log-probs; "
+                f"create the engine anew"
+            )
+        stats.generated_tokens += len(tokens)
+        stats.prefill_tokens += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
+        return Completion(index, tokens, log_probs, answer.finish_reason, version)
+
+
+def _clear_kv_cache(worker: Any) -> None:
+    for cache in worker.model_runner.kv_caches:
+        cache.zero_()

@@ -1,0 +1,62 @@
+"""What is replaced in vLLM so that its weights stay plain: readable, writable, shareable.
+
+Used in the trainer's process while an engine starts, and in vLLM's worker processes for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from engine.rollout.linear import linear_function
+
+
+def keep_weights_plain() -> Callable[[], None]:
+    """Take the place of vLLM's choice of CPU kernels; what is returned gives it back.
+
+    vLLM's own choice packs matrices, and packed ones can't be shared with the trainer or updated.
+    """
+    from vllm.model_executor.layers import utils
+
+    original = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim != 2:
+            original(layer, remove_weight=remove_weight)
+            return
+        layer.cpu_linear = linear_function(layer.weight)
+
+    def undo() -> None:
+        utils.dispatch_cpu_unquantized_gemm = original
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+    return undo
+
+
+@contextmanager
+def plain_weights() -> Iterator[None]:
+    """`keep_weights_plain` for a while."""
+    undo = keep_weights_plain()
+    try:
+        yield
+    finally:
+        undo()
+
+
+def compile_nothing() -> None:
+    """Replace the two small functions that vLLM compiles at their first call, for many seconds."""
+    from vllm.model_executor.layers import vocab_parallel_embedding
+    from vllm.v1.sample import sampler
+
+    sampler.batched_count_greater_than = _count_at_least
+    masked = vocab_parallel_embedding.get_masked_input_and_mask
+    plain = getattr(masked, "_torchdynamo_orig_callable", masked)
+    vocab_parallel_embedding.get_masked_input_and_mask = plain
+
+
+def _count_at_least(x: Tensor, values: Tensor) -> Tensor:
+    """Rank of each token: entries of x `[B, V]` that are `values` `[B, 1]` or more, `[B]`."""
+    return (x >= values).sum(-1)

@@ -1,0 +1,82 @@
+"""Which of a rollout engine's memory is there: a pure state machine over sleep and wake calls.
+
+On a device shared with a trainer, weights and KV cache must not be there beside the trainer's
+states and each other's copies at their peak, so calls have one order:
+
+    serving --sleep--> asleep --wake_weights--> weights --(update)--> weights --wake_kv--> serving
+
+Calling vLLM in this order is `engine.py`'s work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from engine.errors import RolloutError
+
+Phase = Literal["serving", "asleep", "weights"]
+
+_WAY_OUT = {
+    "serving": "call sleep first",
+    "asleep": "call wake_weights first",
+    "weights": "call wake_kv first",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Lifecycle:
+    """Immutable: each call returns the state after it, or raises RolloutError."""
+
+    phase: Phase = "serving"
+    discarded: bool = False  # whether sleep threw the weights away: an update must bring new ones
+
+    def sleep(self, level: int) -> Lifecycle:
+        """Free the KV cache and the weights: to host memory (level 1) or for good (level 2)."""
+        if level not in (1, 2):
+            raise RolloutError(
+                f"sleep(level={level}) is unknown; use 1 (weights go to host memory) or 2 (weights "
+                "are thrown away)"
+            )
+        self._require("sleep", "serving")
+        return Lifecycle("asleep", discarded=level == 2)
+
+    def wake_weights(self) -> Lifecycle:
+        """Make room for the weights again, and bring them back after level 1."""
+        self._require("wake_weights", "asleep")
+        return replace(self, phase="weights")
+
+    def update(self) -> Lifecycle:
+        """Take new weights."""
+        if self.phase == "asleep":
+            raise RolloutError("update of weights while asleep: call wake_weights first")
+        return replace(self, discarded=False)
+
+    def wake_kv(self) -> Lifecycle:
+        """Make room for the KV cache; then the engine serves."""
+        self._require("wake_kv", "weights")
+        if self.discarded:
+            raise RolloutError(
+                "wake_kv before new weights: sleep(level=2) threw the old ones away; call "
+                "update_weights first"
+            )
+        return Lifecycle("serving")
+
+    def generate(self) -> Lifecycle:
+        """Decode."""
+        self._require("generate", "serving")
+        return self
+
+    @property
+    def arriving(self) -> str:
+        """What vLLM does to come to this state, for messages."""
+        moves = {"serving": "waking its KV cache", "asleep": "going to sleep"}
+        return moves.get(self.phase, "waking its weights")
+
+    def _require(self, call: str, phase: Phase) -> None:
+        if self.phase != phase:
+            raise RolloutError(f"{call} while {self._text()}: {_WAY_OUT[self.phase]}")
+
+    def _text(self) -> str:
+        names = {"serving": "serving", "asleep": "asleep", "weights": "only weights are awake"}
+        return names[self.phase]

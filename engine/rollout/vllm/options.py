@@ -1,0 +1,101 @@
+"""The settings of a vLLM engine, checked before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from engine.errors import ConfigError
+from engine.rollout.requests import resolve_max_model_len
+from engine.rollout.vllm import sources
+
+Mode = Literal["in_process", "workers", "ranks"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """One engine's settings, with nothing left open."""
+
+    mode: Mode  # where the model runs: in this process, in vLLM's own, or over the trainer's ranks
+    max_num_seqs: int  # completions decoded at once, e.g. 512
+    max_model_len: int  # longest prompt plus completion, in tokens, e.g. 1024
+    kv_cache_memory_mb: int  # of the whole engine, e.g. 256
+    seed: int
+    dtype: str  # of vLLM's weights, e.g. "bfloat16"
+    tensor_parallel_size: int
+    rank_groups: tuple[tuple[int, ...], ...]  # of mode "ranks", e.g. ((0, 2), (1, 3)); else ()
+    adapter_rank: int  # of LoRA adapters that vLLM applies itself; 0: none
+    bucket_mb: int  # weights on their way to worker processes at once, e.g. 64
+
+
+def resolve(
+    model: nn.Module,
+    *,
+    max_num_seqs: int,
+    max_model_len: int | None,
+    kv_cache_memory_mb: int,
+    seed: int,
+    dtype: str | None,
+    tensor_parallel_size: int,
+    in_process: bool,
+    rank_groups: Sequence[Sequence[int]] | None,
+    lora: str,
+    bucket_mb: int,
+) -> Options:
+    """Check the settings against `model` and each other; raise ConfigError for what can't be."""
+    config: Any = model.config
+    for name, value in (("max_num_seqs", max_num_seqs), ("bucket_mb", bucket_mb)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} is too small for any work; use 1 or more")
+    if lora not in ("merged", "adapter"):
+        raise ConfigError(f"lora={lora!r} is unknown; choose merged or adapter")
+    groups = tuple(tuple(group) for group in rank_groups or ())
+    mode: Mode = "ranks" if groups else "in_process"
+    if not groups and (tensor_parallel_size > 1 or not in_process):
+        mode = "workers"
+    _check_parallel(config, tensor_parallel_size, groups)
+    context = getattr(config, "max_position_embeddings", None)
+    return Options(
+        mode=mode,
+        max_num_seqs=max_num_seqs,
+        max_model_len=resolve_max_model_len(max_model_len, context),
+        kv_cache_memory_mb=kv_cache_memory_mb,
+        seed=seed,
+        dtype=_dtype(model, dtype),
+        tensor_parallel_size=tensor_parallel_size,
+        rank_groups=groups,
+        adapter_rank=sources.adapter_rank(model) if lora == "adapter" else 0,
+        bucket_mb=bucket_mb,
+    )
+
+
+def _dtype(model: nn.Module, asked: str | None) -> str:
+    if asked is None:
+        return str(sources.model_dtype(model)).removeprefix("torch.")
+    if asked not in DTYPES:
+        raise ConfigError(f"dtype={asked!r} is unknown; choose one of {', '.join(DTYPES)}")
+    return asked
+
+
+def _check_parallel(config: Any, size: int, groups: tuple[tuple[int, ...], ...]) -> None:
+    """vLLM repeats key and value heads, so `size` need not divide them."""
+    if size < 1:
+        raise ConfigError(f"tensor_parallel_size={size} is no number of workers; use 1 or more")
+    heads = getattr(config, "num_attention_heads", size)
+    if heads % size:
+        raise ConfigError(
+            f"tensor_parallel_size={size} does not divide the model's num_attention_heads={heads}; "
+            "choose a divisor of it"
+        )
+    wrong = any(len(group) != size for group in groups)
+    ranks = sorted(rank for group in groups for rank in group)
+    if wrong or ranks != list(range(len(ranks))):
+        raise ConfigError(
+            f"rank_groups={[list(group) for group in groups]} must have each rank from 0 once, in "
+            f"groups of tensor_parallel_size={size}"
+        )

@@ -1,0 +1,94 @@
+"""Reading a trainer's weights as whole plain tensors, by the names of a model without adapters.
+
+A sharded parameter is gathered when its turn comes, so only one is whole at a time. An adapted
+matrix is given with its adapter merged in: W + α/r · B·A (Hu et al., arXiv:2106.09685). Nothing
+here knows vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ADAPTER = "default"  # peft's name of the only one
+_PARTS = (".lora_A.", ".lora_B.")
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether `model` has LoRA adapters (by peft)."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def adapter_rank(model: nn.Module) -> int:
+    """Rank r of the adapters; 0 without any."""
+    config: Any = getattr(model, "peft_config", None)
+    return int(config[_ADAPTER].r) if config else 0
+
+
+def model_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype that `model` computes in; its embedding's, as matrices may be quantised."""
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    dtype: torch.dtype = embedding.weight.dtype
+    return dtype
+
+
+def merged_weights(model: nn.Module, changed_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter's name and whole tensor, adapters merged; tied parameters once.
+
+    `changed_only` leaves out all that no adapter changes (nothing, for a model without adapters).
+    """
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        owner, adapted, rest = name.partition(".base_layer.")
+        if ".lora_" in name or (changed_only and not (adapted and rest == "weight")):
+            continue
+        tensor = _dense(modules[name.rpartition(".")[0]], name, parameter)
+        if adapted and rest == "weight":
+            with torch.no_grad():
+                delta = modules[owner].get_delta_weight(_ADAPTER)  # type: ignore[operator]
+                tensor = (tensor + _whole(delta)).to(tensor.dtype)
+        yield (f"{owner}.{rest}" if adapted else name), tensor
+
+
+def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter's name and whole tensor without what the adapters add."""
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            tensor = _dense(modules[name.rpartition(".")[0]], name, parameter)
+            yield name.replace(".base_layer.", "."), tensor
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The adapters' matrices A `[r, in]` and B `[out, r]`, by peft's names in a file."""
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in _PARTS):
+            yield f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}", _whole(parameter.data)
+
+
+def adapter_config(model: nn.Module) -> dict[str, Any]:
+    """peft's configuration of the adapters, in plain values."""
+    config: Any = model.peft_config
+    return {
+        key: list(value) if isinstance(value, set) else value
+        for key, value in asdict(config[_ADAPTER]).items()
+    }
+
+
+def _dense(module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
+    """The tensor that `module` computes with: packed matrices say how they are made dense."""
+    unpack = getattr(module, "dense", None)
+    if callable(unpack) and name.endswith(".weight"):
+        dense: Tensor = unpack()
+        return dense
+    return _whole(parameter.data)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Gather a tensor that is spread over ranks (all of them must call); others as they are."""
+    gather = getattr(tensor, "full_tensor", None)
+    return gather() if gather is not None else tensor

@@ -1,0 +1,98 @@
+"""Tasks that open and end the runs of workflows which have not all the stages of `rlhf`."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+
+from engine.config import DataConfig, EvaluateConfig, PromoteConfig
+from tasks.context import (
+    IMAGE,
+    SMALL,
+    RunContext,
+    as_output,
+    failures_as_sentences,
+    local_artifact,
+    say,
+    shown,
+)
+from tasks.failure import note_opened
+from tasks.inputs import RLHFConfig
+from tasks.plan import open_run
+
+
+class PromotionPlan(NamedTuple):
+    """What `promote` needs."""
+
+    run: RunContext
+    data: DataConfig
+    evaluate: EvaluateConfig
+    promote: PromoteConfig
+    seed: int
+
+
+@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+def open_promotion(
+    config: RLHFConfig,
+    dataset: FlyteDirectory,
+    policy: FlyteDirectory,
+    evaluation: FlyteDirectory,
+    seed: int,
+) -> PromotionPlan:
+    """Check that the evaluation is of this model on this data, and open the run."""
+    from engine.tracking import Tracker
+
+    with failures_as_sentences():
+        note_opened(None)
+        folders = [local_artifact(artifact) for artifact in (dataset, policy, evaluation)]
+        digest = check_evidence(*folders)
+        Tracker(experiment=config.tracking.experiment).check()
+        run = open_run(config, (digest, ""), "promote_only")
+        note_opened(run)
+    seed = seed if seed >= 0 else config.seed
+    return PromotionPlan(run, config.data, config.evaluate, config.promote, seed)
+
+
+def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:
+    """Raise LineageError unless the evaluation compared `policy` on `dataset`.
+
+    Returns the dataset's digest. Whether files were changed since is checked by `promote`.
+    """
+    from engine.errors import LineageError
+    from engine.lineage.manifest import read_manifest
+
+    evidence = read_manifest(evaluation)
+    if evidence.kind != "evaluation":
+        raise LineageError(
+            f"evaluation={shown(evaluation)} is an artifact of kind {evidence.kind!r}; give the "
+            "folder of an evaluation"
+        )
+    parents = {parent.name: parent.digest for parent in evidence.parents}
+    for name, folder in (("dataset", dataset), ("policy", policy)):
+        digest = read_manifest(folder).digest
+        if parents.get(name) != digest:
+            raise LineageError(
+                f"the evaluation {shown(evaluation)} is of {name} "
+                f"{parents.get(name, 'unknown')[:12]}, and {name}={shown(folder)} is "
+                f"{digest[:12]}; give the artifacts of one run"
+            )
+    return parents["dataset"]
+
+
+@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+def conclude(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
+    """Write the artifact's metrics to the MLflow run and end it; hand the artifact on."""
+    from engine.lineage.manifest import read_manifest
+    from engine.tracking import Tracker
+
+    with failures_as_sentences():
+        folder = local_artifact(artifact)
+        manifest = read_manifest(folder)
+        metrics = {k: v for k, v in manifest.metrics.items() if k != "seconds"}
+        Tracker(experiment=run.experiment).finish_pipeline(run.mlflow_run, "FINISHED", metrics)
+        say(f"run {run.run_id}: MLflow run {run.mlflow_run}; {manifest.kind} in {shown(folder)}")
+        return as_output(folder)

@@ -1,0 +1,116 @@
+"""Task `fetch`: a model that was made elsewhere, or earlier, becomes an artifact of this run.
+
+Artifact: the model's own (`rl`, `sft`) where it has a manifest, else `model`, a copy of the folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+
+from tasks.context import IMAGE, SMALL, RunContext, as_output, failures_as_sentences, say, shown
+
+if TYPE_CHECKING:
+    from engine.tracking.registry import ModelVersion
+
+REGISTERED = "models:/"
+
+
+# Not cached: an alias stands on another version tomorrow.
+@task(
+    cache=False,
+    requests=SMALL,
+    container_image=IMAGE,
+    retries=3,
+    interruptible=True,
+    timeout=timedelta(hours=2),
+)
+def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
+    """Bring a model here.
+
+    Args:
+        run: The pipeline run.
+        reference: `models:/NAME@ALIAS` or `models:/NAME/VERSION` of the MLflow registry, or a
+            folder or address (s3://…) of an artifact or a Hugging Face model.
+        name: The input that it came from, for what is said about it.
+    """
+    with failures_as_sentences():
+        folder = resolve(reference, name, run.experiment)
+        say(f"fetch: {name} {reference} → {shown(folder)}")
+        return as_output(folder)
+
+
+def resolve(reference: str, name: str, experiment: str) -> Path:
+    """Return the artifact folder of a model; an EngineError says why there is none."""
+    from engine.artifacts import local_path
+    from engine.errors import ConfigError
+    from engine.lineage.manifest import MANIFEST, verify
+    from engine.models import require_model_folder
+    from engine.tracking import Tracker
+
+    if not reference:
+        raise ConfigError(f"{name} is empty; give models:/NAME@ALIAS, a folder or an s3:// address")
+    if reference.startswith(REGISTERED):
+        tracker = Tracker(experiment=experiment)
+        return _registered(tracker, tracker.model_version(reference))
+    folder = local_path(reference)
+    require_model_folder(str(folder))
+    if (folder / MANIFEST).is_file():
+        verify(folder)
+        return folder
+    return _copied(folder, reference)
+
+
+def _registered(tracker: object, version: ModelVersion) -> Path:
+    """The artifact that a version was registered from: where it lies, or downloaded."""
+    import contextlib
+
+    from engine.artifacts import artifact_path, staging
+    from engine.disk import fsync_tree
+    from engine.errors import LineageError, StorageError
+    from engine.lineage.manifest import MANIFEST, read_manifest, verify
+    from engine.tracking import Tracker
+
+    assert isinstance(tracker, Tracker)
+    digest = version.tags.get("artifact_digest", "")
+    for place in (version.tags.get("artifact_uri", ""), _place(version)):
+        with contextlib.suppress(LineageError, StorageError, OSError):
+            if place and verify(place).digest == digest:
+                return Path(place)
+    with staging("download") as draft:
+        folder = tracker.download_model(version.name, version.version, draft / "model")
+        if not (folder / MANIFEST).is_file():
+            return _copied(folder, f"{REGISTERED}{version.name}/{version.version}")
+        manifest = read_manifest(folder)
+        target = artifact_path(manifest.kind, manifest.digest)
+        fsync_tree(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists():  # it did not verify above
+            shutil.rmtree(target)
+        folder.rename(target)
+    return target
+
+
+def _place(version: ModelVersion) -> Path | str:
+    """Where this machine keeps the artifact, if it has it."""
+    from engine.artifacts import artifact_path
+
+    kind, digest = version.tags.get("artifact_kind"), version.tags.get("artifact_digest")
+    return artifact_path(kind, digest) if kind and digest else ""
+
+
+def _copied(folder: Path, source: str) -> Path:
+    """Publish a copy of a folder without a manifest."""
+    from engine.artifacts import Draft, publish, staging
+    from engine.lineage.manifest import Parent, tree_digest
+
+    with staging("model") as draft:
+        shutil.copytree(folder, draft, dirs_exist_ok=True)
+        digest = tree_digest(draft)
+        parent = Parent(name="source", kind="source", digest=digest, uri=source)
+        return publish(draft, Draft(kind="model", parents=(parent,), config={"source": source}))

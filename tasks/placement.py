@@ -1,0 +1,81 @@
+"""What a profile means for the engine's settings: layout, processes a GPU, and what can't be."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from engine.config import ParallelConfig, PipelineConfig, PoolConfig, RLConfig
+from engine.errors import ConfigError
+from tasks.context import say
+from tasks.profiles import ONE_RANK, PROFILES, Profile
+
+C = TypeVar("C", bound=PipelineConfig)
+
+# In the order in which the policy's process builds them; all but these are beside it.
+_POLICY = ("actor", "rollout", "reference", "teacher", "critic")
+
+
+def fit(config: C, profile_name: str) -> C:
+    """Return the settings with the profile's layout and GPUs where they leave both open.
+
+    Layout: `rl.actor.parallel`, where it is the default of one rank. GPUs: `rl.trainer.pools`,
+    where it is empty and rollout waits for training. Raises ConfigError for settings that the
+    profile's machines can't take.
+    """
+    profile = PROFILES[profile_name]
+    if not profile.gpus:
+        return config
+    if config.rl.trainer.placement == "local":
+        raise ConfigError(
+            f"rl.trainer.placement=local with profile={profile_name}: the profile's GPUs are on "
+            "Ray workers; set rl.trainer.placement=ray, or profile=laptop"
+        )
+    rl = _laid_out(config.rl, profile)
+    return config.model_copy(update={"rl": rl})
+
+
+def _laid_out(rl: RLConfig, profile: Profile) -> RLConfig:
+    if rl.trainer.mode != "sync":
+        say(
+            f"plan: rl.trainer.mode={rl.trainer.mode}: layout and pools stay as configured, for "
+            "processes that only decode want GPUs of their own (rl.trainer.pools)"
+        )
+        return rl
+    if rl.actor.parallel == ONE_RANK:
+        actor = rl.actor.model_copy(update={"parallel": profile.parallel})
+        rl = rl.model_copy(update={"actor": actor})
+    ranks = _ranks(rl.actor.parallel)
+    if ranks > profile.gpus * profile.replicas[2]:
+        raise ConfigError(
+            f"rl.actor.parallel is a layout of {ranks} ranks, but profile={profile.name.value} has "
+            f"at most {profile.gpus * profile.replicas[2]} GPUs; choose a smaller layout, or "
+            "another profile"
+        )
+    if rl.trainer.pools:
+        return rl
+    trainer = rl.trainer.model_copy(update={"pools": _pools(rl, profile)})
+    return rl.model_copy(update={"trainer": trainer})
+
+
+def _pools(rl: RLConfig, profile: Profile) -> tuple[PoolConfig, ...]:
+    """The policy's roles on one GPU a rank, the reward beside them on a core."""
+    from engine.dataflows import choose_dataflow
+    from engine.dataflows.needs import needs_of
+    from engine.plugins import import_plugins
+
+    import_plugins(rl.plugins)
+    dataflow = choose_dataflow(rl.algorithm)
+    roles = needs_of(rl, dataflow).roles(dataflow)
+    cpus = max(1, profile.cpus // profile.gpus - 1)
+    policy = tuple(role for role in _POLICY if role in roles)
+    beside = tuple(sorted(roles - set(policy)))  # the reward, at least
+    return (
+        PoolConfig(roles=policy, cpus=cpus, gpus=1.0),
+        PoolConfig(roles=beside, cpus=1.0),
+    )
+
+
+def _ranks(parallel: ParallelConfig) -> int:
+    from engine.parallel.layout import Layout
+
+    return Layout.of(parallel).world_size

@@ -1,0 +1,215 @@
+"""Packed rows: the same numbers and gradients as padded ones, without the padding."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from gloo_ranks import run_ranks
+from tiny_engine import VOCABULARY, completions_batch, random_completions, tiny_model
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from engine.config import ParallelConfig
+from engine.errors import ConfigError, DataError
+from engine.models.forward import plain_readout, response_log_probs
+from engine.models.packing import PackedRows, apply_packing, pack_rows, packed_forward
+from engine.parallel.fsdp import call, shard_model
+from engine.parallel.layout import Layout
+from engine.parallel.ranks import Ranks
+from engine.parallel.tensor import apply_tensor_parallel
+from engine.parallel.vocab import VocabularyReadout
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = torch.tensor([3, 9, 1, 6])
+
+
+def rows(lengths: Tensor = LENGTHS, seed: int = 0) -> Tensor:
+    """Left-aligned rows with padding 0 last."""
+    draw = torch.Generator().manual_seed(seed)
+    width = int(lengths.max()) + 2
+    ids = torch.randint(1, VOCABULARY, (len(lengths), width), generator=draw)
+    return ids * (torch.arange(width) < lengths[:, None])
+
+
+def padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return hidden
+
+
+def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
+    hidden: Tensor = packed_forward(model.base_model, packed).last_hidden_state
+    return hidden
+
+
+def test_rows_are_laid_end_to_end_and_back() -> None:
+    ids = rows()
+    packed = pack_rows(ids, LENGTHS)
+    assert packed.input_ids.tolist() == [[t for row in ids.tolist() for t in row if t]]
+    assert packed.position_ids.tolist() == [[c for n in LENGTHS.tolist() for c in range(n)]]
+    assert packed.starts.tolist() == [0, 3, 12, 13, 19]
+    assert packed.starts.dtype == torch.int32
+    assert packed.longest == 9
+    assert torch.equal(packed.unpack(packed.input_ids, ids.shape[1]), ids)
+    both = torch.stack([packed.input_ids, -packed.input_ids], -1)
+    assert torch.equal(packed.unpack(both, ids.shape[1]), torch.stack([ids, -ids], -1))
+    where = ids.nonzero(as_tuple=True)
+    assert torch.equal(packed.input_ids[0, packed.index(*where)], ids[where])
+
+
+@pytest.mark.parametrize("lengths", [[2, 0, 1], [5, 2, 3]])
+def test_rows_that_are_empty_or_too_long_are_refused(lengths: list[int]) -> None:
+    with pytest.raises(DataError, match="in 4 columns"):
+        pack_rows(torch.ones(3, 4, dtype=torch.long), torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gpt2"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_outputs_and_gradients_are_those_of_padded_rows(family: str, checkpointed: bool) -> None:
+    ids, results = rows(), []
+    where = ids.nonzero(as_tuple=True)
+    weigh = torch.randn(len(where[0]), 32, generator=torch.Generator().manual_seed(4))
+    for pack in (False, True):
+        model = tiny_model(family)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
+        if pack:
+            apply_packing(model)
+            packed = pack_rows(ids, LENGTHS)
+            hidden = hidden_states(model, packed)
+            assert hidden.shape == (1, int(LENGTHS.sum()), 32)
+            picked = hidden[0, packed.index(*where)]
+        else:
+            picked = padded(model, ids)[where]
+        (picked * weigh).sum().backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        results.append((picked.detach(), grads))
+    (wanted, wanted_grads), (got, got_grads) = results
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    assert got_grads.keys() == wanted_grads.keys()
+    for name, grad in wanted_grads.items():
+        torch.testing.assert_close(got_grads[name], grad, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_do_not_see_each_other() -> None:
+    model = tiny_model("qwen2")
+    apply_packing(model)
+    with torch.no_grad():
+        ids = rows()
+        before = hidden_states(model, pack_rows(ids, LENGTHS))
+        ids[0, 0] = ids[0, 0] % (VOCABULARY - 1) + 1
+        after = hidden_states(model, pack_rows(ids, LENGTHS))
+    changed = (before - after).abs().amax(-1)[0] > 0
+    assert changed[:3].all()
+    assert not changed[3:].any()
+
+
+def test_under_autocast_all_of_attention_is_in_its_dtype() -> None:
+    """Rotated queries and keys are wider than values there; the kernel takes one dtype."""
+    model, ids = tiny_model("qwen2"), rows()
+    where = ids.nonzero(as_tuple=True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = padded(model, ids)[where]
+        apply_packing(model)
+        packed = pack_rows(ids, LENGTHS)
+        got = hidden_states(model, packed)[0, packed.index(*where)]
+    assert (got - wanted).norm() / wanted.norm() < 0.02
+
+
+def spread_log_probs(layout: Layout, pack: bool) -> list[Tensor]:
+    """Log-probs, and the gradient of the first layer's `down_proj`, on ranks or one alone."""
+    alone = layout.world_size == 1
+    ranks = Ranks(layout) if alone else Ranks.form(layout)
+    config = ParallelConfig(fsdp=layout.fsdp, tp=layout.tp)
+    model = tiny_model("llama")
+    if pack:
+        apply_packing(model)
+    if layout.tp > 1:
+        apply_tensor_parallel(model, ranks.submesh("tp"))
+    shard_model(model, ranks, config, layers=list(model.base_model.layers))
+    batch = completions_batch(*random_completions(6))
+    readout: Any = plain_readout
+    if layout.tp > 1:
+        readout = VocabularyReadout.of(VOCABULARY, ranks.submesh("tp"))
+    got = call(model, lambda: response_log_probs(model, batch, 1.0, readout=readout))
+    (got.sum() / layout.fsdp).backward()  # FSDP sums over ranks, which all have all rows here
+    grad = model.base_model.layers[0].mlp.down_proj.weight.grad
+    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return [got.detach().clone(), whole.detach().clone()]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(fsdp=2)])
+def test_models_spread_over_ranks_take_packed_rows(layout: Layout) -> None:
+    wanted = spread_log_probs(Layout(), False)
+    for answer in run_ranks(2, spread_log_probs, layout, True):
+        for got, expected in zip(answer, wanted, strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_padded_rows_and_other_models_are_as_before() -> None:
+    model = tiny_model("llama")
+    other = copy.deepcopy(model)
+    other.config = model.config
+    ids = rows()
+    mask = (ids != 0).long().flip(1)
+    with torch.no_grad():
+        wanted = padded(model, ids)
+        masked = model(input_ids=ids.flip(1), attention_mask=mask).logits
+        said = model.generate(ids[:1, :3], max_new_tokens=5, do_sample=False)
+        apply_packing(model)
+        for each in (model, other, copy.deepcopy(model)):
+            assert torch.equal(padded(each, ids), wanted)
+            assert torch.equal(each(input_ids=ids.flip(1), attention_mask=mask).logits, masked)
+            again = each.generate(ids[:1, :3], max_new_tokens=5, do_sample=False)
+            assert torch.equal(again, said)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_attention_that_is_not_plain_is_refused() -> None:
+    eager = tiny_model("llama")
+    eager.set_attn_implementation("eager")
+    shape: Any = eager.config.to_dict() | {"sliding_window": 4, "num_hidden_layers": 1}
+    windowed = MistralForCausalLM(MistralConfig(**{k: shape[k] for k in WINDOWED}))
+    for model in (eager, windowed):
+        with pytest.raises(ConfigError, match=r"can't take packed rows.*leave packing off"):
+            apply_packing(model)
+
+
+WINDOWED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "sliding_window",
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_device_it_is_the_padded_pass_too(dtype: torch.dtype) -> None:
+    """bfloat16 takes torch's variable-length kernel, float32 a call a row."""
+    lengths = torch.tensor([40, 7, 64, 1, 23])
+    ids = rows(lengths).clamp(max=VOCABULARY - 1).cuda()
+    where = ids.nonzero(as_tuple=True)
+    results = []
+    for pack in (False, True):
+        model = tiny_model("qwen2").to("cuda", dtype)
+        if pack:
+            apply_packing(model)
+            packed = pack_rows(ids, lengths.cuda())
+            picked = hidden_states(model, packed)[0, packed.index(*where)]
+        else:
+            picked = padded(model, ids)[where]
+        picked.float().square().sum().backward()
+        grads = [p.grad.float() for p in model.parameters() if p.grad is not None]
+        results.append((picked.detach().float(), grads))
+    (wanted, wanted_grads), (got, got_grads) = results
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    assert (got - wanted).norm() / wanted.norm() < tolerance
+    for grad, other in zip(wanted_grads, got_grads, strict=True):
+        assert (grad - other).norm() <= 2 * tolerance * grad.norm() + 1e-3

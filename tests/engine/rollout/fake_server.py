@@ -1,0 +1,262 @@
+"""A small HTTP server that speaks OpenAI's and TGI's formats and fails on demand.
+
+Its completions are real: they are decoded by `NativeEngine` on a model of its own, which it loads
+from the folders that it is told to. So log-probs and versions in tests are what they say.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from rollout_models import CONTEXT
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from engine.errors import RolloutError
+from engine.rollout.native import NativeEngine
+from engine.rollout.protocol import Completion, SamplingParams
+
+Fault = Callable[["Handler"], bool]  # True: the request is dealt with
+
+
+@dataclass
+class FakeServer:
+    """What the server is and does; tests change its fields while it runs."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase | None = None
+    name: str = "policy"
+    context: int = CONTEXT
+    end_tokens: tuple[int, ...] = ()  # TGI's own
+    raw_log_probs: bool = False
+    token_ids: bool = True  # answers hold token ids, not names alone
+    load_delay_s: float = 0.0
+    edit: Callable[[dict[str, Any]], Any] = lambda answer: answer  # last change to a completion
+    faults: list[Fault] = field(default_factory=list)  # one for each next completion request
+    always: Fault | None = None  # once `faults` are used up
+    seen: list[tuple[str, str, Any]] = field(default_factory=list)  # method, path, body
+    headers: list[dict[str, str]] = field(default_factory=list)
+    tag: str = ""
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        self.lock = threading.Lock()
+        self.stopping = threading.Event()
+
+    def count(self, path: str) -> int:
+        return sum(seen == path for _, seen, _ in self.seen)
+
+    def decode(self, prompt: list[int], params: SamplingParams) -> list[Completion]:
+        with self.lock:
+            torch.set_num_threads(1)
+            return NativeEngine(self.model, max_model_len=self.context).generate([prompt], params)
+
+    def load(self, path: str, tag: str) -> None:
+        time.sleep(self.load_delay_s)
+        model = AutoModelForCausalLM.from_pretrained(path).eval()
+        with self.lock:
+            self.model, self.tag = model, tag
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    fake: FakeServer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.fake.seen.append(("GET", self.path, None))
+        match self.path:
+            case "/v1/models":
+                model = {"id": self.fake.name, "max_model_len": self.fake.context}
+                self.answer({"data": [model | {"root": f"/somewhere/{self.fake.tag}"}]})
+            case "/info":
+                about = {"model_id": f"/data/{self.fake.tag}"}
+                self.answer(about | {"max_total_tokens": self.fake.context})
+            case _:
+                self.answer({"error": "Not Found"}, 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"null")
+        self.fake.seen.append(("POST", self.path, body))
+        self.fake.headers.append(dict(self.headers))
+        match self.path:
+            case "/v1/completions" | "/generate":
+                with self.fake.lock:
+                    fault = self.fake.faults.pop(0) if self.fake.faults else self.fake.always
+                if fault is not None and fault(self):
+                    return
+                answer = openai_answer if self.path == "/v1/completions" else tgi_answer
+                try:
+                    content = self.fake.edit(answer(self.fake, body))
+                except RolloutError:  # NaN logits, which PyTorch's multinomial finds in TGI
+                    said = "probability tensor contains either `inf`, `nan` or element < 0"
+                    self.answer({"error": f"Request failed during generation: {said}"}, 424)
+                else:
+                    self.answer(content)
+            case "/tokenize":
+                assert self.fake.tokenizer is not None
+                ids = self.fake.tokenizer(body["inputs"])["input_ids"]
+                self.answer([{"id": i, "text": "", "start": 0, "stop": 0} for i in ids])
+            case "/reload":
+                work = threading.Thread(target=self.fake.load, args=(body["path"], body["tag"]))
+                work.start()
+                if not self.fake.load_delay_s:
+                    work.join()
+                self.answer({"status": "accepted"}, 202)
+            case _:
+                self.answer({"error": "Not Found"}, 404)
+
+    def answer(self, content: Any, status: int = 200, **headers: str) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def openai_answer(fake: FakeServer, body: dict[str, Any]) -> dict[str, Any]:
+    params = SamplingParams(
+        n=body["n"],
+        max_new_tokens=body["max_tokens"],
+        temperature=body["temperature"],
+        top_k=body["top_k"],
+        top_p=body["top_p"],
+        seed=body["seed"],
+        stop_token_ids=tuple(body["stop_token_ids"]),
+    )
+    choices = []
+    for index, c in enumerate(fake.decode(body["prompt"], params)):
+        log_probs = {
+            "tokens": [f"token_id:{token}" for token in c.token_ids],
+            "token_logprobs": raw(fake, body["prompt"], c) if fake.raw_log_probs else c.log_probs,
+        }
+        choice = {"index": index, "text": "", "logprobs": log_probs}
+        choice |= {"finish_reason": c.finish_reason}
+        choices.append(choice | ({"token_ids": c.token_ids} if fake.token_ids else {}))
+    return {"choices": choices[::-1], "usage": {"prompt_tokens": len(body["prompt"])}}
+
+
+@torch.no_grad()
+def raw(fake: FakeServer, prompt: list[int], c: Completion) -> list[float]:
+    logits = fake.model(input_ids=torch.tensor([prompt + c.token_ids])).logits[0, len(prompt) - 1 :]
+    rows = logits[:-1].log_softmax(-1)
+    return [float(row[token]) for row, token in zip(rows, c.token_ids, strict=True)]
+
+
+def tgi_answer(fake: FakeServer, body: dict[str, Any]) -> dict[str, Any]:
+    """TGI's ranges are as its OpenAPI document has them: what is off must be null."""
+    asked = body["parameters"]
+    assert asked["details"] is True
+    assert asked["seed"] > 0
+    assert asked["temperature"] is None or asked["temperature"] > 0
+    assert asked["top_k"] is None or asked["top_k"] > 0
+    assert asked["top_p"] is None or 0 < asked["top_p"] < 1
+    params = SamplingParams(
+        max_new_tokens=asked["max_new_tokens"],
+        temperature=(asked["temperature"] or 1.0) if asked["do_sample"] else 0.0,
+        top_k=asked["top_k"] or 0,
+        top_p=asked["top_p"] or 1.0,
+        seed=asked["seed"],
+        stop_token_ids=fake.end_tokens,
+    )
+    assert fake.tokenizer is not None
+    (c,) = fake.decode(fake.tokenizer(body["inputs"])["input_ids"], params)
+    tokens = [
+        {"id": token, "text": "", "logprob": log_prob, "special": False}
+        for token, log_prob in zip(c.token_ids, c.log_probs, strict=True)
+    ]
+    reason = "eos_token" if c.finish_reason == "stop" else "length"
+    details = {"finish_reason": reason, "generated_tokens": len(tokens), "tokens": tokens}
+    return {"generated_text": "", "details": details | {"prefill": [], "seed": asked["seed"]}}
+
+
+@contextmanager
+def serving(fake: FakeServer) -> Iterator[FakeServer]:
+    """Run the server until the block ends."""
+    handler = type("BoundHandler", (Handler,), {"fake": fake})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    fake.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield fake
+    finally:
+        fake.stopping.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def status(code: int, text: str = "no", **headers: str) -> Fault:
+    def fault(handler: Handler) -> bool:
+        handler.answer({"error": text}, code, **headers)
+        return True
+
+    return fault
+
+
+def drop(handler: Handler) -> bool:
+    """Hang up without a word, as a process that is killed does."""
+    handler.close_connection = True
+    handler.connection.close()
+    return True
+
+
+def half(handler: Handler) -> bool:
+    """Die in the middle of an answer."""
+    handler.send_response(200)
+    handler.send_header("content-length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b'{"choices": [')
+    handler.wfile.flush()
+    return drop(handler)
+
+
+def hang(handler: Handler) -> bool:
+    """Take the request and never answer."""
+    handler.fake.stopping.wait(60)
+    return drop(handler)
+
+
+def dribble(handler: Handler) -> bool:
+    """Send a byte now and then, so that no pause between bytes is long."""
+    handler.send_response(200)
+    handler.send_header("content-length", "100000")
+    handler.end_headers()
+    while not handler.fake.stopping.wait(0.05):
+        try:
+            handler.wfile.write(b" ")
+            handler.wfile.flush()
+        except OSError:
+            break
+    return drop(handler)
+
+
+def words(folder: Path, vocabulary: int, bos: bool = False) -> PreTrainedTokenizerBase:
+    """A tokenizer of one word an id, "t0 t1 …", saved to `folder`; with `bos` it puts t0 first."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t2"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if bos:
+        core.post_processor = processors.TemplateProcessing(
+            single="t0 $A", special_tokens=[("t0", 0)]
+        )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="t0" if bos else None)
+    tokenizer.save_pretrained(folder)
+    return tokenizer

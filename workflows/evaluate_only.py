@@ -1,0 +1,68 @@
+"""Compare two models on the held-out problems of a run, without training.
+
+    pyflyte run workflows/evaluate_only.py evaluate_only \
+        --candidate models:/hybridflyte-policy@champion --baseline /models/Qwen2.5-0.5B
+
+With the settings of a run its data come from the cache, so that the problems are the same.
+"""
+
+from flytekit import workflow
+from flytekit.types.directory import FlyteDirectory
+
+from tasks.conclude import conclude
+from tasks.evaluate import evaluate
+from tasks.failure import evaluate_only_failed
+from tasks.fetch import fetch
+from tasks.inputs import RLHFConfig
+from tasks.plan import plan
+from tasks.preprocess import preprocess
+from tasks.profiles import ProfileName
+
+
+@workflow(on_failure=evaluate_only_failed)
+def evaluate_only(
+    config: RLHFConfig = RLHFConfig(),  # noqa: B008 (frozen)
+    source: str = "",
+    path: str = "",
+    model: str = "",
+    candidate: str = "models:/hybridflyte-policy@champion",
+    baseline: str = "",
+    seed: int = -1,
+    profile: ProfileName = ProfileName.LAPTOP,
+) -> FlyteDirectory:
+    """Evaluate a model against another one.
+
+    Args:
+        config: Settings as JSON or a YAML file; see engine/config/ for all of them.
+        source: Data source, arithmetic or gsm8k; empty: as in config.
+        path: Folder, s3:// prefix or hub id of the data; empty: as in config.
+        model: The start model of the run whose problems these are; empty: as in config.
+        candidate: The model to judge: models:/NAME@ALIAS, models:/NAME/VERSION, folder or address.
+        baseline: The model that it is compared with, written the same way.
+        seed: Seed of data and sampling; negative: as in config.
+        profile: Machines to run on.
+
+    Returns:
+        The evaluation artifact: report.html, comparison.json and a row a problem and model.
+    """
+    p = plan(config=config, source=source, path=path, model=model, seed=seed, profile=profile)
+    dataset = preprocess(
+        run=p.run,
+        data=p.data,
+        source_digest=p.source_digest,
+        model_path=p.model_path,
+        model_digest=p.start_digest,
+        context=p.context,
+        seed=p.seed,
+    )
+    evaluation = evaluate(
+        p.profile,
+        run=p.run,
+        dataset=dataset,
+        warm_start=fetch(run=p.run, reference=baseline, name="baseline"),
+        policy=fetch(run=p.run, reference=candidate, name="candidate"),
+        data=p.data,
+        config=p.evaluate,
+        seed=p.seed,
+    )
+    return conclude(run=p.run, artifact=evaluation)

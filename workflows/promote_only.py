@@ -1,0 +1,51 @@
+"""Register a model that a run has made, and make it the champion if its evaluation allows.
+
+    pyflyte run workflows/promote_only.py promote_only --dataset outputs/artifacts/dataset/… \
+        --policy outputs/artifacts/rl/… --evaluation outputs/artifacts/evaluation/…
+
+For a run that ended before promotion, or whose promotion was declined under other rules.
+"""
+
+from flytekit import workflow
+from flytekit.types.directory import FlyteDirectory
+
+from tasks.conclude import conclude, open_promotion
+from tasks.failure import promote_only_failed
+from tasks.inputs import RLHFConfig
+from tasks.promote import promote
+
+
+@workflow(on_failure=promote_only_failed)
+def promote_only(
+    dataset: FlyteDirectory,
+    policy: FlyteDirectory,
+    evaluation: FlyteDirectory,
+    config: RLHFConfig = RLHFConfig(),  # noqa: B008 (frozen)
+    seed: int = -1,
+) -> FlyteDirectory:
+    """Promote a model by an evaluation that is there already.
+
+    Args:
+        dataset: The dataset artifact of the run.
+        policy: The model artifact.
+        evaluation: The evaluation artifact of this model on this dataset.
+        config: Settings; promote, evaluate, data.max_response_length and tracking are read.
+        seed: Seed of the run; negative: as in config.
+
+    Returns:
+        The promotion artifact: decision.json.
+    """
+    p = open_promotion(
+        config=config, dataset=dataset, policy=policy, evaluation=evaluation, seed=seed
+    )
+    decision = promote(
+        run=p.run,
+        dataset=dataset,
+        policy=policy,
+        evaluation=evaluation,
+        data=p.data,
+        evaluate=p.evaluate,
+        config=p.promote,
+        seed=p.seed,
+    )
+    return conclude(run=p.run, artifact=decision)
