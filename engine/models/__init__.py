@@ -7,6 +7,7 @@ from engine.models.load import (
     check_vocabulary,
     load_model,
     require_model_folder,
+    text_config,
     vocabulary_and_context,
 )
 from engine.models.lora import (
@@ -33,5 +34,6 @@ __all__ = [
     "require_model_folder",
     "resolve_lora",
     "save_model",
+    "text_config",
     "vocabulary_and_context",
 ]

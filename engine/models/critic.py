@@ -31,7 +31,17 @@ class CriticModel(nn.Module):
 
     def values(self, hidden: Tensor) -> Tensor:
         """Values `[B, L]` (float32) of the backbone's outputs `[B, L, H]`."""
-        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
+        return head_values(self.head, hidden)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """The value head, where a language model has its own."""
+        return self.head
+
+
+def head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """A value head's values `[…]` (float32) of hidden states `[…, H]`."""
+    values: Tensor = head(hidden.to(head.weight.dtype))
+    return values.squeeze(-1).float()
 
 
 def create_critic_model(model: PreTrainedModel) -> CriticModel:

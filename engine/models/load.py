@@ -199,15 +199,23 @@ def vocabulary_and_context(path: str | Path) -> tuple[int, int]:
 
     Raises ModelError when its configuration can't be read.
     """
+    config = text_config(path)
+    return int(config.vocab_size), int(getattr(config, "max_position_embeddings", 1 << 30))
+
+
+def text_config(path: str | Path) -> Any:
+    """The transformers configuration of a model's text part, or of an adapter's base.
+
+    Raises ModelError when it can't be read.
+    """
     if (base := adapter_base(path)) is not None:
-        return vocabulary_and_context(base)
+        return text_config(base)
     try:
-        config = AutoConfig.from_pretrained(str(path)).get_text_config()
+        return AutoConfig.from_pretrained(str(path)).get_text_config()
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"model.path={str(path)!r} has no configuration that can be read: {_first_line(error)}"
         ) from error
-    return int(config.vocab_size), int(getattr(config, "max_position_embeddings", 1 << 30))
 
 
 def _looks_like_hub_id(value: str) -> bool:

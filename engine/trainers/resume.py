@@ -19,6 +19,12 @@ log = logging.getLogger(__name__)
 
 _WITH_STATE = ("actor", "rollout", "critic", "sampler")  # actor first: others serve its weights
 _SCORE = "validation/reward"
+_MAY_DIFFER: Any = {
+    "trainer": True,
+    "actor": {"parallel", "max_tokens_per_micro_batch"},
+    "critic": {"parallel", "max_tokens_per_micro_batch"},
+    "rollout": {"tensor_parallel_size"},
+}
 
 
 def make_saver(trainer: RLTrainer, folder: str | Path) -> Saver:
@@ -62,11 +68,11 @@ def restore(trainer: RLTrainer, saver: Saver, checkpoint: Checkpoint) -> None:
 def settings_digest(config: RLConfig) -> str:
     """Digest of the settings that a resumed run must share with the one before it.
 
-    Its length, pace of saving, placement and deadlines may differ.
+    Its length, pace of saving, placement, layouts and deadlines may differ.
     """
     trainer = config.trainer
     kept = {"mode": trainer.mode, "train_batch_size": trainer.train_batch_size}
-    values = config.model_dump_json(exclude={"trainer"}) + str(sorted(kept.items()))
+    values = config.model_dump_json(exclude=_MAY_DIFFER) + str(sorted(kept.items()))
     return hashlib.sha256(values.encode()).hexdigest()
 
 

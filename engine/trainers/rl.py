@@ -28,6 +28,8 @@ from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo, StepResult
 from engine.dataflows.needs import needs_of
+from engine.models import text_config
+from engine.trainers.layouts import check_layouts
 from engine.trainers.modes import MODES
 from engine.trainers.prompts import PromptStream
 from engine.trainers.resume import make_saver, restore, save
@@ -62,6 +64,7 @@ class RLTrainer:
         self.dataflow = check_config(config, max_response_length)
         lora = lora or LoRAConfig()
         check_lora(lora, config)
+        check_layouts(config, lora, text_config(model_path))
         self.config, self.on_step = effective(config), on_step
         self.tokenizer = load_tokenizer(model_path)
         self.prompts = PromptStream(loader, self.tokenizer)

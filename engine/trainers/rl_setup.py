@@ -96,7 +96,8 @@ def place(build: Build) -> Placement:
 def _ranks(pool: Pool, build: Build) -> dict[str, Any]:
     """How many processes a pool is, which share the cores that it has."""
     size = pool_size(pool.roles, build.config)
-    return {"world_size": size, "cpus": pool.cpus if size == 1 else max(1.0, pool.cpus // size)}
+    each = pool.cpus // size if pool.cpus >= size else pool.cpus / size
+    return {"world_size": size, "cpus": each}
 
 
 def stream_placement(name: str, build: Build) -> Placement:

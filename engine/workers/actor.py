@@ -32,6 +32,7 @@ from engine.workers.options import policy_loss_options
 from engine.workers.pairs import accumulate_pairs
 from engine.workers.readers import Outputs, TokenReader
 from engine.workers.spread import SpreadModel, form_ranks, trained_by
+from engine.workers.sync import WeightSender
 from engine.workers.trained import TrainedState, TrainedWorker, base_fingerprint
 from engine.workers.weights import gathered, pack_policy
 
@@ -55,6 +56,8 @@ class ActorWorker(TrainedWorker):
         preference: PreferenceConfig | None = None,
         sum_pi_squared: bool = False,
         plugins: tuple[str, ...] = (),
+        sampler_dtype: str = "",
+        delta_sync: bool = False,
     ) -> None:
         super().__init__(context)
         import_plugins(plugins)
@@ -69,6 +72,8 @@ class ActorWorker(TrainedWorker):
         self.model = self.spread.module
         self.lora = lora or LoRAConfig()
         self.tokenizer_path = model_path
+        cast = getattr(torch, sampler_dtype) if sampler_dtype and not self.lora.rank else None
+        self.sender = WeightSender(cast, deltas=delta_sync)
         self.optimizer = trained_by(self.spread, config.optim, total_steps)
         self.generator = torch.Generator().manual_seed(seed)
         self.trained = TrainedState(self.spread, self.optimizer, self.generator)
@@ -221,7 +226,12 @@ class ActorWorker(TrainedWorker):
     @dispatch(Dispatch.ONE_TO_ALL)
     def weights(self) -> Batch:
         """What is trained of the weights, and its version, for rollout in other processes."""
-        return pack_policy(self.context.shared)
+        return pack_policy(self.context.shared, self.sender)
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def weights_delta(self) -> Batch:
+        """What the last `weights` changed of those before, where the worker syncs by deltas."""
+        return self.sender.delta()
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save(self, folder: str) -> str:

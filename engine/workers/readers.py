@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from engine.batch import Batch
+from engine.models.critic import head_values
 from engine.models.forward import (
     Readout,
     Sequences,
@@ -115,4 +116,5 @@ class ValueReader:
 
     def at(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
         """The value head."""
-        return {"values": read_values(module.values(hidden), seqs, micro)}
+        values = head_values(module.get_output_embeddings(), hidden)
+        return {"values": read_values(values, seqs, micro)}

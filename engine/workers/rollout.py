@@ -18,7 +18,7 @@ from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.group_stream import GroupStream
 from engine.workers.mounted import Mount, Shared, mount
 from engine.workers.state import StatefulWorker
-from engine.workers.weights import load_policy
+from engine.workers.weights import check_weights, load_policy
 
 
 class RolloutWorker(StatefulWorker):
@@ -105,7 +105,10 @@ class RolloutWorker(StatefulWorker):
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def load_weights(self, weights: Batch) -> int:
-        """Copy the actor's weights into the process's policy; return their version."""
+        """Take over the actor's weights, whole or a delta; return their version.
+
+        Raises WeightSyncError where they are needed whole; nothing is sampled until they come.
+        """
         return load_policy(self.context.shared, weights)
 
     def _open_stream(self) -> GroupStream:
@@ -124,6 +127,7 @@ class RolloutWorker(StatefulWorker):
         drawn must not depend on how many ranks there are.
         """
         shared = self.context.shared
+        check_weights(shared)
         version = shared["policy_version"]
         if self.engine.policy_version != version:
             self.mounted.refresh()

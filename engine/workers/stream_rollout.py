@@ -14,6 +14,7 @@ from engine.batch import Batch
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.group_stream import GroupStream
 from engine.workers.rollout import RolloutWorker
+from engine.workers.weights import check_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,10 @@ class StreamRolloutWorker(RolloutWorker):
 
     @dispatch(Dispatch.RANK_ZERO)
     def load_weights(self, weights: Batch) -> int:
-        """Go on under the actor's weights; return their version."""
+        """Go on under the actor's weights, whole or a delta; return their version.
+
+        Raises WeightSyncError as RolloutWorker's does.
+        """
         version: int = super().load_weights(weights)
         self.stream.update_weights(version)
         return version
@@ -45,6 +49,7 @@ class StreamRolloutWorker(RolloutWorker):
 
         Returns after `seconds`, or as soon as nothing is left to decode.
         """
+        check_weights(self.context.shared)
         if prompts is not None:
             self.stream.submit(prompts)
         done: list[Batch] = []

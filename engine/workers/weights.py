@@ -1,12 +1,13 @@
 """The policy's weights on their way from the actor to rollout workers in other processes.
 
 Of a policy with adapters only these travel: both sides loaded the same base, which never changes.
-They travel as one row of bytes: one object in the store, whatever their dtypes and number.
+They travel as one row of bytes, one object in the store, whatever their dtypes and number; how, and
+how much of them, is `sync`'s subject.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,29 +15,36 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.batch import Batch
-from engine.errors import WorkerError
 from engine.models import adapter_parameters, has_adapters
 from engine.parallel.full import named_tensors
 from engine.workers.spread import SpreadModel
+from engine.workers.sync import WeightReceiver, WeightSender
 
 
-def pack_policy(shared: dict[str, Any]) -> Batch:
-    """`weights [1, bytes]` uint8 of `shared["policy"]`, and `policy_version [1]`.
+def pack_policy(shared: dict[str, Any], sender: WeightSender | None = None) -> Batch:
+    """The policy's weights, whole, and their version: what `WeightSender.send` gives.
 
     Where the policy is spread (`shared["spread"]`) all its ranks call it, and rank 0 has the
     weights.
     """
-    version = {"policy_version": torch.tensor([shared["policy_version"]])}
+    named, spread, version = _policy_tensors(shared), shared.get("spread"), shared["policy_version"]
+    if spread is not None and spread.ranks.rank:
+        for _ in named:  # a collective each
+            pass
+        return Batch({"policy_version": torch.tensor([version])})
+    return (sender or WeightSender()).send(named, version)
+
+
+def _policy_tensors(shared: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that rollout must have anew; of a policy with adapters, these alone."""
     spread = shared.get("spread")
     if spread is None or spread.ranks.layout.world_size == 1:
-        tensors = _tensors(shared["policy"])
-    else:
-        own = trained_tensors(spread)
-        if spread.ranks.rank:
-            return Batch(version)
-        tensors = [own[name] for name in sorted(own)]
-    parts = [t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors]
-    return Batch({"weights": torch.cat(parts)[None]} | version)
+        yield from _tensors(shared["policy"]).items()
+        return
+    adapters = has_adapters(spread.module)
+    for name, whole in spread.whole_tensors():
+        if not adapters or ".lora_" in name:
+            yield name, whole
 
 
 def trained_tensors(spread: SpreadModel) -> dict[str, Tensor]:
@@ -70,36 +78,31 @@ def gathered(spread: SpreadModel, load: Callable[[], PreTrainedModel] | None) ->
 
 
 def load_policy(shared: dict[str, Any], packed: Batch) -> int:
-    """Copy packed weights into `shared["policy"]`, in place; return their version.
+    """Write weights, whole or a delta, into `shared["policy"]`, in place; return their version.
 
-    Raises WorkerError when they are of a model of another size.
+    Raises WorkerError when they are of a model of another size, and WeightSyncError where the
+    process needs them whole: it samples nothing until then.
     """
-    tensors, data = _tensors(shared["policy"]), packed["weights"][0]
-    size = sum(t.nbytes for t in tensors)
-    if size != data.numel():
-        raise WorkerError(
-            f"the actor sent {data.numel()} bytes of weights, this process's policy has {size}; "
-            "both must be built from the same model folder, dtype and adapters"
-        )
-    at = 0
-    with torch.no_grad():
-        for tensor in tensors:
-            piece = data[at : at + tensor.nbytes]
-            at += tensor.nbytes
-            # A piece may start off the dtype's alignment; a copy of it does not.
-            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
-    shared["policy_version"] = int(packed["policy_version"][0])
-    return int(shared["policy_version"])
+    receiver: WeightReceiver = shared.setdefault("receiver", WeightReceiver())
+    version = receiver.load(_tensors(shared["policy"]), packed)
+    shared["policy_version"] = version
+    return version
 
 
-def _tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters (tied ones once) and buffers that a state dict holds, in order of name.
+def check_weights(shared: dict[str, Any]) -> None:
+    """Raise WeightSyncError where this process failed to load the last weights it was sent."""
+    if "receiver" in shared:
+        shared["receiver"].check()
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters (tied ones once) and buffers that a state dict holds, by name.
 
     Of a model with adapters: these alone.
     """
     if has_adapters(model):
-        return [p.data for _, p in sorted(adapter_parameters(model).items())]
+        return {name: p.data for name, p in adapter_parameters(model).items()}
     named: dict[str, Tensor] = dict(model.named_parameters())
     kept = model.state_dict(keep_vars=True)
     named |= {name: b for name, b in model.named_buffers() if name in kept}
-    return [named[name].data for name in sorted(named)]
+    return {name: tensor.data for name, tensor in named.items()}
