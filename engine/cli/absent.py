@@ -33,7 +33,9 @@ def _void(pattern: str, why: str) -> Absent:
 
 _MICRO = "micro-batches are cut by tokens; see actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 _ENGINE = "the rollout engine chooses this itself"
-_ONE_PROCESS = "the policy lives in one process, whose cores are rl.trainer.threads"
+_SPREAD = "a model is spread as rl.actor.parallel says: dp, fsdp, sp, tp and pp ranks"
+_FSDP = "set rl.actor.parallel.fsdp, the ranks that share the weights"
+_AS_ACTOR = "the reference is spread as the actor is"
 _GREEDY = "validation takes one greedy completion a prompt"
 _WARMUP = "set lr_warmup_steps_ratio, the share of all steps"
 _NO_LORA = "a critic trains all its weights; leave it out"
@@ -47,15 +49,17 @@ ABSENT: tuple[Absent, ...] = (
     _void("*.forward_max_token_len_per_gpu", _MICRO),
     _void("*.log_prob_max_token_len_per_gpu", _MICRO),
     _void("*use_dynamic_bsz", _MICRO),
-    _void("*.fsdp_config*", _ONE_PROCESS),
-    _void("critic.fsdp*", _ONE_PROCESS),
-    _void("*.model.fsdp_config*", _ONE_PROCESS),
-    _void("*.strategy", _ONE_PROCESS),
-    _void("*.megatron*", _ONE_PROCESS),
-    _void("*ulysses_sequence_parallel_size", _ONE_PROCESS),
+    Absent("*.fsdp_size", _FSDP, (-1, 1)),
+    _void("*.fsdp_config.param_offload", "see rl.actor.parallel.offload_params"),
+    _void("*.fsdp_config.optimizer_offload", "see rl.actor.parallel.offload_optimizer"),
+    _void("*.fsdp_config*", _SPREAD),
+    _void("critic.fsdp*", _SPREAD),
+    _void("*.strategy", _SPREAD),
+    _void("actor_rollout_ref.ref.megatron*", _AS_ACTOR),
+    _void("actor_rollout_ref.ref.ulysses_sequence_parallel_size", _AS_ACTOR),
+    _void("*.megatron*", _SPREAD),
     _void("actor_rollout_ref.hybrid_engine", "the rollout always shares the trainer's weights"),
     _void("actor_rollout_ref.nccl_timeout", "deadlines are rl.trainer.step_timeout_s"),
-    _void("*.enable_gradient_checkpointing", "activations are kept"),
     _void("*.enable_activation_offload", "activations are kept"),
     _void("*.use_remove_padding", "padding is always left out of the arithmetic"),
     _void("*.use_torch_compile", "nothing is compiled"),
@@ -120,10 +124,9 @@ ABSENT: tuple[Absent, ...] = (
         for name in ("image_key", "video_key", "audio_key", "image_patch_size", "mm_processor_*")
     ),
     # What would change the result.
-    Absent("*.tensor_model_parallel_size", _ONE_PROCESS, (1,)),
-    Absent("*.pipeline_model_parallel_size", _ONE_PROCESS, (1,)),
-    Absent("*.data_parallel_size", _ONE_PROCESS, (1,)),
-    Absent("*.expert_parallel_size", _ONE_PROCESS, (1,)),
+    Absent("*.data_parallel_size", _SPREAD, (1,)),
+    Absent("*.pipeline_model_parallel_size", "a rollout engine has no stages", (1,)),
+    Absent("*.expert_parallel_size", "experts are not spread", (1,)),
     Absent("critic.model.lora_rank", _NO_LORA, (0,)),
     _void("critic.model.lora_alpha", _NO_LORA),
     _void("critic.model.target_modules", _NO_LORA),
@@ -179,7 +182,7 @@ ABSENT: tuple[Absent, ...] = (
     Absent("*sandbox_fusion.url", "call it from your own reward function"),
     _void("*sandbox_fusion*", "it needs a url"),
     # The loop.
-    _void("trainer.n_gpus_per_node", f"roles run on CPU cores; {_ONE_PROCESS}"),
+    _void("trainer.n_gpus_per_node", _SPREAD),
     _void("trainer.nnodes", "the nodes are those of the Ray cluster that RAY_ADDRESS names"),
     _void("trainer.device", "roles run on CPU cores"),
     _void("trainer.balance_batch", "there is one rank to balance"),

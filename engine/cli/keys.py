@@ -61,7 +61,24 @@ _ACTOR_SAME = (
     "policy_loss.dro_beta",
 )
 
+# How a model is spread, below the role's section: verl's names and ours.
+_SPREAD = {
+    "ulysses_sequence_parallel_size": "sp",
+    "megatron.tensor_model_parallel_size": "tp",
+    "megatron.pipeline_model_parallel_size": "pp",
+    "megatron.sequence_parallel": "sequence_parallel",
+}
+
 VERL: dict[str, Key] = {
+    **{f"{_ACTOR}.{name}": Key(f"rl.actor.parallel.{ours}") for name, ours in _SPREAD.items()},
+    **{f"{_CRITIC}.{name}": Key(f"rl.critic.parallel.{ours}") for name, ours in _SPREAD.items()},
+    "actor_rollout_ref.model.enable_gradient_checkpointing": Key(
+        "rl.actor.parallel.activation_checkpointing"
+    ),
+    f"{_CRITIC}.model.enable_gradient_checkpointing": Key(
+        "rl.critic.parallel.activation_checkpointing"
+    ),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": Key("rl.rollout.tensor_parallel_size"),
     "data.train_files": Key("data.train_files", convert.listed),
     "data.val_files": Key("data.val_files", convert.listed),
     "data.train_batch_size": Key("rl.trainer.train_batch_size"),

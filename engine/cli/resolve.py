@@ -22,6 +22,7 @@ from engine.cli.keys import REWARD_FILES, VERL, Key
 from engine.cli.reward_file import reward_name
 from engine.cli.settings import RunConfig
 from engine.config import explain
+from engine.config.base import section_of
 from engine.errors import ConfigError
 
 _REWARD_KEYS = {**{k: k for k in REWARD_FILES}, **{v: k for k, v in REWARD_FILES.items()}}
@@ -228,11 +229,11 @@ def own_paths() -> dict[str, type | None]:
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type | None]]:
     for name, info in model.model_fields.items():
-        kind: Any = info.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _walk(kind, f"{prefix}{name}.")
+        section = section_of(info.annotation)
+        if section is not None:
+            yield from _walk(section, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", get_origin(kind)
+            yield f"{prefix}{name}", get_origin(info.annotation)
 
 
 def _at(config: BaseModel, path: str) -> Any:

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from engine.cli.absent import ABSENT
 from engine.cli.keys import REWARD_FILES, VERL, Key
 from engine.cli.settings import RunConfig
+from engine.config.base import section_of
 
 WIDTH = 100
 _USAGE = """\
@@ -72,14 +73,15 @@ def config_text(config: RunConfig) -> str:
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel], str]]:
     yield prefix.rstrip(".") or "top level", model, prefix
     for name, info in model.model_fields.items():
-        if _is_section(info):
-            yield from _sections(info.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+        section = section_of(info.annotation)
+        if section is not None:
+            yield from _sections(section, f"{prefix}{name}.")
 
 
 def _rows(model: type[BaseModel], prefix: str, names: dict[str, tuple[str, Key]]) -> Iterator[str]:
-    default = _default_section(prefix)
+    default = _default_section(prefix) or model()
     for name, info in model.model_fields.items():
-        if _is_section(info):
+        if section_of(info.annotation) is not None:
             continue
         path = f"{prefix}{name}"
         key, target = names.get(path, (path.removeprefix("rl."), None))
@@ -116,10 +118,6 @@ def _default_section(prefix: str) -> Any:
     for name in filter(None, prefix.split(".")):
         value = getattr(value, name)
     return value
-
-
-def _is_section(info: FieldInfo) -> bool:
-    return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
 
 
 def _choices(info: FieldInfo) -> str:

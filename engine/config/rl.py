@@ -80,6 +80,9 @@ class RolloutConfig(Section):
     parts: int = Field(
         1, ge=1, description="Parts whose rewards are computed while the rest still decodes"
     )
+    dtype: Literal["", "float32", "bfloat16"] = Field(
+        "", description="Of the weights in processes that only decode; empty: the policy's"
+    )
     max_num_seqs: int = Field(512, ge=1, description="Completions decoded at once")
     kv_cache_memory_mb: int = Field(256, ge=16, description="vLLM's KV cache (CPU)")
     server: ServerConfig = ServerConfig()
@@ -127,6 +130,9 @@ class TrainerConfig(Section):
     test_freq: int = Field(20, ge=1, description="Steps between greedy validations")
     mode: Literal["sync", "one_step_off", "async"] = Field(
         "sync", description="Who waits for whom: each for the other, or rollout runs ahead"
+    )
+    delta_sync: bool = Field(
+        False, description="Send rollout processes what changed of the weights, not all of them"
     )
     staleness: int = Field(1, ge=0, description="async: versions a completion may be behind")
     rollout_workers: int = Field(1, ge=1, description="async: processes that only decode")

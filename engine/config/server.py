@@ -18,7 +18,7 @@ class ServerConfig(Section):
     api: Literal["openai", "tgi"] = Field(
         "openai", description="/v1/completions with token ids (vLLM and others), or TGI's /generate"
     )
-    model: str = Field("", description="Name of the served model; empty: the server is asked")
+    served_model: str = Field("", description="The model's name there; empty: the server is asked")
     tokenizer: str = Field("", description="tgi: a model folder; empty: that of the policy")
     api_key_env: str = Field("", description="Environment variable that holds the server's key")
     concurrency: int = Field(64, ge=1, description="Requests under way at once")
@@ -28,7 +28,7 @@ class ServerConfig(Section):
     timeout_s: float = Field(1800.0, gt=0, description="Deadline of one rollout or weight update")
     request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one request")
     max_retries: int = Field(
-        5, ge=0, description="Of one request: connection lost, deadline passed, 429 or 5xx"
+        5, ge=0, description="Of a request: connection lost, deadline passed, 429, 5xx, no JSON"
     )
     backoff_s: float = Field(
         0.25, gt=0, description="Longest pause before the first retry; doubles with each, to 30 s"

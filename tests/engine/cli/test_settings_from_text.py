@@ -187,7 +187,8 @@ def test_steps_win_over_epochs_as_in_verl() -> None:
         ("~algorithm.gamma=1", ("not of the form key=value",)),
         ("data.train_files=[a", ("data.train_files", "not valid YAML")),
         ("critic.model.lora_rank=8", ("lora_rank=8", "a critic trains all its weights")),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", ("not available here",)),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=8", ("rl.actor.parallel.fsdp",)),
+        ("actor_rollout_ref.rollout.expert_parallel_size=2", ("not available here",)),
         ("critic.model.path=/other", ("critic.model.path", "starts from the policy's model")),
         ("trainer.logger=['console','wandb']", ("trainer.logger: wandb", "mlflow")),
         ("trainer.critic_warmup=5", ("trainer.critic_warmup=5",)),
@@ -253,6 +254,23 @@ def test_what_has_no_effect_is_said_and_harmless(argument: str) -> None:
 def test_what_asks_for_nothing_else_passes_in_silence(argument: str) -> None:
     resolved = resolve(None, [argument])
     assert (resolved.config, resolved.notices) == (RunConfig(), [])
+
+
+def test_layouts_by_verls_names() -> None:
+    config = parsed(
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+        "critic.megatron.pipeline_model_parallel_size=2",
+        "actor.parallel.fsdp=2",
+    )
+    actor = config.rl.actor.parallel
+    assert (actor.fsdp, actor.sp, actor.tp, actor.pp) == (2, 2, 4, 1)
+    assert actor.activation_checkpointing
+    assert config.rl.rollout.tensor_parallel_size == 2
+    assert config.rl.critic.parallel is not None
+    assert config.rl.critic.parallel.pp == 2
 
 
 def test_true_is_not_taken_for_one() -> None:
