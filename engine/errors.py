@@ -25,6 +25,10 @@ class RolloutError(EngineError):
     """A rollout engine can't serve: stale or half-written weights, dead engine, bad request."""
 
 
+class WeightSyncError(RolloutError):
+    """A rollout process can't take over the weights that it was sent; a full sync repairs it."""
+
+
 class RewardError(EngineError):
     """A reward function raised, hung, or returned something that is not one float a sample."""
 
@@ -55,3 +59,7 @@ class CheckpointError(EngineError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint is torn or was changed: a file is missing or differs from its checksum."""
+
+
+class PreemptedError(EngineError):
+    """The machine is taken away (SIGTERM): what is durable is saved, and the run may be resumed."""

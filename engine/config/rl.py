@@ -148,6 +148,9 @@ class TrainerConfig(Section):
     max_attempts: int = Field(
         3, ge=1, description="Attempts that may fail in a row without getting past a checkpoint"
     )
+    preemption_grace_s: float = Field(
+        20.0, gt=0, description="Deadline after SIGTERM to finish the step and save it"
+    )
     timeline_steps: int = Field(0, ge=0, description="Steps whose timeline is written (Perfetto)")
     placement: Literal["ray", "local"] = Field("ray", description="Ray actors, or this process")
     pools: tuple[PoolConfig, ...] = Field(

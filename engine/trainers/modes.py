@@ -12,6 +12,7 @@ are done. The dataflow is the same in all of them; what differs is what answers 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,16 @@ from engine.controller.futures import Future, Ready
 from engine.controller.groups import Roles
 from engine.controller.health import HealthPolicy
 from engine.controller.launch import launch
+from engine.controller.published import Published, Publisher
 from engine.controller.staleness import Limits
 from engine.dataflows.algo import StepResult
+from engine.errors import WeightSyncError
 from engine.trainers.rl_setup import stream_placement, stream_spec
 
 if TYPE_CHECKING:
     from engine.trainers.rl import RLTrainer
 
+log = logging.getLogger(__name__)
 Steps = Generator[StepResult]
 
 
@@ -41,19 +45,19 @@ def sync(trainer: RLTrainer, count: int) -> Steps:
 def one_step_off(trainer: RLTrainer, count: int) -> Steps:
     """The sampler works on the next step's prompts while this step's update runs."""
     roles = trainer.roles
-    prompts, sampled = trainer.prompts.next_batch(), None
+    publisher = Publisher(roles.actor, deltas=trainer.config.trainer.delta_sync)
+    prompts, weights = trainer.prompts.next_batch(), publisher.publish(trainer.step)
+    ahead = Ahead(roles.sampler, prompts, weights, has=-1)
     for left in range(count, 0, -1):
-        if sampled is None:
-            roles.sampler.load_weights(roles.actor.weights())
-            sampled = roles.sampler.generate(prompts)
-        here = prompts, sampled
+        here, sampled = prompts, ahead.completions()
         if left > 1:
-            prompts = trainer.prompts.next_batch()
-            roles.sampler.load_weights(roles.actor.weights())
-            sampled = roles.sampler.generate(prompts)
+            prompts, has = trainer.prompts.next_batch(), weights.version
+            if trainer.step != has:
+                weights = publisher.publish(trainer.step)
+            ahead = Ahead(roles.sampler, prompts, weights, has)
         trainer.later = 1 if left > 1 else 0
-        answering = View(roles, rollout=Answers(roles.rollout, generate=here[1]))
-        yield trainer.dataflow.step(answering, here[0], trainer.algo)
+        answering = View(roles, rollout=Answers(roles.rollout, generate=sampled))
+        yield trainer.dataflow.step(answering, here, trainer.algo)
 
 
 def asynchronous(trainer: RLTrainer, count: int) -> Steps:
@@ -69,6 +73,7 @@ def asynchronous(trainer: RLTrainer, count: int) -> Steps:
         max_restarts=config.max_rollout_restarts,
     )
     names = [f"sampler{i}" for i in range(config.rollout_workers)]
+    publisher = Publisher(roles.actor, deltas=config.delta_sync)
     with AsyncRollout(
         names,
         limits,
@@ -76,8 +81,7 @@ def asynchronous(trainer: RLTrainer, count: int) -> Steps:
         spawn=lambda name, attempt: _spawn(trainer, name),
         next_prompt=trainer.prompts.next_one,
         score=roles.reward.score_part,
-        weights=roles.actor.weights(),
-        version=trainer.step,
+        weights=publisher.publish(trainer.step),
         keep=_signal(trainer),
         timeout_s=config.step_timeout_s,
     ) as rollout:
@@ -93,7 +97,7 @@ def asynchronous(trainer: RLTrainer, count: int) -> Steps:
             result = trainer.dataflow.step(answering, prompts, trainer.algo)
             trainer.algo.metrics |= rollout.metrics()
             yield result
-            rollout.updated(trainer.step, roles.actor.weights())
+            rollout.updated(publisher.publish(trainer.step))
 
 
 def _spawn(trainer: RLTrainer, name: str) -> Roles:
@@ -117,6 +121,27 @@ def _signal(trainer: RLTrainer) -> Callable[[Batch], bool] | None:
         return seen[0] % bound == 0
 
     return keep if settings.enable else None
+
+
+class Ahead:
+    """Completions that a sampler works on, under weights that it is sent first."""
+
+    def __init__(self, sampler: Any, prompts: Batch, weights: Published, has: int) -> None:
+        """`has` is the version of the weights that the sampler has already; -1: none."""
+        self._sampler, self._prompts, self._weights = sampler, prompts, weights
+        self._loaded = sampler.load_weights(weights.since(has)) if has < weights.version else None
+        self._completions = sampler.generate(prompts)
+
+    def completions(self) -> Future:
+        """The completions, once the weights are in place: sent whole where a delta has failed."""
+        if self._loaded is not None:
+            try:
+                self._loaded.result()
+            except WeightSyncError as error:
+                log.warning("the sampler gets the weights whole: %s", error)
+                self._sampler.load_weights(self._weights.whole).result()
+                self._completions = self._sampler.generate(self._prompts)
+        return self._completions
 
 
 class View:

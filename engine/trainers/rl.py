@@ -13,13 +13,13 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
 from engine.algorithms.masked import Groups
 from engine.batch import Batch
-from engine.checkpoint import Checkpoint, open_checkpoint
+from engine.checkpoint import Checkpoint, Saver, open_checkpoint
 from engine.config import LoRAConfig, RLConfig
 from engine.controller.futures import LazyBatch
 from engine.controller.launch import launch
@@ -28,7 +28,9 @@ from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo, StepResult
 from engine.dataflows.needs import needs_of
+from engine.errors import PreemptedError, WorkerError
 from engine.models import text_config
+from engine.preemption import Notice
 from engine.trainers.layouts import check_layouts
 from engine.trainers.modes import MODES
 from engine.trainers.prompts import PromptStream
@@ -100,34 +102,74 @@ class RLTrainer:
         self.spans: list[Span] = []
 
     def fit(
-        self, num_steps: int | None = None, checkpoint_dir: str | Path | None = None
+        self,
+        num_steps: int | None = None,
+        checkpoint_dir: str | Path | None = None,
+        resume_from: str | Path | None = None,
     ) -> dict[str, float]:
         """Run `num_steps` more steps (default: up to the configured total); return the last
         step's metrics.
 
         With `checkpoint_dir` (a folder or s3://…) a checkpoint is written every
-        `trainer.save_freq` steps and at the end, and a run that has just begun goes on from the
-        newest one there. Raises CheckpointError when that is of other settings.
+        `trainer.save_freq` steps, at the end and on a pre-emption notice (SIGTERM), and a run
+        that has just begun goes on from the newest one there, or else from the newest one in
+        `resume_from`. Raises CheckpointError when that is of other settings, PreemptedError after
+        a notice.
         """
-        if checkpoint_dir is not None and self.step == 0:
-            self.resume(checkpoint_dir)
-        saver = None if checkpoint_dir is None else make_saver(self, checkpoint_dir)
+        saver = None
+        if checkpoint_dir is not None:
+            saver = make_saver(self, checkpoint_dir)
+            fresh = self.step == 0 and not self.resume(checkpoint_dir)
+            if fresh and resume_from is not None and self.resume(resume_from):
+                save(self, saver, {})  # where this attempt's own successor looks
         total = self.config.trainer.total_training_steps
         stop = total if num_steps is None else self.step + num_steps
+        if self.step >= stop:
+            log.warning("this run is at step %d of %d already; nothing to train", self.step, stop)
+        with Notice(self.config.trainer.preemption_grace_s) as notice:
+            metrics = self._steps(stop, saver, notice)
+            if saver is not None:
+                saver.wait()
+        return metrics
+
+    def _steps(self, stop: int, saver: Saver | None, notice: Notice) -> dict[str, float]:
+        """Run up to step `stop`; return its metrics."""
         metrics: dict[str, float] = {}
         steps = MODES[self.config.trainer.mode](self, max(0, stop - self.step))
         with closing(steps):
             while self.step < stop:
-                metrics = self._one(steps)
+                metrics = self._one_unless(notice, steps)
                 self.on_step(self.step, stop, metrics)
                 self.history.append({"step": float(self.step)} | metrics)
                 due = self.step == stop or self.step % self.config.trainer.save_freq == 0
-                if saver is not None and due:
+                if saver is not None and (due or notice.came):
                     save(self, saver, metrics)
                     metrics |= saver.stats.as_metrics() if saver.stats else {}
-        if saver is not None:
-            saver.wait()
+                if notice.came and self.step < stop:
+                    self._leave(saver)
         return metrics
+
+    def _one_unless(self, notice: Notice, steps: Generator[StepResult]) -> dict[str, float]:
+        """One step; whoever ends this process may have ended the workers before."""
+        try:
+            return self._one(steps)
+        except WorkerError as error:
+            if not notice.came:
+                raise
+            raise PreemptedError(
+                f"pre-empted in step {self.step + 1}, whose workers are gone; the run goes on from "
+                "its last checkpoint"
+            ) from error
+
+    def _leave(self, saver: Saver | None) -> NoReturn:
+        """End after a notice, with this step saved."""
+        saved = saver.wait() if saver is not None else None
+        raise PreemptedError(
+            f"pre-empted after step {self.step}; the run goes on from {saved.folder}"
+            if saved is not None
+            else f"pre-empted after step {self.step}, without a checkpoint folder: the run starts "
+            "again from the beginning"
+        )
 
     def resume(self, checkpoint_dir: str | Path) -> Checkpoint | None:
         """Go on from the newest good checkpoint of a folder; return it, or None without one."""

@@ -228,7 +228,8 @@ def _without_effect(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str,
         yield from _settings("trainer", config.trainer, why, _ASYNC)
     if config.trainer.mode == "sync":
         why = "with trainer.mode=sync"
-        yield from _settings("trainer", config.trainer, why, ("rollout_threads",))
+        yield from _settings("trainer", config.trainer, why, ("rollout_threads", "delta_sync"))
+        yield from _settings("rollout", config.rollout, why, ("dtype",))
     if "teacher" not in dataflow.roles and algorithm.teacher:
         yield f"algorithm.teacher={algorithm.teacher}", "without algorithm.dataflow=distillation"
     if not algorithm.filter_groups.enable:

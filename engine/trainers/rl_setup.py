@@ -140,6 +140,8 @@ def role_specs(build: Build) -> list[RoleSpec]:
         "preference": config.algorithm.preference,
         "sum_pi_squared": build.needs.sum_pi_squared,
         "plugins": config.plugins,
+        "sampler_dtype": config.rollout.dtype,
+        "delta_sync": config.trainer.delta_sync,
     }
     critic = {
         "config": config.critic,
@@ -155,7 +157,7 @@ def role_specs(build: Build) -> list[RoleSpec]:
     specs = [
         RoleSpec("actor", ActorWorker, common | actor),
         RoleSpec("rollout", RolloutWorker, common | _sampling(build) | {"config": own}),
-        RoleSpec("sampler", RolloutWorker, common | _sampling(build)),
+        RoleSpec("sampler", RolloutWorker, common | _sampling(build) | _copied(build)),
         RoleSpec("reference", ReferenceWorker, common | frozen | {"base_of_policy": True}),
         RoleSpec(
             "teacher", ReferenceWorker, common | frozen | {"model_path": config.algorithm.teacher}
@@ -172,8 +174,8 @@ def stream_spec(name: str, build: Build) -> RoleSpec:
     """How to build one worker of asynchronous rollout."""
     from engine.workers.stream_rollout import StreamRolloutWorker
 
-    common = {"model_path": build.model_path, "dtype": build.dtype}
-    return RoleSpec(name, StreamRolloutWorker, common | _sampling(build))
+    common = {"model_path": build.model_path}
+    return RoleSpec(name, StreamRolloutWorker, common | _sampling(build) | _copied(build))
 
 
 def _sampling(build: Build) -> dict[str, Any]:
@@ -184,6 +186,11 @@ def _sampling(build: Build) -> dict[str, Any]:
         "max_model_len": build.max_model_len,
         "seed": build.seed,
     }
+
+
+def _copied(build: Build) -> dict[str, Any]:
+    """What differs where the policy is a copy."""
+    return {"dtype": build.config.rollout.dtype or build.dtype}
 
 
 def _rows(config: RLConfig) -> int:

@@ -7,11 +7,13 @@ only these are trained. Reading rows and saving the model are the caller's matte
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -21,9 +23,13 @@ from engine.config import SFTConfig
 from engine.data.collate import collate_completions
 from engine.errors import DataError
 from engine.models.forward import response_log_probs
+from engine.preemption import Notice
+from engine.trainers.sft_checkpoints import Saves
 from engine.workers.micro import micro_batches
 from engine.workers.optim import Optimizer
 from engine.workers.spread import device
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +64,20 @@ class SFTTrainer:
         self.model, self.config, self.seed = model, config, seed
         self.pad_token_id, self.on_step = pad_token_id, on_step
 
-    def fit(self, train: Sequence[Example], validation: Sequence[Example]) -> dict[str, float]:
+    def fit(
+        self,
+        train: Sequence[Example],
+        validation: Sequence[Example],
+        checkpoint_dir: str | Path | None = None,
+        resume_from: str | Path | None = None,
+    ) -> dict[str, float]:
         """Train for the configured epochs or steps; return the last step's metrics.
 
-        Raises DataError when there is nothing to train on, EngineError when training diverges.
+        With `checkpoint_dir` (a folder or s3://…) a checkpoint is written every `save_freq` steps,
+        at the end and on a pre-emption notice (SIGTERM), and training goes on from the newest one
+        there, or else from the newest one in `resume_from`. Raises DataError when there is nothing
+        to train on, EngineError when training diverges, CheckpointError for a checkpoint of other
+        settings, PreemptedError after a notice.
         """
         if not train:
             raise DataError("the warm start has no rows; check data.sft_size and the source")
@@ -69,15 +85,30 @@ class SFTTrainer:
         total = self.total_steps(len(train))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # dropout, where the model has any
-            return self._train(train, validation, total)
+            optimizer = Optimizer(self.model, self.config.optim, total)
+            keep = self.config.max_checkpoints_to_keep
+            settings = self._settings(len(train))
+            saves = Saves(self.model, optimizer, settings, checkpoint_dir, keep)
+            begin, metrics = saves.resume(resume_from)
+            if begin >= total:
+                log.warning("the warm start is at step %d of %d already", begin, total)
+            with Notice(self.config.preemption_grace_s) as notice:
+                steps = range(begin, total)
+                return self._train(train, validation, steps, optimizer, saves, notice) or metrics
 
     def _train(
-        self, train: Sequence[Example], validation: Sequence[Example], total: int
+        self,
+        train: Sequence[Example],
+        validation: Sequence[Example],
+        steps: range,
+        optimizer: Optimizer,
+        saves: Saves,
+        notice: Notice,
     ) -> dict[str, float]:
-        optimizer = Optimizer(self.model, self.config.optim, total)
         self.model.train()
+        total = steps.stop
         metrics: dict[str, float] = {}
-        for step, rows in enumerate(self._batches(train, total), start=1):
+        for step, rows in enumerate(self._batches(train, total)[steps.start :], steps.start + 1):
             start = time.perf_counter()
             batch = _collate([train[i] for i in rows], self.pad_token_id)
             loss = self._accumulate(batch)
@@ -92,7 +123,17 @@ class SFTTrainer:
             if validation and (step % self.config.validate_every == 0 or step == total):
                 metrics["sft/validation_loss"] = self.validation_loss(validation)
             self.on_step(step, total, metrics)
+            if step == total or step % self.config.save_freq == 0 or notice.came:
+                saves.save(step, metrics)
+            if notice.came and step < total:
+                saves.leave(step)
+        saves.wait()
         return metrics
+
+    def _settings(self, rows: int) -> str:
+        """What a resumed run must share with the one before it."""
+        may_differ = {"save_freq", "max_checkpoints_to_keep", "preemption_grace_s", "threads"}
+        return f"{self.config.model_dump_json(exclude=may_differ)} seed {self.seed} rows {rows}"
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps that the configuration asks for over `rows` examples."""

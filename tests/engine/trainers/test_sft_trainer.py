@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +16,7 @@ from tiny_engine import random_completions, tiny_model
 from transformers import PreTrainedModel
 
 from engine.config import SFTConfig
-from engine.errors import DataError, EngineError
+from engine.errors import CheckpointError, DataError, EngineError, PreemptedError
 from engine.trainers.sft import Example, SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -121,3 +127,92 @@ def test_divergence_stops_the_run() -> None:
         model.get_input_embeddings().weight[3:] = float("nan")
     with pytest.raises(EngineError, match="diverged"):
         trainer(model, max_steps=3).fit(examples(4), [])
+
+
+def stopped(subject: SFTTrainer, at: int, act: Callable[[], None]) -> None:
+    """Have `act` done right after step `at`."""
+
+    def on_step(step: int, total: int, metrics: dict[str, float]) -> None:
+        if step == at:
+            act()
+
+    subject.on_step = on_step
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+SAVING = {"max_steps": 8, "save_freq": 2, "train_batch_size": 4, "validate_every": 3}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_killed_warm_start_goes_on_bit_for_bit(tmp_path: Path, elsewhere: bool) -> None:
+    rows, held_out = examples(10), examples(4, seed=9)
+    whole = trainer(tiny_model("qwen2"), **SAVING)
+    wanted = whole.fit(rows, held_out)
+    first = trainer(tiny_model("qwen2"), **SAVING)
+    stopped(first, 5, raise_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        first.fit(rows, held_out, tmp_path / "first")
+    second = trainer(tiny_model("qwen2", seed=7), **SAVING)  # what it starts from leaves no trace
+    begun: list[int] = []
+    second.on_step = lambda step, total, metrics: begun.append(step)
+    if elsewhere:  # as a Flyte task's second attempt, which has a folder of its own
+        found = second.fit(rows, held_out, tmp_path / "second", resume_from=tmp_path / "first")
+    else:
+        found = second.fit(rows, held_out, tmp_path / "first")
+    assert begun in ([5, 6, 7, 8], [3, 4, 5, 6, 7, 8])  # whether step 4 was durable already
+    assert torch.equal(weights(second.model), weights(whole.model))
+    for name in ("sft/loss", "sft/lr", "sft/grad_norm"):
+        assert found[name] == wanted[name]
+
+
+def test_a_finished_warm_start_is_not_trained_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = examples(6)
+    first = trainer(tiny_model("qwen2"), **SAVING)
+    wanted = first.fit(rows, [], tmp_path)
+    again = trainer(tiny_model("qwen2"), **SAVING)
+    with caplog.at_level(logging.WARNING):
+        assert again.fit(rows, [], tmp_path) == wanted
+    assert "at step 8 of 8 already" in caplog.text
+    assert torch.equal(weights(again.model), weights(first.model))
+
+
+def test_sigterm_saves_the_step_and_ends_as_pre_empted(tmp_path: Path) -> None:
+    rows = examples(6)
+    before = signal.getsignal(signal.SIGTERM)
+    first = trainer(tiny_model("qwen2"), **SAVING | {"save_freq": 100})
+    stopped(first, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(PreemptedError, match=r"after step 3; .*step_3$"):
+        first.fit(rows, [], tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is before
+    second = trainer(tiny_model("qwen2"), **SAVING | {"save_freq": 100})
+    steps: list[int] = []
+    second.on_step = lambda step, total, metrics: steps.append(step)
+    second.fit(rows, [], tmp_path)
+    assert steps == [4, 5, 6, 7, 8]
+
+
+def test_the_deadline_after_sigterm_ends_a_step_that_hangs(tmp_path: Path) -> None:
+    subject = trainer(tiny_model("qwen2"), **SAVING | {"preemption_grace_s": 0.3})
+
+    def hang() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30.0)
+
+    stopped(subject, 3, hang)
+    begin = time.monotonic()
+    with pytest.raises(PreemptedError, match=r"saved in 0.3 s"):
+        subject.fit(examples(6), [], tmp_path)
+    assert time.monotonic() - begin < 10.0
+
+
+@pytest.mark.parametrize("change", [{"optim": {"lr": 2e-2}}, {"max_steps": 9}])
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    rows = examples(6)
+    trainer(tiny_model("qwen2"), **SAVING).fit(rows, [], tmp_path)
+    with pytest.raises(CheckpointError, match="other settings or data"):
+        trainer(tiny_model("qwen2"), **SAVING | change).fit(rows, [], tmp_path)
