@@ -1,11 +1,12 @@
 """Rollout speed: our engines beside transformers.generate, on one model, prompts and length mix.
 
-`python benchmarks/rollout.py --help`; `--all` runs every size in float32 and bfloat16 on the
-long-tailed mix and ends with one table of ratios. The model is Qwen2-shaped with random weights. Lengths are
-either fixed or long-tailed: stop tokens with a total probability of 1/mean, cut at the limit. The
-contestants take turns within a repeat, so that a busy machine slows all of them alike; the best
-repeat of each counts. A token is useful if it is part of a completion: what is decoded after an end
-token, as static batches do, costs time and earns nothing.
+`python benchmarks/rollout.py --help`; without options, the smallest model. `--all` runs every size
+in float32 and bfloat16 on the long-tailed mix and ends with one table of ratios. The model is
+Qwen2-shaped with random weights. Lengths are either fixed or long-tailed: stop tokens with a total
+probability of 1/mean, cut at the limit. The contestants take turns within a repeat, so that a busy
+machine slows all of them alike; the best repeat of each counts. A token is useful if it is part of
+a completion: what is decoded after an end token, as static batches do, costs time and earns
+nothing. Larger models get fewer prompts, and repeats end when `--limit-s` is over.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ SIZES = {
     "100M": (768, 2304, 12, 12, 4, 16384),
 }
 DTYPES = ("float32", "bfloat16")
+PROMPTS = {"1M": 64, "10M": 16, "100M": 4}  # about equally long for transformers.generate
 Rollout = Callable[[int], int]  # seed → useful tokens
 
 
@@ -53,12 +55,12 @@ def main() -> None:
 
 
 def every_case(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """All sizes and dtypes on the long-tailed mix; the largest with an eighth of the prompts."""
+    """All sizes and dtypes on the long-tailed mix, an equal share of the time for each."""
     cases = []
     for size in args.sizes:
         for dtype in DTYPES:
-            prompts = max(1, args.prompts // 8) if size == "100M" else args.prompts
-            changes = {"size": size, "dtype": dtype, "mix": "tail", "prompts": prompts}
+            limit = args.limit_s / len(args.sizes) / len(DTYPES)
+            changes = {"size": size, "dtype": dtype, "mix": "tail", "limit_s": limit}
             cases.append(argparse.Namespace(**(vars(args) | changes)))
     return cases
 
@@ -82,7 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             )
             engines.append(engine)
             contestants[name] = with_engine(engine, prompts, params)
-        return compete(contestants, args.repeats)
+        return compete(contestants, args.repeats, args.limit_s)
     finally:
         for engine in engines:
             engine.close()
@@ -99,7 +101,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--mix", choices=["tail", "fixed"], default="tail", help="length mix")
     parser.add_argument("--mean-length", type=int, default=20, help="mean length of a long tail")
-    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=0, help="0: 64, 16 or 4, by the size")
     parser.add_argument("--n", type=int, default=8, help="completions a prompt")
     parser.add_argument("--prompt-length", type=int, default=30, help="mean length, in tokens")
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -107,6 +109,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kv-cache-memory-mb", type=int, default=512, help="vLLM's KV cache")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3, help="timed repeats, after one untimed")
+    parser.add_argument(
+        "--limit-s", type=float, default=600.0, help="no repeat but the first starts after this"
+    )
     parser.add_argument("--json", default="", help="also write the figures to this file")
     parser.add_argument(
         "--engines", nargs="+", default=["native", "vllm", "transformers"], help="who takes part"
@@ -139,6 +144,7 @@ def make_case(
     model, vocabulary = build_model(args.size, args.dtype), SIZES[args.size][-1]
     stops = round(vocabulary / args.mean_length) if args.mix == "tail" else 0
     low, high = args.prompt_length - args.prompt_length // 3, args.prompt_length * 4 // 3
+    args.prompts = args.prompts or PROMPTS[args.size]
     lengths = torch.randint(low, high + 1, (args.prompts,)).tolist()
     prompts = [torch.randint(stops, vocabulary, (length,)).tolist() for length in lengths]
     params = SamplingParams(
@@ -195,10 +201,15 @@ def with_transformers(
     return rollout
 
 
-def compete(contestants: dict[str, Rollout], repeats: int) -> dict[str, dict[str, float]]:
+def compete(
+    contestants: dict[str, Rollout], repeats: int, limit_s: float
+) -> dict[str, dict[str, float]]:
     """Return the best wall-clock and CPU-time rates of each, in useful tokens a second."""
     best = {name: {"wall": 0.0, "cpu": 0.0, "tokens": 0.0} for name in contestants}
+    started = time.perf_counter()
     for repeat in range(repeats + 1):
+        if repeat > 1 and time.perf_counter() - started > limit_s:
+            break
         for name, rollout in contestants.items():
             gc.collect()
             wall, cpu = time.perf_counter(), time.process_time()
@@ -208,7 +219,7 @@ def compete(contestants: dict[str, Rollout], repeats: int) -> dict[str, dict[str
                 figures = best[name]
                 figures["wall"] = max(figures["wall"], tokens / wall)
                 figures["cpu"] = max(figures["cpu"], tokens / cpu)
-                figures["tokens"] += tokens / repeats
+                figures["tokens"] = tokens
     return best
 
 

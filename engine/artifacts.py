@@ -62,10 +62,11 @@ def staging(kind: str) -> Iterator[Path]:
 def publish(folder: str | Path, draft: Draft) -> Path:
     """Write the manifest of a staged folder and move it to its place; return that place.
 
-    An equal artifact that is already there is kept when it is whole and replaced when it is not. One
-    of equal content that was made of other parents or by another configuration keeps its place, and
-    this one goes beside it, so that either's manifest tells what made it. Every file is on disk before the rename, so a published folder is never half-written. Raises
-    StorageError for an empty folder or when the disk refuses.
+    An equal artifact that is already there is kept when it is whole and replaced when it is not.
+    One of equal content that was made of other parents or by another configuration keeps its place,
+    and this one goes beside it, so that either's manifest tells what made it. Every file is on disk
+    before the rename, so a published folder is never half-written. Raises StorageError for an empty
+    folder or when the disk refuses.
     """
     folder = Path(folder)
     if not any(path.is_file() for path in folder.rglob("*")):
@@ -75,7 +76,7 @@ def publish(folder: str | Path, draft: Draft) -> Path:
         fsync_tree(folder)
         target = _place_of(manifest)
         target.parent.mkdir(parents=True, exist_ok=True)
-        _move_into_place(folder, target, manifest.digest)
+        _move_into_place(folder, target, manifest)
     return target
 
 
@@ -156,12 +157,19 @@ def _place_of(manifest: Manifest) -> Path:
     return place.with_name(f"{place.name}-{manifest.making[:8]}")
 
 
-def _move_into_place(folder: Path, target: Path, digest: str) -> None:
-    """Rename `folder` to `target`, giving way to an equal and whole artifact already there."""
+def _move_into_place(folder: Path, target: Path, manifest: Manifest) -> None:
+    """Rename `folder` to `target`, giving way to an equal and whole artifact already there.
+
+    One whose files were damaged gets them back; its manifest stays, because children know it.
+    """
     if target.exists():
-        if _is_whole(target, digest):
+        if _is_whole(target, manifest.digest):
             shutil.rmtree(folder)
             return
+        with contextlib.suppress(LineageError):
+            if read_manifest(target).files == manifest.files:
+                shutil.copyfile(target / MANIFEST, folder / MANIFEST)
+                fsync(folder / MANIFEST)
         _replace(folder, target)
         return
     try:

@@ -19,6 +19,7 @@ from flytekit.types.error.error import FlyteError
 
 from tasks.context import IMAGE, SMALL, RunContext, say
 from tasks.inputs import RLHFConfig
+from tasks.literal_types import read_errors
 from tasks.profiles import ProfileName
 
 EXECUTION_VARIABLE = "FLYTE_INTERNAL_EXECUTION_ID"
@@ -31,6 +32,8 @@ OPTIONS: dict[str, Any] = {
     "retries": 2,
     "timeout": timedelta(minutes=30),
 }
+
+read_errors()
 
 # Locally, executions have no name and a handler runs in the process that failed.
 _opened: list[RunContext] = []

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from engine.tracking.registry import ModelVersion
 
 REGISTERED = "models:/"
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+HUB_SECONDS = 10.0
 
 
 # Not cached: an alias stands on another version tomorrow.
@@ -36,7 +38,7 @@ def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
     Args:
         run: The pipeline run.
         reference: `models:/NAME@ALIAS` or `models:/NAME/VERSION` of the MLflow registry, or a
-            folder or address (s3://…) of an artifact or a Hugging Face model.
+            folder, address (s3://…) or hub id of an artifact or a Hugging Face model.
         name: The input that it came from, for what is said about it.
     """
     with failures_as_sentences():
@@ -58,8 +60,11 @@ def resolve(reference: str, name: str, experiment: str) -> Path:
     if reference.startswith(REGISTERED):
         tracker = Tracker(experiment=experiment)
         return _registered(tracker, tracker.model_version(reference))
+    if "://" not in reference and not Path(reference).exists():
+        require_model_folder(reference, name)  # says what is wrong, unless it looks like a hub id
+        return _downloaded(reference, name)
     folder = local_path(reference)
-    require_model_folder(str(folder))
+    require_model_folder(str(folder), name)
     if (folder / MANIFEST).is_file():
         verify(folder)
         return folder
@@ -102,6 +107,32 @@ def _place(version: ModelVersion) -> Path | str:
 
     kind, digest = version.tags.get("artifact_kind"), version.tags.get("artifact_digest")
     return artifact_path(kind, digest) if kind and digest else ""
+
+
+def _downloaded(hub_id: str, name: str) -> Path:
+    """Fetch a model from the Hugging Face hub; ModelError where it can't be had."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from engine.artifacts import staging
+    from engine.errors import ModelError
+
+    with staging("download") as draft:
+        try:
+            huggingface_hub.snapshot_download(
+                hub_id,
+                local_dir=draft / "model",
+                allow_patterns=HUB_FILES,
+                etag_timeout=HUB_SECONDS,
+            )
+        except (OSError, ValueError, HfHubHTTPError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ModelError(
+                f"{name}={hub_id!r} is no folder here and can't be had from the hub ({reason}); "
+                "check the name and the network"
+            ) from error
+        shutil.rmtree(draft / "model" / ".cache", ignore_errors=True)
+        return _copied(draft / "model", hub_id)
 
 
 def _copied(folder: Path, source: str) -> Path:

@@ -54,12 +54,19 @@ class Plan(NamedTuple):
 
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
 def plan(
-    config: RLHFConfig, source: str, path: str, model: str, seed: int, profile: ProfileName
+    config: RLHFConfig,
+    source: str,
+    path: str,
+    model: str,
+    seed: int,
+    profile: ProfileName,
+    workflow: str = "rlhf",
 ) -> Plan:
     """Check the inputs, open the MLflow parent run, and split the configuration by stage.
 
     `source`, `path`, `model` (empty: as configured) and `seed` (negative: as configured) win over
-    the configuration; `profile` fills in layout and GPUs where it leaves them open.
+    the configuration; `profile` fills in layout and GPUs where it leaves them open. `workflow`
+    names the run.
     """
     from tasks.local_cache import forget_lost
 
@@ -70,7 +77,7 @@ def plan(
         merged = fit(merge(config, source, path, model, seed), profile.value)
         digests = check(merged)
         context = context_of(merged.model)
-        run = open_run(merged, digests)
+        run = open_run(merged, digests, workflow)
         note_opened(run)
     say(f"run {run.run_id}: config {digest(merged)[:12]}, data {digests[0][:12]}")
     return Plan(

@@ -67,7 +67,9 @@ def sft(
             def report(step: int, total: int, metrics: dict[str, float]) -> None:
                 losses.update({k: v for k, v in metrics.items() if k.endswith("loss")})
                 this.tracked.log_metrics(metrics, step)
-                bar.update(step - bar.count, **{k.removeprefix("sft/"): v for k, v in losses.items()})
+                bar.update(
+                    step - bar.count, **{k.removeprefix("sft/"): v for k, v in losses.items()}
+                )
 
             trainer.on_step = report
             checkpoints = this.checkpoints()

@@ -45,7 +45,15 @@ def evaluate_only(
     Returns:
         The evaluation artifact: report.html, comparison.json and a row a problem and model.
     """
-    p = plan(config=config, source=source, path=path, model=model, seed=seed, profile=profile)
+    p = plan(
+        config=config,
+        source=source,
+        path=path,
+        model=model,
+        seed=seed,
+        profile=profile,
+        workflow="evaluate_only",
+    )
     dataset = preprocess(
         run=p.run,
         data=p.data,

@@ -21,6 +21,7 @@ from engine.controller.futures import Future
 from engine.controller.groups import Roles
 from engine.controller.health import Fleet, HealthPolicy
 from engine.controller.processes import Process, Processes, spans_of
+from engine.controller.published import Published
 from engine.controller.signals import (
     Action,
     Died,
@@ -37,7 +38,7 @@ from engine.controller.signals import (
 )
 from engine.controller.staleness import Admission, Limits, Ticket
 from engine.controller.timeline import Span
-from engine.errors import EngineError, WorkerError
+from engine.errors import EngineError, WeightSyncError, WorkerError
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Counts:
     completions: int = 0
     tokens: int = 0
     restarts: int = 0
+    resyncs: int = 0  # deltas of the weights that failed, so that the whole was sent
     causes: list[str] = field(default_factory=list)
 
 
@@ -75,13 +77,13 @@ class AsyncRollout:
         spawn: Callable[[str, int], Roles],
         next_prompt: Callable[[], Batch],
         score: Callable[[Batch], Future],
-        weights: Future,
-        version: int = 0,
+        weights: Published,
         keep: Callable[[Batch], bool] | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         self._next_prompt, self._score, self._keep = next_prompt, score, keep
         self._timeout_s = timeout_s
+        version = weights.version
         self.admission = Admission(limits, version=version, consumed=version * limits.batch)
         self.fleet = Fleet.begin(names, time.monotonic(), health, limits.staleness, version)
         self.counts = Counts()
@@ -120,12 +122,12 @@ class AsyncRollout:
                         "trainer.step_timeout_s"
                     )
 
-    def updated(self, version: int, weights: Future) -> None:
+    def updated(self, weights: Published) -> None:
         """The trainer has new weights: workers load them between two decode steps."""
         with self._changed:
             self._weights = weights
-            self.admission, _ = self.admission.updated(version)
-            self._act(*self.fleet.updated(version, time.monotonic()))
+            self.admission, _ = self.admission.updated(weights.version)
+            self._act(*self.fleet.updated(weights.version, time.monotonic()))
 
     def metrics(self) -> dict[str, float]:
         """Totals and what is under way."""
@@ -138,6 +140,7 @@ class AsyncRollout:
                 "async/reissued": float(self.admission.reissued),
                 "async/rejected": float(self.admission.rejected),
                 "async/restarts": float(self.counts.restarts),
+                "async/resyncs": float(self.counts.resyncs),
             }
 
     def unconsumed(self) -> list[Batch]:
@@ -213,7 +216,8 @@ class AsyncRollout:
         """Start a worker's next call, if there is one for it."""
         if process.sync is not None:
             process.loads, process.sync = process.sync, None
-            process.call = process.group.load_weights(self._weights)
+            has = -1 if process.needs_whole else self.fleet.workers[name].version
+            process.call = process.group.load_weights(self._weights.since(has))
             return True
         if name not in self.fleet.serving:
             return False
@@ -243,11 +247,20 @@ class AsyncRollout:
         loads, process.loads = process.loads, None
         try:
             value: Any = call.result()
+        except WeightSyncError as error:
+            if loads is None or process.needs_whole:
+                self._event(name, process.attempt, Died(str(error)), now)
+                return
+            log.warning("rollout worker %s gets the weights whole: %s", name, error)
+            self.counts.resyncs += 1
+            process.needs_whole, process.sync = True, loads
+            return
         except EngineError as error:
             self._event(name, process.attempt, Died(str(error)), now)
             return
         self._event(name, process.attempt, Heartbeat(), now)
         if loads is not None:
+            process.needs_whole = False
             self._event(name, process.attempt, Synced(int(value)), now)
             return
         process.busy = value.busy

@@ -23,6 +23,7 @@ class Process:
     call: Future | None = None  # under way
     loads: int | None = None  # version that the call loads, if it does
     sync: int | None = None  # version to load next
+    needs_whole: bool = False  # weights: it could not take over a delta
     busy: int = 0  # completions it decodes or has queued
     idle_until: float = 0.0
 

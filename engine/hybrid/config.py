@@ -8,7 +8,10 @@ from pydantic import Field, ValidationError
 
 from engine.config import Section, explain
 from engine.errors import ConfigError
+from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape, check_layout
+
+_ELSEWHERE = ("pp_size", "sp_size")  # axes without an ordinary forward and backward pass
 
 
 class HybridConfig(Section):
@@ -20,9 +23,10 @@ class HybridConfig(Section):
 
     dp_size: int | None = Field(None, ge=1, description="Copies of the model")
     fsdp_size: int | None = Field(None, ge=1, description="Ranks that share a copy's weights")
-    sp_size: int = Field(1, ge=1, description="Ranks that share each sequence's tokens")
     tp_size: int = Field(1, ge=1, description="Ranks that share each matrix")
-    pp_size: int = Field(1, ge=1, description="Stages of layers")
+    rollout_tp_size: int | None = Field(
+        None, ge=1, description="Ranks that share each matrix in generate; None: tp_size"
+    )
     fsdp_sharding: Literal["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"] = Field(
         "FULL_SHARD",
         description="Weights sharded over all data ranks, inside each node, or copied to each rank",
@@ -34,43 +38,62 @@ class HybridConfig(Section):
         values = values or {}
         unknown = sorted(str(key) for key in values.keys() - cls.model_fields.keys())
         if unknown:
+            elsewhere = unknown[0] in _ELSEWHERE
+            hint = f"; RLTrainer spreads by {unknown[0][:2]} (actor.parallel)" if elsewhere else ""
             raise ConfigError(
                 f"hybrid_config has no key {', '.join(map(repr, unknown))}; its keys are "
-                f"{', '.join(cls.model_fields)}"
+                f"{', '.join(cls.model_fields)}{hint}"
             )
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             raise ConfigError(f"hybrid_config: {explain(error)}") from None
 
-    def layout(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
-        """The layout on `world_size` ranks, `ranks_per_node` of them on one machine (None: all).
+    @property
+    def rollout_tp(self) -> int:
+        """Ranks that share each matrix while they generate."""
+        return self.rollout_tp_size or self.tp_size
 
-        Raises ConfigError where the sizes don't multiply to `world_size`.
+    def layout(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
+        """The training layout on `world_size` ranks, `ranks_per_node` of them on one machine.
+
+        None: all of them are. Raises ConfigError where the sizes don't multiply to `world_size`.
         """
-        rest = {"sp": self.sp_size, "tp": self.tp_size, "pp": self.pp_size}
-        others = self.sp_size * self.tp_size * self.pp_size
         if world_size == 1:
-            self._refuse_more_than_one(others)
-        data_ranks = max(1, world_size // others)
-        in_node = max(1, (ranks_per_node or world_size) // others)
+            self._refuse_more_than_one()
+        data_ranks = max(1, world_size // self.tp_size)
+        in_node = max(1, (ranks_per_node or world_size) // self.tp_size)
         dp, fsdp = self._data_axes(data_ranks, in_node)
-        layout = Layout(dp=dp, fsdp=fsdp, **rest)
+        layout = Layout(dp=dp, fsdp=fsdp, tp=self.tp_size)
         check_layout(layout, world_size)
         return layout
 
-    def check(
-        self, shape: ModelShape, world_size: int, ranks_per_node: int | None = None
-    ) -> Layout:
-        """`layout`, checked to be one that a model of `shape` can take."""
+    def check(self, config: Any, world_size: int, ranks_per_node: int | None = None) -> Layout:
+        """`layout`, checked to be one that a model of this transformers configuration can take.
+
+        Raises ConfigError where it can't, in training or in `generate`.
+        """
         layout = self.layout(world_size, ranks_per_node)
+        if layout.fsdp == layout.tp == self.rollout_tp == 1:
+            return layout  # whole models only: any will do
+        shape = ModelShape.of(config)
         check_layout(layout, world_size, shape)
+        grouping(layout, tp=self.rollout_tp)
+        kv_heads = shape.kv_heads
+        if shape.heads % self.rollout_tp or max(kv_heads, self.rollout_tp) % min(
+            kv_heads, self.rollout_tp
+        ):
+            raise ConfigError(
+                f"hybrid_config's rollout_tp_size={self.rollout_tp} does not share the model's "
+                f"{shape.heads} attention heads and {kv_heads} key heads evenly; choose a divisor"
+            )
         return layout
 
-    def _refuse_more_than_one(self, others: int) -> None:
-        asked = others * (self.dp_size or 1) * (self.fsdp_size or 1)
+    def _refuse_more_than_one(self) -> None:
+        training = self.tp_size * (self.dp_size or 1) * (self.fsdp_size or 1)
+        asked = max(training, self.rollout_tp)
         if asked > 1:
-            names = ("dp_size", "fsdp_size", "sp_size", "tp_size", "pp_size")
+            names = ("dp_size", "fsdp_size", "tp_size", "rollout_tp_size")
             used = ", ".join(f"{n}={v}" for n in names if (v := getattr(self, n) or 1) > 1)
             raise ConfigError(
                 f"hybrid_config's {used} needs {asked} ranks, but this process is alone; run it "

@@ -111,7 +111,8 @@ def _resolve(
 ) -> GenerationConfig:
     """transformers' merge of arguments, `given`, the model's own configuration and defaults."""
     try:
-        config, rest = policy._prepare_generation_config(given, **arguments)
+        prepare: Any = policy._prepare_generation_config
+        config, rest = prepare(given, **arguments)
     except ValueError as error:
         raise ConfigError(f"generate: {error}") from None
     for name, value in rest.items():

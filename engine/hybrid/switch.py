@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,6 +28,8 @@ def measure_switch_overhead(
     computed; each switch to "rollout" comes after a write to every weight, as an optimizer step
     makes. `mem_increase_mb` (10⁶ bytes) is what one switch allocates: on a GPU the peak above the
     level before, elsewhere the sum of all new tensor storage, of which nothing is subtracted.
+    `received_mb` is what one switch brought to this rank from others; 0 where storage is shared.
+    All ranks of an actor call it together.
 
     Weights keep their bits and the actor its mode; its policy version rises. Raises ConfigError
     for another mode, or fewer than one repeat.
@@ -38,6 +41,7 @@ def measure_switch_overhead(
     switch: Callable[[], Any] = actor.to_rollout if mode == "rollout" else actor.train
     before = actor.training
     times = []
+    actor.refresh()
     try:
         for _ in range(repeats + 1):  # the first one warms up
             _leave(actor, mode)
@@ -49,6 +53,7 @@ def measure_switch_overhead(
     return {
         "latency_ms": 1e3 * statistics.median(times[1:]),
         "mem_increase_mb": allocated / 1e6,
+        "received_mb": actor.received_bytes / 1e6 if mode == "rollout" else 0.0,
     }
 
 
@@ -98,6 +103,8 @@ class StorageCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if DTensor in types:  # it comes back here with the local tensors that it stands for
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         known = {_address(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for tensor in pytree.tree_leaves(result):

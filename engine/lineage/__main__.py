@@ -1,131 +1,140 @@
-"""`python -m engine.lineage ARTIFACT`: print the tree from an artifact back to its source data."""
+"""`python -m engine.lineage show|diff|verify`: where artifacts come from, and whether they changed.
+
+Exit status: 0, fine; 1, something is missing, unreadable or not as recorded; 2, wrong usage.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
-from rich.tree import Tree
 
-from engine.errors import EngineError, LineageError
-from engine.lineage.tree import Node, ancestry, check
+from engine.errors import EngineError
+from engine.lineage.audit import Audit, audit
+from engine.lineage.compare import Comparison, compare
+from engine.lineage.differences import lines
+from engine.lineage.page import render_page, write_page
+from engine.lineage.review import Review, review
+from engine.lineage.terminal import as_json, trees
 
-SHOWN_METRICS = 4
+COMMANDS = ("show", "diff", "verify")
+REFERENCE = (
+    "an artifact's folder or s3:// address, a checkpoint (…/step_500), a source file, the first "
+    "digits of a digest, models:/NAME@ALIAS or models:/NAME/VERSION"
+)
+STATUS = "exit status: 0 fine; 1 something is missing, unreadable or not as recorded; 2 wrong usage"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return its exit status: 0, or 1 with one sentence on stderr."""
-    options = _parser().parse_args(arguments)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] not in COMMANDS and not given[0].startswith("-"):
+        given.insert(0, "show")  # `python -m engine.lineage ARTIFACT` shows it
+    options = _parser().parse_args(given)
     try:
-        root = ancestry(_resolve(options.artifact))
-        faults = check(root) if options.verify else []
+        return _run(options)
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # `… | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    found = review(
+        options.reference,
+        options.store,
+        registry=not options.no_registry,
+        descendants=options.command == "show" or getattr(options, "descendants", False),
+    )
+    comparison = None
+    if options.command == "diff":
+        comparison = compare(found.graph, found.starts[0], found.starts[-1])
+    checked = audit(found) if options.command == "verify" or options.verify else None
+    if options.html:
+        write_page(options.html, render_page(found, checked, comparison))
     if options.json:
-        print(json.dumps(as_json(root), indent=2))
+        print(json.dumps(as_json(found, checked, comparison), indent=2))
     else:
-        # A pipe has no width of its own; 80 columns would break lines that a grep wants whole.
-        Console(width=None if sys.stdout.isatty() else 1000, highlight=False).print(render(root))
-    for fault in faults:
-        print(f"error: {fault}", file=sys.stderr)
-    if options.verify and not faults:
-        count = sum(not node.repeated for node in root.walk())
-        print(f"verified: {count} artifacts and sources are as recorded", file=sys.stderr)
-    return 1 if faults else 0
+        _print(options.command, found, comparison)
+    return _conclude(found, checked)
+
+
+def _print(command: str, found: Review, comparison: Comparison | None) -> None:
+    # A pipe has no width of its own; 80 columns would break lines that a grep wants whole.
+    console = Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
+    if comparison is not None:
+        for line in lines(comparison):
+            console.print(line, markup=False, soft_wrap=True)
+    elif command == "show":
+        for tree in trees(found):
+            console.print(tree)
+
+
+def _conclude(found: Review, checked: Audit | None) -> int:
+    """Say on stderr what was found wrong and what was not looked at."""
+    for note in checked.notes if checked else ():
+        print(f"note: {note.text}", file=sys.stderr)
+    if checked is None:
+        for text in found.notes:
+            print(f"note: {text}", file=sys.stderr)
+        return 0
+    for fault in checked.faults:
+        print(f"error: {fault.text}", file=sys.stderr)
+    if checked.faults:
+        return 1
+    print(f"verified: {checked.checked} artifacts and sources are as recorded", file=sys.stderr)
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m engine.lineage",
-        description="Print what an artifact was made from, back to the source data.",
+        description="Where artifacts come from, what came of them, and whether they changed.",
+        epilog=STATUS,
     )
-    parser.add_argument(
-        "artifact",
-        metavar="ARTIFACT",
-        help="an artifact folder, an s3:// address, models:/NAME@ALIAS or models:/NAME/VERSION",
+    commands = parser.add_subparsers(dest="command", required=True, metavar="show|diff|verify")
+    show = commands.add_parser(
+        "show", help="what made it, and what came of it", epilog=STATUS,
+        description="Print what something was made from, back to the source data, and what came "
+        "of it.",
+    )  # fmt: skip
+    show.add_argument("reference", metavar="REF", nargs=1, help=REFERENCE)
+    diff = commands.add_parser(
+        "diff", help="what differs between two", epilog=STATUS,
+        description="Print what differs between two: configuration, data, code, parents, files "
+        "and metrics. Differences are no fault: the exit status is 0.",
+    )  # fmt: skip
+    diff.add_argument("reference", metavar="REF", nargs=2, help=REFERENCE)
+    verify = commands.add_parser(
+        "verify", help="re-hash and find tampering and missing parents", epilog=STATUS,
+        description="Re-hash something and all that it was made from; without REF, all that the "
+        "stores hold. Finds changed, added and removed files, edited manifests, and what is "
+        "missing.",
+    )  # fmt: skip
+    verify.add_argument("reference", metavar="REF", nargs="*", help=REFERENCE)
+    verify.add_argument(
+        "--descendants", action="store_true", help="re-hash what came of it as well"
     )
-    parser.add_argument("--verify", action="store_true", help="re-hash every artifact of the tree")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
-def _resolve(artifact: str) -> str:
-    """Turn a registry reference into the artifact's address by the version's `artifact_uri` tag."""
-    if not artifact.startswith("models:/"):
-        return artifact.removeprefix("file://")
-    from engine.tracking import Tracker
-
-    version = Tracker().model_version(artifact)
-    uri = version.tags.get("artifact_uri", "")
-    if not uri:
-        raise LineageError(
-            f"{artifact} (version {version.version}) has no tag artifact_uri; register models "
-            "through engine.tracking, or give the artifact's folder"
+    for command in (show, diff):
+        command.add_argument("--verify", action="store_true", help="re-hash all that is shown")
+    for command in (show, diff, verify):
+        command.add_argument(
+            "--store", metavar="ROOT", action="append", default=[],
+            help="folder or s3:// prefix to search for artifacts; may be repeated (default: the "
+            "store that REF lies in, and $HYBRIDFLYTE_HOME or ./outputs)",
+        )  # fmt: skip
+        command.add_argument(
+            "--no-registry", action="store_true", help="don't ask MLflow for model versions"
         )
-    return uri
-
-
-def render(root: Node) -> Tree:
-    """Return a rich tree, one artifact a branch."""
-    tree = Tree(_label(root))
-    for parent in root.parents:
-        _grow(tree, parent)
-    return tree
-
-
-def _grow(tree: Tree, node: Node) -> None:
-    branch = tree.add(_label(node))
-    for parent in node.parents:
-        _grow(branch, parent)
-
-
-def _label(node: Node) -> str:
-    """Return one or two lines: part, kind and digest; then what made it and how well it did."""
-    head = f"[bold]{escape(node.kind)}[/bold] [cyan]{node.digest[:12]}[/cyan]"
-    if node.name and node.name != node.kind:
-        head = f"{escape(node.name)}: {head}"
-    if node.missing:
-        return f"{head} [red]missing[/red] [dim]{escape(node.uri)}[/dim]"
-    if node.repeated:
-        return f"{head} [dim]shown above[/dim]"
-    if node.manifest is None:
-        return f"{head} [dim]{escape(node.uri)}[/dim]"
-    manifest = node.manifest
-    facts = [
-        f"{manifest.created_at:%Y-%m-%d %H:%M}",
-        f"code {_short_version(manifest.code_version)}",
-        f"config {manifest.config_digest[:12]}",
-    ]
-    if manifest.mlflow_run:
-        facts.append(f"run {manifest.mlflow_run[:12]}")
-    facts += [f"{k}={v:.4g}" for k, v in list(manifest.metrics.items())[:SHOWN_METRICS]]
-    return f"{head} [dim]{escape(node.uri)}[/dim]\n{escape(' · '.join(facts))}"
-
-
-def _short_version(version: str) -> str:
-    """Shorten a git commit, keep its -dirty mark, and leave any other version as it is."""
-    commit, dash, mark = version.partition("-")
-    is_commit = len(commit) == 40 and all(c in "0123456789abcdef" for c in commit)
-    return f"{commit[:10]}{dash}{mark}" if is_commit else version
-
-
-def as_json(node: Node) -> dict[str, Any]:
-    """Return the tree as JSON values; each artifact with its whole manifest less the file list."""
-    manifest = node.manifest.model_dump(mode="json", exclude={"files"}) if node.manifest else None
-    return {
-        "name": node.name,
-        "kind": node.kind,
-        "digest": node.digest,
-        "uri": node.uri,
-        "missing": node.missing,
-        "manifest": manifest,
-        "parents": [as_json(parent) for parent in node.parents],
-    }
+        command.add_argument("--json", action="store_true", help="print JSON")
+        command.add_argument("--html", metavar="FILE", help="write one page that needs no network")
+    return parser
 
 
 if __name__ == "__main__":

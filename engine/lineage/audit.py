@@ -35,7 +35,7 @@ class Finding:
 class Audit:
     """What checking found."""
 
-    checked: int  # artifacts, sources, checkpoints and model versions
+    checked: int  # nodes that were re-hashed, or were to be and are missing
     findings: tuple[Finding, ...]
 
     @property
@@ -53,11 +53,13 @@ def audit(review: Review, on_node: Callable[[Node], None] | None = None) -> Audi
     """Check every node and edge of a review's graph; nothing is changed anywhere."""
     graph = review.graph
     findings: list[Finding] = []
-    answers = True
+    answers, checked = True, 0
     for node in graph.nodes.values():
         if on_node is not None:
             on_node(node)
-        findings += _check_node(node, review.tracker)
+        own = _check_node(node, review.tracker)
+        checked += all(finding.is_fault for finding in own)
+        findings += own
         records = _records(node, review)
         findings += _check_links(node, records)
         if node.manifest is not None and not records and answers:
@@ -66,7 +68,7 @@ def audit(review: Review, on_node: Callable[[Node], None] | None = None) -> Audi
     if not graph.focus:  # of a store as a whole, a manifest that can't be read is damage
         findings += [Finding("", fault) for fault in review.index.unreadable]
     findings += [Finding("", note, is_fault=False) for note in review.notes]
-    return Audit(len(graph.nodes), tuple(dict.fromkeys(findings)))
+    return Audit(checked, tuple(dict.fromkeys(findings)))
 
 
 def _check_node(node: Node, tracker: Tracker | None) -> list[Finding]:
@@ -147,8 +149,7 @@ def _check_copy(node: Node, copy: str) -> list[Finding]:
     faults = [f"{what}: {text}" for text in differences(copy, manifest)]
     if manifest.digest != node.digest:
         faults.append(
-            f"{what} is {manifest.digest[:12]} where the tag {ARTIFACT_TAG} says "
-            f"{node.digest[:12]}"
+            f"{what} is {manifest.digest[:12]} where the tag {ARTIFACT_TAG} says {node.digest[:12]}"
         )
     wanted = node.facts.get(MANIFEST_TAG, "")
     if wanted and manifest.own_digest != wanted:
@@ -176,16 +177,24 @@ def _check_links(node: Node, records: Mapping[str, str]) -> list[Finding]:
     if node.manifest is None:
         return []
     own = node.manifest.own_digest
+    recorders: dict[str, list[str]] = {}
+    for child, digest in records.items():
+        if digest != own:
+            recorders.setdefault(digest, []).append(child)
     return [
         Finding(
             node.key,
-            f"{node.uri}/{MANIFEST} is of SHA-256 {own[:12]} where {child} recorded "
+            f"{node.uri}/{MANIFEST} is of SHA-256 {own[:12]} where {_names(children)} recorded "
             f"{digest[:12]}: its parents, configuration or metrics were edited, or the artifact "
             "was made again",
         )
-        for child, digest in records.items()
-        if digest != own
+        for digest, children in recorders.items()
     ]
+
+
+def _names(children: list[str]) -> str:
+    more = f" and {len(children) - 3} more" if len(children) > 3 else ""
+    return ", ".join(children[:3]) + more
 
 
 def _records(node: Node, review: Review) -> dict[str, str]:

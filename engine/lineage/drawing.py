@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.lineage.graph import Graph, Node
-from engine.lineage.html import attribute, element
+from engine.lineage.graph import MODEL_VERSION, Graph, Node
 from engine.lineage.layout import BOX_HEIGHT, BOX_WIDTH, Line, Point, arrange
+from engine.lineage.markup import attribute, element
 
 # Kinds with a colour of their own in `style`; others share one.
 KINDS = (
@@ -46,8 +46,9 @@ def draw(graph: Graph, ids: Mapping[str, str], marks: Mapping[str, str]) -> str:
     return (
         f'<svg class="graph" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'role="group" aria-label="Lineage graph: {len(graph.nodes)} nodes, parents on the left">'
-        '<defs><marker id="lineage-arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
-        'markerHeight="7" orient="auto-start-reverse"><path class="tip" d="M0 0L8 4L0 8z"/>'
+        '<defs><marker id="lineage-arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="9" '
+        'markerHeight="9" markerUnits="userSpaceOnUse" orient="auto">'
+        '<path class="tip" d="M0 0L8 4L0 8z"/>'
         f"</marker></defs>{paths}{boxes}</svg>"
     )
 
@@ -93,6 +94,10 @@ def _box(graph: Graph, node: Node, at: Point, id_: str, marks: Mapping[str, str]
 
 def box_texts(node: Node) -> tuple[str, str]:
     """Return the two lines of a box."""
+    if node.kind == MODEL_VERSION:
+        name, _, number = node.label.rpartition(" version ")
+        aliases = node.facts.get("aliases", "")
+        return name, f"version {number}" + (f" @{aliases}" if aliases else "")
     if node.label:
         return node.label, f"{node.kind} {node.digest[:12]}".strip()
     when = f" · {node.created_at:%m-%d %H:%M}" if node.created_at else ""

@@ -143,6 +143,9 @@ class Walker:
         self._ancestors(start, tuple(parents))
         if descendants:
             self._descendants(start)
+            if start.kind == MODEL_VERSION:  # what came of it came of its artifact
+                for edge in self.graph.parents(start.key):
+                    self._descendants(self.graph.nodes[edge.parent])
         return start
 
     def _ancestors(self, start: Node, parents: tuple[Parent, ...]) -> None:
@@ -203,7 +206,11 @@ class Walker:
         return any(place.manifest.own_digest == own_digest for place in same)
 
     def find(self, parent: Parent, child: str) -> Node:
-        """Find one parent of the artifact at `child`; a node that is missing if it is nowhere."""
+        """Find one parent of the artifact at `child`; a node that is missing if it is nowhere.
+
+        Its content at its recorded address is the parent, whatever its manifest says now: a good
+        copy elsewhere must not hide an edit of it.
+        """
         if parent.kind == SOURCE:
             return source_node(parent)
         fallback = None
@@ -211,7 +218,7 @@ class Walker:
             manifest = self._manifest(uri)
             if manifest is None or manifest.digest != parent.digest:
                 continue
-            if parent.manifest in ("", manifest.own_digest):
+            if uri == parent.uri or parent.manifest in ("", manifest.own_digest):
                 return artifact_node(Place(uri, manifest))
             fallback = fallback or Place(uri, manifest)
         if fallback is not None:
@@ -263,10 +270,14 @@ def source_node(source: Parent) -> Node:
     if local and not as_path(source.uri).exists():
         missing = f"source {source.digest[:12]} is missing: it is not at {source.uri}"
     key = f"{SOURCE}:{source.digest}:{where}"
-    return Node(key, SOURCE, source.digest, source.uri, label=_source_label(source), missing=missing)
+    return Node(
+        key, SOURCE, source.digest, source.uri, label=_source_label(source), missing=missing
+    )
 
 
 def _source_label(source: Parent) -> str:
+    if "://" in source.uri:
+        return source.uri
     return source.uri.rstrip("/").rsplit("/", 1)[-1] or source.name
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
-BOX_WIDTH, BOX_HEIGHT = 196, 52  # pixels
-LAYER_GAP, ROW_GAP, LINE_GAP = 72, 20, 12
+BOX_WIDTH, BOX_HEIGHT = 206, 52  # pixels
+LAYER_GAP, ROW_GAP, LINE_GAP = 60, 20, 12
 MARGIN = 16
 SWEEPS = 12
 
@@ -33,9 +33,9 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class _Bend:
-    """An invisible box where a line passes a layer."""
+    """An invisible box where a parent's lines pass a layer; they share one."""
 
-    line: Line
+    parent: str
     layer: int
 
 
@@ -56,9 +56,7 @@ def arrange(keys: Sequence[str], lines: Iterable[Line]) -> Drawing:
     for sweep in range(SWEEPS):
         _order(layers, above if sweep % 2 == 0 else below, reverse=sweep % 2 == 1)
     heights = _heights(layers, above, below)
-    boxes = {
-        key: (MARGIN + layer_of[key] * (BOX_WIDTH + LAYER_GAP), heights[key]) for key in keys
-    }
+    boxes = {key: (MARGIN + layer_of[key] * (BOX_WIDTH + LAYER_GAP), heights[key]) for key in keys}
     drawn = {line: _points(line, boxes, layer_of, heights) for line in asked}
     right = max((x for x, _ in boxes.values()), default=0.0) + BOX_WIDTH + MARGIN
     bottom = max((y for y in heights.values()), default=0.0) + BOX_HEIGHT + MARGIN
@@ -77,8 +75,8 @@ def _without_cycles(keys: Sequence[str], lines: Sequence[Line]) -> list[Line]:
         state.setdefault(start, 1)
         while stack:
             key, rest = stack[-1]
-            child = next(rest, None)
-            if child is None:
+            child = next(rest, "")
+            if not child:
                 state[key] = 2
                 stack.pop()
             elif state.get(child) != 1:
@@ -90,24 +88,26 @@ def _without_cycles(keys: Sequence[str], lines: Sequence[Line]) -> list[Line]:
 
 
 def _layers(keys: Sequence[str], lines: Sequence[Line]) -> dict[str, int]:
-    """Layer 0 holds what has no parent; parents without parents move up to their children."""
+    """Put children behind their parents, and what has more children than parents near those."""
     children: dict[str, list[str]] = {key: [] for key in keys}
-    waiting = dict.fromkeys(keys, 0)
+    parents = dict.fromkeys(keys, 0)
     for parent, child in lines:
         children[parent].append(child)
-        waiting[child] += 1
-    roots = [key for key in keys if waiting[key] == 0]
+        parents[child] += 1
+    waiting = dict(parents)
     layer = dict.fromkeys(keys, 0)
-    ready = deque(roots)
+    ready = deque(key for key in keys if waiting[key] == 0)
+    order = []
     while ready:
         key = ready.popleft()
+        order.append(key)
         for child in children[key]:
             layer[child] = max(layer[child], layer[key] + 1)
             waiting[child] -= 1
             if waiting[child] == 0:
                 ready.append(child)
-    for key in roots:
-        if children[key]:
+    for key in reversed(order):
+        if children[key] and parents[key] <= len(children[key]):
             layer[key] = min(layer[child] for child in children[key]) - 1
     return layer
 
@@ -121,13 +121,19 @@ def _with_bends(
         layers[layer_of[key]].append(key)
     above: dict[_Item, list[_Item]] = {key: [] for key in keys}
     below: dict[_Item, list[_Item]] = {key: [] for key in keys}
-    for line in lines:
-        bends = [_Bend(line, n) for n in range(layer_of[line[0]] + 1, layer_of[line[1]])]
+    known: set[tuple[_Item, _Item]] = set()
+    for parent, child in lines:
+        bends = [_Bend(parent, n) for n in range(layer_of[parent] + 1, layer_of[child])]
         for bend in bends:
-            layers[bend.layer].append(bend)
-        for left, right in pairwise([line[0], *bends, line[1]]):
-            below.setdefault(left, []).append(right)
-            above.setdefault(right, []).append(left)
+            if bend not in above:
+                layers[bend.layer].append(bend)
+                above[bend], below[bend] = [], []
+        stops: list[_Item] = [parent, *bends, child]
+        for left, right in pairwise(stops):
+            if (left, right) not in known:
+                known.add((left, right))
+                below[left].append(right)
+                above[right].append(left)
     return layers, above, below
 
 
@@ -174,21 +180,19 @@ def _settle(layer: list[_Item], wanted: Mapping[_Item, float], top: dict[_Item, 
 
     Items that would overlap form a block, which goes where its members on average want it.
     """
-    blocks: list[tuple[list[_Item], float, float]] = []  # members, place, height
+    # Of each block: how many members, the sum of the tops they want for it, and its height.
+    blocks: list[tuple[int, float, float]] = []
     for item in layer:
-        members, height = [item], _size(item) + _gap(item)
-        place = wanted[item]
-        while blocks and blocks[-1][1] + blocks[-1][2] > place:
-            left, _, left_height = blocks.pop()
-            members, height = left + members, left_height + height
-            offset = total = 0.0
-            for member in members:
-                total += wanted[member] - offset
-                offset += _size(member) + _gap(member)
-            place = total / len(members)
-        blocks.append((members, place, height))
-    for members, place, _ in blocks:
-        for member in members:
+        count, total, height = 1, wanted[item], _size(item) + _gap(item)
+        while blocks and blocks[-1][1] / blocks[-1][0] + blocks[-1][2] > total / count:
+            others, others_total, others_height = blocks.pop()
+            total += others_total - count * others_height
+            count, height = count + others, height + others_height
+        blocks.append((count, total, height))
+    members = iter(layer)
+    for count, total, _ in blocks:
+        place = total / count
+        for member in islice(members, count):
             top[member] = place
             place += _size(member) + _gap(member)
 
@@ -212,7 +216,7 @@ def _points(
     end = (boxes[child][0], boxes[child][1] + BOX_HEIGHT / 2)
     points = [start]
     for layer in range(layer_of[parent] + 1, layer_of[child]):
-        bend = _Bend(line, layer)
+        bend = _Bend(parent, layer)
         if bend in heights:
             x = MARGIN + layer * (BOX_WIDTH + LAYER_GAP)
             points += [(x, heights[bend]), (x + BOX_WIDTH, heights[bend])]

@@ -5,6 +5,7 @@ Reads only. MLflow is imported when it is first asked, because that takes two se
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 
 from engine.errors import LineageError, TrackingError
 from engine.lineage.graph import MODEL_VERSION, Node
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 PREFIX = "models:/"
 PAGE = 1000
+MODELS = 100  # the most that MLflow returns at once
 ARTIFACT_TAG = "artifact_digest"
 MANIFEST_TAG = "manifest_digest"
 
@@ -73,16 +75,44 @@ def version_parent(node: Node) -> Parent:
 
 def all_versions(tracker: Tracker) -> list[Node]:
     """Return the nodes of all model versions that lead back to an artifact."""
-    from engine.tracking.registry import _version
+    from engine.tracking.registry import ModelVersion
 
-    found, token = [], None
+    found: list[Node] = []
+    token = None
     with tracker.talking("list the model versions"):
+        aliases = _aliases(tracker)
         while True:
             page = tracker.client.search_model_versions(max_results=PAGE, page_token=token)
-            found += [version_node(_version(version)) for version in page]
+            found += [
+                version_node(
+                    ModelVersion(
+                        name=version.name,
+                        version=str(version.version),
+                        run_id=version.run_id or "",
+                        source=version.source or "",
+                        tags=dict(version.tags),
+                        aliases=tuple(aliases.get((version.name, str(version.version)), ())),
+                    )
+                )
+                for version in page
+            ]
             token = page.token
             if not token:
                 return [node for node in found if node.digest]
+
+
+def _aliases(tracker: Tracker) -> dict[tuple[str, str], list[str]]:
+    """Return the aliases of each model version; a search of versions leaves them out."""
+    found: dict[tuple[str, str], list[str]] = {}
+    token = None
+    while True:
+        page = tracker.client.search_registered_models(max_results=MODELS, page_token=token)
+        for model in page:
+            for alias, version in model.aliases.items():
+                found.setdefault((model.name, str(version)), []).append(alias)
+        token = page.token
+        if not token:
+            return found
 
 
 def recorded_manifests(tracker: Tracker, digest: str) -> set[str]:
@@ -97,5 +127,3 @@ def recorded_manifests(tracker: Tracker, digest: str) -> set[str]:
 def is_reference(text: str) -> bool:
     """Tell `models:/NAME@ALIAS` and `models:/NAME/VERSION` from other addresses."""
     return text.startswith(PREFIX)
-
-

@@ -6,7 +6,9 @@ were made from, the first hex digits of a digest, or a model version `models:/NA
 
 from __future__ import annotations
 
+import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -53,6 +55,14 @@ class Review:
     def starts(self) -> list[Node]:
         """The nodes that were asked about, in order."""
         return [self.graph.nodes[key] for key in self.graph.focus]
+
+    @property
+    def summary(self) -> str:
+        """How many nodes of which kinds there are, e.g. "3 nodes: 1 dataset, 2 rl"."""
+        kinds = Counter(node.kind.replace("_", " ") for node in self.graph.nodes.values())
+        parts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        number = kinds.total()
+        return f"{number} {'node' if number == 1 else 'nodes'}: {parts}"
 
 
 def review(
@@ -108,7 +118,7 @@ def _locate(reference: str, registry: bool) -> _Start:
     if not is_remote(address):
         if DIGITS.fullmatch(address) and not as_path(address).exists():
             return _Start(reference)
-        address = str(as_path(address).absolute())
+        address = os.path.abspath(as_path(address))
     manifest = _manifest_at(address)
     if manifest is not None:
         return _Start(reference, artifact_node(Place(address, manifest)))

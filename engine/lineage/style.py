@@ -18,8 +18,8 @@ font:14px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif}
 --good:#6fd694;--goodbg:#15301f;--code:#232b37;--source:#9ca3af;--dataset:#3cc0c6;--sft:#79a6ff;
 --rl:#ff9d5c;--preference:#e0ad4a;--reward_model:#b896f5;--evaluation:#6ccb84;--promotion:#f08bbd;
 --checkpoint:#dcc04d;--model_version:#ff8592;--other:#a3adba}}
-.lineage-page{margin:0;background:#f6f7f9}
-@media (prefers-color-scheme:dark){.lineage-page{background:#12161d}}
+body:has(>.lineage){margin:0;background:#f6f7f9}
+@media (prefers-color-scheme:dark){body:has(>.lineage){background:#12161d}}
 .lineage *{box-sizing:border-box}
 .lineage h1{font-size:22px;line-height:1.25;margin:0 0 4px}
 .lineage h2{font-size:16px;margin:28px 0 10px}
@@ -34,9 +34,7 @@ padding:10px 14px;margin:14px 0;background:var(--panel)}
 .lineage .banner.good{border-color:var(--good);background:var(--goodbg)}
 .lineage .banner ul{margin:6px 0 0;padding-left:20px}
 .lineage .banner li{overflow-wrap:anywhere}
-.lineage .main{display:grid;grid-template-columns:minmax(0,1fr) minmax(300px,400px);gap:16px;
-align-items:start;margin-top:14px}
-@media (max-width:900px){.lineage .main{grid-template-columns:minmax(0,1fr)}}
+.lineage .main{margin-top:14px}
 .lineage .panel{background:var(--panel);border:1px solid var(--line);border-radius:10px;min-width:0}
 .lineage .tools{display:flex;flex-wrap:wrap;gap:8px;align-items:center;padding:10px 12px;
 border-bottom:1px solid var(--line)}
@@ -50,7 +48,7 @@ border:1px solid var(--line);border-radius:6px;padding:4px 10px}
 border-top:1px solid var(--line);color:var(--soft);font-size:12px}
 .lineage .dot{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:5px;
 background:var(--k)}
-.lineage .canvas{overflow:auto;max-height:68vh;min-height:120px;padding:4px}
+.lineage .canvas{overflow:auto;max-height:54vh;min-height:96px;padding:4px}
 .lineage svg.graph{display:block;margin:0 auto}
 .lineage .k-source{--k:var(--source)}.lineage .k-dataset{--k:var(--dataset)}
 .lineage .k-sft{--k:var(--sft)}.lineage .k-rl{--k:var(--rl)}
@@ -76,7 +74,11 @@ filter:drop-shadow(0 0 3px var(--accent))}
 .lineage .edge{fill:none;stroke:var(--edge);stroke-width:1.5;stroke-opacity:.75}
 .lineage .edge.near{stroke:var(--accent);stroke-width:2.5;stroke-opacity:1}
 .lineage .tip{fill:var(--edge)}
-.lineage .details{padding:14px 16px;max-height:calc(68vh + 96px);overflow:auto;position:sticky;top:8px}
+.lineage .details{padding:14px 16px;margin-top:14px}
+.lineage .columns{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,340px),1fr));
+gap:4px 32px;align-items:start}
+.lineage .columns>div{min-width:0}
+.lineage .columns>div>h3:first-child{margin-top:4px}
 .lineage .detail h2{margin:0 0 2px;overflow-wrap:anywhere}
 .lineage.live .detail[hidden]{display:none}
 .lineage .detail+.detail{border-top:1px solid var(--line);margin-top:18px;padding-top:14px}
@@ -89,7 +91,8 @@ vertical-align:top;overflow-wrap:anywhere}
 .lineage tr:last-child td{border-bottom:0}
 .lineage table.pairs td:first-child{color:var(--soft);white-space:nowrap;width:1%}
 .lineage table.long td:first-child{white-space:normal;width:50%}
-.lineage table.wide{table-layout:auto}.lineage .card{padding:12px 16px;margin-bottom:12px}
+.lineage .card{padding:12px 16px;margin-bottom:12px}
+.lineage .card>h3:first-child{margin-top:0}
 .lineage .was{color:var(--bad)}.lineage .is{color:var(--good)}
 .lineage .num{font-variant-numeric:tabular-nums;white-space:nowrap}
 .lineage a{color:var(--accent)}
@@ -98,7 +101,7 @@ margin-top:14px}
 .lineage .faults{color:var(--bad);margin:8px 0;padding-left:18px}
 .lineage .faults li{overflow-wrap:anywhere}
 .lineage tr[hidden]{display:none}
-@media print{.lineage .canvas,.lineage .details{max-height:none;overflow:visible}
+@media print{.lineage .canvas{max-height:none;overflow:visible}
 .lineage .tools{display:none}}
 """
 
@@ -190,9 +193,17 @@ if(filter){filter.addEventListener("input",function(){
 });}
 find("button[data-zoom]").forEach(function(b){b.addEventListener("click",function(){
   if(b.dataset.zoom==="fit"){fit();}else{zoom(scale*(b.dataset.zoom==="in"?1.25:0.8));}});});
-if(full.width>canvas.clientWidth){
-  zoom(Math.max(0.62,Math.min(1,(canvas.clientWidth-12)/full.width)));}
 var start=location.hash.slice(1);
-choose(byId[start]?start:(root.querySelector("svg .node.focus")||nodes[0]).dataset.node);
+if(!byId[start]){start=(root.querySelector("svg .node.focus")||nodes[0]).dataset.node;}
+choose(start);
+// In a Deck the page is laid out when its tab is opened; sizes are known from then on.
+var seen=new ResizeObserver(function(){
+  if(!canvas.clientWidth){return;}
+  seen.disconnect();
+  if(full.width>canvas.clientWidth){
+    zoom(Math.max(0.6,Math.min(1,(canvas.clientWidth-12)/full.width)));}
+  show(root.querySelector(".node.chosen"));
+});
+seen.observe(canvas);
 }());
 """

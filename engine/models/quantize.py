@@ -20,6 +20,7 @@ from engine.errors import ConfigError
 
 NF4, INT8 = "nf4", "int8"
 _BLOCK, _STATISTICS_BLOCK = 64, 256  # values that share a scale, scales that share one of theirs
+_LARGEST_ERROR = 0.2  # of a random matrix, relative; nf4 has 0.09
 
 
 class PackedWeight(nn.Parameter):
@@ -84,9 +85,13 @@ def quantize_linears(model: PreTrainedModel, kind: str) -> None:
 
 
 def check_quantization(kind: str, device: torch.device | str = "cpu") -> None:
-    """Raise ConfigError unless bitsandbytes is here and quantises on `device`."""
+    """Raise ConfigError unless bitsandbytes is here, and packs and unpacks rightly on `device`."""
+    rows = torch.randn(6, 96, generator=torch.Generator().manual_seed(0))
+    rows *= 4.0 ** torch.arange(6)[:, None]  # a scale of another block shows
+    probe = nn.Linear(96, 6, bias=False)
+    probe.weight = nn.Parameter(rows)
     try:
-        _pack(torch.eye(16, device=device), kind)
+        dense = QuantizedLinear(probe.to(device), kind).dense().cpu()
     except ImportError as error:
         raise ConfigError(
             f"model.lora.quantize={kind!r} needs bitsandbytes ({error}); install "
@@ -97,6 +102,12 @@ def check_quantization(kind: str, device: torch.device | str = "cpu") -> None:
             f"model.lora.quantize={kind!r}: bitsandbytes can't quantise on {device} "
             f"({str(error).splitlines()[0]}); leave it empty, or use cuda or cpu"
         ) from error
+    error_share = float((dense - rows).norm() / rows.norm())
+    if not error_share < _LARGEST_ERROR:
+        raise ConfigError(
+            f"model.lora.quantize={kind!r}: what this bitsandbytes restores on {device} is off by "
+            f"{error_share:.0%} of a matrix; install another version of it, or leave it empty"
+        )
 
 
 def _pack(weight: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -130,8 +141,8 @@ def _unpack(module: Any) -> Tensor:
     )
     state = bnb.QuantState(
         absmax=module.scales,
-        # Flat, as it was packed: of a matrix, bitsandbytes' CPU kernel (0.50) begins new blocks in
-        # each row, which is silently wrong where in_features is no multiple of a block.
+        # Flat, as it was packed: of a matrix, bitsandbytes' kernel for CPUs with AVX-512 (0.50)
+        # begins new blocks in each row, silently wrong where in_features is no multiple of a block.
         shape=torch.Size((module.out_features * module.in_features,)),
         dtype=module.dense_dtype,
         blocksize=_BLOCK,

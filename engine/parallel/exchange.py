@@ -2,7 +2,8 @@
 
 Each round is one uneven all-to-all of at most a bucket a rank each way. Slices are packed from the
 trainer's storage, in the destination's dtype, and unpacked into the rollout's: no whole tensor is
-ever made, and two buckets are all the memory that it takes.
+ever made, and two buckets are all the memory that it takes. A run that fails leaves its target
+marked: `require_intact` is what a rollout engine asks before it serves.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.errors import ConfigError, ModelError
+from engine.errors import ConfigError, ModelError, RolloutError
 from engine.parallel.boxes import Index
 from engine.parallel.reshard import RankPlan
 from engine.parallel.rounds import Bucket, Piece, Round, make_rounds
@@ -60,13 +61,47 @@ class Exchange:
         self._rounds = list(make_rounds(plan, bucket_bytes))
         tensors = [*target.values(), *source.values()]
         self._device = torch.device(device or (tensors[0].device if tensors else "cpu"))
+        self._flaw = "they were never filled"
+
+    @property
+    def intact(self) -> bool:
+        """Whether the last run succeeded on every rank, so that the target is of one version."""
+        return not self._flaw
+
+    def require_intact(self) -> None:
+        """Raise RolloutError unless the target is `intact`."""
+        if self._flaw:
+            raise RolloutError(
+                f"rollout's weights on rank {self._plan.rank} can't be served: {self._flaw}; run "
+                "the exchange again on all ranks, or start the engine anew"
+            )
 
     @torch.no_grad()
     def run(self) -> Moved:
         """Bring the target up to the source's present values. All ranks of the plan must call it.
 
-        If it raises, the target may hold old and new values: don't serve it before a run succeeds.
+        Raises RolloutError, caused by what went wrong, on every rank if one of them fails: on the
+        others within their group's deadline. The target may then hold old and new values, and is
+        not `intact` before a run succeeds.
         """
+        self._flaw = "an exchange is under way"
+        try:
+            moved = self._run()
+            self._agree()
+        except Exception as error:
+            self._flaw = (
+                f"an exchange failed midway ({type(error).__name__}: {error}), and left old and "
+                "new values"
+            )
+            raise RolloutError(
+                f"bringing rollout's weights on rank {self._plan.rank} of {self._plan.world_size} "
+                f"up to date failed: {type(error).__name__}: {error}; they must not be served "
+                "before an exchange succeeds"
+            ) from error
+        self._flaw = ""
+        return moved
+
+    def _run(self) -> Moved:
         kept, shared = self._keep()
         outgoing = self._buffer(r.send.elements * r.dtype.itemsize for r in self._rounds)
         incoming = self._buffer(r.receive.elements * r.dtype.itemsize for r in self._rounds)
@@ -75,22 +110,29 @@ class Exchange:
             out, into = _part(outgoing, one, one.send), _part(incoming, one, one.receive)
             for piece in one.send.pieces:
                 source = self._source[piece.parameter]
-                _slot(out, piece).copy_(_view(source, piece.start, piece.size))
+                _slot(out, piece).copy_(view(source, piece.start, piece.size))
             self._all_to_all(one, out, into)
             for piece in one.receive.pieces:
                 target = self._target[self._plan.storages[piece.parameter]]
-                _view(target, piece.start, piece.size).copy_(_slot(into, piece))
+                view(target, piece.start, piece.size).copy_(_slot(into, piece))
             sent, received = sent + out.nbytes, received + into.nbytes
         buffers = outgoing.nbytes + incoming.nbytes
         return Moved(sent, received, kept, shared, len(self._rounds), buffers)
+
+    def _agree(self) -> None:
+        """Wait until all ranks have their slices: ranks decode together, so one's flaw is all's."""
+        if self._plan.world_size > 1:
+            done = torch.zeros(1, device=self._device)
+            dist.all_reduce(done, group=self._group)
+            done.item()  # waits for the device
 
     def _keep(self) -> tuple[int, int]:
         """Copy what this rank holds; bytes copied, and bytes that needed no copy."""
         copied = shared = 0
         for kept in self._plan.kept:
-            have = _view(self._source[kept.parameter], kept.source, kept.size)
+            have = view(self._source[kept.parameter], kept.source, kept.size)
             target = self._target[self._plan.storages[kept.parameter]]
-            want = _view(target, kept.target, kept.size)
+            want = view(target, kept.target, kept.size)
             if _same_memory(have, want):
                 shared += want.nbytes
             else:
@@ -123,7 +165,8 @@ def _slot(buffer: Tensor, piece: Piece) -> Tensor:
     return buffer[piece.offset : piece.offset + piece.elements].view(piece.size)
 
 
-def _view(tensor: Tensor, start: Index, size: Index) -> Tensor:
+def view(tensor: Tensor, start: Index, size: Index) -> Tensor:
+    """The box of `size` elements that begins at index `start`."""
     return tensor[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
 
 

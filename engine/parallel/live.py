@@ -31,7 +31,15 @@ def tied_head(name: str) -> str:
 
 def local_tensors(model: nn.Module, rename: Rename | None = None) -> dict[str, Tensor]:
     """This rank's storage of each parameter, without copies: what an Exchange sends from."""
-    return {name: _local(parameter) for name, parameter in _named(model, rename)}
+    return {name: _local(parameter) for name, parameter in named_parameters(model, rename)}
+
+
+def named_parameters(model: nn.Module, rename: Rename | None) -> Iterator[tuple[str, Tensor]]:
+    """Parameters by their names in the whole model."""
+    for name, parameter in model.named_parameters():
+        known = rename(name) if rename else name
+        if known is not None:
+            yield known, parameter
 
 
 def gather_holdings(
@@ -43,7 +51,7 @@ def gather_holdings(
     """
     mine = {
         name: (tuple(parameter.shape), parameter.dtype, local_box(parameter))
-        for name, parameter in _named(model, rename)
+        for name, parameter in named_parameters(model, rename)
     }
     everyone: list[dict[str, tuple[Index, torch.dtype, Box]]] = [mine]
     if dist.is_initialized():
@@ -97,13 +105,6 @@ def local_box(parameter: Tensor) -> Box:
             "resharded; use FSDP2 (fully_shard) and tensor parallel Shard placements"
         )
     return box
-
-
-def _named(model: nn.Module, rename: Rename | None) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        known = rename(name) if rename else name
-        if known is not None:
-            yield known, parameter
 
 
 def _local(parameter: Tensor) -> Tensor:

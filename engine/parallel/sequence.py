@@ -28,12 +28,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.errors import ConfigError, WorkerError
 from engine.parallel.ranks import Ranks
+from engine.parallel.stages import Stage
 
 _NAME = "hybridflyte_ulysses"  # transformers' name of `_attention`
 _SHARE = "sequence_share"  # an attention module's attribute
 
 
-def apply_ulysses(model: PreTrainedModel, ranks: Ranks) -> None:
+def apply_ulysses(model: PreTrainedModel | Stage, ranks: Ranks) -> None:
     """Let `model`'s attention, in place, see the tokens of all `sp` ranks.
 
     From then on the model takes what `split_tokens` gives. Call it before or after sharding, and
@@ -232,7 +233,7 @@ def _is_attention(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("is_causal", "layer_idx", "config"))
 
 
-def _check_model(model: PreTrainedModel, attentions: list[nn.Module], ranks: Ranks) -> None:
+def _check_model(model: PreTrainedModel | Stage, attentions: list[nn.Module], ranks: Ranks) -> None:
     """Raise ConfigError for attention that is not plain, or not divisible."""
     config = model.config.get_text_config()
     sp, across = ranks.size("sp"), ranks.size("sp", "tp")
@@ -243,7 +244,8 @@ def _check_model(model: PreTrainedModel, attentions: list[nn.Module], ranks: Ran
             f"sp · tp = {across} does not divide the {config.num_attention_heads} attention heads "
             f"of this {config.model_type} model; choose a divisor of it"
         )
-    if len(attentions) != config.num_hidden_layers or any(
+    layers = len(model.layers) if isinstance(model, Stage) else config.num_hidden_layers
+    if len(attentions) != layers or any(
         getattr(module, "sinks", None) is not None for module in attentions
     ):
         raise ConfigError(

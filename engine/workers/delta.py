@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -143,7 +144,7 @@ def unpack(data: Tensor) -> Iterator[Piece]:
         )
     for header, (places, values, wide) in zip(headers, sizes.T.tolist(), strict=True):
         cuts = np.cumsum([at, places, values, wide])
-        parts = [row[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        parts = [row[a:b] for a, b in pairwise(cuts)]
         at = int(cuts[-1])
         yield Piece(
             int(header["tensor"]),

@@ -198,9 +198,7 @@ class WeightReceiver:
             )
 
 
-def _delta_batch(
-    base: Snapshot | None, last: Snapshot, pieces: list[delta.Piece]
-) -> Batch | None:
+def _delta_batch(base: Snapshot | None, last: Snapshot, pieces: list[delta.Piece]) -> Batch | None:
     if base is None:
         return None
     fields = {
@@ -218,7 +216,8 @@ def _digest(header: bytes, tensors: Iterable[Tensor]) -> bytes:
     """Digest of tensors: their names, dtypes and shapes, then their bytes in order."""
     found = blake3(header, max_threads=torch.get_num_threads())
     for tensor in tensors:
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        row = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        found.update(memoryview(row.numpy()))
     return found.digest()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from flyte_runs import WORKFLOW, Outcome, Place, settings
+from protobufs import Registered, serialised
 
 ON_RAY = {"rl": {"trainer": {"placement": "ray"}}}
 
@@ -85,3 +86,8 @@ def model_folder(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / kind
 
     return save
+
+
+@pytest.fixture(scope="session")
+def registered() -> Registered:
+    return serialised()

@@ -12,12 +12,14 @@ from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.admin.workflow_pb2 import WorkflowSpec
 from flyteidl.core.tasks_pb2 import Resources
-from flyteidl.plugins.ray_pb2 import RayJob
-from google.protobuf.json_format import MessageToDict, ParseDict
 
 IMAGE = "ghcr.io/x/y:1"
-CACHED = {"preprocess", "sft", "rl", "evaluate"}
-ALL = CACHED | {"plan", "promote", "report"}
+PROFILES = ("laptop", "one_gpu", "a100_8", "h100_2x8", "mi300x")
+BY_PROFILE = {f"{stage}_{profile}" for stage in ("sft", "rl", "evaluate") for profile in PROFILES}
+CACHED = {"preprocess"} | BY_PROFILE
+HANDLERS = {"rlhf_failed", "evaluate_only_failed", "promote_only_failed"}
+AROUND = {"plan", "promote", "report", "fetch", "open_promotion", "conclude"}
+ALL = CACHED | HANDLERS | AROUND
 MESSAGES: dict[str, Any] = {"1": TaskSpec, "2": WorkflowSpec, "3": LaunchPlan}
 
 
@@ -86,44 +88,40 @@ def test_cache_versions_follow_code_and_image_alone(
 def test_images_and_resources(tasks: dict[str, Any]) -> None:
     cpu, mem = Resources.ResourceName.CPU, Resources.ResourceName.MEMORY
     for name, template in tasks.items():
+        if template.HasField("k8s_pod"):  # with GPUs: see test_profiles.py
+            continue
         assert template.container.image == IMAGE, name
         asked = memory(template.container.resources)
-        large = name in {"sft", "evaluate", "promote"}
+        large = name in {"sft_laptop", "evaluate_laptop", "promote"}
         assert asked == ({cpu: "2", mem: "6Gi"} if large else {cpu: "1", mem: "2Gi"}), name
-    assert tasks["rl"].metadata.retries.retries == 1
-    assert tasks["plan"].metadata.retries.retries == 0
+
+
+def test_retries_deadlines_and_spot_machines(tasks: dict[str, Any]) -> None:
+    """Long stages may lose their machine and try again; what writes to the registry may not."""
+    for name, template in tasks.items():
+        meta = template.metadata
+        assert meta.retries.retries >= 2, name
+        assert 0 < meta.timeout.seconds <= 3 * 86400, name
+        assert meta.interruptible == (name in CACHED | {"fetch"}), name
+    for profile in PROFILES:
+        assert tasks[f"rl_{profile}"].metadata.retries.retries == 5
+        assert tasks[f"rl_{profile}"].metadata.timeout.seconds == 3 * 86400
 
 
 def test_the_deck_is_registered(tasks: dict[str, Any]) -> None:
-    assert tasks["evaluate"].metadata.generates_deck.value
-    assert not tasks["sft"].metadata.generates_deck.value
-
-
-def test_rl_brings_its_ray_cluster(tasks: dict[str, Any]) -> None:
-    template = tasks["rl"]
-    assert template.type == "ray"
-    job = ParseDict(MessageToDict(template.custom), RayJob())
-    assert job.shutdown_after_job_finishes
-    assert job.ttl_seconds_after_finished == 600
-    assert job.ray_cluster.enable_autoscaling
-    assert dict(job.ray_cluster.head_group_spec.ray_start_params) == {"num-cpus": "0"}
-    (workers,) = job.ray_cluster.worker_group_spec
-    assert (workers.min_replicas, workers.replicas, workers.max_replicas) == (1, 1, 2)
-    for spec, container in ((job.ray_cluster.head_group_spec, "ray-head"), (workers, "ray-worker")):
-        pod = MessageToDict(spec.k8s_pod.pod_spec)
-        (volume,) = pod["volumes"]
-        assert volume["emptyDir"]["medium"] == "Memory"
-        (only,) = [c for c in pod["containers"] if c["name"] == container]
-        assert {"name": volume["name"], "mountPath": "/dev/shm"} in only["volumeMounts"]
-        assert only["resources"]["requests"] == only["resources"]["limits"]
+    assert tasks["evaluate_laptop"].metadata.generates_deck.value
+    assert not tasks["sft_laptop"].metadata.generates_deck.value
 
 
 def test_the_interface_of_the_workflow(packaged: dict[str, Any]) -> None:
     workflow = packaged["WorkflowSpec:rlhf"].template
     inputs = workflow.interface.inputs.variables
-    assert set(inputs) == {"config", "source", "path", "model", "seed"}
+    assert set(inputs) == {"config", "source", "path", "model", "seed", "profile"}
     assert all(variable.description for variable in inputs.values())
-    assert len(workflow.nodes) == len(ALL)
+    assert [node.metadata.name for node in workflow.nodes] == [
+        *("plan", "preprocess", "sft", "rl", "evaluate", "promote", "report")
+    ]
+    assert workflow.failure_node.task_node.reference_id.name == "tasks.failure.rlhf_failed"
     defaults = packaged["LaunchPlan:rlhf"].spec.default_inputs.parameters
     assert not any(parameter.required for parameter in defaults.values())
 

@@ -39,11 +39,12 @@ class RowCache:
         self._all_columns = torch.arange(max_columns, device=like.device)
         self._used = 0  # columns that any row has used
         self.width = 0  # columns of this step
+        self.moves = 0  # how often the storage was replaced by a larger one
 
     def place(self, kv: Tensor, which: Tensor, slots: Tensor) -> None:
         """Copy prompts `which` `[k]` of `kv` `[layers, 2, B, kv_heads, P, d]` to `slots` `[k]`."""
         width = kv.shape[4]
-        self._reserve(width)
+        self.reserve(width)
         self._kv[:, :, slots, :, :width] = kv[:, :, which]
 
     def move(self, source: Tensor, target: Tensor) -> None:
@@ -51,10 +52,15 @@ class RowCache:
         used = self._used
         self._kv[:, :, target, :, :used] = self._kv[:, :, source, :, :used]
 
-    def begin(self, columns: Tensor) -> None:
-        """Start a step in which row r's new token goes to column `columns[r]`, int64 `[L]`."""
-        self.width = int(columns.max()) + 1
-        self._reserve(self.width)
+    def begin(self, columns: Tensor, width: int | None = None) -> None:
+        """Start a step in which row r's new token goes to column `columns[r]`, int64 `[L]`.
+
+        `width`: columns to look at, which must have been reserved; None: those in use.
+        """
+        if width is None:
+            width = int(columns.max()) + 1
+            self.reserve(width)
+        self.width = width
         self._columns, self._rows = columns, self._slots[: len(columns)]
         hidden = self._all_columns[: self.width] > columns[:, None]
         self.mask = self._kv.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)  # [L, T]
@@ -84,13 +90,14 @@ class RowCache:
         probs = scores.add_(self.mask[:, None, None]).softmax(-1)
         return _product(probs, values).view(rows, -1)
 
-    def _reserve(self, columns: int) -> None:
+    def reserve(self, columns: int) -> None:
         """Make room for `columns` tokens a row, keeping what is there."""
         self._used = max(self._used, columns)
         have = self._kv.shape[4]
         if columns > have:
             room = min(self._max_columns, max(columns + _COLUMN_STEP, have + have // 2))
             self._kv = _widened(self._kv, room)
+            self.moves += 1
 
 
 class GroupCache:

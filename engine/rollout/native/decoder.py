@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.rollout.native.cache import CacheShape, GroupCache, RowCache
+from engine.rollout.native.graphs import Capture, FixedSteps
 from engine.rollout.native.weights import (
     LayerWeights,
     ModelWeights,
@@ -49,16 +50,35 @@ class Past(NamedTuple):
 class LlamaDecoder:
     """Prefill and single-token steps over bound weights; lives for one rollout or stream."""
 
+    _moves: int  # of the cache when steps were captured; -1: none are
+    _w: ModelWeights
+
     def __init__(
-        self, weights: ModelWeights, slots: int, n: int, longest_prompt: int, max_new_tokens: int
+        self,
+        weights: ModelWeights,
+        slots: int,
+        n: int,
+        longest_prompt: int,
+        max_new_tokens: int,
+        *,
+        cuda_graphs: bool = False,
+        capture: Capture | None = None,
     ) -> None:
-        """Serve `slots` rows, `n` completions a prompt."""
+        """Serve `slots` rows, `n` completions a prompt.
+
+        With `cuda_graphs`, rows of a group don't share keys, whose addresses would change with the
+        groups; `capture` replaces the graph.
+        """
         like = weights.embedding
         self._columns = columns = longest_prompt + max_new_tokens
-        self._use(weights)
         shape = _cache_shape(weights)
-        self._rows = RowCache(shape, slots, columns, like) if n == 1 else None
-        self._groups = GroupCache(shape, slots, n, max_new_tokens, like) if n > 1 else None
+        grouped = n > 1 and not cuda_graphs
+        self._rows = None if grouped else RowCache(shape, slots, columns, like)
+        self._groups = GroupCache(shape, slots, n, max_new_tokens, like) if grouped else None
+        self._steps: FixedSteps | None = None
+        if cuda_graphs:
+            self._steps = FixedSteps(self._step, slots, columns, capture)
+        self._use(weights)
 
     @property
     def shares_prompts(self) -> bool:
@@ -133,15 +153,29 @@ class LlamaDecoder:
 
         `tokens`, their `positions` in the sequence and `columns` in the completion are int64 `[L]`.
         """
-        w = self._w
-        cache: RowCache | GroupCache
         if self._groups is not None:
-            cache = self._groups
-            cache.begin(columns)
-        else:
-            assert self._rows is not None
-            cache = self._rows
-            cache.begin(positions)
+            self._groups.begin(columns)
+            return self._layers(tokens, positions, self._groups)
+        assert self._rows is not None
+        if self._steps is None:
+            self._rows.begin(positions)
+            return self._layers(tokens, positions, self._rows)
+        width, moves = self._steps.columns(int(positions.max()) + 1), self._moves
+        self._rows.reserve(width)
+        self._moves = self._rows.moves
+        if self._moves != moves:
+            self._steps.forget()
+        return self._steps.run(tokens, positions, width)
+
+    def _step(self, tokens: Tensor, positions: Tensor, width: int) -> Tensor:
+        """One step over `width` columns, with nothing in it that a graph can't hold."""
+        assert self._rows is not None
+        self._rows.begin(positions, width)
+        return self._layers(tokens, positions, self._rows)
+
+    def _layers(self, tokens: Tensor, positions: Tensor, cache: RowCache | GroupCache) -> Tensor:
+        """Logits `[L, V]` of one token a row, over a cache that has begun the step."""
+        w = self._w
         x = self._embed(tokens)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         for index, layer in enumerate(w.layers):
@@ -151,6 +185,7 @@ class LlamaDecoder:
 
     def _use(self, weights: ModelWeights) -> None:
         self._w = w = weights
+        self._moves = -1
         positions = torch.arange(self._columns, device=w.embedding.device)
         cos, sin = w.rotary(w.embedding, positions[None])
         self._cos = cos[0]  # [columns, head_dim]
@@ -232,6 +267,11 @@ class LlamaDecoder:
         """See that all ranks that decode together have drawn the same."""
         if self._w.tp is not None:
             self._w.tp.settle(token, log_prob)
+
+
+def can_graph(weights: ModelWeights) -> bool:
+    """Whether steps over these weights can be captured as CUDA graphs."""
+    return weights.embedding.device.type == "cuda" and weights.tp is None
 
 
 def _cache_shape(w: ModelWeights) -> CacheShape:

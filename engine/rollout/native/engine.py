@@ -17,7 +17,7 @@ from torch import nn
 
 from engine.errors import RolloutError
 from engine.rollout.native import generic
-from engine.rollout.native.decoder import LlamaDecoder
+from engine.rollout.native.decoder import LlamaDecoder, can_graph
 from engine.rollout.native.rows import RowResults
 from engine.rollout.native.scheduler import Scheduler
 from engine.rollout.native.served import Model, ServedModel
@@ -46,6 +46,7 @@ class NativeEngine:
         max_model_len: int | None = None,
         kv_cache_memory_mb: int | None = None,
         seed: int = 0,
+        cuda_graphs: bool = False,
     ) -> None:
         """Bind to `model`, a transformers causal LM, or to this rank's slices of one.
 
@@ -53,12 +54,15 @@ class NativeEngine:
 
         `max_model_len` defaults to the model's context. `kv_cache_memory_mb` is taken for the sake
         of one set of options and not used: the cache follows the rows in flight. `seed` is added
-        to that of each request. Raises ConfigError for a length beyond the model's context.
+        to that of each request. `cuda_graphs` replays decode steps as graphs where the model is on
+        a GPU, whole and of the Llama family; each completion then keeps its prompt's keys for
+        itself. Raises ConfigError for a length beyond the model's context.
         """
         if max_num_seqs < 1:
             raise RolloutError(f"max_num_seqs={max_num_seqs} decodes nothing; use 1 or more")
         self.stats = RolloutStats()
         self._max_num_seqs, self._seed = max_num_seqs, seed
+        self._cuda_graphs = cuda_graphs
         self._served = ServedModel(model)
         self._max_model_len = resolve_max_model_len(max_model_len, _context(model))
 
@@ -128,7 +132,10 @@ class NativeEngine:
         else:
             longest = max(map(len, prompts))
             new_tokens = min(params.max_new_tokens, self._max_model_len)
-            decoder = LlamaDecoder(weights, slots, params.n, longest, new_tokens)
+            graphs = can_graph(weights) and self._cuda_graphs
+            decoder = LlamaDecoder(
+                weights, slots, params.n, longest, new_tokens, cuda_graphs=graphs
+            )
             Scheduler(decoder, prompts, params, slots, results, self.stats).run()
         return results.completions(self._served.version, self.stats)
 
@@ -168,7 +175,9 @@ class NativeEngine:
             max_model_len=self._max_model_len,
         )
         params = dataclasses.replace(params, seed=params.seed + self._seed)
-        return NativeStream(self._served, params, limits, kv_on_update)
+        return NativeStream(
+            self._served, params, limits, kv_on_update, cuda_graphs=self._cuda_graphs
+        )
 
     def update_weights(self, model: Model | None, version: int) -> None:
         """Serve `model`'s storage from now on, as policy `version`; nothing is copied.

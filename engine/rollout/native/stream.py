@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from engine.errors import ConfigError, RolloutError
-from engine.rollout.native.decoder import LlamaDecoder
+from engine.rollout.native.decoder import LlamaDecoder, can_graph
 from engine.rollout.native.generic_slots import GenericDecoder
 from engine.rollout.native.seating import StreamDecoder, plan_seating, seat
 from engine.rollout.native.served import ServedModel, whole
@@ -52,6 +52,8 @@ class NativeStream:
         params: SamplingParams,
         limits: StreamLimits,
         kv_on_update: KvOnUpdate,
+        *,
+        cuda_graphs: bool = False,
     ) -> None:
         """Serve `served` with `params`, whose seed is complete.
 
@@ -65,7 +67,7 @@ class NativeStream:
             raise ConfigError(
                 f"kv_on_update={kv_on_update!r} is unknown; use one of {get_args(KvOnUpdate)}"
             )
-        self._keeps = kv_on_update == "keep"
+        self._keeps, self._cuda_graphs = kv_on_update == "keep", cuda_graphs
         device = next(served.get().parameters()).device
         self._table = StreamRows(limits.max_num_seqs, params, limits.max_new_tokens, device)
         self._table.version = served.version
@@ -228,7 +230,12 @@ class NativeStream:
             decoder = GenericDecoder(model, count, columns, self._table.device)
         else:
             decoder = LlamaDecoder(
-                weights, count, params.n, limits.longest_prompt, limits.max_new_tokens
+                weights,
+                count,
+                params.n,
+                limits.longest_prompt,
+                limits.max_new_tokens,
+                cuda_graphs=self._cuda_graphs and can_graph(weights),
             )
         return Slots(decoder, self._table, params, count, self.stats), decoder
 

@@ -1,8 +1,8 @@
 """HTTP with deadlines and retries: what a rollout server is asked goes through here.
 
 Knows nothing of tokens or weights. A request is tried again when its connection fails, its
-deadline passes, or the server answers 429 or 5xx; every other answer that is not 2xx is the
-caller's mistake and final. All requests must be safe to repeat.
+deadline passes, the server answers 429 or 5xx, or what should be JSON is not; every other answer
+that is not 2xx is the caller's mistake and final. All requests must be safe to repeat.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ class Client:
             target=self._loop.run_forever, name="rollout-server", daemon=True
         )
         self._thread.start()
-        self._http = self._submit(self._open()).result()
+        try:
+            self._http = self._submit(self._open()).result()
+        except httpx.InvalidURL as error:
+            self._end()
+            raise ConfigError(f"rollout.server.url={self.url!r}: {error}") from None
 
     async def _open(self) -> httpx.AsyncClient:
         most = httpx.Limits(
@@ -92,44 +96,49 @@ class Client:
 
     async def get(self, path: str) -> Any:
         """The JSON that GET `path` answers."""
-        return self._json(path, await self.send("GET", path))
+        return await self._ask("GET", path, None, httpx.Response.json)
 
     async def post(self, path: str, body: Any = None) -> Any:
         """The JSON that POST `path` answers."""
-        return self._json(path, await self.send("POST", path, body))
+        return await self._ask("POST", path, body, httpx.Response.json)
 
-    async def send(self, method: str, path: str, body: Any = None) -> httpx.Response:
-        """The 2xx answer to a request, tried again as the module says.
+    async def text(self, method: str, path: str, body: Any = None) -> str:
+        """What a request is answered, as text. `path` may be a whole URL of another server."""
+        return await self._ask(method, path, body, lambda answer: answer.text)
+
+    async def _ask(
+        self, method: str, path: str, body: Any, read: Callable[[httpx.Response], T]
+    ) -> T:
+        """What `read` finds in the answer to a request, which is tried again as the module says.
 
         Raises Refused for an answer that is final, RolloutError when the last try fails.
-
-        `path` may be a whole URL of another server.
         """
-        retries, last = self._settings.max_retries, _LAST_FAILURE.get()
-        for attempt in range(retries + 1):
+        tries, last = self._settings.max_retries + 1, _LAST_FAILURE.get()
+        name = f"{method} {path if '://' in path else self.url + path}"
+        for attempt in range(tries):
+            answer: httpx.Response | None = None
             try:
                 async with asyncio.timeout(self._settings.request_timeout_s):
                     answer = await self._http.request(method, path, json=body)
-            except TimeoutError:
-                cause = f"no answer within request_timeout_s={self._settings.request_timeout_s:g}"
-                wait = None
-            except httpx.HTTPError as error:
-                cause, wait = f"{type(error).__name__}: {error}".rstrip(": "), None
-            else:
                 if answer.is_success:
-                    return answer
-                cause = f"status {answer.status_code}: {_shown(answer)}"
+                    return read(answer)
+                last.cause = f"status {answer.status_code}: {_shown(answer)}"
                 if answer.status_code != 429 and answer.status_code < 500:
-                    raise Refused(
-                        f"{self._full(method, path)} refused: {cause}{_hint(answer)}", answer.text
-                    )
-                wait = _retry_after(answer)
-            last.cause = cause
-            if attempt < retries:
-                await asyncio.sleep(self._pause(attempt) if wait is None else wait)
+                    text = f"{name} refused: {last.cause}{_hint(answer)}"
+                    raise Refused(text, answer.text)
+            except TimeoutError:
+                seconds = self._settings.request_timeout_s
+                last.cause = f"no answer within rollout.server.request_timeout_s={seconds:g}"
+            except httpx.HTTPError as error:
+                last.cause = f"{type(error).__name__}: {error}".rstrip(": ")
+            except ValueError:
+                assert answer is not None
+                last.cause = f"{_shown(answer)!r}, which is not JSON"
+            if attempt + 1 < tries:
+                await asyncio.sleep(self._pause(attempt, answer))
         raise RolloutError(
-            f"{self._full(method, path)} failed {retries + 1} times, the last with {cause}; see "
-            f"that the server is up and rollout.server.url is its address"
+            f"{name} failed {tries} times, the last with {last.cause}; see that the server is up "
+            f"and rollout.server.url is its address"
         )
 
     def close(self) -> None:
@@ -137,6 +146,9 @@ class Client:
         if self._loop.is_closed():
             return
         self._submit(self._http.aclose()).result()
+        self._end()
+
+    def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -144,23 +156,13 @@ class Client:
     def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _pause(self, attempt: int) -> float:
-        """Exponential backoff with full jitter, seconds."""
-        return self._jitter.uniform(
-            0, min(_LONGEST_PAUSE_S, self._settings.backoff_s * 2.0**attempt)
-        )
-
-    def _json(self, path: str, answer: httpx.Response) -> Any:
-        try:
-            return answer.json()
-        except ValueError:
-            raise RolloutError(
-                f"{self.url}{path} answered {_shown(answer)!r}, which is not JSON; see that "
-                f"rollout.server.url is the server's address and rollout.server.api its kind"
-            ) from None
-
-    def _full(self, method: str, path: str) -> str:
-        return f"{method} {path if '://' in path else self.url + path}"
+    def _pause(self, attempt: int, answer: httpx.Response | None) -> float:
+        """Seconds: what the server asks for, or exponential backoff with full jitter."""
+        asked = "" if answer is None else answer.headers.get("retry-after", "")
+        if asked.isdecimal():  # it may also be a date
+            return min(float(asked), _LONGEST_PAUSE_S)
+        longest = min(_LONGEST_PAUSE_S, self._settings.backoff_s * 2.0**attempt)
+        return self._jitter.uniform(0, longest)
 
 
 class _Last:
@@ -198,12 +200,6 @@ def _hint(answer: httpx.Response) -> str:
         case 401 | 403:
             return "; name the variable with the server's key in rollout.server.api_key_env"
         case 404:
-            return "; check rollout.server.url, .api and .model"
+            return "; check rollout.server.url, .api and .served_model"
         case _:
             return ""
-
-
-def _retry_after(answer: httpx.Response) -> float | None:
-    """Seconds that the server asks to wait for; None: it doesn't say, or as a date."""
-    text = answer.headers.get("retry-after", "")
-    return min(float(text), _LONGEST_PAUSE_S) if text.isdecimal() else None

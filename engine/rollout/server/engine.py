@@ -37,7 +37,7 @@ from engine.rollout.server.ranks import Deliverer
 from engine.rollout.server.settings import check_settings
 from engine.rollout.server.tgi import TGIWire
 from engine.rollout.server.weights import create_hook
-from engine.rollout.server.wire import Drawn, Wanted, Wire
+from engine.rollout.server.wire import Drawn, Wanted, Wire, check_known
 
 
 @register_engine("server")
@@ -73,6 +73,7 @@ class ServerEngine:
             raise ConfigError(f"rollout.server: {explain(error)}") from None
         check_settings(settings)
         config: Any = model.config
+        config = config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
         self._max_model_len = resolve_max_model_len(max_model_len, context)
         self._vocabulary = int(config.vocab_size)
@@ -116,6 +117,7 @@ class ServerEngine:
                     self._wire.probe_prompt(self._vocabulary), self._max_model_len
                 )
                 drawn = self._client.run(lambda: self._wire.sample(wanted), "a probe")
+                check_known(drawn[0].token_ids, self._vocabulary)
                 check_probe(model, wanted, drawn[0], self._settings.probe_tolerance)
 
     def generate(
@@ -230,11 +232,7 @@ class ServerEngine:
                 f"the model gave NaN logits for a completion of prompt {index}; its weights have "
                 f"diverged: go back to a checkpoint and lower the learning rate"
             )
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-            raise RolloutError(
-                f"the rollout server gave token id {max(tokens)} for prompt {index}, outside the "
-                f"policy's vocabulary of {self._vocabulary}; start it with the policy's folder"
-            )
+        check_known(tokens, self._vocabulary)
         if length is None and len(tokens) != wanted.max_new_tokens:
             raise RolloutError(
                 f"the rollout server ended a completion of prompt {index} after {len(tokens)} of "

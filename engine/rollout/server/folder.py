@@ -60,8 +60,13 @@ class TaggedFolders:
             try:
                 _save(weights, half)
                 _save_configuration(model, half)
-                target = self.root / f"policy-v{version}-{checksum(half)}"
-                if not target.exists():  # the same weights were written before
+                for path in half.iterdir():  # the server may run as another user
+                    path.chmod(0o644)
+                total = checksum(half)
+                target = self.root / f"policy-v{version}-{total}"
+                if target.exists() and checksum(target) != total:  # torn by a crash
+                    shutil.rmtree(target)
+                if not target.exists():
                     half.rename(target)
             finally:
                 shutil.rmtree(half, ignore_errors=True)

@@ -23,8 +23,8 @@ class OpenAIWire:
 
     def __init__(self, client: Client, settings: ServerConfig) -> None:
         self.most_per_request = settings.completions_per_request
-        self._client, self._asked = client, settings.model
-        self._name = settings.model
+        self._client, self._asked = client, settings.served_model
+        self._name = settings.served_model
 
     async def describe(self) -> int | None:
         """Ask for the models; the first one's name is used unless the settings name one."""
@@ -34,8 +34,8 @@ class OpenAIWire:
             raise RolloutError(f"{self._client.url} serves no model; start it with one")
         if self._asked and self._asked not in names:
             raise RolloutError(
-                f"rollout.server.model={self._asked!r} is not served by {self._client.url}; it "
-                f"has {', '.join(names)}"
+                f"rollout.server.served_model={self._asked!r} is not served by "
+                f"{self._client.url}; it has {', '.join(names)}"
             )
         self._name = self._asked or names[0]
         longest = models[names.index(self._name)].get("max_model_len")

@@ -1,4 +1,4 @@
-"""One server for all ranks of a trainer: rank 0 brings it the weights, and all hear how that went."""
+"""One server for all ranks of a trainer: rank 0 brings the weights, and all hear how that went."""
 
 from __future__ import annotations
 

@@ -129,11 +129,11 @@ class FolderHook:
         self.tag = path.name
 
     async def served(self) -> str | None:
-        return find_tag((await self._client.send("GET", self._version)).text)
+        return find_tag(await self._client.text("GET", self._version))
 
     async def _load(self, path: Path, version: int) -> None:
         body = {"version": version, "tag": path.name, "path": str(path)}
-        await self._client.send("POST", self._reload, body)
+        await self._client.text("POST", self._reload, body)
         while await self.served() != path.name:  # until the deadline of the whole
             await asyncio.sleep(_ASK_AGAIN_S)
 

@@ -64,6 +64,16 @@ def field(answer: Any, *path: str | int) -> Any:
     return value
 
 
+def check_known(tokens: Sequence[int], vocabulary: int) -> None:
+    """Raise RolloutError if a token that the server drew is none of the policy's."""
+    unknown = [token for token in tokens if not 0 <= token < vocabulary]
+    if unknown:
+        raise RolloutError(
+            f"the rollout server gave token id {unknown[0]}, outside the policy's vocabulary of "
+            f"{vocabulary}; start it with the policy's folder"
+        )
+
+
 def number(value: Any) -> float:
     """A log-prob of a JSON answer; servers write NaN, which JSON lacks, as null."""
     return float("nan") if value is None else float(value)

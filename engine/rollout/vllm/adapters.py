@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.errors import RolloutError
+from engine.rollout.vllm.weights import rename_mapper
 
 ADAPTER_ID = 1
 
@@ -41,7 +42,7 @@ def swap(worker: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> Non
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
             model_vocab_size=manager.vocab_size,
-            weights_mapper=getattr(runner.get_model(), "hf_to_vllm_mapper", None),
+            weights_mapper=rename_mapper(manager._adapter_manager.model),
         )
     except (ValueError, RuntimeError, TypeError) as error:
         raise RolloutError(

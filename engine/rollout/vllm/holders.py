@@ -33,6 +33,11 @@ class Holder(ABC):
     def take(self, model: nn.Module) -> None:
         """Hold `model`'s current weights; of a known model with adapters only these are new."""
         known, self._known = self._known is model, None
+        if self._own_adapters and not sources.has_adapters(model):
+            raise RolloutError(
+                "an engine with lora=adapter takes a model with adapters, and this one has no "
+                "adapters; use lora=merged"
+            )
         if self._own_adapters:
             if not known:
                 self._load(sources.base_weights(model), whole=True)
@@ -82,7 +87,9 @@ class LocalHolder(Holder):
         shared_memory.forget_group_names()
         self._worker: Any = llm.collective_rpc(_itself)[0]
         self.target: nn.Module = self._worker.model_runner.get_model()
-        self._pooled = bool(llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
+        # Weights that sleep would take away can't be the trainer's.
+        sleeps = bool(llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
+        self._shareable = options.share or not sleeps
         self._views: dict[str, Tensor] | None = None
         self._sharer: nn.Module | None = None  # whose parameters `_views` are
         self._apart: nn.Module | None = None  # a model found not to fit
@@ -104,13 +111,9 @@ class LocalHolder(Holder):
         if self._sharer is model and self._views and weights.is_shared(model, self._views):
             return
         self._load(sources.merged_weights(model), whole=True)
-        if self._apart is model:
+        if self._apart is model or not self._shareable:
             return
         views = weights.plan(model, self.target)
-        if views is not None and self._pooled:  # sleep would take the trainer's weights away
-            for parameter in self.target.parameters():
-                parameter.data = parameter.data.clone()
-            views = weights.plan(model, self.target)
         if views is None:
             self._apart = model
             return

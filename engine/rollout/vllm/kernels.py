@@ -6,7 +6,7 @@ Used in the trainer's process while an engine starts, and in vLLM's worker proce
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +44,27 @@ def plain_weights() -> Iterator[None]:
         yield
     finally:
         undo()
+
+
+@contextmanager
+def weights_outside_pool() -> Iterator[None]:
+    """Let vLLM make its weights in ordinary device memory, which `sleep` doesn't take away.
+
+    They are going to be the trainer's own.
+    """
+    from vllm.v1.worker import gpu_worker
+
+    worker: Any = gpu_worker.Worker
+    original = worker._maybe_get_memory_pool_context
+
+    def pool(self: Any, tag: str) -> AbstractContextManager[Any]:
+        return nullcontext() if tag == "weights" else original(self, tag)
+
+    worker._maybe_get_memory_pool_context = pool
+    try:
+        yield
+    finally:
+        worker._maybe_get_memory_pool_context = original
 
 
 def compile_nothing() -> None:

@@ -10,7 +10,7 @@ import copy
 import gc
 import importlib.util
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -125,14 +125,15 @@ def _launch(folder: str, options: Options) -> Any:
     from vllm.v1.engine import core
 
     # The original ends all process groups, those of other engines and the trainer's too.
-    core.cleanup_dist_env_and_memory = _free_memory
-    settings: dict[str, Any] = {}
+    vars(core)["cleanup_dist_env_and_memory"] = _free_memory
+    settings: dict[str, Any] = {"dtype": options.dtype}
     if options.mode == "workers":
         settings["worker_extension_cls"] = "engine.rollout.vllm.worker.WorkerExtension"
     if options.adapter_rank:
         settings |= {"enable_lora": True, "max_loras": 1}
         settings["max_lora_rank"] = _lora_rank_size(options.adapter_rank)
     with (
+        kernels.weights_outside_pool() if options.share else nullcontext(),
         kernels.plain_weights(),
         process.quick_gc(),
         process.no_request_proxies(),
@@ -140,12 +141,12 @@ def _launch(folder: str, options: Options) -> Any:
     ):
         llm = vllm.LLM(
             model=folder,
-            dtype=options.dtype,
             max_num_seqs=options.max_num_seqs,
             max_model_len=options.max_model_len,
             max_num_batched_tokens=max(_STEP_TOKENS, options.max_num_seqs, options.max_model_len),
             kv_cache_memory_bytes=(options.kv_cache_memory_mb << 20)
             // options.tensor_parallel_size,
+            gpu_memory_utilization=0.01,  # only checked, against memory that is the trainer's
             tensor_parallel_size=options.tensor_parallel_size,
             distributed_executor_backend=_BACKENDS[options.mode],
             enable_sleep_mode=current_platform.is_cuda_alike(),

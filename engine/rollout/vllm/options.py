@@ -31,6 +31,7 @@ class Options:
     rank_groups: tuple[tuple[int, ...], ...]  # of mode "ranks", e.g. ((0, 2), (1, 3)); else ()
     adapter_rank: int  # of LoRA adapters that vLLM applies itself; 0: none
     bucket_mb: int  # weights on their way to worker processes at once, e.g. 64
+    share: bool  # whether vLLM's parameters may be the trainer's, and so must outlast its sleep
 
 
 def resolve(
@@ -49,7 +50,12 @@ def resolve(
 ) -> Options:
     """Check the settings against `model` and each other; raise ConfigError for what can't be."""
     config: Any = model.config
-    for name, value in (("max_num_seqs", max_num_seqs), ("bucket_mb", bucket_mb)):
+    sizes = {
+        "max_num_seqs": max_num_seqs,
+        "kv_cache_memory_mb": kv_cache_memory_mb,
+        "bucket_mb": bucket_mb,
+    }
+    for name, value in sizes.items():
         if value < 1:
             raise ConfigError(f"{name}={value} is too small for any work; use 1 or more")
     if lora not in ("merged", "adapter"):
@@ -59,6 +65,7 @@ def resolve(
     if not groups and (tensor_parallel_size > 1 or not in_process):
         mode = "workers"
     _check_parallel(config, tensor_parallel_size, groups)
+    known_dtype = _dtype(model, dtype)
     context = getattr(config, "max_position_embeddings", None)
     return Options(
         mode=mode,
@@ -66,11 +73,12 @@ def resolve(
         max_model_len=resolve_max_model_len(max_model_len, context),
         kv_cache_memory_mb=kv_cache_memory_mb,
         seed=seed,
-        dtype=_dtype(model, dtype),
+        dtype=known_dtype,
         tensor_parallel_size=tensor_parallel_size,
         rank_groups=groups,
         adapter_rank=sources.adapter_rank(model) if lora == "adapter" else 0,
         bucket_mb=bucket_mb,
+        share=mode == "in_process" and sources.can_be_shared(model, DTYPES[known_dtype]),
     )
 
 

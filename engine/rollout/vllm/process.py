@@ -47,6 +47,7 @@ def unchanged() -> Iterator[None]:
     """Put back environment, random states, threads, log levels and warning filters."""
     environment = dict(os.environ)
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    device_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     os.environ.update(_SETTINGS)
     try:
@@ -57,6 +58,8 @@ def unchanged() -> Iterator[None]:
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
         torch.set_rng_state(states[0])
+        if device_states:
+            torch.cuda.set_rng_state_all(device_states)
         np.random.set_state(states[1])
         random.setstate(states[2])
         for name in os.environ.keys() - environment.keys():

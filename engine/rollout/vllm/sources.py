@@ -36,12 +36,22 @@ def model_dtype(model: nn.Module) -> torch.dtype:
     return dtype
 
 
+def can_be_shared(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether all parameters are plain tensors of `dtype` on the device that vLLM would use."""
+    accelerator = torch.accelerator.current_accelerator()
+    kind = accelerator.type if accelerator is not None else "cpu"
+    return not has_adapters(model) and all(
+        type(p.data) is Tensor and p.dtype == dtype and p.device.type == kind
+        for p in model.parameters()
+    )
+
+
 def merged_weights(model: nn.Module, changed_only: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Each parameter's name and whole tensor, adapters merged; tied parameters once.
 
     `changed_only` leaves out all that no adapter changes (nothing, for a model without adapters).
     """
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         owner, adapted, rest = name.partition(".base_layer.")
         if ".lora_" in name or (changed_only and not (adapted and rest == "weight")):
@@ -49,7 +59,7 @@ def merged_weights(model: nn.Module, changed_only: bool = False) -> Iterator[tup
         tensor = _dense(modules[name.rpartition(".")[0]], name, parameter)
         if adapted and rest == "weight":
             with torch.no_grad():
-                delta = modules[owner].get_delta_weight(_ADAPTER)  # type: ignore[operator]
+                delta = modules[owner].get_delta_weight(_ADAPTER)
                 tensor = (tensor + _whole(delta)).to(tensor.dtype)
         yield (f"{owner}.{rest}" if adapted else name), tensor
 

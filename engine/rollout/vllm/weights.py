@@ -77,7 +77,7 @@ class Loading:
 
     def __init__(self, target: nn.Module) -> None:
         self._target = target
-        self._sent: set[str] = set()
+        self._sent: set[str] = set()  # in vLLM's naming, parts of fused matrices apart
         self._loaded: set[str] | None = set()  # None: this model's loader doesn't tell
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -90,8 +90,9 @@ class Loading:
             self._loaded |= set(loaded)
 
     def _noting(self, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        mapper = rename_mapper(self._target)
         for name, tensor in named:
-            self._sent.add(name)
+            self._sent.add((mapper.map_name(name) if mapper is not None else None) or name)
             yield name, tensor
 
     def check_whole(self) -> None:
@@ -106,9 +107,10 @@ class Loading:
 
     def _unfilled(self, loaded: set[str]) -> set[str]:
         parameters = {name for name, _ in self._target.named_parameters()}
-        missing = {name for name in parameters if _plain_name(name) not in _plain_names(loaded)}
+        known = {_plain_name(name) for name in loaded}
+        missing = {name for name in parameters if _plain_name(name) not in known}
         parts: dict[str, list[str]] = getattr(self._target, "packed_modules_mapping", {})
-        for name in parameters if not hasattr(self._target, "hf_to_vllm_mapper") else ():
+        for name in parameters:
             plain = _plain_name(name)
             pieces = plain.split(".")
             for at, piece in enumerate(pieces):
@@ -119,13 +121,15 @@ class Loading:
         return missing
 
 
+def rename_mapper(target: nn.Module) -> Any:
+    """vLLM's way from transformers' names to `target`'s, without fusing; None if they are alike."""
+    mapper: Any = getattr(target, "hf_to_vllm_mapper", None)
+    return mapper.get_rename_mapper() if mapper is not None else None
+
+
 def _plain_name(name: str) -> str:
     """A parameter's name without vLLM's own LoRA layer around its module."""
     return name.replace(".base_layer.", ".")
-
-
-def _plain_names(names: set[str]) -> set[str]:
-    return {_plain_name(name) for name in names}
 
 
 def _homes(target: nn.Module) -> dict[str, str]:

@@ -15,6 +15,7 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from engine.config import ParallelConfig
 from engine.errors import ConfigError, DataError
+from engine.models import packing
 from engine.models.forward import plain_readout, response_log_probs
 from engine.models.packing import PackedRows, apply_packing, pack_rows, packed_forward
 from engine.parallel.fsdp import call, shard_model
@@ -112,16 +113,23 @@ def test_rows_do_not_see_each_other() -> None:
     assert not changed[3:].any()
 
 
-def test_under_autocast_all_of_attention_is_in_its_dtype() -> None:
+def test_under_autocast_all_of_attention_is_in_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotated queries and keys are wider than values there; the kernel takes one dtype."""
-    model, ids = tiny_model("qwen2"), rows()
-    where = ids.nonzero(as_tuple=True)
+    model, ids, dtypes = tiny_model("qwen2"), rows(), []
+    where, attend = ids.nonzero(as_tuple=True), packing.F.scaled_dot_product_attention
+
+    def watched(*qkv: Tensor, **options: Any) -> Tensor:
+        dtypes.append({tensor.dtype for tensor in qkv})
+        return attend(*qkv, **options)
+
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         wanted = padded(model, ids)[where]
         apply_packing(model)
         packed = pack_rows(ids, LENGTHS)
+        monkeypatch.setattr(packing.F, "scaled_dot_product_attention", watched)
         got = hidden_states(model, packed)[0, packed.index(*where)]
     assert (got - wanted).norm() / wanted.norm() < 0.02
+    assert dtypes == [{torch.bfloat16}] * 2 * len(LENGTHS)
 
 
 def spread_log_probs(layout: Layout, pack: bool) -> list[Tensor]:
@@ -190,26 +198,43 @@ WINDOWED = (
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_on_a_device_it_is_the_padded_pass_too(dtype: torch.dtype) -> None:
-    """bfloat16 takes torch's variable-length kernel, float32 a call a row."""
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast", "checkpointed"])
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_on_a_device_it_is_the_padded_pass_too(
+    kind: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, also autocast's, it is torch's variable-length kernel, else a call a row."""
+    calls: list[str] = []
+    attend = packing.F.scaled_dot_product_attention
     lengths = torch.tensor([40, 7, 64, 1, 23])
-    ids = rows(lengths).clamp(max=VOCABULARY - 1).cuda()
+    ids = rows(lengths)[:, :64].cuda()  # as many as there are positions
     where = ids.nonzero(as_tuple=True)
-    results = []
+    half, results = kind != "float32", []
     for pack in (False, True):
-        model = tiny_model("qwen2").to("cuda", dtype)
-        if pack:
-            apply_packing(model)
-            packed = pack_rows(ids, lengths.cuda())
-            picked = hidden_states(model, packed)[0, packed.index(*where)]
-        else:
-            picked = padded(model, ids)[where]
+        model = tiny_model(family).to("cuda", torch.float32)
+        if half and kind != "autocast":
+            model.to(torch.bfloat16)
+        if kind == "checkpointed":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
+        with torch.autocast("cuda", torch.bfloat16, enabled=kind == "autocast"):
+            if pack:
+                monkeypatch.setattr(
+                    packing.F,
+                    "scaled_dot_product_attention",
+                    lambda *args, **options: (calls.append("a row"), attend(*args, **options))[1],
+                )
+                apply_packing(model)
+                packed = pack_rows(ids, lengths.cuda())
+                picked = hidden_states(model, packed)[0, packed.index(*where)]
+            else:
+                picked = padded(model, ids)[where]
         picked.float().square().sum().backward()
         grads = [p.grad.float() for p in model.parameters() if p.grad is not None]
         results.append((picked.detach().float(), grads))
+    assert bool(calls) == (not half), "the kernel"
     (wanted, wanted_grads), (got, got_grads) = results
-    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    tolerance = 0.05 if half else 1e-4
     assert (got - wanted).norm() / wanted.norm() < tolerance
     for grad, other in zip(wanted_grads, got_grads, strict=True):
         assert (grad - other).norm() <= 2 * tolerance * grad.norm() + 1e-3

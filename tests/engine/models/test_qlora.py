@@ -152,6 +152,33 @@ def test_nf4_is_the_paper_s_whatever_the_shape(rows: int, columns: int) -> None:
     assert (got - wanted).norm() / wanted.norm() < 0.01
 
 
+def test_matrices_are_unpacked_flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a CPU has AVX-512, bitsandbytes' kernel begins new blocks in each row of a matrix."""
+    shapes, unpack = [], bnb.functional.dequantize_4bit
+
+    def watched(packed: Tensor, state: Any) -> Tensor:
+        shapes.append(tuple(state.shape))
+        return unpack(packed, state)
+
+    monkeypatch.setattr(bnb.functional, "dequantize_4bit", watched)
+    assert QuantizedLinear(nn.Linear(96, 40), "nf4").dense().shape == (40, 96)
+    assert shapes == [(40 * 96,)]
+
+
+def test_a_library_that_restores_other_numbers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in KINDS:
+        check_quantization(kind)
+    unpack = bnb.functional.dequantize_4bit
+
+    def with_wrong_scales(packed: Tensor, state: Any) -> Tensor:
+        state.absmax = state.absmax.roll(1)
+        return unpack(packed, state)
+
+    monkeypatch.setattr(bnb.functional, "dequantize_4bit", with_wrong_scales)
+    with pytest.raises(ConfigError, match=r"quantize='nf4': what this bitsandbytes restores on"):
+        check_quantization("nf4")
+
+
 def test_numbers_are_bitsandbytes_own() -> None:
     linear = nn.Linear(128, 40)
     theirs: Any = bnb.nn.Linear4bit(128, 40, quant_type="nf4", compress_statistics=True)

@@ -12,81 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import RankError, run_ranks
-from reshard_cases import view
+from live_layouts import storages, tiny, trained, wrong
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from engine.config import ParallelConfig
-from engine.errors import ConfigError, ModelError
+from engine.errors import ConfigError, ModelError, RolloutError
 from engine.parallel.boxes import Box
 from engine.parallel.exchange import Exchange
-from engine.parallel.fsdp import shard_model
 from engine.parallel.grouping import contiguous, grouping
 from engine.parallel.holdings import Held, Holdings, Spread
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.live import gather_holdings, local_tensors, tied_head
-from engine.parallel.ranks import Ranks
 from engine.parallel.reshard import Plan, plan
 from engine.parallel.spreads import merge_stages, rollout_holdings, train_holdings
-from engine.parallel.stages import layers_by_stage, take_stage
-from engine.parallel.tensor import apply_tensor_parallel
-
-EMPTY = -7.0  # what a rollout storage holds before, so that nothing is right by chance
-
-
-def tiny(vocabulary: int = 128, tied: bool = False) -> Qwen2ForCausalLM:
-    """The same weights for the same arguments, on every rank; float32."""
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        tie_word_embeddings=tied,
-        pad_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        model = Qwen2ForCausalLM(config)
-        for parameter in model.parameters():
-            nn.init.normal_(parameter)  # biases and norms too
-        return model
-
-
-def trained(model: Qwen2ForCausalLM, layout: Layout) -> nn.Module:
-    """This rank's share of the model, as the trainer makes it."""
-    ranks = Ranks.form(layout)
-    part: Any = model
-    if layout.pp > 1:
-        part = take_stage(model, ranks.index("pp"), layout.pp)
-    if layout.tp > 1:
-        apply_tensor_parallel(part, ranks.submesh("tp"))
-    layers = part.layers if layout.pp > 1 else part.model.layers
-    shard_model(part, ranks, ParallelConfig(**layout.sizes), layers=list(layers))
-    return part
-
-
-def storages(target: Holdings, rank: int, pad: int = 0) -> dict[str, Tensor]:
-    """Rollout's tensors on a rank; vocabularies have `pad` rows that no parameter fills."""
-    found: dict[str, Tensor] = {}
-    for name, storage, held in target.of_rank(rank):
-        rows = found[storage].shape[0] if storage in found else 0
-        more = pad if "embed" in storage or "lm_head" in storage else 0
-        shape = (max(rows, held.start[0] + held.box.size[0] + more), *held.box.size[1:])
-        found[storage] = torch.full(shape, EMPTY, dtype=target.dtypes[name])
-    return found
-
-
-def wrong(target: Holdings, rank: int, filled: dict[str, Tensor], whole: dict[str, Tensor]) -> list:
-    """Parameters that differ from the whole model's, and storages with rows written beyond."""
-    found, covered = [], {name: torch.zeros(t.shape) for name, t in filled.items()}
-    for name, storage, held in target.of_rank(rank):
-        expected = view(whole[name], held.box.offset, held.box.size).to(filled[storage].dtype)
-        if not torch.equal(view(filled[storage], held.start, held.box.size), expected):
-            found.append(name)
-        view(covered[storage], held.start, held.box.size).fill_(1)
-    return found + [n for n, t in filled.items() if not (t[covered[n] == 0] == EMPTY).all()]
+from engine.parallel.stages import layers_by_stage
 
 
 def carry(
@@ -215,24 +153,95 @@ def test_it_takes_two_buckets_of_memory_and_no_more() -> None:
         assert bucket < most <= 2 * bucket + 4096  # and small things such as sizes
 
 
-def dies_midway() -> tuple[float, str]:
-    """Rank 1 stays away from the exchange; what rank 0 sees."""
+NAMES = ("a", "b", "c", "d")
+
+
+def to_another_rank() -> Plan:
+    """Rank 0 has four parameters of 8 elements, rank 1 is to have them."""
+
+    def on(rank: int) -> Holdings:
+        held = (Held(Box((0,), (8,)), (0,), (rank,)),)
+        spreads = {name: Spread((8,), name, held) for name in NAMES}
+        return Holdings(2, spreads, dict.fromkeys(NAMES, torch.float32))
+
+    return plan(on(0), on(1))
+
+
+def fails_midway(how: str) -> dict[str, Any]:
+    """A run that succeeds, then one in which something is wrong; what this rank sees of that."""
     group = dist.new_group(timeout=timedelta(seconds=2))
-    if dist.get_rank() == 1:
-        return 0.0, ""
-    exchange = Exchange(two_ranks().for_rank(0), {"w": torch.ones(4)}, {"w": torch.ones(8)}, group)
+    rank = dist.get_rank()
+    source = {} if rank else {name: torch.ones(8) for name in NAMES}
+    target = {name: torch.zeros(8) for name in NAMES} if rank else {}
+    part = to_another_rank().for_rank(rank)
+    exchange = Exchange(part, source, target, group, bucket_bytes=36)
+    assert not exchange.intact
+    assert exchange.run().rounds == 4
+    exchange.require_intact()
+    for tensor in source.values():
+        tensor.fill_(2.0)
+    if rank == 0 and how == "the sender lacks its last parameter":
+        del source["d"]
+    if rank == 1 and how == "the receiver has no room for it":
+        target["d"] = torch.zeros(7)
+    store = dist.distributed_c10d._get_default_store()
     started = time.perf_counter()
-    try:
+    seen: dict[str, Any] = {"run": "", "ask": ""}
+    if rank or how != "the sender stays away":
+        try:
+            exchange.run()
+        except RolloutError as error:
+            seen |= {"run": str(error), "cause": type(error.__cause__).__name__}
+        try:
+            exchange.require_intact()
+        except RolloutError as error:
+            seen["ask"] = str(error)
+    seconds = time.perf_counter() - started
+    store.set(str(rank), "")
+    store.wait(["0", "1"], timedelta(seconds=30))  # no rank fails by another's goodbye
+    values = {float(tensor[0]) for tensor in target.values()}
+    return seen | {"seconds": seconds, "intact": exchange.intact, "values": values}
+
+
+@pytest.mark.parametrize(
+    ("how", "causes", "values"),
+    [
+        ("the sender stays away", ["", "RuntimeError"], {1.0}),
+        ("the sender lacks its last parameter", ["KeyError", "RuntimeError"], {1.0, 2.0}),
+        ("the receiver has no room for it", ["RuntimeError", "RuntimeError"], {0.0, 2.0}),
+    ],
+)
+def test_a_run_that_fails_midway_marks_the_weights_on_every_rank(
+    how: str, causes: list[str], values: set[float]
+) -> None:
+    results = run_ranks(2, fails_midway, how)
+    assert results[1]["values"] == values  # what must not be served
+    for rank, (seen, cause) in enumerate(zip(results, causes, strict=True)):
+        if not cause:
+            continue
+        assert seen["cause"] == cause
+        assert seen["seconds"] < 20
+        assert not seen["intact"]
+        assert f"bringing rollout's weights on rank {rank} of 2 up to date failed" in seen["run"]
+        failed = f"rollout's weights on rank {rank} can't be served: an exchange failed midway"
+        assert failed in seen["ask"]
+
+
+def test_the_next_run_that_succeeds_clears_the_mark() -> None:
+    source, target = {"w": torch.ones(8)}, {"w": torch.zeros(8)}
+    exchange = Exchange(alone().for_rank(0), source, target)
+    with pytest.raises(RolloutError, match="can't be served: they were never filled"):
+        exchange.require_intact()
+    exchange.run()
+    weights = source.pop("w")
+    with pytest.raises(RolloutError, match="rank 0 of 1 up to date failed: KeyError"):
         exchange.run()
-    except RuntimeError as error:
-        return time.perf_counter() - started, str(error)
-    return time.perf_counter() - started, ""
-
-
-def test_a_rank_that_stays_away_makes_it_raise() -> None:
-    (seconds, text), _ = run_ranks(2, dies_midway)
-    assert text
-    assert seconds < 20
+    with pytest.raises(RolloutError, match=r"failed midway \(KeyError"):
+        exchange.require_intact()
+    source["w"] = 3 * weights
+    exchange.run()
+    exchange.require_intact()
+    assert target["w"].tolist() == [3.0] * 8
 
 
 def separate() -> list[float]:

@@ -26,6 +26,7 @@ from engine.parallel.gradients import clip, sync_replicas
 from engine.parallel.layout import Layout
 from engine.parallel.pipeline import Pipeline
 from engine.parallel.ranks import Ranks
+from engine.parallel.sequence import apply_ulysses, merge_tokens, own_tokens, split_tokens
 from engine.parallel.stages import Stage, counted_elsewhere, sum_tied_gradients, take_stage
 
 COUNTS = (3, 1, 2, 6, 3, 4, 5)  # micro-batches of each step; all their shapes differ
@@ -104,6 +105,55 @@ def train_stage(spec: Spec, layout: Layout) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms, whole_weights(stage)
+
+
+def train_shared_rows(spec: Spec, layout: Layout) -> Trained:
+    """As `train_stage`, with each row's tokens shared by the `sp` ranks."""
+    ranks = Ranks.form(layout)
+    model = tiny_model(spec)
+    stage = take_stage(model, ranks.index("pp"), layout.pp)
+    apply_ulysses(stage, ranks)
+    shard_model(stage, ranks, ParallelConfig(**layout.sizes), layers=stage.layers)
+    pipeline = connect(stage, ranks, model.config.hidden_size)
+    optimizer = adam(stage)
+    losses: list[float] = []
+    norms = []
+    for step, count in enumerate(COUNTS):
+        batches = micro_batches(step, 0, count)
+        shares = [split_tokens(ids, ranks) for ids in batches]
+
+        def read(number: int, hidden: Tensor, batches: list[Tensor] = batches) -> Tensor:
+            loss = shared_loss(stage, hidden, batches[number], ranks)
+            losses.append(loss.item())
+            return loss
+
+        ids, positions = zip(*shares, strict=True)
+        pipeline.run(ids, read, backward=True, positions=positions)
+        sum_tied_gradients(stage, ranks)
+        norms.append(clip(stage.parameters(), ranks, CLIP, counted_elsewhere(stage)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, whole_weights(stage)
+
+
+def shared_loss(stage: Stage, hidden: Tensor, ids: Tensor, ranks: Ranks) -> Tensor:
+    """`loss_of` of this rank's tokens and the others'."""
+    rows, columns = torch.ones_like(ids[:, 1:]).nonzero(as_tuple=True)
+    mine, at = own_tokens(columns, hidden.shape[1], ranks)
+    logits = stage.lm_head(hidden[rows[mine], at]).float()
+    lost = F.cross_entropy(logits, ids[:, 1:].flatten()[mine], reduction="none")
+    return merge_tokens(lost.new_zeros(len(rows)).index_put((mine,), lost), ranks).sum() / 50
+
+
+@pytest.mark.parametrize("spec", [Spec("qwen2", tied=True), Spec("llama", tied=False)], ids=str)
+def test_stages_that_share_sequences(spec: Spec) -> None:
+    losses, norms, weights = train_alone(spec)
+    results = run_ranks(4, train_shared_rows, spec, Layout(pp=2, sp=2))
+    for rank, (losses_there, norms_there, _) in enumerate(results):
+        wanted = losses if rank >= 2 else []  # both ranks of the last stage know the whole loss
+        torch.testing.assert_close(losses_there, wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(norms_there, norms, atol=1e-5, rtol=1e-5)
+    assert_same_weights([result[2] for result in results], weights)
 
 
 def whole_weights(stage: Stage) -> dict[str, Tensor]:

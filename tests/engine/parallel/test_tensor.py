@@ -30,7 +30,6 @@ from engine.parallel.vocab import VocabularyReadout, vocabulary_bounds
 
 VOCABULARY, STEPS = 25, 3  # shards of the vocabulary are never equal
 LENGTHS = (7, 4, 9)  # of each step's rows; 2 and 4 divide one of them
-ATTENTION_BLIND = "k_proj.bias"  # softmax does not see it: its gradient is rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,8 @@ def train(case: Case) -> Trained:
         readout = VocabularyReadout.of(VOCABULARY, mesh)
         check_parameters(model, model_of(case), mesh)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.01, foreach=False)
+    # A large eps: AdamW would make steps of gradients that are all rounding.
+    optimizer = torch.optim.AdamW(trained, lr=0.01, eps=1e-4, foreach=False)
     losses, norms = [], []
     first: dict[str, Tensor] = {}
     for step in range(STEPS):
@@ -128,7 +128,7 @@ def train(case: Case) -> Trained:
 
 def check_parameters(model: nn.Module, plain: nn.Module, mesh: DeviceMesh) -> None:
     """Every parameter is a DTensor of its old name and shape; matrices are really split."""
-    expected = {name: p for name, p in plain.named_parameters()}
+    expected = dict(plain.named_parameters())
     found: dict[str, Any] = dict(model.named_parameters())
     assert found.keys() == expected.keys()  # a tied matrix is one parameter still
     for name, parameter in found.items():
@@ -192,8 +192,7 @@ def test_training_on_tp_ranks_is_training_on_one(case: Case) -> None:
             torch.testing.assert_close(first[name], gradient, rtol=1e-4, atol=2e-6, msg=name)
         assert weights.keys() == wanted[3].keys()
         for name, weight in wanted[3].items():
-            if ATTENTION_BLIND not in name:  # AdamW blows rounding up to steps
-                torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=2e-5, msg=name)
+            torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=2e-5, msg=name)
         for name in weights:  # replicated parameters stay the same bits
             assert torch.equal(weights[name], results[0][3][name]), name
 
@@ -320,6 +319,7 @@ def refused(name: str) -> tuple[str, bool]:
     make, tp, _ = REFUSED[name]
     model = make()
     before = {n: (id(p), type(m)) for m in model.modules() for n, p in m.named_parameters()}
+    dist.barrier()  # a rank that has its answer leaves, and others may still be meeting
     try:
         apply_tensor_parallel(model, init_device_mesh("cpu", (tp,)))
     except ConfigError as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from engine.errors import RolloutError
 from engine.rollout.native import NativeEngine
 from engine.rollout.protocol import Completion, SamplingParams
+from engine.rollout.server import ServerEngine
 
 Fault = Callable[["Handler"], bool]  # True: the request is dealt with
 
@@ -40,6 +40,8 @@ class FakeServer:
     raw_log_probs: bool = False
     token_ids: bool = True  # answers hold token ids, not names alone
     load_delay_s: float = 0.0
+    reload_fault: Fault | None = None
+    spoil: Callable[[nn.Module], Any] = lambda model: None  # what loading does wrong
     edit: Callable[[dict[str, Any]], Any] = lambda answer: answer  # last change to a completion
     faults: list[Fault] = field(default_factory=list)  # one for each next completion request
     always: Fault | None = None  # once `faults` are used up
@@ -61,8 +63,10 @@ class FakeServer:
             return NativeEngine(self.model, max_model_len=self.context).generate([prompt], params)
 
     def load(self, path: str, tag: str) -> None:
-        time.sleep(self.load_delay_s)
+        if self.stopping.wait(self.load_delay_s):
+            return
         model = AutoModelForCausalLM.from_pretrained(path).eval()
+        self.spoil(model)
         with self.lock:
             self.model, self.tag = model, tag
 
@@ -109,6 +113,8 @@ class Handler(BaseHTTPRequestHandler):
                 ids = self.fake.tokenizer(body["inputs"])["input_ids"]
                 self.answer([{"id": i, "text": "", "start": 0, "stop": 0} for i in ids])
             case "/reload":
+                if self.fake.reload_fault is not None and self.fake.reload_fault(self):
+                    return
                 work = threading.Thread(target=self.fake.load, args=(body["path"], body["tag"]))
                 work.start()
                 if not self.fake.load_delay_s:
@@ -127,8 +133,9 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-def openai_answer(fake: FakeServer, body: dict[str, Any]) -> dict[str, Any]:
-    params = SamplingParams(
+def sampling(body: dict[str, Any]) -> SamplingParams:
+    """What a request to `/v1/completions` asks for."""
+    return SamplingParams(
         n=body["n"],
         max_new_tokens=body["max_tokens"],
         temperature=body["temperature"],
@@ -137,8 +144,11 @@ def openai_answer(fake: FakeServer, body: dict[str, Any]) -> dict[str, Any]:
         seed=body["seed"],
         stop_token_ids=tuple(body["stop_token_ids"]),
     )
+
+
+def openai_answer(fake: FakeServer, body: dict[str, Any]) -> dict[str, Any]:
     choices = []
-    for index, c in enumerate(fake.decode(body["prompt"], params)):
+    for index, c in enumerate(fake.decode(body["prompt"], sampling(body))):
         log_probs = {
             "tokens": [f"token_id:{token}" for token in c.token_ids],
             "token_logprobs": raw(fake, body["prompt"], c) if fake.raw_log_probs else c.log_probs,
@@ -201,6 +211,15 @@ def serving(fake: FakeServer) -> Iterator[FakeServer]:
         thread.join()
 
 
+def connect(fake: FakeServer, model: nn.Module, **options: Any) -> ServerEngine:
+    """An engine of `model` over `fake`, with pauses and deadlines that suit tests."""
+    quick = {"backoff_s": 0.01, "max_retries": 2, "request_timeout_s": 20.0, "timeout_s": 30.0}
+    hook = {"weights": "folder", "reload_url": "/reload"}
+    if options.get("weights") == "none":
+        hook = {}
+    return ServerEngine(model, **quick | hook | {"url": fake.url} | options)
+
+
 def status(code: int, text: str = "no", **headers: str) -> Fault:
     def fault(handler: Handler) -> bool:
         handler.answer({"error": text}, code, **headers)
@@ -224,6 +243,12 @@ def half(handler: Handler) -> bool:
     handler.wfile.write(b'{"choices": [')
     handler.wfile.flush()
     return drop(handler)
+
+
+def garbled(handler: Handler) -> bool:
+    """An answer of the promised length that breaks off in the middle of its JSON."""
+    handler.answer(b'{"choices": [{"index": 0, "logprobs": {"tok')
+    return True
 
 
 def hang(handler: Handler) -> bool:

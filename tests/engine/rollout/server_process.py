@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import importlib.util
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,13 +31,22 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # else the first request waits for a compiler
 }
-_FLAGS = (
-    "--host=127.0.0.1 --dtype=float32 --enforce-eager --skip-tokenizer-init --max-num-seqs=64 "
-    "--logprobs-mode=processed_logprobs --generation-config=vllm --disable-log-stats "
-    "--disable-uvicorn-access-log --block-size=32 --no-enable-chunked-prefill "
-    "--max-num-batched-tokens=8192 --served-model-name=policy "
-    "--worker-extension-cls=engine.rollout.server.vllm_worker.WeightReceiver"
-).split()
+_FLAGS = [
+    "--host=127.0.0.1",
+    "--dtype=float32",
+    "--enforce-eager",
+    "--skip-tokenizer-init",
+    "--max-num-seqs=64",
+    "--logprobs-mode=processed_logprobs",
+    "--generation-config=vllm",
+    "--disable-log-stats",
+    "--disable-uvicorn-access-log",
+    "--block-size=32",
+    "--no-enable-chunked-prefill",
+    "--max-num-batched-tokens=8192",
+    "--served-model-name=policy",
+    "--worker-extension-cls=engine.rollout.server.vllm_worker.WeightReceiver",
+]
 
 
 def free_port() -> int:
@@ -46,33 +56,43 @@ def free_port() -> int:
         return port
 
 
-@cache
 def vllm_url() -> str:
     """Address of a server of `build("qwen2")`; skips where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
+    url, problem = _start()
+    assert not problem, f"vLLM's server did not start:\n{problem}"
+    return url
+
+
+@cache  # a failure as well: no test waits for it again
+def _start() -> tuple[str, str]:
+    """The server's address, and the end of its log if it did not start."""
     folder = Path(tempfile.mkdtemp(prefix="served-"))
     build("qwen2").save_pretrained(folder)  # type: ignore[operator]
     port, log = free_port(), folder / "log"
     with log.open("w") as output:
         server = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-            + [*_FLAGS, f"--port={port}", f"--max-model-len={CONTEXT}"],
+            [
+                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+                *(f"--model={folder}", f"--port={port}", f"--max-model-len={CONTEXT}"),
+                *_FLAGS,
+            ],
             env=os.environ | _ENVIRONMENT,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=_end_with_the_tests,
         )
-    atexit.register(_stop, server)
+    atexit.register(_stop, server, folder)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _START_S
     while time.monotonic() < deadline and server.poll() is None:
         try:
             if httpx.get(f"{url}/health", timeout=5).is_success:
-                return url
+                return url, ""
         except httpx.TransportError:
             time.sleep(0.2)
-    raise AssertionError(f"vLLM's server did not start:\n{log.read_text()[-3000:]}")
+    return url, log.read_text()[-3000:]
 
 
 def _end_with_the_tests() -> None:
@@ -80,10 +100,11 @@ def _end_with_the_tests() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-def _stop(server: subprocess.Popen[bytes]) -> None:
+def _stop(server: subprocess.Popen[bytes], folder: Path) -> None:
     server.terminate()
     try:
         server.wait(timeout=15)
     except subprocess.TimeoutExpired:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait(timeout=15)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -9,12 +9,14 @@ import torch
 from rollout_models import build, train
 from torch import Tensor, nn
 
-from engine.rollout.protocol import Completion
+from engine.rollout.native import NativeEngine
+from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.stream import RolloutStream, StreamedCompletion
 
 STOP = tuple(range(20, 26))
 VERSIONS = 5
 Found = dict[tuple[Hashable, int], Completion]
+PARAMS = SamplingParams(n=3, max_new_tokens=24, seed=3, stop_token_ids=STOP)
 
 
 @cache
@@ -90,3 +92,18 @@ def worst_error(family: str, prompts: dict[Hashable, list[int]], found: Found) -
         float((torch.tensor(c.log_probs) - e).abs().max())
         for c, e in zip(completions, expected, strict=True)
     )
+
+
+def with_n(n: int, **changes: int) -> SamplingParams:
+    return SamplingParams(
+        n=n, **{"max_new_tokens": 24, "seed": 3, "stop_token_ids": STOP} | changes
+    )
+
+
+def generated(engine: NativeEngine, prompts: list[list[int]], params: SamplingParams) -> Found:
+    completions = engine.generate(prompts, params)
+    return {(i // params.n, i % params.n): c for i, c in enumerate(completions)}
+
+
+def texts(found: Found) -> dict[tuple[Hashable, int], tuple[list[int], str]]:
+    return {name: (c.token_ids, c.finish_reason) for name, c in found.items()}

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import random
 import sys
+import time
 from pathlib import Path
 
 import flask.globals  # noqa: F401 (its proxies once broke the start of vLLM)
@@ -24,17 +25,13 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
-def vllm_parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
-    return dict(engine._llm.apply_model(lambda module: list(module.named_parameters()))[0])
-
-
 @needs_vllm
 def test_the_fused_parameters_are_the_trainers(vllm_subject: Subject) -> None:
     engine, model = vllm_subject.engine, vllm_subject.model
     assert isinstance(engine, VllmEngine)
     assert engine.shares_storage
     engine.update_weights(model, engine.policy_version)
-    inner = vllm_parameters(engine)
+    inner = engine.storages()
     for index, layer in enumerate(model.model.layers):
         fused = inner[f"model.layers.{index}.self_attn.qkv_proj.weight"]
         start = fused.data_ptr()
@@ -45,6 +42,41 @@ def test_the_fused_parameters_are_the_trainers(vllm_subject: Subject) -> None:
         gate_up = inner[f"model.layers.{index}.mlp.gate_up_proj.weight"]
         assert layer.mlp.gate_proj.weight.data_ptr() == gate_up.data_ptr()
     assert model.lm_head.weight.data_ptr() == inner["model.embed_tokens.weight"].data_ptr()
+
+
+@needs_vllm
+def test_a_switch_takes_less_than_a_millisecond_and_no_memory(vllm_subject: Subject) -> None:
+    """An optimizer step writes where vLLM reads; what is left is to forget the prefix cache."""
+    engine, model = vllm_subject.engine, vllm_subject.model
+    engine.update_weights(model, engine.policy_version)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    pointers = {name: p.data_ptr() for name, p in model.named_parameters()}
+    seconds = []
+    for _ in range(10):
+        model(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]])).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        started = time.perf_counter()
+        engine.update_weights(model, engine.policy_version + 1)
+        seconds.append(time.perf_counter() - started)
+        c = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))[0]
+        expected = reference_log_probs(model, [5, 6, 7], c.token_ids)
+        assert torch.allclose(torch.tensor(c.log_probs), expected, atol=1e-4)
+    assert min(seconds) < 1e-3
+    assert pointers == {name: p.data_ptr() for name, p in model.named_parameters()}
+
+
+@needs_vllm
+def test_an_error_of_the_progress_callback_leaves_no_request(vllm_subject: Subject) -> None:
+    engine, model = vllm_subject.engine, vllm_subject.model
+
+    def stop(finished: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(make_prompts(20), SamplingParams(n=2, max_new_tokens=9), stop)
+    engine.update_weights(model, engine.policy_version + 1)
+    assert len(engine.generate([[5]], SamplingParams(n=3, max_new_tokens=4))) == 3
 
 
 @needs_vllm

@@ -194,7 +194,7 @@ def test_groups_that_are_not_the_process_groups_ranks_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("parallel", "tp"), [({"fsdp": 2, "tp": 2}, 4), ({"pp": 2, "tp": 2}, 2), ({"tp": 4}, 2)]
+    ("parallel", "tp"), [({"fsdp": 2, "tp": 2}, 4), ({"pp": 2, "tp": 2}, 2), ({"fsdp": 4}, 2)]
 )
 def test_four_ranks(parallel: dict[str, int], tp: int) -> None:
     """With tp=4 key heads are on several ranks, and a group is not in the order of its ranks."""

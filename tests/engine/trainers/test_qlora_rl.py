@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_engine import arithmetic_rows, random_completions
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -116,25 +117,38 @@ def result(row: dict[str, float]) -> dict[str, float]:
     return {k: v for k, v in row.items() if not k.startswith(("perf/", "checkpoint/"))}
 
 
-def test_a_resumed_run_ahead_is_the_uninterrupted_one(
-    start_folder: Path, tmp_path: Path
-) -> None:
-    """Rollout one step ahead has a copy of its own, to which only adapters travel."""
-    changes = {"mode": "one_step_off", "save_freq": 2, "total_training_steps": 4, "threads": 2}
+def test_a_resumed_run_is_the_uninterrupted_one(start_folder: Path, tmp_path: Path) -> None:
+    changes = {"save_freq": 2, "total_training_steps": 4}
     with trainer(start_folder, lora("nf4"), **changes) as whole:
         whole.fit()
         whole.save(tmp_path / "whole")
     with trainer(start_folder, lora("nf4"), **changes) as first:
         first.fit(2, checkpoint_dir=tmp_path / "ckpt")
+    [file] = (tmp_path / "ckpt").rglob("actor-*.model.safetensors")
+    assert (
+        load_file(file).keys()
+        == adapter_parameters(policy_model(start_folder, "float32", lora("nf4"))).keys()
+    )
     with trainer(start_folder, lora("nf4"), **changes) as second:
         second.fit(checkpoint_dir=tmp_path / "ckpt")
         second.save(tmp_path / "resumed")
-    for row, same in zip(whole.history[2:], second.history, strict=True):
+    for row, same in zip(whole.history, second.history, strict=True):
         assert result(row) == result(same)
     a, b = (weights(load_model(tmp_path / name)) for name in ("whole", "resumed"))
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_rollout_ahead_has_a_quantised_copy_that_follows(
+    start_folder: Path, tmp_path: Path
+) -> None:
+    with trainer(start_folder, lora("nf4"), mode="one_step_off", threads=2) as subject:
+        subject.fit()
+        subject.save(tmp_path / "out")
     start = policy_model(start_folder, "float32", lora("nf4"), seed=0)
-    merged_change(tmp_path / "resumed", start, "nf4")
+    merged_change(tmp_path / "out", start, "nf4")
+    weighed = [row["rollout_corr/rollout_is_mean"] for row in subject.history]
+    assert weighed[0] == pytest.approx(1.0, abs=1e-4), "the copy's base and adapters are the same"
+    assert all(0.5 < mean < 2.0 for mean in weighed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
