@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 if TYPE_CHECKING:
+    from engine.data.loader import make_rl_data_loader
     from engine.hybrid import HybridActor, measure_switch_overhead
     from engine.models import create_critic_model
     from engine.trainers.rl import RLTrainer
@@ -24,6 +25,7 @@ __all__ = [
     "RLTrainer",
     "SFTTrainer",
     "create_critic_model",
+    "make_rl_data_loader",
     "measure_switch_overhead",
 ]
 
@@ -32,6 +34,7 @@ _HOMES = {
     "RLTrainer": "engine.trainers.rl",
     "SFTTrainer": "engine.trainers.sft",
     "create_critic_model": "engine.models",
+    "make_rl_data_loader": "engine.data.loader",
     "measure_switch_overhead": "engine.hybrid",
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,7 +66,8 @@ class AsyncRollout:
     `spawn(name, attempt)` starts a worker's process and returns roles with one role of that name
     that has `pump` and `load_weights`; `next_prompt()` gives the next prompt, a batch of one row;
     `score(group)` starts scoring a finished group; `keep(group)` says whether it may be learned
-    from (None: always). The first three are called from a thread of this object's own.
+    from (None: always). The first three are called from a thread of this object's own. `finished`
+    is what this method of an earlier rollout gave.
     """
 
     def __init__(
@@ -79,18 +81,23 @@ class AsyncRollout:
         score: Callable[[Batch], Future],
         weights: Published,
         keep: Callable[[Batch], bool] | None = None,
+        finished: Sequence[tuple[Batch, Batch]] = (),
         timeout_s: float = 1800.0,
     ) -> None:
         self._next_prompt, self._score, self._keep = next_prompt, score, keep
         self._timeout_s = timeout_s
         version = weights.version
-        self.admission = Admission(limits, version=version, consumed=version * limits.batch)
+        consumed = version * limits.batch
+        self.admission = Admission(limits, version=version, consumed=consumed, begun=consumed)
         self.fleet = Fleet.begin(names, time.monotonic(), health, limits.staleness, version)
         self.counts = Counts()
         self._weights = weights
         self._prompts: dict[int, Batch] = {}  # by key, until consumed
         self._scoring: dict[Ticket, tuple[Batch, Future]] = {}
         self._scored: dict[int, Batch] = {}
+        self._again: deque[Batch] = deque()  # prompts that come before all others
+        for prompt, group in finished:
+            self._put(prompt, group)
         self._processes = Processes(spawn, len(names))
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -143,10 +150,17 @@ class AsyncRollout:
                 "async/resyncs": float(self.counts.resyncs),
             }
 
-    def unconsumed(self) -> list[Batch]:
-        """Prompts that were begun and that no batch has had yet, in the order of their keys."""
+    def finished(self) -> list[tuple[Batch, Batch]]:
+        """Prompts and scored completions that no batch has had yet, oldest first."""
         with self._changed:
-            return [self._prompts[key] for key in sorted(self._prompts)]
+            keys = [group.ticket.key for group in self.admission.queue]
+            return [(self._prompts[key], self._scored[key]) for key in keys]
+
+    def unfinished(self) -> list[Batch]:
+        """Prompts that were begun and have no completions yet, in the order of their keys."""
+        with self._changed:
+            begun = sorted(self._prompts.keys() - self._scored)
+            return [*(self._prompts[key] for key in begun), *self._again]
 
     def timeline(self) -> list[Span]:
         """Spans of the workers since the last time; one that is dead or hangs has none."""
@@ -168,6 +182,17 @@ class AsyncRollout:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _put(self, prompt: Batch, group: Batch) -> None:
+        """Take on a finished group, under a key of this rollout."""
+        versions = set(group["token_versions"][group["response_mask"].bool()].tolist())
+        self.admission, key = self.admission.restored(versions)
+        if key is None:
+            self._again.append(prompt)
+        else:
+            own = {"group_ids": torch.full((len(group),), key)}
+            self._prompts[key] = prompt | {"group_ids": torch.tensor([key])}
+            self._scored[key] = group | own
 
     # The event loop: everything below runs in its thread, or under the lock.
 
@@ -235,7 +260,7 @@ class AsyncRollout:
         while len(fresh) < share and self.admission.may_start(version):
             self.admission, ticket = self.admission.start(name, version)
             if ticket.key not in self._prompts:
-                row = self._next_prompt()
+                row = self._again.popleft() if self._again else self._next_prompt()
                 self._prompts[ticket.key] = row | {"group_ids": torch.tensor([ticket.key])}
             fresh.append(self._prompts[ticket.key])
         return fresh

@@ -181,6 +181,21 @@ class Admission:
         queue = tuple(sorted((*self.queue, group), key=lambda g: g.age_order))
         return replace(self._without({ticket.key}), queue=queue), True
 
+    def restored(self, versions: Collection[int]) -> tuple[Admission, int | None]:
+        """Queue a group that an earlier run had finished; returns its new key.
+
+        None, without effect, where it could not be consumed in time: its prompt is sampled again.
+        """
+        self._check_version(max(versions))
+        step = self.consumed // self.limits.batch
+        if self.room <= 0 or not self._in_time([*self._ages(), min(versions)], step):
+            return self, None
+        ticket = Ticket(self.begun, self.attempts)
+        group = Group(ticket, "", oldest=min(versions), newest=max(versions))
+        queue = tuple(sorted((*self.queue, group), key=lambda g: g.age_order))
+        state = replace(self, begun=self.begun + 1, attempts=self.attempts + 1, queue=queue)
+        return state, ticket.key
+
     def reject(self, ticket: Ticket) -> Admission:
         """Throw a group in flight away for good; its prompt isn't sampled again."""
         if self._current(ticket) is None:

@@ -85,7 +85,8 @@ def default_roots(artifact: str = "") -> list[str]:
     roots = []
     if artifact:
         store, _, rest = artifact.rstrip("/").rpartition(f"/{ARTIFACTS}/")
-        if store and rest.count("/") == 1:
+        known = is_remote(artifact) or as_path(f"{store}/{ARTIFACTS}").is_dir()
+        if store and rest.count("/") == 1 and known:
             roots.append(f"{store}/{ARTIFACTS}")
     own = home() / ARTIFACTS
     if own.is_dir() and str(own) not in roots:

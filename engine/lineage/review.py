@@ -182,7 +182,8 @@ def _roots(starts: Iterable[_Start]) -> list[str]:
     """Return the stores to search when none was named."""
     roots: dict[str, None] = {}
     for start in starts:
-        places = [start.node.uri] if start.node else []
+        is_version = bool(start.parents)  # whose own files lie in MLflow's store, not in ours
+        places = [start.node.uri] if start.node and not is_version else []
         places += [parent.uri for parent in start.parents]
         for place in places or [""]:
             roots.update(dict.fromkeys(default_roots(place)))

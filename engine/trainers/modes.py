@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.algorithms.dynamic_sampling import groups_with_signal
@@ -27,6 +28,7 @@ from engine.controller.published import Published, Publisher
 from engine.controller.staleness import Limits
 from engine.dataflows.algo import StepResult
 from engine.errors import WeightSyncError
+from engine.trainers.queue_state import Queued
 from engine.trainers.rl_setup import stream_placement, stream_spec
 
 if TYPE_CHECKING:
@@ -46,18 +48,30 @@ def one_step_off(trainer: RLTrainer, count: int) -> Steps:
     """The sampler works on the next step's prompts while this step's update runs."""
     roles = trainer.roles
     publisher = Publisher(roles.actor, deltas=trainer.config.trainer.delta_sync)
-    prompts, weights = trainer.prompts.next_batch(), publisher.publish(trainer.step)
-    ahead = Ahead(roles.sampler, prompts, weights, has=-1)
+    weights: Published | None = None
+    ahead: Ahead | Restored
+    if trainer.restored:
+        [queued], trainer.restored = trainer.restored, []
+        prompts, ahead = queued.prompts, Restored(queued.done)
+    else:
+        prompts, weights = trainer.prompts.next_batch(), publisher.publish(trainer.step)
+        ahead = Ahead(roles.sampler, prompts, weights, has=-1)
     for left in range(count, 0, -1):
         here, sampled = prompts, ahead.completions()
+        trainer.queued = list
         if left > 1:
-            prompts, has = trainer.prompts.next_batch(), weights.version
-            if trainer.step != has:
+            prompts, has = trainer.prompts.next_batch(), weights.version if weights else -1
+            if weights is None or trainer.step != has:
                 weights = publisher.publish(trainer.step)
             ahead = Ahead(roles.sampler, prompts, weights, has)
-        trainer.later = 1 if left > 1 else 0
+            trainer.queued = partial(_sampled, prompts, ahead)
         answering = View(roles, rollout=Answers(roles.rollout, generate=sampled))
         yield trainer.dataflow.step(answering, here, trainer.algo)
+
+
+def _sampled(prompts: Batch, ahead: Ahead) -> list[Queued]:
+    """The next step's completions, once they are there."""
+    return [Queued(prompts, ahead.completions().result())]
 
 
 def asynchronous(trainer: RLTrainer, count: int) -> Steps:
@@ -83,9 +97,12 @@ def asynchronous(trainer: RLTrainer, count: int) -> Steps:
         score=roles.reward.score_part,
         weights=publisher.publish(trainer.step),
         keep=_signal(trainer),
+        finished=[(queued.prompts, queued.done) for queued in trainer.restored],
         timeout_s=config.step_timeout_s,
     ) as rollout:
-        trainer.unconsumed = rollout.unconsumed
+        trainer.restored = []
+        trainer.unconsumed = rollout.unfinished
+        trainer.queued = lambda: [Queued(*group) for group in rollout.finished()]
         trainer.other_spans = rollout.timeline
         for _ in range(count):
             prompts, batch = rollout.take()
@@ -135,13 +152,25 @@ class Ahead:
     def completions(self) -> Future:
         """The completions, once the weights are in place: sent whole where a delta has failed."""
         if self._loaded is not None:
+            loaded, self._loaded = self._loaded, None
             try:
-                self._loaded.result()
+                loaded.result()
             except WeightSyncError as error:
                 log.warning("the sampler gets the weights whole: %s", error)
                 self._sampler.load_weights(self._weights.whole).result()
                 self._completions = self._sampler.generate(self._prompts)
         return self._completions
+
+
+class Restored:
+    """Completions that were there already when a run was resumed."""
+
+    def __init__(self, done: Batch) -> None:
+        self._done = done
+
+    def completions(self) -> Future:
+        """They."""
+        return Ready(self._done)
 
 
 class View:

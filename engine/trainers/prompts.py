@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from engine.batch import Batch
@@ -15,6 +13,7 @@ from engine.controller.timeline import span
 from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
 from engine.data.templates import encode_prompt
+from engine.trainers.queue_state import plain
 
 
 class PromptStream:
@@ -28,7 +27,7 @@ class PromptStream:
         self._ahead: Batch | None = None  # drawn and not handed out, or not wholly
         self._given = 0  # of its rows, one by one
         self._again: deque[Batch] = deque()  # single prompts that come before all others
-        self._marks: deque[dict[str, Any]] = deque(maxlen=8)  # the loader before its latest draws
+        self._mark: dict[str, Any] = {}  # the loader before its latest draw
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Batch:
         """The batch of prompts that a rollout starts from."""
@@ -53,15 +52,13 @@ class PromptStream:
         self._given += 1
         return self._ahead.rows([self._given - 1])
 
-    def state_dict(self, later: int = 0, again: Sequence[Batch] = ()) -> dict[str, Any]:
+    def state_dict(self, again: Sequence[Batch] = ()) -> dict[str, Any]:
         """Where to go on: plain values, fit for JSON.
 
-        `later` counts the batches that were handed out for steps that aren't done, `again` are
-        single prompts that were.
+        `again` are single prompts that were handed out and led to nothing yet.
         """
-        waiting = later + (self._ahead is not None)
         return {
-            "loader": self._marks[-waiting] if waiting else self.loader.state_dict(),
+            "loader": self.loader.state_dict() if self._ahead is None else self._mark,
             "given": self._given if self._ahead is not None else 0,
             "again": [_row(prompt) for prompt in (*again, *self._again)],
         }
@@ -75,16 +72,12 @@ class PromptStream:
         self._again = deque(self.encode([row]) for row in state["again"])
 
     def _draw(self) -> Batch:
-        self._marks.append(self.loader.state_dict())
+        self._mark = self.loader.state_dict()
         return self.encode(self.loader.next_batch())
 
 
 def _row(prompt: Batch) -> dict[str, Any]:
     """The data row that a batch of one prompt was made of, as plain values."""
     columns = {k: v[0] for k, v in prompt.columns.items() if k not in ("prompt_ids",)}
-    row: dict[str, Any] = json.loads(json.dumps(columns, default=_plain))
+    row: dict[str, Any] = plain(columns)
     return row
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

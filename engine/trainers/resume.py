@@ -11,6 +11,7 @@ from engine.checkpoint import Checkpoint, CheckpointStore, Saver
 from engine.checkpoint.rng import process_rng, set_process_rng
 from engine.config import RLConfig
 from engine.errors import CheckpointError
+from engine.trainers.queue_state import Queued
 
 if TYPE_CHECKING:
     from engine.trainers.rl import RLTrainer
@@ -60,6 +61,7 @@ def restore(trainer: RLTrainer, saver: Saver, checkpoint: Checkpoint) -> None:
         trainer.roles.sampler.load_weights(trainer.roles.actor.weights()).result()
     trainer.step = int(state["step"])
     trainer.prompts.load_state_dict(state["prompts"])
+    trainer.restored = [Queued.of(tree) for tree in state["queue"]]
     trainer.algo.load_state_dict(state["algo"])
     trainer.history = [dict(row) for row in state["history"]]
     set_process_rng(state["rng"])
@@ -77,10 +79,12 @@ def settings_digest(config: RLConfig) -> str:
 
 
 def _state(trainer: RLTrainer) -> dict[str, Any]:
+    queued = [one.tree() for one in trainer.queued()]  # before the prompts: it may finish some
     return {
         "step": trainer.step,
         "settings": settings_digest(trainer.config),
-        "prompts": trainer.prompts.state_dict(trainer.later, trainer.unconsumed()),
+        "queue": queued,
+        "prompts": trainer.prompts.state_dict(again=trainer.unconsumed()),
         "algo": trainer.algo.state_dict(),
         "history": trainer.history,
         "rng": process_rng(),

@@ -34,6 +34,7 @@ from engine.preemption import Notice
 from engine.trainers.layouts import check_layouts
 from engine.trainers.modes import MODES
 from engine.trainers.prompts import PromptStream
+from engine.trainers.queue_state import Queued
 from engine.trainers.resume import make_saver, restore, save
 from engine.trainers.rl_checks import check_config, check_teacher
 from engine.trainers.rl_setup import Build, check_lora, effective, place, role_specs
@@ -84,8 +85,9 @@ class RLTrainer:
         )
         self.step = 0
         self.history: list[dict[str, float]] = []  # a row a step, since step 1
-        self.later = 0  # batches of prompts that were handed out for later steps
         self.unconsumed: Callable[[], Sequence[Batch]] = list  # single prompts under way
+        self.queued: Callable[[], Sequence[Queued]] = list  # completions for later steps; waits
+        self.restored: list[Queued] = []  # those of a checkpoint
         self.other_spans: Callable[[], list[Span]] = list  # of processes beside the roles
         self.build = Build(
             str(model_path),

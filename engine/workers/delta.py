@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.errors import WeightSyncError
 
-CHUNK = 1 << 22  # numbers in a piece: bounds the memory that comparing takes
+CHUNK = 1 << 18  # numbers in a piece: what is compared stays in a core's cache
 _ESCAPE = 255  # in gaps: 255 unchanged numbers, and the gap goes on
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HEADER = np.dtype(
@@ -84,21 +84,26 @@ def _encode(tensor: int, start: int, old: np.ndarray, new: np.ndarray) -> Piece 
     many = int(np.count_nonzero(changed))
     if not many:
         return None
-    with np.errstate(over="ignore"):
-        every = new - old  # wraps, as adding it does
-    some = every if many == every.size else every[changed]
+    where = np.flatnonzero(changed) if many < old.size // 4 else None
+    with np.errstate(over="ignore"):  # wraps, as adding it does
+        if where is None:
+            every = new - old
+            some = every if many == old.size else every[changed]
+        else:
+            some = new[where] - old[where]
     misfits = _misfits(some)
-    width, sparse = _narrowest(misfits, many, every.itemsize)
-    all_width, dense = _narrowest(misfits, every.size, every.itemsize)
-    gaps, bitmap = many + every.size // _ESCAPE, -(-every.size // 8)
-    if dense <= sparse + min(gaps, bitmap):
-        form, width, shown, places = Form.ALL, all_width, every, _bytes(every[:0])
+    width, sparse = _narrowest(misfits, many, old.itemsize)
+    all_width, dense = _narrowest(misfits, old.size, old.itemsize)
+    gaps, bitmap = many + old.size // _ESCAPE, -(-old.size // 8)
+    if where is None and dense <= sparse + min(gaps, bitmap):
+        form, width, some, places = Form.ALL, all_width, every, _bytes(every[:0])
     elif gaps <= bitmap:
-        form, shown, places = Form.GAPS, some, _gaps(np.flatnonzero(changed))
+        form = Form.GAPS
+        places = _gaps(np.flatnonzero(changed) if where is None else where)
     else:
-        form, shown, places = Form.BITMAP, some, np.packbits(changed, bitorder="little")
-    values, wide = _narrow(shown, width)
-    return Piece(tensor, start, every.size, every.itemsize, form, width, places, values, wide)
+        form, places = Form.BITMAP, np.packbits(changed, bitorder="little")
+    values, wide = _narrow(some, width)
+    return Piece(tensor, start, old.size, old.itemsize, form, width, places, values, wide)
 
 
 def add(piece: Piece, target: Tensor) -> None:
@@ -161,12 +166,18 @@ def _misfits(diff: np.ndarray) -> dict[int, int]:
     """How many differences can't be held, by bytes of a difference; its least value is taken."""
     counts, width = {}, 1
     while width < diff.itemsize:
-        least = -(1 << (8 * width - 1))
-        counts[width] = diff.size - int(np.count_nonzero((diff > least) & (diff < -least)))
+        counts[width] = int(np.count_nonzero(_too_wide(diff, diff.astype(f"<i{width}"))))
         if not counts[width]:
             return counts
         width *= 2
     return counts | {width: 0}
+
+
+def _too_wide(diff: np.ndarray, narrow: np.ndarray) -> np.ndarray:
+    """Which differences are not, or must not be, what they are when cut to the narrow type."""
+    misfits: np.ndarray = narrow != diff
+    misfits |= narrow == np.iinfo(narrow.dtype).min
+    return misfits
 
 
 def _narrowest(misfits: dict[int, int], shown: int, itemsize: int) -> tuple[int, int]:
@@ -179,10 +190,10 @@ def _narrowest(misfits: dict[int, int], shown: int, itemsize: int) -> tuple[int,
 def _narrow(diff: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     if width == diff.itemsize:
         return _bytes(diff), _bytes(diff[:0])
-    least = -(1 << (8 * width - 1))
-    fits = (diff > least) & (diff < -least)
-    values = np.where(fits, diff, least).astype(f"<i{width}")
-    return _bytes(values), _bytes(diff[~fits])
+    values = diff.astype(f"<i{width}")
+    misfits = _too_wide(diff, values)
+    values[misfits] = np.iinfo(values.dtype).min
+    return _bytes(values), _bytes(diff[misfits])
 
 
 def _widen(piece: Piece) -> np.ndarray:

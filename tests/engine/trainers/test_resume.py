@@ -15,9 +15,10 @@ import torch
 from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM
 
+from engine.checkpoint import find_latest
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
-from engine.errors import CheckpointError, WorkerError
+from engine.errors import CheckpointError, PreemptedError, WorkerError
 from engine.trainers.attempts import run_attempts
 from engine.trainers.prompts import PromptStream
 from engine.trainers.rl import RLTrainer
@@ -69,17 +70,19 @@ def assert_same(first: Path, second: Path) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
-    tiny_folder: Path, tmp_path: Path
+    tiny_folder: Path, tmp_path: Path, mode: str
 ) -> None:
-    with trainer(tiny_folder) as whole:
+    run = {"mode": mode}
+    with trainer(tiny_folder, trainer=run) as whole:
         whole.fit(checkpoint_dir=tmp_path / "a")
         whole.save(tmp_path / "whole")
-    with trainer(tiny_folder) as first:
+    with trainer(tiny_folder, trainer=run) as first:
         first.on_step = _stop_after(5)
         with pytest.raises(KeyboardInterrupt):
             first.fit(checkpoint_dir=tmp_path / "b")
-    with trainer(tiny_folder) as second:
+    with trainer(tiny_folder, trainer=run) as second:
         second.fit(checkpoint_dir=tmp_path / "b")
         second.save(tmp_path / "resumed")
         assert second.step == 6
@@ -91,7 +94,7 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
 def test_rollout_ahead_resumes_without_losing_a_prompt(
     tiny_folder: Path, tmp_path: Path, mode: str
 ) -> None:
-    """What was sampled ahead is sampled again, by newer weights; every prompt is seen once."""
+    """What was sampled ahead and is whole is in the checkpoint; every prompt is seen once."""
     seen: list[str] = []
 
     def watched() -> RLTrainer:
@@ -111,7 +114,16 @@ def test_rollout_ahead_resumes_without_losing_a_prompt(
             first.fit(checkpoint_dir=tmp_path)
     assert len(seen) == 12
     del seen[8:]  # step 3 came after the last checkpoint
+    found = find_latest(tmp_path)
+    assert found is not None
     with watched() as second:
+        second.resume(tmp_path)
+        kept = [one.done for one in second.restored]
+        if mode == "one_step_off":
+            assert [len(done) for done in kept] == [16]
+            assert set(kept[0]["policy_version"].tolist()) == {1}
+        else:  # whole groups, the versions of their tokens with them
+            assert all(len(done) == 4 and "token_versions" in done for done in kept)
         second.fit(checkpoint_dir=tmp_path)
         assert second.step == 4
     assert sorted(seen) == sorted(row["prompt"][0]["content"] for row in arithmetic_rows(16))
@@ -246,3 +258,40 @@ def test_prompts_come_again_in_order(tiny_folder: Path) -> None:
     second.load_state_dict(state)
     again = [text(second.next_one()) for _ in range(8)]
     assert again == [text(drawn[4]), text(drawn[6]), *rest]
+
+
+def test_a_finished_run_says_so_and_trains_no_more(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = {"total_training_steps": 2}
+    with trainer(tiny_folder, trainer=run) as first:
+        first.fit(checkpoint_dir=tmp_path)
+    with trainer(tiny_folder, trainer=run) as second, caplog.at_level(logging.WARNING):
+        second.on_step = lambda *facts: pytest.fail("trained again")
+        second.fit(checkpoint_dir=tmp_path)
+    assert "at step 2 of 2 already; nothing to train" in caplog.text
+    assert facts(second) == facts(first)
+
+
+def test_sigterm_saves_the_step_and_another_folder_goes_on_from_it(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """As a pre-empted Flyte task and its next attempt, which has a checkpoint folder of its own."""
+
+    def strike(step: int, total: int, metrics: dict[str, float]) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with trainer(tiny_folder) as whole:
+        whole.fit()
+    with trainer(tiny_folder, trainer={"save_freq": 100}) as first:
+        first.on_step = strike
+        with pytest.raises(PreemptedError, match=r"after step 3; .*a/step_3"):
+            first.fit(checkpoint_dir=tmp_path / "a")
+    with trainer(tiny_folder, trainer={"save_freq": 100}) as second:
+        begun: list[int] = []
+        second.on_step = lambda step, total, metrics: begun.append(step)
+        second.fit(checkpoint_dir=tmp_path / "b", resume_from=tmp_path / "a")
+        assert begun == [4, 5, 6]
+        assert facts(second) == facts(whole)
+    assert {p.name for p in (tmp_path / "b").iterdir()} == {"step_3", "step_6"}

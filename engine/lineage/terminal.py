@@ -1,0 +1,150 @@
+"""A graph as text for a terminal and as JSON values for a program."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.markup import escape
+from rich.tree import Tree
+
+from engine.lineage.audit import Audit
+from engine.lineage.compare import Comparison
+from engine.lineage.graph import Edge, Graph, Node
+from engine.lineage.review import Review
+
+SHOWN_METRICS = 4
+
+
+def trees(review: Review) -> list[Tree]:
+    """Return, for each thing asked about, a tree of what made it and one of what came of it."""
+    found = []
+    for node in review.starts:
+        found.append(_tree(review.graph, node, up=True))
+        if review.graph.children(node.key):
+            found.append(_tree(review.graph, node, up=False))
+    return found
+
+
+def _tree(graph: Graph, root: Node, up: bool) -> Tree:
+    """Walk parents, or children; a node's own are shown where it first occurs."""
+    edges: dict[str, list[Edge]] = {}
+    for edge in graph.edges.values():
+        edges.setdefault(edge.child if up else edge.parent, []).append(edge)
+    tree = Tree(label(root) if up else f"[bold]what came of {escape(root.name)}[/bold]")
+    shown = {root.key}
+    todo = [(tree, root.key)]
+    while todo:
+        branch, key = todo.pop()
+        below = []
+        for edge in edges.get(key, []):
+            node = graph.nodes[edge.parent if up else edge.child]
+            repeated = node.key in shown and bool(edges.get(node.key))
+            part = f"as {edge.name}" if not up else edge.name
+            twig = branch.add(label(node, part, repeated))
+            shown.add(node.key)
+            if not repeated:
+                below.append((twig, node.key))
+        todo += reversed(below)
+    return tree
+
+
+def label(node: Node, part: str = "", repeated: bool = False) -> str:
+    """Return one or two lines: part, kind and digest; then what made it and how well it did."""
+    head = f"[bold]{escape(node.kind)}[/bold] [cyan]{escape(node.digest[:12])}[/cyan]"
+    if node.label and node.manifest is None and node.kind != "source":
+        head = f"[bold]{escape(node.label)}[/bold] [cyan]{escape(node.digest[:12])}[/cyan]"
+    if part and part != node.kind:
+        head = f"{escape(part)}: {head}"
+    if node.missing:
+        return f"{head} [red]missing[/red] [dim]{escape(node.uri)}[/dim]"
+    if repeated:
+        return f"{head} [dim]shown elsewhere[/dim]"
+    if node.manifest is None:
+        aliases = node.facts.get("aliases", "")
+        named = f" [green]@{escape(aliases)}[/green]" if aliases else ""
+        return f"{head}{named} [dim]{escape(node.uri)}[/dim]"
+    manifest = node.manifest
+    facts = [
+        f"{manifest.created_at:%Y-%m-%d %H:%M}",
+        f"code {_short_version(manifest.code_version)}",
+        f"config {manifest.config_digest[:12]}",
+    ]
+    if manifest.mlflow_run:
+        facts.append(f"run {manifest.mlflow_run[:12]}")
+    facts += [f"{k}={v:.4g}" for k, v in list(manifest.metrics.items())[:SHOWN_METRICS]]
+    return f"{head} [dim]{escape(node.uri)}[/dim]\n{escape(' · '.join(facts))}"
+
+
+def _short_version(version: str) -> str:
+    """Shorten a git commit, keep its -dirty mark, and leave any other version as it is."""
+    commit, dash, mark = version.partition("-")
+    is_commit = len(commit) == 40 and all(c in "0123456789abcdef" for c in commit)
+    return f"{commit[:10]}{dash}{mark}" if is_commit else version
+
+
+def as_json(
+    review: Review, audit: Audit | None = None, comparison: Comparison | None = None
+) -> dict[str, Any]:
+    """Return all as JSON values; each artifact with its whole manifest less the file list."""
+    graph = review.graph
+    values: dict[str, Any] = {
+        "focus": list(graph.focus),
+        "nodes": [_node_json(node) for node in graph.nodes.values()],
+        "edges": [asdict(edge) for edge in graph.edges.values()],
+        "notes": review.notes,
+    }
+    if audit is not None:
+        values["verified"] = not audit.faults
+        values["checked"] = audit.checked
+        values["faults"] = [{"key": f.key, "text": f.text} for f in audit.faults]
+        values["notes"] = [finding.text for finding in audit.notes]
+    if comparison is not None:
+        values["differences"] = comparison_json(comparison)
+    return values
+
+
+def _node_json(node: Node) -> dict[str, Any]:
+    manifest = node.manifest
+    return {
+        "key": node.key,
+        "kind": node.kind,
+        "digest": node.digest,
+        "label": node.label,
+        "uri": node.uri,
+        "missing": node.missing,
+        "facts": node.facts,
+        "manifest_digest": manifest.own_digest if manifest else "",
+        "manifest": manifest.model_dump(mode="json", exclude={"files"}) if manifest else None,
+    }
+
+
+def comparison_json(found: Comparison) -> dict[str, Any]:
+    """Return the differences as JSON values, sides by their keys in the graph."""
+
+    def sides(changes: Any) -> list[dict[str, Any]]:
+        return [asdict(change) for change in changes]
+
+    return {
+        "before": found.before.key,
+        "after": found.after.key,
+        "same_content": found.same_content,
+        "code": sides(found.code),
+        "config": sides(found.config),
+        "parents": sides(found.parents),
+        "files": sides(found.files),
+        "metrics": [
+            {"name": m.name, "before": m.before, "after": m.after, "change": m.delta}
+            for m in found.metrics
+        ],
+        "data": [
+            {
+                "kind": change.kind,
+                "before": change.before.key if change.before else None,
+                "after": change.after.key if change.after else None,
+                "files": sides(change.files),
+                "rows": sides(change.rows),
+            }
+            for change in found.data
+        ],
+    }
