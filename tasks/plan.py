@@ -90,7 +90,7 @@ def plan(
         context,
         merged.sft,
         merged.rl,
-        merged.model.lora,
+        _adapters(merged.model),
         merged.evaluate,
         merged.promote,
         merged.seed,
@@ -116,6 +116,14 @@ def merge(config: RLHFConfig, source: str, path: str, model: str, seed: int) -> 
         return RLHFConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(error)) from None
+
+
+def _adapters(model: ModelConfig) -> LoRAConfig:
+    """RL's adapters: new ones, of the warm start's shape, on the merged model that it leaves."""
+    from engine.models import resolve_lora
+
+    lora = resolve_lora(model.path, model.lora) if model.lora.from_folder else model.lora
+    return lora.model_copy(update={"from_folder": False})
 
 
 def check(config: RLHFConfig) -> tuple[str, str]:

@@ -36,7 +36,13 @@ def sft(
     """Fine-tune the start model on the dataset's prompt/response pairs."""
     from engine.console import Progress, progress
     from engine.data.tokenizer import load_tokenizer
-    from engine.models import adapter_parameters, add_adapters, build_model, load_model, save_model
+    from engine.models import (
+        adapter_parameters,
+        build_model,
+        has_adapters,
+        policy_model,
+        save_model,
+    )
     from engine.trainers.sft import SFTTrainer
 
     settings = {
@@ -48,14 +54,13 @@ def sft(
         data = this.parent("dataset", dataset)
         tokenizer = load_tokenizer(data / "tokenizer")
         model = (
-            load_model(start.path, start.dtype)
+            policy_model(start.path, start.dtype, start.lora, seed)
             if start.path
             else build_model(start, tokenizer, seed)
         )
         size = sum(p.numel() for p in model.parameters())
         say(f"sft: {model.config.model_type} model with {size / 1e6:.2f}M parameters")
-        if start.lora.rank and start.path:  # a model from scratch has no base worth keeping
-            add_adapters(model, start.lora, seed)
+        if has_adapters(model):  # a model from scratch has none: no base is worth keeping
             size = sum(p.numel() for p in adapter_parameters(model).values())
             say(f"sft: trains adapters of {size / 1e6:.2f}M parameters")
         train, validation = (read_examples(data, n, tokenizer) for n in ("train", "validation"))

@@ -61,7 +61,7 @@ ABSENT: tuple[Absent, ...] = (
     _void("actor_rollout_ref.hybrid_engine", "the rollout always shares the trainer's weights"),
     _void("actor_rollout_ref.nccl_timeout", "deadlines are rl.trainer.step_timeout_s"),
     _void("*.enable_activation_offload", "activations are kept"),
-    _void("*.use_remove_padding", "padding is always left out of the arithmetic"),
+    _void("critic.model.use_remove_padding", "see rl.critic.parallel.packing"),
     _void("*.use_torch_compile", "nothing is compiled"),
     _void("*.use_liger", "the model's own kernels are used"),
     _void("*.use_fused_kernels", "the model's own kernels are used"),

@@ -72,6 +72,7 @@ _SPREAD = {
 VERL: dict[str, Key] = {
     **{f"{_ACTOR}.{name}": Key(f"rl.actor.parallel.{ours}") for name, ours in _SPREAD.items()},
     **{f"{_CRITIC}.{name}": Key(f"rl.critic.parallel.{ours}") for name, ours in _SPREAD.items()},
+    "actor_rollout_ref.model.use_remove_padding": Key("rl.actor.parallel.packing"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Key(
         "rl.actor.parallel.activation_checkpointing"
     ),

@@ -29,6 +29,9 @@ class ParallelConfig(Section):
     compute_dtype: Literal["", "float32", "bfloat16"] = Field(
         "", description="Of forward and backward; empty: the weights'. Masters stay float32"
     )
+    packing: bool = Field(
+        False, description="Rows end to end, without padding (flash or SDPA attention)"
+    )
     offload_params: bool = Field(False, description="Weights wait in CPU memory (fsdp)")
     offload_optimizer: bool = Field(False, description="AdamW's moments wait in CPU memory")
     activation_checkpointing: bool = Field(

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from engine.disk import fsync
 from engine.errors import LineageError
 from engine.lineage.code import code_version, sources_digest
-from engine.lineage.hashing import read_bytes
+from engine.lineage.hashing import as_path, file_system, is_remote, read_bytes
 from engine.lineage.manifest import Draft
 
 ORIGIN = "origin.json"
@@ -29,20 +29,39 @@ class Origin(Draft):
 
 
 def write_origin(folder: str | Path, draft: Draft) -> Origin:
-    """Write `origin.json` into a local folder of checkpoints, which is made if need be."""
+    """Write `origin.json` into a local or remote folder of checkpoints, which is made if need be.
+
+    Raises LineageError when it can't be written.
+    """
     origin = Origin(
         **dict(draft),
         code_version=code_version(),
         sources_digest=sources_digest(),
         created_at=datetime.now(UTC).replace(microsecond=0),
     )
-    target = Path(folder) / ORIGIN
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft_file = target.with_name(f".{ORIGIN}.{os.getpid()}")
-    draft_file.write_text(origin.model_dump_json(indent=2) + "\n")
-    fsync(draft_file)
-    os.replace(draft_file, target)
+    data = (origin.model_dump_json(indent=2) + "\n").encode()
+    try:
+        if is_remote(folder):
+            filesystem, path = file_system(str(folder))
+            filesystem.pipe_file(f"{path}/{ORIGIN}", data)
+        else:
+            _write_local(as_path(folder) / ORIGIN, data)
+    except LineageError:
+        raise
+    except Exception as error:  # fsspec's drivers raise errors of many libraries
+        words = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise LineageError(
+            f"can't write {folder}/{ORIGIN}: {words}; check the disk or the address"
+        ) from error
     return origin
+
+
+def _write_local(target: Path, data: bytes) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{ORIGIN}.{os.getpid()}")
+    draft.write_bytes(data)
+    fsync(draft)
+    os.replace(draft, target)
 
 
 def read_origin(folder: str) -> Origin | None:

@@ -51,7 +51,7 @@ def version_node(version: ModelVersion) -> Node:
         key=f"{MODEL_VERSION}:{version.name}:{version.version}",
         kind=MODEL_VERSION,
         digest=version.tags.get(ARTIFACT_TAG, ""),
-        uri=version.source,
+        uri=version.source.removeprefix("file://"),
         label=f"{version.name} version {version.version}",
         facts=facts,
     )

@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from engine.errors import ConfigError, WorkerError
-from engine.models.critic import CriticModel
 from engine.parallel.gradients import settle
 from engine.parallel.layout import ModelShape
 from engine.parallel.ranks import Ranks
@@ -140,14 +138,15 @@ class Stage(nn.Module, PeftAdapterMixin):
         }
 
 
-def take_stage(model: PreTrainedModel | CriticModel, stage: int, stages: int) -> Stage:
-    """Cut one stage out of a whole causal language model or critic (Llama, Mistral, Qwen2, Qwen3).
+def take_stage(model: nn.Module, stage: int, stages: int) -> Stage:
+    """Cut one stage out of a whole causal language model, or critic of a `backbone` and a `head`.
 
     The stage has the model's own modules: let go of `model` and what is of other stages is freed.
     Where embedding and head are tied, first and last stage each have the matrix, under the
-    embedding's and the head's name. Raises ConfigError for another family.
+    embedding's and the head's name. Raises ConfigError for a family other than Llama, Mistral,
+    Qwen2 and Qwen3.
     """
-    critic = isinstance(model, CriticModel)
+    critic = _is_critic(model)
     whole: Any = model.backbone if critic else model.base_model
     config = whole.config
     if config.model_type not in _FAMILIES:
@@ -173,11 +172,13 @@ def take_stage(model: PreTrainedModel | CriticModel, stage: int, stages: int) ->
     return cut.train(model.training)
 
 
-def _tied(
-    model: PreTrainedModel | CriticModel, cut: Stage, names: tuple[str, str]
-) -> tuple[str, ...]:
+def _is_critic(model: nn.Module) -> bool:
+    return hasattr(model, "backbone")
+
+
+def _tied(model: Any, cut: Stage, names: tuple[str, str]) -> tuple[str, ...]:
     """Names of this stage's copy of a matrix that embedding and head are, in two stages."""
-    if isinstance(model, CriticModel) or cut.stages == 1:
+    if _is_critic(model) or cut.stages == 1:
         return ()
     ends: tuple[Any, Any] = (model.get_input_embeddings(), model.get_output_embeddings())
     if getattr(ends[0], "weight", None) is not getattr(ends[1], "weight", None):

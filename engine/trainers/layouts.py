@@ -80,6 +80,16 @@ def check_layouts(config: RLConfig, lora: LoRAConfig, model_config: Any = None) 
             raise ConfigError(
                 f"{role}.parallel.offload_params is FSDP's; set {role}.parallel.fsdp to 2 or more"
             )
+        if parallel.packing and layout.pp * layout.sp > 1:
+            raise ConfigError(
+                f"{role}.parallel.packing with {layout}: stages and shares of sequences take padded "
+                "rows; leave packing out, or set pp and sp to 1"
+            )
+        if lora.quantize and layout.tp > 1:
+            raise ConfigError(
+                f"model.lora.quantize={lora.quantize} with {role}.parallel.tp={layout.tp}: a "
+                "quantised base can't be split; set tp=1"
+            )
         if layout.pp > 1 and layout.sp > 1:
             raise ConfigError(
                 f"{role}.parallel has pp={layout.pp} and sp={layout.sp}; a pipeline's stages can't "

@@ -29,7 +29,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo, StepResult
 from engine.dataflows.needs import needs_of
 from engine.errors import PreemptedError, WorkerError
-from engine.models import text_config
+from engine.models import resolve_lora, text_config
 from engine.preemption import Notice
 from engine.trainers.layouts import check_layouts
 from engine.trainers.modes import MODES
@@ -65,7 +65,7 @@ class RLTrainer:
         on_step: OnStep = lambda step, total, metrics: None,
     ) -> None:
         self.dataflow = check_config(config, max_response_length)
-        lora = lora or LoRAConfig()
+        lora = resolve_lora(model_path, lora or LoRAConfig())
         check_lora(lora, config)
         check_layouts(config, lora, text_config(model_path))
         self.config, self.on_step = effective(config), on_step

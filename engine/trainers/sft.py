@@ -23,6 +23,7 @@ from engine.config import SFTConfig
 from engine.data.collate import collate_completions
 from engine.errors import DataError
 from engine.models.forward import response_log_probs
+from engine.models.packing import apply_packing
 from engine.preemption import Notice
 from engine.trainers.sft_checkpoints import Saves
 from engine.workers.micro import micro_batches
@@ -61,6 +62,8 @@ class SFTTrainer:
         on_step: OnStep = lambda step, total, metrics: None,
     ) -> None:
         model.to(device())  # type: ignore[arg-type]  # a device is fine
+        if config.packing:
+            apply_packing(model)
         self.model, self.config, self.seed = model, config, seed
         self.pad_token_id, self.on_step = pad_token_id, on_step
 

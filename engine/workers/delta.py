@@ -9,10 +9,12 @@ are. Here are bytes only; whose weights they are, and checksums, are `sync`'s su
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from engine.errors import WeightSyncError
 
-CHUNK = 1 << 18  # numbers in a piece: what is compared stays in a core's cache
+CHUNK = 1 << 19  # numbers in a piece: it bounds the memory that comparing takes
 _ESCAPE = 255  # in gaps: 255 unchanged numbers, and the gap goes on
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HEADER = np.dtype(
@@ -71,12 +73,13 @@ def integers(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(_INTEGERS[min(tensor.element_size(), 8)])
 
 
-def encode(tensor: int, old: np.ndarray, new: np.ndarray) -> Iterator[Piece]:
+def encode(tensor: int, old: np.ndarray, new: np.ndarray, pool: Executor) -> Iterator[Piece]:
     """The pieces in which `new` differs from `old`, integers `[n]` both."""
-    for start in range(0, old.size, CHUNK):
-        piece = _encode(tensor, start, old[start : start + CHUNK], new[start : start + CHUNK])
-        if piece is not None:
-            yield piece
+
+    def piece(start: int) -> Piece | None:
+        return _encode(tensor, start, old[start : start + CHUNK], new[start : start + CHUNK])
+
+    return (found for found in pool.map(piece, range(0, old.size, CHUNK)) if found is not None)
 
 
 def _encode(tensor: int, start: int, old: np.ndarray, new: np.ndarray) -> Piece | None:
@@ -106,18 +109,30 @@ def _encode(tensor: int, start: int, old: np.ndarray, new: np.ndarray) -> Piece 
     return Piece(tensor, start, old.size, old.itemsize, form, width, places, values, wide)
 
 
-def add(piece: Piece, target: Tensor) -> None:
-    """Bring the numbers of a tensor from the old version to the new one.
+def add(pieces: Iterable[Piece], targets: Sequence[Tensor], pool: Executor) -> None:
+    """Bring the numbers of tensors from the old version to the new one.
 
-    `target` are its `integers`, on any device.
+    `targets[i]` are the `integers` of the tensor of number i, on any device.
     """
-    part = target[piece.start : piece.start + piece.count]
-    diff = torch.from_numpy(_widen(piece)).to(part.device)
-    if piece.form is Form.ALL:
-        part += diff
+    for _ in pool.map(lambda piece: _add(piece, targets[piece.tensor]), pieces):
+        pass  # raises what a piece did
+
+
+def _add(piece: Piece, target: Tensor) -> None:
+    part, diff = target[piece.start : piece.start + piece.count], _widen(piece)
+    where = None if piece.form is Form.ALL else _places(piece)
+    if part.device.type == "cpu":  # in numpy: torch would start threads of its own in each thread
+        _add_at(part.numpy(), where, diff)
         return
-    where = torch.from_numpy(_places(piece)).to(part.device)
-    part[where] += diff
+    index = None if where is None else torch.from_numpy(where).to(part.device)
+    _add_at(part, index, torch.from_numpy(diff).to(part.device))
+
+
+def _add_at(part: Any, where: Any, diff: Any) -> None:
+    if where is None:
+        part += diff
+    else:
+        part[where] += diff
 
 
 def pack(pieces: Sequence[Piece]) -> Tensor:

@@ -34,6 +34,7 @@ from engine.models.forward import (
     plain_readout,
     response_logits,
 )
+from engine.models.packing import apply_packing
 from engine.parallel import fsdp, gradients, stages
 from engine.parallel.full import full_parameters, load_full
 from engine.parallel.layout import Layout
@@ -191,6 +192,8 @@ class SpreadModel:
     def _apply(self, model: Any) -> tuple[nn.Module, Pipeline | None]:
         ranks, config = self.ranks, self.config
         module: Any = model
+        if config.packing:
+            apply_packing(getattr(module, "backbone", module))
         if ranks.size("pp") > 1:
             module = stages.take_stage(model, ranks.index("pp"), ranks.size("pp"))
         layers = decoder_layers(module)

@@ -11,6 +11,7 @@ controller's; which tensors there are is `weights`' subject.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
 
@@ -77,30 +78,31 @@ class WeightSender:
         if self._places is None:
             first = {name: tensor.cpu() for name, tensor in named}
             self._places, named = Places.of(first), first.items()
-        base, pieces = self._last, list[delta.Piece]()
         data = torch.empty(
             self._places.size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
         )
-        missing = set(self._places.at)
-        for name, tensor in named:
-            number, start, size = self._places.at.get(name, (0, 0, -1))
-            if name not in missing or size != tensor.nbytes:
-                raise WorkerError(
-                    f"the policy's tensor {name!r} was not among those sent before, or had another "
-                    "size; one sender serves one model"
-                )
-            missing.remove(name)
-            end = start + size
-            data[start:end] = tensor.contiguous().view(-1).view(torch.uint8)
-            if base is not None:
-                width = min(tensor.element_size(), 8)
-                row = (_integers(d[start:end], width) for d in (base.data, data))
-                pieces += delta.encode(number, *row)
+        missing, pieces = set(self._places.at), list[delta.Piece]()
+        with _threads() as pool:
+            for name, tensor in named:
+                number, start, size = self._places.at.get(name, (0, 0, -1))
+                if name not in missing or size != tensor.nbytes:
+                    raise WorkerError(
+                        f"the policy's tensor {name!r} was not among those sent before, or had "
+                        "another size; one sender serves one model"
+                    )
+                missing.remove(name)
+                end = start + size
+                data[start:end] = tensor.contiguous().view(-1).view(torch.uint8)
+                if self._last is not None:
+                    width = min(tensor.element_size(), 8)
+                    old, new = (_integers(d[start:end], width) for d in (self._last.data, data))
+                    pieces += delta.encode(number, old, new, pool)
         if missing:
             raise WorkerError(f"the policy came without its tensors {sorted(missing)}")
         whole = {"weights": data[None], "policy_version": torch.tensor([version])}
         if not self._deltas:
             return Batch(whole)
+        base = self._last
         self._last = Snapshot(version, data, _digest(self._places.header, [data]))
         self._delta = _delta_batch(base, self._last, pieces)
         return Batch(whole | {"digest": _row(self._last.digest)})
@@ -183,14 +185,14 @@ class WeightReceiver:
                 f"a delta is for weights of version {base}, this process has {has}: one was "
                 "missed, or came from another sender"
             )
-        row = [tensors[name] for name in sorted(tensors)]
-        with torch.no_grad():
-            for piece in delta.unpack(sent["delta"][0]):
-                tensor = row[piece.tensor]
-                own = tensor.contiguous()  # itself, unless it is a strided view
-                delta.add(piece, delta.integers(own))
-                if own.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(own)
+        row = [tensors[name].detach() for name in sorted(tensors)]
+        own = [tensor.contiguous() for tensor in row]  # itself, unless it is a strided view
+        with _threads() as pool:
+            changes = delta.unpack(sent["delta"][0])
+            delta.add(changes, [delta.integers(tensor) for tensor in own], pool)
+        for tensor, contiguous in zip(row, own, strict=True):
+            if contiguous.data_ptr() != tensor.data_ptr():
+                tensor.copy_(contiguous)
         if _digest(Places.of(tensors).header, row) != _bytes(sent["digest"]):
             raise WeightSyncError(
                 f"with the delta on them, this process's weights are not the actor's of version "
@@ -210,6 +212,11 @@ def _delta_batch(base: Snapshot | None, last: Snapshot, pieces: list[delta.Piece
     }
     sent = Batch(fields)
     return sent | {"checksum": _row(_checksum(sent))}
+
+
+def _threads() -> ThreadPoolExecutor:
+    """As many as torch may use in this process."""
+    return ThreadPoolExecutor(torch.get_num_threads(), "weight-sync")
 
 
 def _digest(header: bytes, tensors: Iterable[Tensor]) -> bytes:
