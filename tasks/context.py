@@ -131,7 +131,10 @@ class Stage:
         from engine.lineage.manifest import read_manifest
 
         path = local_artifact(artifact)
-        self.parents.append(read_manifest(path).as_parent(name, path))
+        source = str(artifact.remote_source or artifact.path)
+        # A pod's own copy is gone with the pod; children must name the address that stays.
+        uri = source if "://" in source else path
+        self.parents.append(read_manifest(path).as_parent(name, uri))
         return path
 
     def checkpoints(self) -> Checkpoints:
@@ -148,6 +151,20 @@ class Stage:
         digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
         return Checkpoints(str(home() / "checkpoints" / self.kind / digest[:16]))
 
+    def note_origin(self, checkpoints: Checkpoints) -> None:
+        """Write beside the checkpoints what they are being made from, for lineage."""
+        from engine.lineage.manifest import Draft
+        from engine.lineage.origin import write_origin
+
+        draft = Draft(
+            kind=self.kind,
+            parents=tuple(self.parents),
+            config=self.config,
+            flyte_execution=self.execution,
+            mlflow_run=self.tracked.run_id,
+        )
+        write_origin(checkpoints.folder, draft)
+
     def forget_checkpoints(self) -> None:
         """Delete local ones: what they led to is published.
 
@@ -159,6 +176,7 @@ class Stage:
     def publish(self, metrics: Mapping[str, float]) -> FlyteDirectory:
         """Write the manifest and move the folder to its place."""
         from engine.artifacts import Draft, publish
+        from engine.lineage.manifest import read_manifest
 
         seconds = time.perf_counter() - self.started
         self.tracked.log_metrics({"seconds": seconds, **metrics})
@@ -171,6 +189,11 @@ class Stage:
             mlflow_run=self.tracked.run_id,
         )
         path = publish(self.folder, draft)
+        manifest = read_manifest(path)
+        # What `python -m engine.lineage verify` compares the manifest with where it has no child.
+        self.tracked.set_tags(
+            {"artifact_digest": manifest.digest, "manifest_digest": manifest.own_digest}
+        )
         say(f"{self.kind}: done in {human_time(seconds)} → {shown(path)}")
         return as_output(path)
 

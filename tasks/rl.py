@@ -89,6 +89,7 @@ def rl(
         )
         history: list[dict[str, float]] = []
         checkpoints = this.checkpoints()
+        this.note_origin(checkpoints)
         run_attempts(make, work, checkpoints.folder, config.trainer.max_attempts)
         pd.DataFrame(history).to_parquet(this.folder / "metrics.parquet", index=False)
         this.tracked.log_folder(this.folder, "checkpoint")

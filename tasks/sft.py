@@ -78,6 +78,7 @@ def sft(
 
             trainer.on_step = report
             checkpoints = this.checkpoints()
+            this.note_origin(checkpoints)
             final = trainer.fit(train, validation, checkpoints.folder, checkpoints.before)
         save_model(model, tokenizer, this.folder)
         this.tracked.log_folder(this.folder, "checkpoint")

@@ -9,9 +9,9 @@ With the settings of a run its data come from the cache, so that the problems ar
 from flytekit import workflow
 from flytekit.types.directory import FlyteDirectory
 
+from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.conclude import conclude
 from tasks.evaluate import evaluate
-from tasks.failure import evaluate_only_failed
 from tasks.fetch import fetch
 from tasks.inputs import RLHFConfig
 from tasks.plan import plan
@@ -19,7 +19,7 @@ from tasks.preprocess import preprocess
 from tasks.profiles import ProfileName
 
 
-@workflow(on_failure=evaluate_only_failed)
+@workflow(on_failure=failure.evaluate_only_failed)
 def evaluate_only(
     config: RLHFConfig = RLHFConfig(),  # noqa: B008 (frozen)
     source: str = "",

@@ -9,13 +9,13 @@ For a run that ended before promotion, or whose promotion was declined under oth
 from flytekit import workflow
 from flytekit.types.directory import FlyteDirectory
 
+from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.conclude import conclude, open_promotion
-from tasks.failure import promote_only_failed
 from tasks.inputs import RLHFConfig
 from tasks.promote import promote
 
 
-@workflow(on_failure=promote_only_failed)
+@workflow(on_failure=failure.promote_only_failed)
 def promote_only(
     dataset: FlyteDirectory,
     policy: FlyteDirectory,

@@ -10,8 +10,8 @@ Composition only: what a stage does is in `tasks/`.
 from flytekit import workflow
 from flytekit.types.file import FlyteFile
 
+from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.evaluate import evaluate
-from tasks.failure import rlhf_failed
 from tasks.inputs import RLHFConfig
 from tasks.plan import plan
 from tasks.preprocess import preprocess
@@ -22,7 +22,7 @@ from tasks.rl import rl
 from tasks.sft import sft
 
 
-@workflow(on_failure=rlhf_failed)
+@workflow(on_failure=failure.rlhf_failed)
 def rlhf(
     config: RLHFConfig = RLHFConfig(),  # noqa: B008 (frozen)
     source: str = "",

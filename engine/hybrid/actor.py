@@ -7,7 +7,7 @@ and being on many ranks that of `spread.py` and `peers.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -91,7 +91,7 @@ class HybridActor(nn.Module):
         self._max_model_len = int(options.get("max_model_len") or context or 0)
         self.engine = _start_engine(rollout_engine, self._rollout_model, options)
         self._version = self.engine.policy_version
-        self._seen = self._writes()
+        self._seen = _writes(policy.parameters())
         self._closed = False
         self._trained = False  # whether weights may have changed in a way `_writes` doesn't show
         self.received_bytes = 0  # by this rank in the latest switch to rollout
@@ -229,7 +229,8 @@ class HybridActor(nn.Module):
         self._check_open()
         if self._spread is not None:
             self._spread.reshard()
-        changed = self._trained or self._writes() != self._seen
+        parameters = list(self.policy.parameters())
+        changed = self._trained or _writes(parameters) != self._seen
         if self._spread is not None:
             changed = self._spread.peers.any(changed)
             self.received_bytes = self._spread.refresh()
@@ -237,7 +238,7 @@ class HybridActor(nn.Module):
         # Always, not only then: a write through `.data` or by a fused optimizer goes uncounted,
         # and an update without news costs next to nothing where storage is shared.
         self.engine.update_weights(self._rollout_model, self._version)
-        self._seen, self._trained = self._writes(), self.training
+        self._seen, self._trained = _writes(parameters), self.training
 
     @property
     def policy_version(self) -> int:
@@ -249,7 +250,7 @@ class HybridActor(nn.Module):
         return self.policy.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the policy's weights, also whole tensors on many ranks; the next rollout has them."""
+        """Load the policy's weights, also whole ones on many ranks; the next rollout has them."""
         self._trained = True
         if self._spread is not None:
             return self._spread.load_state_dict(*args, **kwargs)
@@ -292,10 +293,11 @@ class HybridActor(nn.Module):
         elif problem is not None:
             raise problem
 
-    def _writes(self) -> tuple[int, int]:
-        """A value that differs once a parameter was replaced, or written where autograd counts."""
-        parameters = list(self.policy.parameters())
-        return hash(tuple(map(id, parameters))), sum(p._version for p in parameters)
+
+def _writes(parameters: Iterable[Tensor]) -> tuple[int, int]:
+    """A value that differs once a parameter was replaced, or written where autograd counts."""
+    found = list(parameters)
+    return hash(tuple(map(id, found))), sum(p._version for p in found)
 
 
 def _check_rollout(engine: str, sizes: HybridConfig) -> None:

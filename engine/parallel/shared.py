@@ -22,7 +22,12 @@ from engine.parallel.reshard import Kept, RankPlan
 
 @torch.no_grad()
 def share_storage(
-    model: nn.Module, plan: RankPlan, target: Mapping[str, Tensor], rename: Rename | None = None
+    model: nn.Module,
+    plan: RankPlan,
+    target: Mapping[str, Tensor],
+    rename: Rename | None = None,
+    *,
+    columns: bool = False,
 ) -> int:
     """Move `model`'s parameters into rollout's tensors, in place; return the bytes now shared.
 
@@ -30,6 +35,10 @@ def share_storage(
     training goes on as before: optimizers keep their parameters. A parameter whose share is not a
     part of one tensor of the same dtype and device stays where it is; so do all under FSDP, which
     has a storage of its own.
+
+    With `columns`, shares that are columns of a rollout matrix move as well. Their rows are then
+    apart in memory: no fused optimizer may have them (torch's AdamW reads `numel` elements from
+    the first on, whatever the strides).
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return 0
@@ -45,6 +54,8 @@ def share_storage(
             continue
         place = view(target[plan.storages[name]], boxes[0].target, boxes[0].size)
         if (place.dtype, place.device) != (local.dtype, local.device):
+            continue
+        if not columns and not place.is_contiguous():
             continue
         place.copy_(local)
         if isinstance(parameter, DTensor):

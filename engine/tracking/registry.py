@@ -48,7 +48,7 @@ class Registry(Connection):
         """Log `folder` to a run and make it a version of `model_name`; return the version.
 
         A folder with a manifest is checked first. The version gets the tags artifact_uri,
-        artifact_digest and artifact_kind (of a manifest). If that content is a version already,
+        artifact_digest, and of a manifest artifact_kind and manifest_digest. If that content is a version already,
         its number is returned and nothing is written, so that a retry registers once.
         """
         folder = Path(folder).absolute()
@@ -57,7 +57,11 @@ class Registry(Connection):
         facts = {"artifact_uri": str(folder)}
         if (folder / MANIFEST).is_file():
             manifest = verify(folder)
-            facts |= {"artifact_digest": manifest.digest, "artifact_kind": manifest.kind}
+            facts |= {
+                "artifact_digest": manifest.digest,
+                "artifact_kind": manifest.kind,
+                "manifest_digest": manifest.own_digest,
+            }
         else:
             facts |= {"artifact_digest": tree_digest(folder)}
         # Named by content, so that two models logged to one run keep apart.

@@ -82,8 +82,8 @@ def check_layouts(config: RLConfig, lora: LoRAConfig, model_config: Any = None) 
             )
         if parallel.packing and layout.pp * layout.sp > 1:
             raise ConfigError(
-                f"{role}.parallel.packing with {layout}: stages and shares of sequences take padded "
-                "rows; leave packing out, or set pp and sp to 1"
+                f"{role}.parallel.packing with {layout}: stages and shares of sequences take "
+                "padded rows; leave packing out, or set pp and sp to 1"
             )
         if lora.quantize and layout.tp > 1:
             raise ConfigError(

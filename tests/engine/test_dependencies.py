@@ -98,6 +98,42 @@ def test_packages_side_by_side_don_t_know_each_other(package: str) -> None:
     assert files == []
 
 
+def test_parallel_knows_layouts_and_tensors_alone() -> None:
+    allowed = ("engine.parallel", "engine.config", "engine.errors")
+    assert breaches("engine/parallel", *OURS, "ray", "vllm", allowed=allowed) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["boxes", "grouping", "holdings", "layout", "moves", "reshard", "rounds", "spreads"],
+)
+def test_a_resharding_plan_is_made_of_values(name: str) -> None:
+    """So that one for 1,024 ranks can be made, and looked at, on one."""
+    path = ROOT / "engine/parallel" / f"{name}.py"
+    impure = ("torch.distributed", "engine.parallel.live", "engine.parallel.exchange")
+    assert [module for module in imports(path) if under(module, *impure)] == []
+
+
+def test_the_hybrid_actor_is_above_its_parts_and_below_the_controller() -> None:
+    above = ("engine.controller", "engine.dataflows", "engine.trainers", "engine.cli", "ray")
+    assert breaches("engine/hybrid", *above) == []
+    for part in ("parallel", "rollout", "models", "rewards", "data", "algorithms", "workers"):
+        assert breaches(f"engine/{part}", "engine.hybrid") == []
+
+
+def test_vllm_loads_only_when_its_engine_is_asked_for() -> None:
+    users = {
+        module_name(path)
+        for path in sources("engine")
+        if any(under(module, "vllm") for module in imports(path))
+    }
+    assert all(under(user, "engine.rollout.vllm") for user in users), users
+    early = [
+        path for path in sources("engine") if any(under(m, "vllm") for m in imports(path, True))
+    ]
+    assert early == []
+
+
 def test_dataflows_know_neither_ray_nor_ranks() -> None:
     forbidden = ("ray", "torch.distributed", "engine.controller.ray_groups")
     assert breaches("engine/dataflows", *forbidden) == []

@@ -373,7 +373,9 @@ def test_a_model_is_registered_promoted_and_fetched_again(
     assert (Path(plain) / "tokenizer" / "vocab.json").read_text() == "{}"
 
     assert lineage_command([f"models:/{policy}@champion"]) == 0
-    assert capsys.readouterr().out.startswith(f"rl {verify(artifact).digest[:12]}")
+    out = capsys.readouterr().out
+    assert out.startswith(f"{policy} version 1 {verify(artifact).digest[:12]}")
+    assert f"artifact: rl {verify(artifact).digest[:12]}" in out
     assert lineage_command([f"models:/{policy}@nobody"]) == 1
 
     with pytest.raises(StorageError, match="already there"):

@@ -54,13 +54,14 @@ class ServedModel:
                 raise RolloutError("the engine was closed and has no model; pass one")
             chosen = self._model if model is None else model
             assert chosen is not None
-            for name, parameter in chosen.named_parameters():
+            named = dict(chosen.named_parameters())
+            for name, parameter in named.items():
                 if parameter.is_meta:
                     raise RolloutError(
                         f"parameter {name!r} is on the meta device and holds no numbers; load "
                         f"the model"
                     )
-            self._model, self._parameters = chosen, list(chosen.parameters())
+            self._model, self._parameters = chosen, list(named.values())
             yield chosen
 
     def release(self) -> None:

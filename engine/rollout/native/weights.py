@@ -121,9 +121,10 @@ def _refuse_variants(model: Any) -> None:
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:
             raise Unsupported(f"its module {name!r} has forward hooks")
-    for name, parameter in model.named_parameters():
-        if type(parameter.data) is not Tensor:
-            raise Unsupported(f"its parameter {name!r} is a {type(parameter.data).__name__}")
+        for own, parameter in module._parameters.items():
+            if parameter is not None and type(parameter.data) is not Tensor:
+                kind = type(parameter.data).__name__
+                raise Unsupported(f"its parameter {f'{name}.{own}'!r} is a {kind}")
 
 
 def _layer(layer: Any) -> LayerWeights:

@@ -20,9 +20,10 @@ import httpx
 import pytest
 from rollout_models import CONTEXT, build
 
-_START_S = 280  # most of it imports; 25 s on an idle machine
+_START_S = 540  # most of it imports: 20 s on an idle machine, minutes on a busy one
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with the executor "uni": one process less to start
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -41,6 +42,7 @@ _FLAGS = [
     "--generation-config=vllm",
     "--disable-log-stats",
     "--disable-uvicorn-access-log",
+    "--distributed-executor-backend=uni",
     "--block-size=32",
     "--no-enable-chunked-prefill",
     "--max-num-batched-tokens=8192",

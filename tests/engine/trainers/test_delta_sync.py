@@ -72,6 +72,7 @@ class Run:
                 "placement": placement,
                 "threads": 2,
                 "delta_sync": True,
+                "start_timeout_s": 300.0,
             }
             | changes,
         }
@@ -112,12 +113,12 @@ class Patient(AsyncRollout):
         super().close()
 
 
-@pytest.mark.parametrize("dtype", ["", "bfloat16"])
+@pytest.mark.parametrize(("placement", "dtype"), [("local", ""), ("ray", "bfloat16")])
 def test_two_workers_follow_the_actor_by_deltas(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str, dtype: str
 ) -> None:
     run = Run(monkeypatch, tmp_path, {})
-    history = run.fit(tiny_folder, "async", "ray", rollout_workers=2, rollout={"dtype": dtype})
+    history = run.fit(tiny_folder, "async", placement, rollout_workers=2, rollout={"dtype": dtype})
     assert history[-1]["async/resyncs"] == 0
     assert history[-1]["async/restarts"] == 0
     for role in ("sampler0", "sampler1"):
@@ -172,7 +173,7 @@ def test_a_repaired_sampler_changes_nothing_in_one_step_off(
     kinds = [load["kind"] for load in run.loads("sampler")]
     assert kinds == ["whole", fault, "whole", *["delta"] * (STEPS - 3)]
     for step, metrics in enumerate(wanted):
-        for name in ("reward/mean", "response/length_mean", "actor/pg_loss", "actor/grad_norm"):
+        for name in ("reward/mean", "response/length_mean", "actor/grad_norm"):
             assert found[step][name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-7), (
                 step,
                 name,

@@ -1,0 +1,45 @@
+"""The program of docs/hybrid-actor.md: alone, and as two ranks of a real torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def documented_program(folder: Path) -> str:
+    text = (ROOT / "docs" / "hybrid-actor.md").read_text()
+    (program,) = re.findall(r"```python\n(# train\.py\n.*?)```", text, flags=re.DOTALL)
+    assert "path/to/model" in program
+    return str(program).replace("path/to/model", str(folder))
+
+
+def run(*arguments: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [line for line in done.stdout.splitlines() if line.startswith("loss")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_documented_program_learns(tiny_folder: Path, tmp_path: Path, ranks: int) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(documented_program(tiny_folder))
+    lines = run(str(program)) if ranks == 1 else run(*TORCHRUN, str(ranks), str(program))
+    assert len(lines) == 3 * ranks
+    losses = [float(line.split()[1]) for line in lines]
+    assert min(losses[-ranks:]) < losses[0]

@@ -1,0 +1,138 @@
+"""`python -m engine.lineage`: what it prints, what it writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lineage_store import Run, edit, make_run
+
+from engine.lineage import hash_file, read_manifest
+from engine.lineage.__main__ import main
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return make_run(tmp_path)
+
+
+@pytest.mark.parametrize("command", [["show"], []])
+def test_show_prints_what_made_it_and_what_came_of_it(run: Run, capsys, command: list[str]) -> None:
+    assert main([*command, str(run.rl)]) == 0
+    out = capsys.readouterr().out
+    digest = read_manifest(run.rl).digest
+    assert out.startswith(f"rl {digest[:12]} {run.rl}")
+    assert "warm_start: sft" in out
+    assert "reward=0.875" in out
+    assert "shown elsewhere" in out
+    assert f"gsm8k: source {hash_file(run.raw)[:12]} {run.raw}" in out
+    assert f"config {read_manifest(run.sft).config_digest[:12]}" in out
+    assert f"what came of rl {digest[:12]}" in out
+    assert "as policy: evaluation" in out
+
+
+def test_show_as_json(run: Run, capsys) -> None:
+    assert main(["show", str(run.rl), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    nodes = {node["key"]: node for node in values["nodes"]}
+    (focus,) = values["focus"]
+    assert nodes[focus]["manifest"]["metrics"] == {"reward": 0.875}
+    assert nodes[focus]["manifest_digest"] == read_manifest(run.rl).own_digest
+    into = {nodes[e["parent"]]["kind"]: e["name"] for e in values["edges"] if e["child"] == focus}
+    assert into == {"sft": "warm_start", "dataset": "dataset"}
+    assert "verified" not in values
+
+
+def test_verify_ends_with_0_and_after_tampering_with_1(run: Run, capsys) -> None:
+    assert main(["verify", str(run.rl)]) == 0
+    assert "verified: 4 artifacts and sources are as recorded" in capsys.readouterr().err
+    (run.dataset / "content.txt").write_text("poisoned")
+    edit(run.sft, metrics={})
+    assert main(["verify", str(run.rl), "--json"]) == 1
+    done = capsys.readouterr()
+    assert "error: " in done.err
+    assert "content.txt differs" in done.err
+    values = json.loads(done.out)
+    assert values["verified"] is False
+    assert len(values["faults"]) == 2
+    assert main(["show", str(run.rl), "--verify"]) == 1
+    assert main(["verify"]) == 1
+    assert main(["verify", str(run.raw)]) == 0
+
+
+def test_diff_prints_both_sides_and_ends_with_0(run: Run, tmp_path: Path, capsys) -> None:
+    other = make_run(tmp_path, "other")
+    assert main(["diff", str(run.rl), str(other.rl)]) == 0
+    out = capsys.readouterr().out
+    assert f"- rl {read_manifest(run.rl).digest[:12]}" in out
+    assert "rl.text: better → other" in out
+    assert main(["diff", str(run.rl), str(other.rl), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)["differences"]
+    assert values["config"] == [{"name": "rl.text", "before": "better", "after": "other"}]
+
+
+def test_an_html_page_is_written_whole_or_not_at_all(run: Run, tmp_path: Path, capsys) -> None:
+    assert main(["show", str(run.rl), "--html", str(tmp_path / "page.html")]) == 0
+    assert "</html>" in (tmp_path / "page.html").read_text()
+    assert main(["show", str(run.rl), "--html", str(tmp_path / "none" / "page.html")]) == 1
+    assert "choose another file" in capsys.readouterr().err
+    (tmp_path / "folder").mkdir()
+    assert main(["show", str(run.rl), "--html", str(tmp_path / "folder")]) == 1
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--wrong"], ["diff", "one"], ["show"], ["verify", "--htlm", "x"]]
+)
+def test_wrong_usage_ends_with_2(arguments: list[str], capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: python -m engine.lineage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["show", "diff", "verify"])
+def test_help_says_what_may_be_named_and_how_it_ends(command: str, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for words in ("models:/NAME@ALIAS", "--json", "--html FILE", "--store ROOT", "exit status: 0"):
+        assert words in out
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("nothing", "has no manifest.json"),
+        ("0123456789", "no artifact's digest begins with 0123456789 in"),
+        ("models:/policy@champion", "there is no MLflow store at sqlite"),
+        ("nosuch://x", "can't read nosuch://x"),
+    ],
+)
+def test_what_names_nothing_is_one_sentence(run: Run, reference: str, message: str, capsys) -> None:
+    assert main(["show", reference]) == 1
+    done = capsys.readouterr()
+    assert done.out == ""
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert not Path("mlflow.db").exists()
+
+
+def test_the_module_runs_as_a_program(run: Run) -> None:
+    command = [sys.executable, "-m", "engine.lineage", "verify", str(run.rl), str(run.raw) + "x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "has no manifest.json" in done.stderr

@@ -1,0 +1,75 @@
+"""Live models on layouts of gloo ranks and rollout's storages beside them, for reshard's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from reshard_cases import view
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from engine.config import ParallelConfig
+from engine.parallel.fsdp import shard_model
+from engine.parallel.holdings import Holdings
+from engine.parallel.layout import Layout
+from engine.parallel.ranks import Ranks
+from engine.parallel.stages import take_stage
+from engine.parallel.tensor import apply_tensor_parallel
+
+EMPTY = -7.0  # what a rollout storage holds before, so that nothing is right by chance
+
+
+def tiny(vocabulary: int = 128, tied: bool = False) -> Qwen2ForCausalLM:
+    """The same weights for the same arguments, on every rank; float32."""
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=tied,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = Qwen2ForCausalLM(config)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)  # biases and norms too
+        return model
+
+
+def trained(model: Qwen2ForCausalLM, layout: Layout) -> nn.Module:
+    """This rank's share of the model, as the trainer makes it."""
+    ranks = Ranks.form(layout)
+    part: Any = model
+    if layout.pp > 1:
+        part = take_stage(model, ranks.index("pp"), layout.pp)
+    if layout.tp > 1:
+        apply_tensor_parallel(part, ranks.submesh("tp"))
+    layers = part.layers if layout.pp > 1 else part.model.layers
+    shard_model(part, ranks, ParallelConfig(**layout.sizes), layers=list(layers))
+    return part
+
+
+def storages(target: Holdings, rank: int, pad: int = 0) -> dict[str, Tensor]:
+    """Rollout's tensors on a rank; vocabularies have `pad` rows that no parameter fills."""
+    found: dict[str, Tensor] = {}
+    for name, storage, held in target.of_rank(rank):
+        rows = found[storage].shape[0] if storage in found else 0
+        more = pad if "embed" in storage or "lm_head" in storage else 0
+        shape = (max(rows, held.start[0] + held.box.size[0] + more), *held.box.size[1:])
+        found[storage] = torch.full(shape, EMPTY, dtype=target.dtypes[name])
+    return found
+
+
+def wrong(target: Holdings, rank: int, filled: dict[str, Tensor], whole: dict[str, Tensor]) -> list:
+    """Parameters that differ from the whole model's, and storages with rows written beyond."""
+    found, covered = [], {name: torch.zeros(t.shape) for name, t in filled.items()}
+    for name, storage, held in target.of_rank(rank):
+        expected = view(whole[name], held.box.offset, held.box.size).to(filled[storage].dtype)
+        if not torch.equal(view(filled[storage], held.start, held.box.size), expected):
+            found.append(name)
+        view(covered[storage], held.start, held.box.size).fill_(1)
+    return found + [n for n, t in filled.items() if not (t[covered[n] == 0] == EMPTY).all()]

@@ -1,0 +1,170 @@
+"""What the engine `server` makes of a network and a server that fail; see `fake_server.py`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from fake_server import (
+    FakeServer,
+    Fault,
+    connect,
+    dribble,
+    drop,
+    garbled,
+    half,
+    hang,
+    serving,
+    status,
+)
+from rollout_models import build, make_prompts
+from server_process import free_port
+
+from engine.errors import ConfigError, RolloutError
+from engine.rollout.protocol import SamplingParams
+from engine.rollout.server import ServerEngine
+
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "500": (status(500, "CUDA out of memory"), "status 500: .*CUDA out of memory"),
+    "503": (status(503, "loading", retry_after="0"), "status 503"),
+    "429": (status(429, "slow down"), "status 429"),
+    "connection reset": (drop, "RemoteProtocolError|ReadError"),
+    "half an answer": (half, "RemoteProtocolError|ReadError"),
+    "garbled JSON": (garbled, "which is not JSON"),
+    "hang": (hang, "no answer within rollout.server.request_timeout_s=1.5"),
+    "slow bytes": (dribble, "no answer within rollout.server.request_timeout_s=1.5"),
+}
+PROMPTS = make_prompts(4, seed=3)
+PARAMS = SamplingParams(n=2, max_new_tokens=6, seed=5)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    with serving(FakeServer(build("qwen2"))) as server:
+        yield server
+
+
+@pytest.fixture
+def engine(fake: FakeServer) -> Iterator[ServerEngine]:
+    engine = connect(fake, build("qwen2"))
+    engine.generate([[5]], SamplingParams(max_new_tokens=1))  # connections are up
+    yield engine
+    engine.close()
+
+
+def timed(fake: FakeServer, fault: Fault) -> ServerEngine:
+    """An engine with a short deadline for a request, where the fault is to let it pass."""
+    options = {"request_timeout_s": 1.5} if fault in (hang, dribble) else {}
+    return connect(fake, build("qwen2"), **options)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_got_over_and_changes_no_token(fake: FakeServer, name: str) -> None:
+    fault, _ = FAULTS[name]
+    engine = timed(fake, fault)
+    expected = engine.generate(PROMPTS, PARAMS)
+    before = fake.count("/v1/completions")
+    fake.faults = [fault, fault]  # of one request, or of two
+    assert engine.generate(PROMPTS, PARAMS) == expected
+    assert fake.count("/v1/completions") - before == len(PROMPTS) + 2
+    engine.close()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_that_stays_is_named_and_ends_the_rollout(fake: FakeServer, name: str) -> None:
+    fault, message = FAULTS[name]
+    engine = timed(fake, fault)
+    fake.always = fault
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=rf"completions failed 3 times.*({message})"):
+        engine.generate(PROMPTS, PARAMS)
+    assert time.monotonic() - started < 15
+    fake.always = None
+    assert len(engine.generate(PROMPTS, PARAMS)) == 8, "a later rollout works"
+    engine.close()
+
+
+def test_the_deadline_of_a_rollout_ends_it_and_names_the_latest_failure(fake: FakeServer) -> None:
+    engine = connect(fake, build("qwen2"), timeout_s=2.0, max_retries=1000)
+    fake.always = status(503, "overloaded")
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=r"within rollout.server.timeout_s=2.*503.*overloaded"):
+        engine.generate(PROMPTS, PARAMS)
+    assert time.monotonic() - started < 6
+    engine.close()
+
+
+def test_what_the_server_calls_wrong_is_not_tried_again(
+    fake: FakeServer, engine: ServerEngine
+) -> None:
+    before = fake.count("/v1/completions")
+    fake.always = status(400, "prompt too long")
+    with pytest.raises(RolloutError, match=r"refused: status 400.*prompt too long"):
+        engine.generate([[5]], PARAMS)
+    assert fake.count("/v1/completions") == before + 1
+
+
+def test_the_first_failure_ends_the_requests_that_hang(fake: FakeServer) -> None:
+    engine = connect(fake, build("qwen2"))
+    fake.faults = [hang, hang, hang, status(400, "no")]
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match="status 400"):
+        engine.generate(PROMPTS, PARAMS)
+    assert time.monotonic() - started < 5, "a request's own deadline is 20 s"
+    engine.close()
+
+
+def test_a_server_s_wish_to_wait_is_granted(fake: FakeServer, engine: ServerEngine) -> None:
+    fake.faults = [status(429, "wait", retry_after="1")]
+    started = time.monotonic()
+    engine.generate([[5]], PARAMS)
+    assert time.monotonic() - started >= 1.0
+
+
+def test_no_server_there() -> None:
+    nobody = FakeServer(build("qwen2"), url=f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(RolloutError, match=r"failed 3 times.*ConnectError.*server is up"):
+        connect(nobody, build("qwen2"))
+
+
+def test_another_kind_of_server(fake: FakeServer) -> None:
+    with pytest.raises(RolloutError, match=r"models refused: status 404.*rollout.server.url"):
+        connect(fake, build("qwen2"), url=f"{fake.url}/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": ""}, "needs rollout.server.url"),
+        ({"url": "http://host:port"}, "rollout.server.url='http://host:port': Invalid port"),
+        ({"url": "host:80"}, "url='host:80'"),
+        ({"weights": "ftp"}, r"weights='ftp' is unknown.*'folder', 'none', 'vllm'"),
+        ({"reload_url": ""}, "needs rollout.server.reload_url"),
+        ({"api": "tgi", "weights": "vllm", "reload_url": ""}, "these are vLLM's own endpoints"),
+        ({"weights": "vllm"}, "reload_url=/reload has no effect with weights=vllm"),
+        ({"allow_fixed_policy": True}, "allow_fixed_policy=True has no effect"),
+        ({"concurency": 3}, "unknown setting 'concurency'"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env='NO_SUCH_KEY' names an environment variable"),
+        ({"max_model_len": 4096}, "max_model_len=4096 exceeds the model's context"),
+    ],
+)
+def test_bad_settings_are_refused(
+    fake: FakeServer, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        connect(fake, build("qwen2"), **options)
+    assert fake.count("/reload") == 0
+
+
+def test_the_key_is_sent(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_KEY", "secret")
+    connect(fake, build("qwen2"), api_key_env="ROLLOUT_KEY").close()
+    assert {headers["Authorization"] for headers in fake.headers} == {"Bearer secret"}
+
+
+def test_a_closed_engine_serves_nothing(engine: ServerEngine) -> None:
+    engine.close()
+    engine.close()
+    with pytest.raises(RolloutError, match="can't serve: it was closed"):
+        engine.generate(PROMPTS, PARAMS)

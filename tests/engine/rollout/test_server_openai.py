@@ -1,0 +1,180 @@
+"""How the engine `server` asks an OpenAI-compatible server, and what answers it takes for good."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_server import FakeServer, Handler, connect, sampling, serving
+from rollout_models import CONTEXT, build, make_prompts, reference_log_probs
+
+from engine.errors import ConfigError, EngineError, RolloutError
+from engine.rollout.protocol import SamplingParams
+
+PROMPTS = make_prompts(3, seed=3)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    with serving(FakeServer(build("qwen2"))) as server:
+        yield server
+
+
+def bodies(fake: FakeServer) -> list[dict[str, Any]]:
+    """Completion requests since the probe of the engine's start."""
+    return [body for _, path, body in fake.seen if path == "/v1/completions"][1:]
+
+
+def test_groups_are_cut_into_requests_and_put_together_in_order(fake: FakeServer) -> None:
+    engine = connect(fake, build("qwen2"), completions_per_request=2, concurrency=1)
+    progress: list[int] = []
+    params = SamplingParams(n=5, max_new_tokens=4, temperature=0.8, top_k=7, top_p=0.9, seed=1)
+    done = engine.generate(PROMPTS, params, progress.append)
+    asked = bodies(fake)
+    assert [(body["prompt"], body["n"]) for body in asked] == [
+        (prompt, n) for prompt in PROMPTS for n in (2, 2, 1)
+    ]
+    assert len({body["seed"] for body in asked}) == 9, "no two requests share their noise"
+    assert progress == [2, 4, 5, 7, 9, 10, 12, 14, 15]
+    assert [c.prompt_index for c in done] == [i for i in range(3) for _ in range(5)]
+    expected = [c for body in asked for c in fake.decode(body["prompt"], sampling(body))]
+    assert [c.token_ids for c in done] == [c.token_ids for c in expected]
+    assert [c.log_probs for c in done] == [c.log_probs for c in expected]
+    engine.close()
+
+
+def test_no_more_requests_at_once_than_allowed(fake: FakeServer) -> None:
+    lock, counts = threading.Lock(), {"now": 0, "most": 0}
+
+    def count(handler: Handler) -> bool:
+        with lock:
+            counts["now"] += 1
+            counts["most"] = max(counts["most"], counts["now"])
+        time.sleep(0.05)
+        with lock:
+            counts["now"] -= 1
+        return False
+
+    engine = connect(fake, build("qwen2"), concurrency=3, completions_per_request=1)
+    fake.always = count
+    engine.generate(PROMPTS, SamplingParams(n=5, max_new_tokens=2))
+    assert counts["most"] == 3
+    engine.close()
+
+
+def test_a_later_prompt_number_draws_what_it_would_among_all(fake: FakeServer) -> None:
+    engine = connect(fake, build("qwen2"))
+    params = SamplingParams(n=2, max_new_tokens=5, seed=9)
+    whole = engine.generate(PROMPTS, params)
+    rest = engine.generate(
+        PROMPTS[1:], SamplingParams(n=2, max_new_tokens=5, seed=9, first_prompt=1)
+    )
+    assert [c.token_ids for c in rest] == [c.token_ids for c in whole[2:]]
+    engine.close()
+
+
+def test_tokens_come_by_name_where_ids_are_not_given(fake: FakeServer) -> None:
+    fake.token_ids = False
+    model = build("qwen2")
+    engine = connect(fake, model)
+    for c in engine.generate(PROMPTS, SamplingParams(max_new_tokens=5)):
+        expected = reference_log_probs(model, PROMPTS[c.prompt_index], c.token_ids)
+        assert torch.allclose(torch.tensor(c.log_probs), expected, atol=1e-4)
+    engine.close()
+
+
+def choice(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+    """Changes the first completion of an answer."""
+
+    def edit(answer: dict[str, Any]) -> dict[str, Any]:
+        change(answer["choices"][0])
+        return answer
+
+    return edit
+
+
+def end_early(choice: dict[str, Any]) -> None:
+    choice["token_ids"] = choice["token_ids"][:2]
+    choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:2]
+    choice["finish_reason"] = "abort"
+
+
+def only_words(choice: dict[str, Any]) -> None:
+    del choice["token_ids"]
+    choice["logprobs"]["tokens"] = ["the"] * len(choice["logprobs"]["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (choice(lambda c: c.pop("logprobs")), r"has no logprobs.token_logprobs"),
+        (choice(lambda c: c.update(logprobs=None)), r"has no logprobs.token_logprobs"),
+        (choice(only_words), r"token 'the' and no token id; .*return_token_ids"),
+        (choice(lambda c: c["token_ids"].pop()), r"5 tokens and 6 log-probs"),
+        (choice(end_early), r"ended a completion .* after 2 of 6 tokens \('abort'\)"),
+        (choice(lambda c: c["token_ids"].__setitem__(0, 100)), "token id 100, .*vocabulary of 100"),
+        (lambda answer: answer | {"choices": answer["choices"][1:]}, "completions_per_request=1"),
+        (lambda answer: {"object": "list"}, "answer has no choices"),
+    ],
+)
+def test_answers_that_are_no_whole_completions(
+    fake: FakeServer, edit: Callable[[Any], Any], message: str
+) -> None:
+    engine = connect(fake, build("qwen2"))
+    fake.edit = edit
+    with pytest.raises(RolloutError, match=message):
+        engine.generate(PROMPTS, SamplingParams(n=2, max_new_tokens=6))
+    engine.close()
+
+
+def raw(fake: FakeServer) -> None:
+    fake.raw_log_probs = True
+
+
+def shorter(fake: FakeServer) -> None:
+    fake.context = CONTEXT - 1
+
+
+def another(fake: FakeServer) -> None:
+    with torch.no_grad():
+        for parameter in fake.model.parameters():
+            parameter.mul_(0.7)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error", "message"),
+    [
+        (raw, {}, RolloutError, "--logprobs-mode processed_logprobs"),
+        (shorter, {}, ConfigError, f"context is {CONTEXT - 1} tokens and this run's {CONTEXT}"),
+        (another, {"weights": "none"}, RolloutError, "serves another model or other weights"),
+        (
+            lambda fake: None,
+            {"served_model": "qwen"},
+            RolloutError,
+            "served_model='qwen' is not served .*policy",
+        ),
+    ],
+)
+def test_servers_that_don_t_fit_are_refused_before_a_rollout(
+    fake: FakeServer,
+    change: Callable[[FakeServer], None],
+    options: dict[str, Any],
+    error: type[EngineError],
+    message: str,
+) -> None:
+    change(fake)
+    with pytest.raises(error, match=message):
+        connect(fake, build("qwen2"), **options)
+
+
+def test_the_distance_that_is_refused_is_a_setting(fake: FakeServer) -> None:
+    another(fake)
+    engine = connect(fake, build("qwen2"), weights="none", probe_tolerance=10.0)
+    engine.close()
+    engine = connect(fake, build("qwen2"), weights="none", probe_tolerance=0.0)
+    assert fake.count("/v1/completions") == 1, "0 leaves the probe out"
+    engine.close()

@@ -1,0 +1,217 @@
+"""New weights for a rollout server: brought whole, named by their version, or nothing is served.
+
+The server is `fake_server.py`'s, which loads the folders that it is told to. vLLM's own hook is
+tested in `test_server_vllm.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_server import FakeServer, Handler, connect, serving, status
+from gloo_ranks import run_ranks
+from rollout_models import build, make_prompts, reference_log_probs, train
+from torch import nn
+
+from engine.errors import RolloutError
+from engine.rollout.protocol import SamplingParams
+from engine.rollout.server import ServerEngine
+
+PROMPTS = make_prompts(2, seed=3)
+PARAMS = SamplingParams(n=2, max_new_tokens=6, seed=5)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    with serving(FakeServer(build("qwen2"))) as server:
+        yield server
+
+
+def reloads(fake: FakeServer) -> list[dict[str, Any]]:
+    return [body for _, path, body in fake.seen if path == "/reload"]
+
+
+def check_serves(engine: ServerEngine, model: nn.Module, version: int) -> None:
+    """Assert that completions are of `model` and say so."""
+    for c in engine.generate(PROMPTS, PARAMS):
+        expected = reference_log_probs(model, PROMPTS[c.prompt_index], c.token_ids)
+        assert torch.allclose(torch.tensor(c.log_probs), expected, atol=1e-4)
+        assert c.policy_version == engine.policy_version == version
+
+
+def test_each_version_is_brought_as_a_folder(fake: FakeServer, tmp_path: Path) -> None:
+    model = build("qwen2")
+    engine = connect(fake, model, weights_dir=str(tmp_path))
+    for version in (1, 2, 5):
+        train(model, steps=2)
+        engine.update_weights(model, version)
+        check_serves(engine, model, version)
+    asked = reloads(fake)
+    assert [body["version"] for body in asked] == [0, 1, 2, 5]
+    assert [body["tag"].split("-")[1] for body in asked] == ["v0", "v1", "v2", "v5"]
+    assert all(body["path"] == str(tmp_path / body["tag"]) for body in asked)
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {asked[-2]["tag"], asked[-1]["tag"]}, "the one before may still be read"
+    engine.close()
+    assert {path.name for path in tmp_path.iterdir()} == kept, "the folder is the user's"
+
+
+def test_a_folder_of_its_own_is_removed(fake: FakeServer) -> None:
+    engine = connect(fake, build("qwen2"))
+    folder = Path(reloads(fake)[0]["path"])
+    assert folder.is_dir()
+    engine.close()
+    assert not folder.parent.exists()
+
+
+def test_a_server_that_loads_slowly_is_waited_for(fake: FakeServer) -> None:
+    model = build("qwen2")
+    engine = connect(fake, model)
+    fake.load_delay_s = 0.7
+    train(model, steps=2)
+    started = time.monotonic()
+    engine.update_weights(model, 1)
+    assert time.monotonic() - started >= 0.7
+    check_serves(engine, model, 1)
+    engine.close()
+
+
+def test_a_server_that_never_loads_is_given_up_and_nothing_served(fake: FakeServer) -> None:
+    model = build("qwen2")
+    engine = connect(fake, model, timeout_s=3.0)
+    fake.load_delay_s = 60.0
+    train(model, steps=2)
+    with pytest.raises(RolloutError, match=r"policy version 1: .*within rollout.server.timeout_s"):
+        engine.update_weights(model, 1)
+    with pytest.raises(RolloutError, match=r"can't serve: its update to policy version 1 failed"):
+        engine.generate(PROMPTS, PARAMS)
+    fake.load_delay_s = 0.0
+    engine.update_weights(model, 1)
+    check_serves(engine, model, 1)
+    engine.close()
+
+
+def test_a_reload_that_fails_stops_serving_until_one_succeeds(fake: FakeServer) -> None:
+    model = build("qwen2")
+    engine = connect(fake, model)
+    fake.reload_fault = status(500, "no space on the device")
+    train(model, steps=2)
+    with pytest.raises(RolloutError, match=r"could not take policy version 1: .*no space on the"):
+        engine.update_weights(model, 1)
+    with pytest.raises(RolloutError, match="can't serve"):
+        engine.generate(PROMPTS, PARAMS)
+    fake.reload_fault = None
+    engine.update_weights(model, 1)
+    check_serves(engine, model, 1)
+    engine.close()
+
+
+def half_loaded(model: nn.Module) -> None:
+    """The first half of the parameters as they should be, the others as they were before."""
+    old = dict(build("qwen2").named_parameters())
+    with torch.no_grad():
+        for name, parameter in list(model.named_parameters())[13:]:
+            parameter.copy_(old[name])
+
+
+def test_a_mixture_under_the_right_tag_is_found(fake: FakeServer) -> None:
+    model = build("qwen2")
+    engine = connect(fake, model)
+    fake.spoil = half_loaded
+    train(model, steps=20)
+    with pytest.raises(RolloutError, match=r"version 1: .*serves another model or other weights"):
+        engine.update_weights(model, 1)
+    with pytest.raises(RolloutError, match="can't serve"):
+        engine.generate(PROMPTS, PARAMS)
+    fake.spoil = lambda model: None
+    engine.update_weights(model, 1)
+    check_serves(engine, model, 1)
+    engine.close()
+
+
+@pytest.mark.parametrize("tag", ["", "policy-v0-0a1b2c3d"])
+def test_other_weights_than_were_brought_are_found_before_serving(
+    fake: FakeServer, tag: str
+) -> None:
+    """A server that was restarted, or is a version behind."""
+    model = build("qwen2")
+    engine = connect(fake, model)
+    train(model, steps=2)
+    engine.update_weights(model, 1)
+    fake.tag = tag
+    asked = fake.count("/v1/completions")
+    with pytest.raises(
+        RolloutError, match=f"says that it serves {tag or 'no tag'} when a rollout of policy-v1-"
+    ):
+        engine.generate(PROMPTS, PARAMS)
+    assert fake.count("/v1/completions") == asked
+    engine.update_weights(model, 1)
+    check_serves(engine, model, 1)
+    engine.close()
+
+
+def test_weights_that_change_during_a_rollout_cost_its_completions(fake: FakeServer) -> None:
+    def other_weights(handler: Handler) -> bool:
+        handler.fake.tag = "policy-v7-0a1b2c3d"
+        return False
+
+    engine = connect(fake, build("qwen2"))
+    fake.faults = [other_weights]
+    with pytest.raises(RolloutError, match=r"serves policy-v7-0a1b2c3d when .* ends.*dropped"):
+        engine.generate(PROMPTS, PARAMS)
+    engine.close()
+
+
+def test_a_fixed_policy_says_that_it_is_one(fake: FakeServer) -> None:
+    model = build("qwen2")
+    engine = connect(fake, model, weights="none")
+    check_serves(engine, model, 0)
+    engine.update_weights(model, 0)
+    with pytest.raises(RolloutError, match=r"weights are fixed .*policy is now at version 1"):
+        engine.update_weights(model, 1)
+    engine.close()
+    engine = connect(fake, model, weights="none", allow_fixed_policy=True)
+    before = engine.generate(PROMPTS, PARAMS)
+    train(model, steps=2)
+    engine.update_weights(model, 1)
+    assert engine.generate(PROMPTS, PARAMS) == before
+    assert engine.policy_version == 0, "completions name the weights that they are of"
+    assert reloads(fake) == []
+    engine.close()
+
+
+def _rank(url: str, folder: str) -> tuple[list[Any], str]:
+    """One of two ranks: three versions, the last of which the server refuses to load."""
+    torch.set_num_threads(1)
+    model = build("qwen2")
+    engine = connect(FakeServer(model, url=url), model, weights_dir=folder)
+    train(model, steps=2)
+    engine.update_weights(model, 1)
+    done = engine.generate(PROMPTS, PARAMS)
+    torch.distributed.barrier()  # rank 0's next folder is not this rollout's
+    train(model, steps=2)
+    with pytest.raises(RolloutError) as failure:
+        engine.update_weights(model, 2)
+    engine.close()
+    return done, str(failure.value)
+
+
+def test_ranks_bring_weights_once_and_fail_together(fake: FakeServer, tmp_path: Path) -> None:
+
+    def third_is_refused(handler: Handler) -> bool:
+        if handler.fake.count("/reload") <= 2:
+            return False
+        return status(507, "full")(handler)
+
+    fake.reload_fault = third_is_refused
+    (first, why), (second, also) = run_ranks(2, _rank, fake.url, str(tmp_path))
+    assert [body["version"] for body in reloads(fake)][:2] == [0, 1]
+    assert first == second, "the same prompt numbers draw the same on every rank"
+    assert why == also
+    assert "could not take policy version 2" in why
+    assert "full" in why

@@ -1,0 +1,193 @@
+"""Policies with LoRA adapters on vLLM: merged into its matrices, or as vLLM's own adapters."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from rollout_models import CONTEXT, build, make_prompts, reference_log_probs
+
+from engine.config import LoRAConfig
+from engine.errors import ConfigError, RolloutError
+from engine.models import adapter_parameters, add_adapters
+from engine.models.lora import merged_copy
+from engine.models.quantize import quantize_linears
+from engine.rollout.protocol import SamplingParams
+from engine.rollout.vllm import VllmEngine, sources
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+)
+OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": CONTEXT, "kv_cache_memory_mb": 32}
+
+
+def adapted(family: str = "qwen2", **settings: Any) -> Any:
+    """A model with adapters that do something."""
+    model: Any = build(family)
+    kind = settings.pop("quantize", "")
+    if kind:
+        quantize_linears(model, kind)
+    add_adapters(model, LoRAConfig(rank=4, alpha=8.0, **settings), seed=1)
+    move(model, 1)
+    return model
+
+
+@torch.no_grad()
+def move(model: Any, seed: int) -> None:
+    """What stands for a step that trains adapters alone."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in adapter_parameters(model).values():
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def error(engine: VllmEngine, model: Any, seed: int = 0) -> float:
+    prompts = make_prompts(3, seed=seed)
+    return max(
+        float(
+            reference_log_probs(model, prompts[c.prompt_index], c.token_ids)
+            .sub(torch.tensor(c.log_probs))
+            .abs()
+            .max()
+        )
+        for c in engine.generate(prompts, SamplingParams(n=2, max_new_tokens=8, seed=seed))
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gpt2"])
+@pytest.mark.parametrize("quantize", ["", "nf4", "int8"])
+def test_merged_weights_are_those_of_the_saved_model(family: str, quantize: str) -> None:
+    if family == "gpt2" and quantize:
+        pytest.skip("its Conv1D is no linear module")
+    model = adapted(family, quantize=quantize)
+    expected = dict(merged_copy(model).named_parameters())
+    merged = dict(sources.merged_weights(model))
+    assert merged.keys() == expected.keys()
+    for name, tensor in merged.items():
+        assert torch.equal(tensor, expected[name]), name
+    changed = dict(sources.merged_weights(model, changed_only=True))
+    base = dict(sources.base_weights(model))
+    assert base.keys() == expected.keys()
+    assert changed.keys() == {n for n in expected if not torch.equal(base[n], expected[n])}
+
+
+def test_a_plain_model_is_its_own_parameters() -> None:
+    model = build("qwen2")
+    for name, tensor in sources.merged_weights(model):
+        assert tensor.data_ptr() == model.get_parameter(name).data_ptr()
+    assert dict(sources.merged_weights(model, changed_only=True)) == {}
+
+
+@pytest.fixture(scope="module")
+def merged_engine() -> Iterator[tuple[VllmEngine, Any]]:
+    model = adapted(quantize="nf4")
+    engine = VllmEngine(model, **OPTIONS)
+    yield engine, model
+    engine.close()
+
+
+@needs_vllm
+def test_adapters_are_merged_again_after_each_step(merged_engine: tuple[VllmEngine, Any]) -> None:
+    engine, model = merged_engine
+    for step in range(2):
+        move(model, seed=step + 2)
+        before = error(engine, model, seed=step)
+        engine.update_weights(model, engine.policy_version + 1)
+        assert before > 1e-2
+        assert error(engine, model, seed=step) < 1e-4
+    assert not engine.shares_storage
+
+
+@needs_vllm
+def test_a_base_that_was_thrown_away_comes_back(merged_engine: tuple[VllmEngine, Any]) -> None:
+    """Of a known model only what adapters change is sent, but not after sleep of level 2."""
+    engine, model = merged_engine
+    engine.update_weights(model, engine.policy_version + 1)
+    engine.sleep(2)
+    engine.wake_weights()
+    for tensor in engine.storages().values():  # what a CUDA device would leave is not the weights
+        tensor.fill_(float("nan"))
+    engine.update_weights(model, engine.policy_version + 1)
+    engine.wake_kv()
+    assert error(engine, model) < 1e-4
+
+
+@needs_vllm
+def test_a_plain_model_may_follow_one_with_adapters(merged_engine: tuple[VllmEngine, Any]) -> None:
+    engine, model = merged_engine
+    plain = build("qwen2")
+    engine.update_weights(plain, engine.policy_version + 1)
+    assert engine.shares_storage
+    assert error(engine, plain) < 1e-4
+    engine.update_weights(model, engine.policy_version + 1)
+    assert error(engine, model) < 1e-4
+    assert not engine.shares_storage
+
+
+@pytest.fixture(scope="module")
+def adapter_engine() -> Iterator[tuple[VllmEngine, Any]]:
+    model = adapted()
+    engine = VllmEngine(model, lora="adapter", **OPTIONS)
+    yield engine, model
+    engine.close()
+
+
+@needs_vllm
+def test_vllms_own_lora_follows_the_adapters(adapter_engine: tuple[VllmEngine, Any]) -> None:
+    engine, model = adapter_engine
+    assert error(engine, model) < 1e-4
+    storages = {name: tensor.clone() for name, tensor in engine.storages().items()}
+    move(model, seed=5)
+    engine.update_weights(model, engine.policy_version + 1)
+    assert error(engine, model) < 1e-4
+    for name, tensor in engine.storages().items():
+        if "lora" not in name:
+            assert torch.equal(tensor, storages[name]), "the base is not moved again"
+
+
+@needs_vllm
+def test_vllms_own_lora_takes_no_stream_and_no_plain_model(
+    adapter_engine: tuple[VllmEngine, Any],
+) -> None:
+    engine, model = adapter_engine
+    with pytest.raises(RolloutError, match="takes a model, not a stream"):
+        engine.update_from(iter(()), engine.policy_version + 1)
+    with pytest.raises(RolloutError, match="has no adapters"):
+        engine.update_weights(build("qwen2"), engine.policy_version + 1)
+    with pytest.raises(RolloutError, match="can't serve"):
+        error(engine, model)
+    engine.update_weights(model, engine.policy_version + 1)
+    assert error(engine, model) < 1e-4
+
+
+@needs_vllm
+def test_modules_that_vllm_cannot_adapt_are_named(adapter_engine: tuple[VllmEngine, Any]) -> None:
+    engine, model = adapter_engine
+    stranger = adapted()
+    config = stranger.peft_config["default"]
+    config.use_dora = True
+    with pytest.raises(RolloutError, match=r"can't take the adapter.*lora=merged"):
+        engine.update_weights(stranger, engine.policy_version + 1)
+    engine.update_weights(model, engine.policy_version + 1)
+    assert error(engine, model) < 1e-4
+
+
+def test_unknown_ways_are_refused() -> None:
+    with pytest.raises(ConfigError, match="lora='both' is unknown; choose merged or adapter"):
+        VllmEngine(adapted(), lora="both")
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_adapters_reach_tensor_parallel_workers() -> None:
+    model = adapted("llama", target_modules=("q_proj", "v_proj", "down_proj"))
+    engine = VllmEngine(model, lora="adapter", tensor_parallel_size=2, bucket_mb=1, **OPTIONS)
+    try:
+        assert error(engine, model) < 1e-4
+        move(model, seed=6)
+        engine.update_weights(model, 1)
+        assert error(engine, model) < 1e-4
+    finally:
+        engine.close()

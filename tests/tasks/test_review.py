@@ -1,0 +1,75 @@
+"""The review task: its page, its Deck, and how it ends when something was tampered with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from flytekit import FlyteContextManager
+
+from engine.artifacts import home, publish, staging
+from engine.lineage import Draft, Parent, read_manifest
+from tasks.context import StageError
+from tasks.review import review
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def make(kind: str, text: str, *parents: Parent) -> Path:
+    with staging(kind) as folder:
+        (folder / "content.txt").write_text(text)
+        return publish(folder, Draft(kind=kind, parents=parents, config={"text": text}))
+
+
+@pytest.fixture
+def models() -> tuple[Path, Path, Path]:
+    """A dataset and two models made from it."""
+    data = make("dataset", "rows")
+    above = read_manifest(data).as_parent("dataset", data)
+    return data, make("rl", "one", above), make("rl", "two", above)
+
+
+def run(artifact: Path | str, against: Path | str = "", verify: bool = True) -> str:
+    """Run the task; return the page."""
+    page = review(artifact=str(artifact), against=str(against), store="", verify_content=verify)
+    return Path(page.path).read_text()
+
+
+def deck() -> str:
+    """What the task put into its Deck."""
+    decks = FlyteContextManager.current_context().user_space_params.decks
+    return next(d.html for d in reversed(decks) if d.name == "Lineage")
+
+
+def test_the_page_and_the_deck_are_the_same(models: tuple[Path, Path, Path]) -> None:
+    page = run(models[0])
+    assert "Verified: 3 artifacts" in page
+    assert page in deck()
+    for model in models[1:]:
+        assert read_manifest(model).digest in page
+
+
+def test_two_are_compared(models: tuple[Path, Path, Path]) -> None:
+    page = run(models[2], against=models[1], verify=False)
+    assert "what differs" in page
+    assert page.index('<code class="was">one</code>') < page.index('<code class="is">two</code>')
+    assert "Not verified" in page
+
+
+def test_tampering_fails_the_task_and_is_in_its_deck(models: tuple[Path, Path, Path]) -> None:
+    (models[0] / "content.txt").write_text("poison")
+    with pytest.raises(StageError, match=r"content\.txt differs"):
+        run(models[1])
+    assert "1 thing is not as recorded" in deck()
+    assert run(models[1], verify=False)
+
+
+def test_what_is_not_there_is_one_sentence() -> None:
+    with pytest.raises(StageError, match=r"has no manifest\.json"):
+        run("nothing")
+    assert not (home() / "reviews").exists()

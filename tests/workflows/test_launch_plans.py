@@ -1,0 +1,281 @@
+"""Launch plans: what is registered of each, and that a local run is the launch plan's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Place
+from flyte_runs import REPOSITORY, STAGES, Outcome
+from flyteidl.admin.launch_plan_pb2 import CONCURRENCY_LIMIT_BEHAVIOR_SKIP
+from flyteidl.core.execution_pb2 import WorkflowExecution
+from flytekit import CronSchedule, LaunchPlan
+from flytekit.core.context_manager import FlyteContextManager, FlyteEntities
+from flytekit.core.type_engine import TypeEngine
+from mlflow import MlflowClient
+from protobufs import Registered
+
+from engine.config import digest
+from engine.errors import ConfigError
+from tasks.inputs import RLHFConfig
+from tasks.profiles import ProfileName
+from workflows import launch_plans
+from workflows.launching import LAUNCH_PLANS, NOTIFY_VARIABLE, Launch, launch_plan, settings
+from workflows.rlhf import rlhf
+
+FILE = str(REPOSITORY / "workflows" / "launch_plans.py")
+OURS = ("rlhf_smoke", "rlhf_full", "evaluate_only", "promote")
+WORKFLOW = {
+    "rlhf_smoke": "workflows.rlhf.rlhf",
+    "rlhf_full": "workflows.rlhf.rlhf",
+    "evaluate_only": "workflows.evaluate_only.evaluate_only",
+    "promote": "workflows.promote_only.promote_only",
+}
+
+
+def native(literal: Any, kind: type) -> Any:
+    """A registered literal as the Python value that a task would get."""
+    from flytekit.models.literals import Literal
+
+    context = FlyteContextManager.current_context()
+    return TypeEngine.to_python_value(context, Literal.from_flyte_idl(literal), kind)
+
+
+def test_all_are_registered(registered: Registered) -> None:
+    assert set(OURS) <= set(LAUNCH_PLANS)
+    for name, workflow in WORKFLOW.items():
+        assert registered.launch_plan(name).workflow_id.name == workflow
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_one_at_a_time_and_labelled(registered: Registered, name: str) -> None:
+    spec = registered.launch_plan(name)
+    assert spec.concurrency_policy.max == 1
+    assert spec.concurrency_policy.behavior == CONCURRENCY_LIMIT_BEHAVIOR_SKIP
+    assert spec.max_parallelism == 8
+    assert dict(spec.labels.values) == {"app": "hybridflyte", "launch-plan": name}
+
+
+def test_the_smoke_run_fixes_what_it_is(registered: Registered) -> None:
+    spec = registered.launch_plan("rlhf_smoke")
+    fixed = {k: native(v, str) for k, v in spec.fixed_inputs.literals.items()}
+    assert fixed == {"source": "arithmetic", "path": "", "model": "", "profile": "laptop"}
+    assert set(spec.default_inputs.parameters) == {"config", "seed"}
+    config = native(spec.default_inputs.parameters["config"].default, RLHFConfig)
+    assert config == settings("smoke")
+    assert config.promote.model_name != settings("full").promote.model_name
+    assert native(spec.default_inputs.parameters["seed"].default, int) == 0
+
+
+def test_the_full_run_can_be_changed_but_for_its_source(registered: Registered) -> None:
+    spec = registered.launch_plan("rlhf_full")
+    assert list(spec.fixed_inputs.literals) == ["source"]
+    defaults = spec.default_inputs.parameters
+    assert set(defaults) == {"config", "path", "model", "seed", "profile"}
+    assert native(defaults["profile"].default, ProfileName) == ProfileName.A100_8
+    assert native(defaults["path"].default, str) == "openai/gsm8k"
+    assert not any(parameter.required for parameter in defaults.values())
+
+
+def test_promotion_needs_its_artifacts(registered: Registered) -> None:
+    parameters = registered.launch_plan("promote").default_inputs.parameters
+    required = {name for name, parameter in parameters.items() if parameter.required}
+    assert required == {"dataset", "policy", "evaluation"}
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., Launch]]:
+    """Make launch plans that are forgotten after the test."""
+    names = []
+    before = len(FlyteEntities.entities)
+
+    def make(name: str, **options: Any) -> Launch:
+        names.append(name)
+        return launch_plan(rlhf, name, **options)
+
+    yield make
+    del FlyteEntities.entities[before:]
+    for name in names:
+        LaunchPlan.CACHE.pop(name, None)
+        LAUNCH_PLANS.pop(name, None)
+
+
+def specification(launch: Launch) -> Any:
+    from collections import OrderedDict
+
+    from flytekit.configuration import Image, ImageConfig, SerializationSettings
+    from flytekit.tools.translator import get_serializable
+
+    image = Image.look_up_image_info("default", "x:1")
+    config = SerializationSettings(
+        project="p", domain="d", version="v", image_config=ImageConfig(image, [image])
+    )
+    return get_serializable(OrderedDict(), config, launch).to_flyte_idl().spec
+
+
+def test_a_schedule_and_those_who_are_told(
+    made: Callable[..., Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NOTIFY_VARIABLE, "night@example.com, day@example.com")
+    nightly = made(
+        "nightly",
+        schedule=CronSchedule(schedule="0 2 * * *"),
+        notify_on=launch_plans.EVERY_END,
+        labels={"team": "post-training"},
+    )
+    spec = specification(nightly)
+    assert spec.entity_metadata.schedule.cron_schedule.schedule == "0 2 * * *"
+    (notification,) = spec.entity_metadata.notifications
+    assert list(notification.email.recipients_email) == ["night@example.com", "day@example.com"]
+    assert set(notification.phases) == {
+        WorkflowExecution.FAILED,
+        WorkflowExecution.ABORTED,
+        WorkflowExecution.TIMED_OUT,
+        WorkflowExecution.SUCCEEDED,
+    }
+    assert spec.labels.values["team"] == "post-training"
+    assert LAUNCH_PLANS["nightly"] is nightly
+
+
+def test_nobody_is_told_unless_asked(made: Callable[..., Launch]) -> None:
+    assert not specification(made("quiet")).entity_metadata.notifications
+
+
+def test_what_is_no_address(made: Callable[..., Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NOTIFY_VARIABLE, "a@example.com;b")
+    assert made("semicolon")  # one address, odd as it is
+    monkeypatch.setenv(NOTIFY_VARIABLE, "team")
+    with pytest.raises(ConfigError, match="'team' is no e-mail address"):
+        made("nameless")
+
+
+def test_a_fixed_input_can_not_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"rlhf_smoke fixes profile=.*leave it out"):
+        launch_plans.rlhf_smoke(profile=ProfileName.ONE_GPU)
+
+
+def test_the_command_line_offers_what_is_left_to_choose(place: Place) -> None:
+    outcome = place.invoke("run", FILE, "rlhf_smoke", "--source", "gsm8k")
+    assert outcome.code == 2
+    assert "no such option" in outcome.text.lower()
+    shown = place.invoke("run", FILE, "rlhf_full", "--help").out
+    assert "Qwen/Qwen2.5-1.5B-Instruct" in shown
+    assert "--profile" in shown
+
+
+def in_this_process(seed: int = 0, source: str = "arithmetic") -> RLHFConfig:
+    """The settings of the smoke run without Ray, which takes longer to start than all the rest."""
+    values = settings("smoke").model_dump()
+    values["rl"]["trainer"]["placement"] = "local"
+    values["data"]["source"], values["seed"] = source, seed
+    return RLHFConfig.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def smoke(new_place: Callable[[], Place]) -> tuple[Place, Outcome]:
+    """`rlhf_smoke` run here, with settings that say otherwise than the launch plan."""
+    place, config = new_place(), in_this_process(seed=5, source="gsm8k")
+    return place, place.invoke("run", FILE, "rlhf_smoke", "--config", config.model_dump_json())
+
+
+def test_a_local_run_has_the_launch_plan_s_inputs(smoke: tuple[Place, Outcome]) -> None:
+    _, outcome = smoke
+    assert outcome.code == 0, outcome.text
+    assert outcome.stages == list(STAGES)
+    summary = outcome.summary
+    # Its source, which is fixed, and its seed, which is a default, won over the settings'.
+    assert summary["config_digest"] == digest(in_this_process())
+    assert summary["mlflow"]["experiment"] == "hybridflyte-smoke"
+    assert summary["promotion"]["model_name"] == "hybridflyte-smoke"
+
+
+def test_without_settings_it_has_its_own() -> None:
+    free = launch_plans.rlhf_smoke.python_interface.inputs_with_defaults
+    assert {name: default for name, (_, default) in free.items()} == {
+        "config": settings("smoke"),
+        "seed": 0,
+    }
+
+
+def artifact(outcome: Outcome, stage: str) -> str:
+    return str(outcome.summary["artifacts"][stage])
+
+
+def run_evaluate_only(place: Place, baseline: str, candidate: str) -> Outcome:
+    return place.invoke(
+        *("run", FILE, "evaluate_only"),
+        *("--config", in_this_process().model_dump_json(), "--profile", "laptop"),
+        *("--source", "arithmetic", "--path", "", "--model", ""),
+        *("--baseline", baseline, "--candidate", candidate),
+    )
+
+
+def test_evaluation_alone_asks_the_same_problems(smoke: tuple[Place, Outcome]) -> None:
+    place, first = smoke
+    outcome = run_evaluate_only(place, artifact(first, "sft"), "models:/hybridflyte-smoke@champion")
+    assert outcome.code == 0, outcome.text
+    # The same two models on the same problems: the evaluation of the run itself.
+    assert outcome.stages == []
+    assert artifact(first, "evaluation") in outcome.out
+    runs = MlflowClient(place.tracking_uri, place.tracking_uri)
+    experiment = runs.get_experiment_by_name("hybridflyte-smoke")
+    assert experiment is not None
+    (run,) = [
+        run
+        for run in runs.search_runs([experiment.experiment_id])
+        if run.info.run_name.startswith("evaluate_only-")
+    ]
+    assert run.info.status == "FINISHED"
+    assert "gain" in run.data.metrics
+
+
+def test_a_model_without_a_manifest_can_be_evaluated(
+    smoke: tuple[Place, Outcome], tmp_path: Path
+) -> None:
+    import shutil
+
+    place, first = smoke
+    model = tmp_path / "model"
+    ignored = shutil.ignore_patterns("manifest.json", "metrics.parquet")
+    shutil.copytree(artifact(first, "rl"), model, ignore=ignored)
+    outcome = run_evaluate_only(place, artifact(first, "sft"), str(model))
+    assert outcome.code == 0, outcome.text
+    assert outcome.stages == ["evaluation"]
+
+
+def test_an_unknown_model_ends_in_a_sentence(smoke: tuple[Place, Outcome]) -> None:
+    place, first = smoke
+    outcome = run_evaluate_only(place, artifact(first, "sft"), "models:/hybridflyte-smoke@nobody")
+    assert outcome.code == 1
+    assert "has no models:/hybridflyte-smoke@nobody" in outcome.error
+    missing = run_evaluate_only(place, artifact(first, "sft"), "/nowhere/model")
+    assert "candidate='/nowhere/model' does not exist" in missing.error
+
+
+def run_promote(place: Place, dataset: str, policy: str, evaluation: str) -> Outcome:
+    return place.invoke(
+        *("run", FILE, "promote"),
+        *("--config", in_this_process().model_dump_json()),
+        *("--dataset", dataset, "--policy", policy, "--evaluation", evaluation),
+    )
+
+
+def test_promotion_alone_changes_nothing_the_second_time(smoke: tuple[Place, Outcome]) -> None:
+    place, first = smoke
+    stages = [artifact(first, stage) for stage in ("dataset", "rl", "evaluation")]
+    outcome = run_promote(place, *stages)
+    assert outcome.code == 0, outcome.text
+    assert outcome.stages == ["promotion"]
+    assert "is the champion already" in outcome.out
+
+
+def test_evidence_of_another_model_promotes_nothing(smoke: tuple[Place, Outcome]) -> None:
+    place, first = smoke
+    stages = [artifact(first, stage) for stage in ("dataset", "sft", "evaluation")]
+    outcome = run_promote(place, *stages)
+    assert outcome.code == 1
+    assert outcome.stages == []
+    assert "the evaluation" in outcome.error
+    assert "give the artifacts of one run" in outcome.error

@@ -1,0 +1,399 @@
+"""Registration: versions, refusals, packages byte for byte, real clients against FlyteAdmin."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from admin_server import Cluster, running
+from flyte_runs import PYFLYTE, REPOSITORY
+from flyteidl.admin.task_pb2 import TaskSpec
+from test_rlhf_caching import tracked_files
+
+from engine.errors import ConfigError
+from workflows.versioning import SOURCES, image_digest, images_digest, version_of
+
+DIGEST = "a" * 64
+IMAGE = f"ghcr.io/x/y@sha256:{DIGEST}"
+CUDA = f"ghcr.io/x/y-cuda@sha256:{'b' * 64}"
+IMAGES = {"default": IMAGE, "cuda": IMAGE, "rocm": IMAGE}
+TIME = "2026-01-01T00:00:00+00:00"
+
+
+def git(folder: Path, *arguments: str) -> str:
+    settings = ["-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", "-C", str(folder), *settings, *arguments],
+        env={**os.environ, "GIT_AUTHOR_DATE": TIME, "GIT_COMMITTER_DATE": TIME},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A committed copy of the sources, which no one edits meanwhile."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in (*tracked_files(), "Dockerfile", "pyproject.toml"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, folder / name)
+    (folder / ".gitignore").write_text("__pycache__/\n")
+    git(folder, "init", "-q")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "all")
+    return folder
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A committed checkout of next to nothing."""
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "a.py").write_text("a = 1\n")
+    (tmp_path / "notes.md").write_text("notes\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-q", "-m", "all")
+    return tmp_path
+
+
+def run(folder: Path, arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("FLYTE_", "HYBRIDFLYTE_"))}
+    own = {"PYTHONPATH": str(folder), "HOME": str(folder.parent), **variables}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**kept, **own},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+
+
+def register(
+    folder: Path, *options: str, image: str = IMAGE, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    return run(folder, ["-m", "workflows.register", "--image", image, *options], **variables)
+
+
+# Versions
+
+
+def test_the_version_is_commit_and_image(small: Path) -> None:
+    assert version_of(small, IMAGES) == f"{git(small, 'rev-parse', 'HEAD')[:12]}-{'a' * 12}"
+
+
+def test_several_images_are_one_digest() -> None:
+    several = images_digest({"default": IMAGE, "cuda": CUDA})
+    assert several == images_digest({"cuda": CUDA, "default": IMAGE})
+    assert several not in (images_digest({"default": IMAGE}), images_digest({"default": CUDA}))
+    assert len(several) == 12
+
+
+@pytest.mark.parametrize("reference", ["x/y:1", "x/y", "x/y@sha256:abc", f"@sha256:{DIGEST}"])
+def test_an_image_by_tag_is_refused(reference: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not by digest.*give NAME@sha256"):
+        image_digest("default", reference)
+
+
+@pytest.mark.parametrize("change", ["edited", "new", "deleted", "staged"])
+def test_edited_sources_are_refused_or_marked(small: Path, change: str) -> None:
+    file = small / "engine" / ("b.py" if change == "new" else "a.py")
+    file.unlink() if change == "deleted" else file.write_text("a = 2\n")
+    if change == "staged":
+        git(small, "add", "-A")
+    with pytest.raises(ConfigError, match=rf"{file.name}; commit them, or .* --allow-dirty"):
+        version_of(small, IMAGES)
+    clean = f"{git(small, 'rev-parse', 'HEAD')[:12]}-{'a' * 12}"
+    marked = version_of(small, IMAGES, allow_dirty=True)
+    assert marked.startswith(f"{clean}-dirty-")
+    assert marked == version_of(small, IMAGES, allow_dirty=True)
+    (small / "engine" / "c.py").write_text("c = 1\n")
+    assert version_of(small, IMAGES, allow_dirty=True) != marked
+
+
+def test_what_goes_into_no_image_may_differ(small: Path) -> None:
+    (small / "notes.md").write_text("other notes\n")
+    assert "dirty" not in version_of(small, IMAGES)
+    assert {"engine", "tasks", "workflows"} <= set(SOURCES)
+
+
+def test_without_git_there_is_no_version(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no git commit"):
+        version_of(tmp_path, IMAGES)
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def version(checkout: Path, cluster: Cluster) -> str:
+    """Everything registered by our command; the version that it printed."""
+    config = cluster.config(checkout.parent)
+    done = register(
+        checkout,
+        *("--cuda-image", CUDA, "--config", str(config), "--activate"),
+        *("--notify", "team@example.com"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_one_command_registers_everything(cluster: Cluster, version: str, checkout: Path) -> None:
+    head = git(checkout, "rev-parse", "HEAD")
+    images = {"default": IMAGE, "cuda": CUDA, "rocm": IMAGE}
+    assert version == f"{head[:12]}-{images_digest(images)}"
+    admin = cluster.admin
+    ours = [key for key in admin.created if key[3] == version]
+    assert {key[:2] for key in ours} == {("hybridflyte", "development")}
+    workflows = {key[2] for key in ours if key in admin.workflows}
+    assert {"workflows.rlhf.rlhf", "workflows.evaluate_only.evaluate_only"} <= workflows
+    plans = {key[2] for key in ours if key in admin.launch_plans}
+    assert {"rlhf_smoke", "rlhf_full", "evaluate_only", "promote"} <= plans
+    assert set(admin.active) == {name for name in plans if "." not in name}
+    assert all(key[3] == version for key in admin.active.values())
+
+
+def task(cluster: Cluster, version: str, name: str) -> Any:
+    return cluster.admin.tasks["hybridflyte", "development", name, version].template
+
+
+def test_each_profile_has_its_image(cluster: Cluster, version: str) -> None:
+    assert task(cluster, version, "tasks.sft.sft_laptop").container.image == IMAGE
+    pod = task(cluster, version, "tasks.sft.sft_a100_8").k8s_pod.pod_spec
+    assert pod["containers"][0]["image"] == CUDA
+    pod = task(cluster, version, "tasks.sft.sft_mi300x").k8s_pod.pod_spec
+    assert pod["containers"][0]["image"] == IMAGE
+
+
+def test_those_to_be_told_are_registered(cluster: Cluster, version: str) -> None:
+    key = ("hybridflyte", "development", "rlhf_full", version)
+    (notification,) = cluster.admin.launch_plans[key].entity_metadata.notifications
+    assert list(notification.email.recipients_email) == ["team@example.com"]
+    assert len(notification.phases) == 4
+
+
+def test_a_client_fetches_and_launches(
+    cluster: Cluster, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flytekit.configuration import Config
+    from flytekit.remote import FlyteRemote
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = Config.auto(config_file=str(cluster.config(tmp_path)))
+    remote = FlyteRemote(config, "hybridflyte", "development")
+    plan = remote.fetch_launch_plan(name="rlhf_smoke", version=version)
+    assert plan.id.version == version
+    fetched = remote.fetch_workflow(name="workflows.rlhf.rlhf", version=version)
+    assert [node.metadata.name for node in fetched.nodes][2:4] == ["sft", "rl"]
+    started = remote.execute(plan, inputs={"seed": 3}, execution_name_prefix="night")
+    request = cluster.admin.executions[started.id.name]
+    assert request.inputs.literals["seed"].scalar.primitive.integer == 3
+    assert request.spec.launch_plan.version == version
+    assert remote.fetch_execution(name=started.id.name).spec.launch_plan.name == "rlhf_smoke"
+
+
+def test_registering_again_changes_nothing_and_other_content_is_refused(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workflows.packaging import serialize
+    from workflows.register import RegistrationError, _connect, _send
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    remote = _connect(str(cluster.config(tmp_path)), "hybridflyte", "development")
+    entities, settings = serialize(REPOSITORY, IMAGE, "hybridflyte", "development", "v1")
+    _send(remote, entities, settings, "v1")
+    known = list(cluster.admin.created)
+    again, settings = serialize(REPOSITORY, IMAGE, "hybridflyte", "development", "v1")
+    _send(remote, again, settings, "v1")
+    assert cluster.admin.created == known
+    other, settings = serialize(REPOSITORY, CUDA, "hybridflyte", "development", "v1")
+    with pytest.raises(RegistrationError, match=r"different structure.*register another commit"):
+        _send(remote, other, settings, "v1")
+
+
+def test_a_dirty_tree_and_a_tag_are_refused_in_a_sentence(small: Path, checkout: Path) -> None:
+    done = register(checkout, image="ghcr.io/x/y:1")
+    assert done.returncode == 1
+    assert done.stderr.count("─ Error ─") == 1
+    assert "is not by digest" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("admin:\n  endpoint: 127.0.0.1:9\n  insecure: true\n", "can't be reached"),
+        (None, "does not exist"),
+    ],
+)
+def test_a_flyte_that_is_not_there(
+    checkout: Path, tmp_path: Path, text: str | None, words: str
+) -> None:
+    config = tmp_path / "flyte.yaml"
+    if text is not None:
+        config.write_text(text)
+    started = time.monotonic()
+    done = register(checkout, "--config", str(config))
+    assert done.returncode == 1
+    assert words in " ".join(done.stderr.replace("│", "").split())
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - started < 100
+
+
+# The package
+
+
+@pytest.fixture(scope="module")
+def packages(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """Packed in two folders, at two times, by two users' habits, under two hash seeds."""
+    made = []
+    for number, umask in enumerate((0o022, 0o077)):
+        place = tmp_path_factory.mktemp("elsewhere") / f"deep{'er' * number}"
+        shutil.copytree(checkout, place)
+        for file in place.rglob("*.py"):
+            os.utime(file, (1e9 + number, 1e9 + number))
+        target = place.parent / f"package{number}.tgz"
+        before = os.umask(umask)
+        try:
+            done = register(
+                place,
+                *("--cuda-image", CUDA, "--package", str(target)),
+                PYTHONHASHSEED=str(number),
+            )
+        finally:
+            os.umask(before)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"flytectl register files --archive {target}" in done.stdout
+        made.append(target.read_bytes())
+    return made
+
+
+def unpacked(package: bytes) -> tuple[list[tarfile.TarInfo], dict[str, bytes]]:
+    """An archive's entries, and their contents by name."""
+    contents = {}
+    with tarfile.open(fileobj=io.BytesIO(package)) as archive:
+        members = archive.getmembers()
+        for member in members:
+            file = archive.extractfile(member)
+            assert file is not None, member.name
+            contents[member.name] = file.read()
+    return members, contents
+
+
+def test_a_package_is_the_same_byte_for_byte(packages: list[bytes]) -> None:
+    (first, contents), (second, others) = (unpacked(package) for package in packages)
+    assert [entry.name for entry in first] == [entry.name for entry in second]
+    assert [name for name in contents if contents[name] != others[name]] == []
+    assert packages[0] == packages[1]
+
+
+def test_a_package_holds_what_is_registered(
+    packages: list[bytes], cluster: Cluster, version: str
+) -> None:
+    members, contents = unpacked(packages[0])
+    registered = [key for key in cluster.admin.created if key[3] == version]
+    assert len(members) == len(registered)
+    assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in members} == {
+        (0, 0, 0, "", "", 0o644)
+    }
+    (name,) = [name for name in contents if name.endswith("_tasks.sft.sft_laptop_1.pb")]
+    packed = TaskSpec.FromString(contents[name]).template
+    here = task(cluster, version, "tasks.sft.sft_laptop")
+    assert packed.metadata.discovery_version == here.metadata.discovery_version
+    assert packed.container.image == here.container.image
+
+
+def test_cache_keys_hold_code_and_image(checkout: Path, cluster: Cluster, version: str) -> None:
+    """Another image, or an edit in the engine, is another key of each stage."""
+    clone = checkout.parent / "edited"
+    shutil.copytree(checkout, clone)
+    source = clone / "engine" / "algorithms" / "masked.py"
+    source.write_text(source.read_text() + "# edited\n")
+    edited = cache_keys(clone, IMAGE)
+    git(clone, "checkout", "-q", ".")
+    other = cache_keys(clone, CUDA)
+    names = [name for name in edited if name.endswith("_laptop") or "preprocess" in name]
+    assert len(names) == 4
+    for name in names:
+        here = task(cluster, version, name).metadata.discovery_version
+        assert len({here, edited[name], other[name]}) == 3, name
+
+
+def cache_keys(folder: Path, image: str) -> dict[str, str]:
+    """The cache versions that a checkout registers, by task."""
+    target = folder.parent / "keys.tgz"
+    done = register(folder, "--allow-dirty", "--package", str(target), image=image)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, contents = unpacked(target.read_bytes())
+    templates = [
+        TaskSpec.FromString(content).template
+        for name, content in contents.items()
+        if name.endswith("_1.pb")
+    ]
+    return {template.id.name: template.metadata.discovery_version for template in templates}
+
+
+# pyflyte itself
+
+
+def pyflyte(folder: Path, config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(
+        folder,
+        ["-c", PYFLYTE, "--config", str(config), *arguments],
+        FLYTE_SDK_LOGGING_LEVEL="40",
+    )
+
+
+def test_pyflyte_register(checkout: Path, cluster: Cluster) -> None:
+    config = cluster.config(checkout.parent)
+    where = ("-p", "hybridflyte", "-d", "development")
+    done = pyflyte(
+        *(checkout, config, "register", *where, "--version", "by-hand", "--copy", "none"),
+        *("--image", IMAGE, "workflows"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    by_hand = [key for key in cluster.admin.created if key[3] == "by-hand"]
+    assert ("hybridflyte", "development", "rlhf_full", "by-hand") in by_hand
+
+
+def test_pyflyte_run_remote_uploads_the_code(checkout: Path, cluster: Cluster) -> None:
+    config = cluster.config(checkout.parent)
+    before = set(cluster.admin.executions)
+    done = pyflyte(
+        *(checkout, config, "run", "--remote", "-p", "hybridflyte", "-d", "development"),
+        *("--image", IMAGE, "--copy", "all"),
+        *("workflows/launch_plans.py", "rlhf_smoke", "--seed", "4"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (name,) = set(cluster.admin.executions) - before
+    request = cluster.admin.executions[name]
+    assert request.spec.launch_plan.name == "rlhf_smoke"
+    # What the launch plan fixes was not sent; the server would have refused it.
+    assert set(request.inputs.literals) <= {"config", "seed"}
+    assert request.inputs.literals["seed"].scalar.primitive.integer == 4
+    container = task(cluster, request.spec.launch_plan.version, "tasks.rl.rl_laptop").container
+    arguments = list(container.args)
+    assert arguments[0] == "pyflyte-fast-execute"
+    uri = arguments[arguments.index("--additional-distribution") + 1]
+    with tarfile.open(fileobj=io.BytesIO(cluster.download(uri))) as archive:
+        names = {name.removeprefix("./") for name in archive.getnames()}
+    assert {"workflows/rlhf.py", "engine/trainers/rl.py"} <= names

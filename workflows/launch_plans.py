@@ -1,0 +1,59 @@
+"""The launch plans. Each runs here as it would on a cluster, with its own inputs:
+
+pyflyte run workflows/launch_plans.py rlhf_smoke
+pyflyte run --remote workflows/launch_plans.py rlhf_full --model Qwen/Qwen2.5-7B-Instruct
+"""
+
+from flytekit import WorkflowExecutionPhase
+
+from tasks.profiles import ProfileName
+from workflows.evaluate_only import evaluate_only as evaluate_only_workflow
+from workflows.launching import FAILED, launch_plan, settings
+from workflows.promote_only import promote_only
+from workflows.rlhf import rlhf
+
+EVERY_END = (*FAILED, WorkflowExecutionPhase.SUCCEEDED)
+FULL = {
+    "config": settings("full"),
+    "path": "openai/gsm8k",
+    "model": "Qwen/Qwen2.5-1.5B-Instruct",
+}
+
+rlhf_smoke = launch_plan(
+    rlhf,
+    "rlhf_smoke",
+    default_inputs={"config": settings("smoke"), "seed": 0},
+    fixed_inputs={
+        "source": "arithmetic",
+        "path": "",
+        "model": "",
+        "profile": ProfileName.LAPTOP,
+    },
+)
+
+rlhf_full = launch_plan(
+    rlhf,
+    "rlhf_full",
+    default_inputs={**FULL, "profile": ProfileName.A100_8},
+    fixed_inputs={"source": "gsm8k"},
+    notify_on=EVERY_END,
+)
+
+# The problems of rlhf_full: the same settings give the same dataset.
+evaluate_only = launch_plan(
+    evaluate_only_workflow,
+    "evaluate_only",
+    default_inputs={
+        **FULL,
+        "source": "gsm8k",
+        "baseline": FULL["model"],
+        "profile": ProfileName.ONE_GPU,
+    },
+)
+
+promote = launch_plan(
+    promote_only,
+    "promote",
+    default_inputs={"config": settings("full")},
+    notify_on=EVERY_END,
+)

@@ -1,0 +1,119 @@
+"""How launch plans are made here: the house's rules, and the registry of ours.
+
+    nightly_retraining = launch_plan(
+        retraining, "nightly_retraining",
+        schedule=CronSchedule(schedule="0 2 * * *", kickoff_time_input_arg="kickoff"),
+    )
+
+Which ones there are is in `workflows.launch_plans`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flytekit import CronSchedule, Email, FixedRate, Labels, LaunchPlan, WorkflowExecutionPhase
+from flytekit.core.interface import Interface
+from flytekit.core.workflow import WorkflowBase
+from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPolicy
+
+from engine.config import load_config
+from engine.errors import ConfigError
+from tasks.inputs import RLHFConfig
+
+NOTIFY_VARIABLE = "HYBRIDFLYTE_NOTIFY"  # addresses, separated by commas
+MAX_PARALLELISM = 8  # nodes of one execution at once; the longest row of stages side by side is 2
+FAILED = (
+    WorkflowExecutionPhase.FAILED,
+    WorkflowExecutionPhase.ABORTED,
+    WorkflowExecutionPhase.TIMED_OUT,
+)
+
+LAUNCH_PLANS: dict[str, Launch] = {}
+
+
+class Launch(LaunchPlan):
+    """A launch plan that is run locally with its own inputs.
+
+    flytekit's offers a local caller the workflow's inputs and defaults, so that those of the launch
+    plan are lost wherever the workflow has a default. This one's interface is what is left to
+    choose, with the launch plan's defaults. What is registered is the same.
+    """
+
+    @property
+    def python_interface(self) -> Interface:
+        whole = self.workflow.python_interface
+        own = self.saved_inputs
+        free = {
+            name: (kind, own.get(name, default))
+            for name, (kind, default) in whole.inputs_with_defaults.items()
+            if name not in self.raw_fixed_inputs
+        }
+        return Interface(free, whole.outputs, docstring=whole.docstring)
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """Run the workflow here; ConfigError for an input that the launch plan fixes."""
+        for name in inputs:
+            if name in self.raw_fixed_inputs:
+                raise ConfigError(
+                    f"launch plan {self.name} fixes {name}={self.raw_fixed_inputs[name]!r}; leave "
+                    "it out, or run the workflow itself"
+                )
+        return super().__call__(*args, **inputs)
+
+
+def launch_plan(
+    workflow: WorkflowBase,
+    name: str,
+    *,
+    default_inputs: Mapping[str, Any] | None = None,
+    fixed_inputs: Mapping[str, Any] | None = None,
+    schedule: CronSchedule | FixedRate | None = None,
+    notify_on: Sequence[int] = FAILED,
+    labels: Mapping[str, str] | None = None,
+) -> Launch:
+    """Make a launch plan and note it in `LAUNCH_PLANS`.
+
+    One execution at a time: a second one is skipped, as two would promote over each other. The
+    addresses of HYBRIDFLYTE_NOTIFY get a mail in the phases `notify_on`.
+    """
+    addresses = notified()
+    made = Launch.create(
+        name,
+        workflow,
+        default_inputs=dict(default_inputs or {}),
+        fixed_inputs=dict(fixed_inputs or {}),
+        schedule=schedule,
+        notifications=[Email(phases=list(notify_on), recipients_email=addresses)]
+        if addresses
+        else [],
+        labels=Labels({"app": "hybridflyte", "launch-plan": name, **(labels or {})}),
+        max_parallelism=MAX_PARALLELISM,
+        concurrency=ConcurrencyPolicy(1, ConcurrencyLimitBehavior.SKIP),
+    )
+    assert isinstance(made, Launch)
+    LAUNCH_PLANS[name] = made
+    return made
+
+
+def notified() -> list[str]:
+    """Who is told, from HYBRIDFLYTE_NOTIFY; ConfigError for what is no address."""
+    text = os.environ.get(NOTIFY_VARIABLE, "")
+    addresses = [address.strip() for address in text.split(",") if address.strip()]
+    for address in addresses:
+        name, at, host = address.partition("@")
+        if not (name and at and host):
+            raise ConfigError(
+                f"{NOTIFY_VARIABLE}={text!r}: {address!r} is no e-mail address; separate several "
+                "by commas"
+            )
+    return addresses
+
+
+def settings(name: str) -> RLHFConfig:
+    """The settings in `workflows/configs/<name>.yaml`."""
+    path = Path(__file__).parent / "configs" / f"{name}.yaml"
+    return RLHFConfig.model_validate(load_config(path).model_dump())
