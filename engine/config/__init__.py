@@ -30,6 +30,7 @@ from engine.config.rl import (
 )
 from engine.config.server import ServerConfig
 from engine.config.training import OptimConfig, SFTConfig
+from engine.config.vllm import VllmConfig
 
 __all__ = [
     "ActorConfig",
@@ -58,6 +59,7 @@ __all__ = [
     "ServerConfig",
     "TrackingConfig",
     "TrainerConfig",
+    "VllmConfig",
     "digest",
     "explain",
     "load_config",

@@ -11,6 +11,7 @@ from engine.config.base import Section
 from engine.config.parallel import ParallelConfig
 from engine.config.server import ServerConfig
 from engine.config.training import OptimConfig
+from engine.config.vllm import VllmConfig
 
 
 class PolicyLossConfig(Section):
@@ -75,7 +76,10 @@ class RolloutConfig(Section):
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     tensor_parallel_size: int = Field(
-        1, ge=1, description="Ranks that decode together; the others of the actor's are copies"
+        1,
+        ge=1,
+        description="Ranks that decode together; the others of the actor's are copies. With "
+        "rollout.vllm.in_process=false: processes of each vLLM engine",
     )
     parts: int = Field(
         1, ge=1, description="Parts whose rewards are computed while the rest still decodes"
@@ -86,6 +90,7 @@ class RolloutConfig(Section):
     max_num_seqs: int = Field(512, ge=1, description="Completions decoded at once")
     kv_cache_memory_mb: int = Field(256, ge=16, description="vLLM's KV cache (CPU)")
     server: ServerConfig = ServerConfig()
+    vllm: VllmConfig = VllmConfig()
 
 
 class OverlongBufferConfig(Section):

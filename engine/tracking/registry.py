@@ -48,8 +48,9 @@ class Registry(Connection):
         """Log `folder` to a run and make it a version of `model_name`; return the version.
 
         A folder with a manifest is checked first. The version gets the tags artifact_uri,
-        artifact_digest, and of a manifest artifact_kind and manifest_digest. If that content is a version already,
-        its number is returned and nothing is written, so that a retry registers once.
+        artifact_digest, and of a manifest artifact_kind and manifest_digest. If that content is a
+        version already, its number is returned and nothing is written, so that a retry registers
+        once.
         """
         folder = Path(folder).absolute()
         if not folder.is_dir():

@@ -52,8 +52,14 @@ def mesh_of(role: str, config: RLConfig) -> Mesh | None:
         return None
     if role == "rollout":
         sync = config.trainer.mode == "sync"
-        return rollout_mesh(layout, config.rollout.tensor_parallel_size if sync else layout.tp)
+        return rollout_mesh(layout, _rollout_tp(config) if sync else layout.tp)
     return Mesh(tuple(layout.sizes.items()))
+
+
+def _rollout_tp(config: RLConfig) -> int:
+    """Ranks of the actor that decode together; vLLM's own processes are none of them."""
+    apart = config.rollout.engine == "vllm" and not config.rollout.vllm.in_process
+    return 1 if apart else config.rollout.tensor_parallel_size
 
 
 def rollout_mesh(layout: Layout, tensor_parallel_size: int) -> Mesh:
@@ -101,7 +107,7 @@ def check_layouts(config: RLConfig, lora: LoRAConfig, model_config: Any = None) 
 def _check_actor(config: RLConfig, lora: LoRAConfig) -> None:
     layout, rollout = layout_of("actor", config), config.rollout
     sync = config.trainer.mode == "sync"
-    if sync and layout.world_size % rollout.tensor_parallel_size:
+    if sync and layout.world_size % _rollout_tp(config):
         raise ConfigError(
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} does not divide the "
             f"actor's {layout.world_size} ranks ({layout}); choose a divisor"

@@ -32,10 +32,10 @@ def effective(config: RLConfig) -> RLConfig:
 
 def check_lora(lora: LoRAConfig, config: RLConfig) -> None:
     """Raise ConfigError where adapters and the rollout engine don't go together."""
-    if lora.rank and config.rollout.engine != "native":
+    if lora.rank and config.rollout.engine not in ("native", "vllm"):
         raise ConfigError(
             f"model.lora.rank={lora.rank} with rollout.engine={config.rollout.engine}: only native "
-            "decodes with adapters; set rollout.engine=native, or model.lora.rank=0"
+            "and vllm decode with adapters; set rollout.engine to one of them, or model.lora.rank=0"
         )
 
 

@@ -25,6 +25,7 @@ from engine.parallel.live import gather_holdings, local_tensors
 from engine.parallel.reshard import plan
 from engine.parallel.spreads import rollout_holdings
 from engine.rollout.native.sliced import SlicedModel
+from engine.rollout.protocol import RolloutEngine
 from engine.workers.spread import SpreadModel
 
 
@@ -32,6 +33,12 @@ class Mount(ABC):
     """What a rollout engine on this rank decodes with."""
 
     model: Any  # handed to the engine: a transformers model, or this rank's slices of one
+    engine_options: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed) for the engine
+
+    def bring(self, engine: RolloutEngine, version: int) -> None:
+        """Make `engine` serve the trainer's weights as policy `version`; all ranks call it."""
+        self.refresh()
+        engine.update_weights(self.model, version)
 
     @abstractmethod
     def refresh(self) -> None:
@@ -121,7 +128,7 @@ def _tp_group(to: Grouping, rank: int) -> tuple[int, dist.ProcessGroup]:
     """This rank's slice and group of ranks that decode together; all ranks make all groups."""
     found: dist.ProcessGroup | None = None
     for members in to.tp_groups():
-        group = dist.new_group(sorted(members))
+        group = dist.new_group(list(members), sort_ranks=False)  # slices are in this order
         if rank in members:
             found = group
     assert found is not None

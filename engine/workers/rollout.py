@@ -13,10 +13,11 @@ from engine.data.collate import collate_completions
 from engine.data.templates import stop_token_ids
 from engine.data.tokenizer import load_tokenizer
 from engine.models import policy_model
-from engine.rollout.protocol import SamplingParams, create_engine
+from engine.rollout.protocol import SamplingParams, check_version, create_engine
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.group_stream import GroupStream
 from engine.workers.mounted import Mount, Shared, mount
+from engine.workers.mounted_vllm import mount_vllm
 from engine.workers.state import StatefulWorker
 from engine.workers.weights import check_weights, load_policy
 
@@ -53,7 +54,9 @@ class RolloutWorker(StatefulWorker):
         if "policy" not in context.shared:
             context.shared |= {"policy": load(), "policy_version": 0}
         self.mounted: Mount = Shared(context.shared["policy"])
-        if "spread" in context.shared:
+        if "spread" in context.shared and config.engine == "vllm":
+            self.mounted = mount_vllm(context.shared["spread"], config, load)
+        elif "spread" in context.shared:
             tp = config.tensor_parallel_size
             self.mounted = mount(context.shared["spread"], tp, copy=load)
         policy = self.mounted.model
@@ -68,7 +71,23 @@ class RolloutWorker(StatefulWorker):
             max_model_len=max_model_len,
             kv_cache_memory_mb=config.kv_cache_memory_mb,
             seed=seed,
-            **(dict(config.server) if config.engine == "server" else {}),
+            **self._engine_options(),
+        )
+        if not self.mounted.engine_options.get("load", True):  # it was made without weights
+            self.mounted.bring(self.engine, context.shared["policy_version"])
+
+    def _engine_options(self) -> dict[str, Any]:
+        """Options that the configured engine alone has."""
+        config = self.config
+        if config.engine == "server":
+            return dict(config.server)
+        if config.engine != "vllm":
+            return {}
+        own = {name: value for name, value in dict(config.vllm).items() if name != "sleep"}
+        return (
+            own
+            | {"tensor_parallel_size": config.tensor_parallel_size, "dtype": own["dtype"] or None}
+            | self.mounted.engine_options
         )
 
     @dispatch(Dispatch.DATA_PARALLEL)
@@ -129,9 +148,7 @@ class RolloutWorker(StatefulWorker):
         shared = self.context.shared
         check_weights(shared)
         version = shared["policy_version"]
-        if self.engine.policy_version != version:
-            self.mounted.refresh()
-            self.engine.update_weights(self.mounted.model, version)
+        self._bring(version)
         greedy = temperature == 0.0
         draw = self._draws[1] + 1 if self._draws[0] == version else 0
         self._draws = self._draws if greedy else (version, draw)
@@ -146,9 +163,30 @@ class RolloutWorker(StatefulWorker):
             first_prompt=first_prompt,
         )
 
+    def _bring(self, version: int, again: bool = False) -> None:
+        """Let the engine serve policy `version`: weights wake before they are synchronised, the KV
+        cache after. `again`: although it holds that version."""
+        engine: Any = self.engine
+        asleep = self._level > 0 and engine.asleep
+        if asleep:
+            engine.wake_weights()
+        if again or engine.policy_version != version or (asleep and self._level == 2):
+            self.mounted.bring(engine, version)
+        if asleep:
+            engine.wake_kv()
+        check_version(engine, version)
+
+    @property
+    def _level(self) -> int:
+        """How deep the engine sleeps between rollouts."""
+        return self.config.vllm.sleep if self.config.engine == "vllm" else 0
+
     def _sample(self, prompts: Batch, n: int, temperature: float) -> Batch:
         params = self._params(n, temperature, int(prompts["group_ids"][0]))
         done = self.engine.generate(list(prompts.columns["prompt_ids"]), params)
+        if self._level:
+            engine: Any = self.engine
+            engine.sleep(self._level)
         batch = collate_completions(
             prompts,
             [c.prompt_index for c in done],
@@ -169,8 +207,7 @@ class RolloutWorker(StatefulWorker):
         """Restore `state_dict`, and serve the policy as it is now."""
         version, draws = state["draws"]
         self._draws = (version, draws)
-        self.mounted.refresh()
-        self.engine.update_weights(self.mounted.model, self.context.shared["policy_version"])
+        self._bring(self.context.shared["policy_version"], again=True)
 
     def close(self) -> None:
         self.engine.close()

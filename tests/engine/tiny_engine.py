@@ -63,10 +63,10 @@ def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
         return Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True)).eval()
 
 
-def write_tiny_folder(folder: Path) -> Path:
+def write_tiny_folder(folder: Path, model: ModelConfig = TINY_MODEL) -> Path:
     texts = [f"{a}+{b}={a + b}\n#### {a + b}" for a in range(20) for b in range(20)]
     tokenizer = train_tokenizer(texts, 300)
-    return save_model(build_model(TINY_MODEL, tokenizer, seed=0), tokenizer, folder)
+    return save_model(build_model(model, tokenizer, seed=0), tokenizer, folder)
 
 
 def random_completions(

@@ -25,7 +25,13 @@ PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [5, 9], [21, 22], [7, 7, 7]]
 ROWS = 12
 
 
-def course(folder: str, parallel: dict[str, Any], tp: int, lora: int = 0) -> dict[str, Any]:
+def course(
+    folder: str,
+    parallel: dict[str, Any],
+    tp: int,
+    lora: int = 0,
+    options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Sample, update, sample again, on this rank's share of the prompts."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -45,7 +51,7 @@ def course(folder: str, parallel: dict[str, Any], tp: int, lora: int = 0) -> dic
     )
     rollout = RolloutWorker(
         WorkerContext("rollout", rank, world, shared, sampling),
-        config=RolloutConfig(n=2, tensor_parallel_size=tp),
+        config=RolloutConfig.model_validate({"n": 2, "tensor_parallel_size": tp} | (options or {})),
         max_response_length=8,
         max_model_len=32,
         **common,
@@ -65,6 +71,7 @@ def course(folder: str, parallel: dict[str, Any], tp: int, lora: int = 0) -> dic
         )
         actor.update(take_share(training_batch(ROWS, seed=step), training.share(rank))[0])
     mounted = rollout.mounted
+    rollout.close()
     moved = mounted.moved.received if isinstance(mounted, Resharded) else 0
     return {
         "samples": samples,
@@ -98,6 +105,7 @@ CASES: list[tuple[dict[str, Any], int, type]] = [
     ({"fsdp": 2}, 2, Resharded),
     ({"pp": 2}, 1, Resharded),
     ({"fsdp": 2, "tp": 2}, 2, Resharded),
+    ({"fsdp": 2, "tp": 2}, 4, Resharded),
     ({"pp": 2, "tp": 2}, 2, Resharded),
     ({"dp": 2, "fsdp": 2}, 1, Resharded),
 ]
