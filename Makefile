@@ -27,7 +27,7 @@ test: env  ## check style and types, then run the test suite
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: env  ## run the tests that take minutes
 	@$(BIN)/python -m pytest -m slow --timeout=1800

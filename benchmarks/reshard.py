@@ -224,7 +224,7 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "gather_peak": gather_peak,
         "twice": moved.kept,
     }
-    assert moved.sent == sent[-1], "bytes at the sends are not those that the exchange reports"
+    assert sent[-1] == moved.sent == full.sent[dist.get_rank()], "other bytes than planned"
     every: list[Any] = [None] * WORLD
     dist.all_gather_object(every, figures)
     means = {name: statistics.mean(f[name] for f in every) / total for name in figures}

@@ -28,7 +28,8 @@ def measure_switch_overhead(
     computed; each switch to "rollout" comes after a write to every weight, as an optimizer step
     makes. `mem_increase_mb` (10⁶ bytes) is what one switch allocates: on a GPU the peak above the
     level before, elsewhere the sum of all new tensor storage, of which nothing is subtracted.
-    `received_mb` is what one switch brought to this rank from others; 0 where storage is shared.
+    `latency_min_ms` is the fastest, which other work on the machine disturbs least, and
+    `received_mb` what one switch brought to this rank from others; 0 where storage is shared.
     All ranks of an actor call it together.
 
     Weights keep their bits and the actor its mode; its policy version rises. Raises ConfigError
@@ -52,6 +53,7 @@ def measure_switch_overhead(
         actor.train(before)
     return {
         "latency_ms": 1e3 * statistics.median(times[1:]),
+        "latency_min_ms": 1e3 * min(times[1:]),
         "mem_increase_mb": allocated / 1e6,
         "received_mb": actor.received_bytes / 1e6 if mode == "rollout" else 0.0,
     }

@@ -27,11 +27,12 @@ def test_on_one_rank_the_switch_moves_nothing(actor: HybridActor, mode: Any) -> 
     weights = [p.detach().clone() for p in actor.parameters()]
     actor.train()
     cost = measure_switch_overhead(actor, mode)
-    assert set(cost) == {"latency_ms", "mem_increase_mb", "received_mb"}
+    assert set(cost) == {"latency_ms", "latency_min_ms", "mem_increase_mb", "received_mb"}
     assert cost["received_mb"] == 0
     size = sum(w.nbytes for w in weights) / 1e6
     assert cost["mem_increase_mb"] <= 0.01 * size
-    assert 0 < cost["latency_ms"] < 50
+    assert 0 < cost["latency_min_ms"] <= cost["latency_ms"]
+    assert cost["latency_min_ms"] < 8
     assert actor.training
     assert all(torch.equal(p, w) for p, w in zip(actor.parameters(), weights, strict=True))
 

@@ -92,7 +92,7 @@ def train(shares: bool, columns: bool) -> tuple[list[float], dict[str, Any]]:
     ranks = Ranks.form(Layout(tp=2))
     model: Any = tiny()
     apply_tensor_parallel(model, ranks.submesh("tp"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4, foreach=columns)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=not columns)
     if shares:
         held = gather_holdings(model)
         shape = ModelShape.of(model.config)

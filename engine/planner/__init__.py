@@ -1,0 +1,23 @@
+"""Planner: which layout a run gets on the machines that are there, what it costs, and why.
+
+Values and arithmetic, but for one function that asks Ray (`resources.read_cluster`). What a
+configuration leaves open, and how a plan becomes settings, is in `engine.trainers.auto`.
+"""
+
+from engine.planner.explain import explain
+from engine.planner.resources import Cluster, Machine, read_cluster
+from engine.planner.search import Plan, Priced, search
+from engine.planner.workload import Candidate, Pins, Workload
+
+__all__ = [
+    "Candidate",
+    "Cluster",
+    "Machine",
+    "Pins",
+    "Plan",
+    "Priced",
+    "Workload",
+    "explain",
+    "read_cluster",
+    "search",
+]

@@ -1,0 +1,203 @@
+"""Seconds of one RL step under a layout: a simple model, good enough to rank layouts.
+
+Arithmetic is 2 FLOPs an element and token in a forward pass, 4 in a backward (Kaplan et al.,
+arXiv:2001.08361, section 2.1) plus attention; decoding reads all weights and the cache once a token
+(HybridFlow, arXiv:2409.19256, section 6, prices its stages likewise). Collectives over n ranks move
+(n − 1)/n of their data, an all-reduce twice that, at the slowest link between the ranks; each
+costs a latency. Pipelines lose (pp − 1)/(micro-batches + pp − 1) (Narayanan et al.,
+arXiv:2104.04473, section 2.2). Every row counts as the longest one. Nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from engine.planner import hardware
+from engine.planner.hardware import EFFICIENCY, FLOAT32_SHARE, STREAMED
+from engine.planner.memory import held, micro_tokens, sizes, stage_elements
+from engine.planner.resources import Share
+from engine.planner.workload import Candidate, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Seconds of one step by where they go."""
+
+    compute: float  # training's arithmetic, idle stages and recomputation included
+    traffic: float  # between ranks in training, and to CPU memory
+    switch: float  # bringing the new weights to rollout
+    rollout: float
+
+    @property
+    def total(self) -> float:
+        """Of the step."""
+        return self.compute + self.traffic + self.switch + self.rollout
+
+
+def price(work: Workload, candidate: Candidate, share: Share) -> Price:
+    """What one step of `work` costs under `candidate` on the ranks of `share`."""
+    return Price(
+        compute=_compute(work, candidate, share),
+        traffic=_traffic(work, candidate, share),
+        switch=_switch(work, candidate, share),
+        rollout=_rollout(work, candidate, share),
+    )
+
+
+def _flops(work: Workload) -> float:
+    """Of a token's forward pass; half of a row's attention is masked."""
+    shape, parts = work.shape, sizes(work.shape)
+    matrices = parts.layer * parts.layers + shape.vocab * shape.hidden
+    attention = shape.layers * shape.heads * shape.head_dim * work.length
+    return 2.0 * (matrices + attention)
+
+
+def _rate(work: Workload, share: Share) -> float:
+    """FLOPs a second that a rank's matrices get."""
+    return share.device.flops * EFFICIENCY * (1.0 if work.compute_bytes < 4 else FLOAT32_SHARE)
+
+
+def _per_data_rank(work: Workload, candidate: Candidate) -> int:
+    return -(-work.rows // candidate.layout.data_ranks)
+
+
+def _micros(work: Workload, candidate: Candidate) -> int:
+    """Micro-batches of a data-parallel rank in one pass over the batch."""
+    tokens = micro_tokens(work, candidate)
+    fit = max(1, tokens // work.length)
+    return max(-(-_per_data_rank(work, candidate) // fit), work.updates)
+
+
+def _trained(work: Workload) -> int:
+    """Passes with gradients over the batch."""
+    return work.actor_epochs + (work.critic_epochs if work.critic else 0)
+
+
+def _plain(work: Workload) -> int:
+    """Passes without gradients."""
+    return work.passes + (1 if work.critic else 0)
+
+
+def _compute(work: Workload, candidate: Candidate, share: Share) -> float:
+    layout = candidate.layout
+    factor = 4.0 if candidate.activation_checkpointing else 3.0
+    passes = _trained(work) * factor + _plain(work)
+    tokens = _per_data_rank(work, candidate) * work.length
+    own = tokens * _flops(work) * passes / (layout.sp * layout.tp * layout.pp)
+    micros = _micros(work, candidate)
+    idle = (micros + layout.pp - 1) / micros
+    overhead = passes * micros * work.shape.layers / layout.pp * share.device.kernel_s
+    return own / _rate(work, share) * idle + overhead * idle
+
+
+def _traffic(work: Workload, candidate: Candidate, share: Share) -> float:
+    micros, trained, plain = _micros(work, candidate), _trained(work), _plain(work)
+    links = _Links(candidate, share)
+    sharded = _weights_traffic(work, candidate, links) * micros * (3 * trained + plain)
+    cut = _tokens_traffic(work, candidate, links) * micros * (2 * trained + plain)
+    return sharded + cut + _gradients_traffic(work, candidate, links) + _to_host(work, candidate)
+
+
+@dataclass(frozen=True, slots=True)
+class _Links:
+    """Ways between the ranks of an axis."""
+
+    candidate: Candidate
+    share: Share
+
+    def seconds(self, axes: tuple[str, ...], moved: float, times: float = 1.0) -> float:
+        """Of `times` collectives over the axes, each of which brings a rank `moved` bytes."""
+        layout, device = self.candidate.layout, self.share.device
+        sizes = layout.sizes
+        size = math.prod(sizes[axis] for axis in axes)
+        if size == 1:
+            return 0.0
+        names = list(sizes)
+        outermost = min(names.index(axis) for axis in axes if sizes[axis] > 1)
+        span = math.prod(sizes[name] for name in names[outermost:])
+        if span <= self.share.per_machine:
+            return times * (moved / device.link + device.latency_s * math.log2(size))
+        return times * (moved / device.network + device.network_latency_s * math.log2(size))
+
+
+def _weights_traffic(work: Workload, candidate: Candidate, links: _Links) -> float:
+    """FSDP's gathering of all layers once, or the scattering of their gradients."""
+    count = candidate.shards
+    moved = stage_elements(work.shape, candidate.layout.pp) / candidate.layout.tp
+    moved *= work.compute_bytes * (count - 1) / count
+    layers = work.shape.layers / candidate.layout.pp + 1
+    return links.seconds(("fsdp", "sp"), moved / layers, layers)
+
+
+def _tokens_traffic(work: Workload, candidate: Candidate, links: _Links) -> float:
+    """Of one forward pass of a micro-batch: tp's two all-reduces a layer (Megatron-LM,
+    arXiv:1909.08053, section 3), Ulysses' four all-to-alls (arXiv:2309.14509, section 3), and the
+    hand-over between stages."""
+    shape, layout, size = work.shape, candidate.layout, work.compute_bytes
+    tokens = micro_tokens(work, candidate) / layout.sp
+    layers = shape.layers / layout.pp
+    whole = tokens * shape.hidden * size
+    heads = tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim * size / layout.tp
+    return (
+        links.seconds(("tp",), 2 * whole * (layout.tp - 1) / layout.tp, 2 * layers)
+        + links.seconds(("sp",), heads / 4 * (layout.sp - 1) / layout.sp, 4 * layers)
+        + links.seconds(("pp",), whole)
+    )
+
+
+def _gradients_traffic(work: Workload, candidate: Candidate, links: _Links) -> float:
+    """All-reduces of gradients over copies of the model."""
+    layout = candidate.layout
+    size = 2 * (layout.dp - 1) / layout.dp * 4.0
+    models = 1.0 if not work.adapters else work.adapters / sizes(work.shape).total
+    moved = held(work.shape, layout) * size * models
+    times = _micros(work, candidate) if candidate.shards > 1 else work.updates
+    return links.seconds(("dp",), moved, times * _trained(work))
+
+
+def _to_host(work: Workload, candidate: Candidate) -> float:
+    """Over a GPU's way to its machine's memory: weights every pass, moments every update."""
+    own = held(work.shape, candidate.layout) * work.weight_bytes / hardware.HOST_LINK
+    passes = _micros(work, candidate) * (3 * _trained(work) + _plain(work))
+    weights = passes * own if candidate.offload_params else 0.0
+    away = candidate.offload_optimizer or candidate.offload_params
+    return weights + (4 * own * work.updates * _trained(work) if away else 0.0)
+
+
+def _switch(work: Workload, candidate: Candidate, share: Share) -> float:
+    """What a rank lacks of its slice for rollout (HybridFlow, table 2)."""
+    if candidate.mounted or work.runs_ahead:
+        return 0.0
+    layout = candidate.layout
+    total = sizes(work.shape).total * work.weight_bytes
+    if work.adapters:
+        total = work.adapters * work.weight_bytes
+    has = 1 / (candidate.shards * layout.tp * layout.pp)
+    moved = total * max(0.0, 1 / candidate.rollout_tp - has)
+    return _Links(candidate, share).seconds(("pp", "fsdp", "sp", "tp"), moved)
+
+
+def _rollout(work: Workload, candidate: Candidate, share: Share) -> float:
+    """Prefill, then a token a row and step; rows beyond `decode_rows` come in further waves."""
+    if not work.decodes or work.runs_ahead:
+        return 0.0
+    shape, device, tp = work.shape, share.device, candidate.rollout_tp
+    replicas = max(1, candidate.layout.world_size // tp)
+    rows = -(-work.rows // replicas)
+    together = min(rows, work.decode_rows)
+    waves = rows / together
+    flops = _flops(work) / tp / _rate(work, share)
+    prefill = rows / work.completions * work.prompt_length * flops
+    cache = 2 * shape.layers * max(1.0, shape.kv_heads / tp) * shape.head_dim * work.weight_bytes
+    read = sizes(shape).total * work.weight_bytes / tp
+    read += together * (work.prompt_length + work.response_length / 2) * cache
+    step = max(read / (device.bandwidth * STREAMED), together * flops)
+    step += shape.layers * device.kernel_s
+    if tp > 1:
+        one_machine = tp <= share.per_machine
+        latency = device.latency_s if one_machine else device.network_latency_s
+        link = device.link if one_machine else device.network
+        moved = 2 * together * shape.hidden * work.weight_bytes * (tp - 1) / tp
+        step += 2 * shape.layers * (latency * math.log2(tp) + moved / link)
+    return prefill + waves * work.response_length * step

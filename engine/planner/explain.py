@@ -1,0 +1,94 @@
+"""A plan in a few lines: what there is, what was chosen and why, and what else there was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.planner.hardware import GIB
+from engine.planner.memory import RUNTIME, USABLE
+from engine.planner.search import Plan, Priced
+
+SHOWN = 5
+_HEADS = ("layout", "ranks", "rollout tp", "tokens", "keeps", "GiB", "train s", "move s", "roll s")
+
+
+def explain(plan: Plan, shown: int = SHOWN) -> str:
+    """The choice, its reason, and a table of the cheapest candidates with their prices.
+
+    Seconds and bytes are the model's (`cost`, `memory`), with every row as long as the longest.
+    """
+    one = plan.chosen
+    pinned = f"; as set: {plan.pins}" if str(plan.pins) else ""
+    lines = [
+        f"placement: auto found {plan.cluster}",
+        f"  chosen  {one.candidate}{_ranks(one)}{pinned}",
+        f"  memory  {_gib(one):.2f} of {one.share.memory / GIB:.2f} GiB a rank, most in "
+        f"{one.memory.when}: {_parts(one)}",
+        f"  why     {_why(plan)}",
+    ]
+    rows = [("*", one), *((" ", other) for other in plan.others[: shown - 1])]
+    rows += [("-", other) for other in plan.too_large]
+    return "\n".join([*lines, *_table(rows)])
+
+
+def _ranks(one: Priced) -> str:
+    count = one.share.ranks
+    return "" if count == 1 else f": {count} ranks on {one.share.machines} machine(s)"
+
+
+def _why(plan: Plan) -> str:
+    one, cheaper = plan.chosen, plan.too_large
+    text = f"least estimated time, {one.price.total:.3g} s a step, of the {plan.fitting} that fit"
+    text += f" ({plan.considered} considered)"
+    if plan.others:
+        ratio = plan.others[0].price.total / one.price.total
+        text += f"; the next layout takes {ratio:.2f} times as long"
+    if cheaper:
+        text += f"; {cheaper[0].candidate.layout} would be faster but lacks "
+        text += f"{cheaper[0].over / USABLE / GIB:.2f} GiB a rank"
+    return text
+
+
+def _parts(one: Priced) -> str:
+    """The large parts of the peak."""
+    names = {
+        "training": ("weights", "gradients", "moments", "activations", "rollout"),
+        "rollout": ("weights", "moments", "rollout", "cache"),
+        "loading": ("loading",),
+    }
+    shown = {name: getattr(one.memory, name) / GIB for name in names[one.memory.when]}
+    large = [f"{name} {size:.2f}" for name, size in shown.items() if size >= 0.005]
+    return ", ".join([*large, f"process {RUNTIME / GIB:.2f}"])
+
+
+def _gib(one: Priced) -> float:
+    """What the rank's memory must have for it."""
+    return (one.memory.peak / USABLE + RUNTIME) / GIB
+
+
+def _table(rows: Sequence[tuple[str, Priced]]) -> list[str]:
+    cells = [("", *_HEADS), *((mark, *_cells(one)) for mark, one in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(
+            text.ljust(width) if column in (1, 5) else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+    note = ["  (-: too large)"] if any(mark == "-" for mark, _ in rows) else []
+    return [f"  {line}" for line in lines] + note
+
+
+def _cells(one: Priced) -> tuple[str, ...]:
+    c, p = one.candidate, one.price
+    seconds = (p.compute, p.traffic + p.switch, p.rollout)
+    return (
+        str(c.layout),
+        str(one.share.ranks),
+        str(c.rollout_tp),
+        str(c.tokens),
+        c.keeps,
+        f"{_gib(one):.2f}",
+        *(f"{value:.3g}" for value in seconds),
+    )

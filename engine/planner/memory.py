@@ -1,0 +1,252 @@
+"""Bytes that a rank needs under a layout: pure arithmetic on the model's shape.
+
+Weights, gradients and moments are counted as ZeRO does (Rajbhandari et al., arXiv:1910.02054,
+section 3.1), in the dtypes that this engine keeps; activations in the manner of Korthikanti et al.
+(arXiv:2205.05198, section 4), term by term for a decoder with RMSNorm, grouped-query attention
+without stored scores (SDPA), and a gated MLP. The peak is the largest of three moments: loading,
+where a rank has one model whole before its share is cut off (`workers.spread`), training, and
+rollout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.parallel.layout import Layout, ModelShape
+from engine.parallel.stages import layers_by_stage
+from engine.planner.hardware import GIB
+from engine.planner.workload import Candidate, Workload
+
+RUNTIME = int(0.75 * GIB)  # of a process: libraries, a CUDA context, communication buffers
+USABLE = 0.9  # of what is left: the rest is lost to fragments
+_PART = 64 << 20  # elements whose moments visit the device at a time (`workers.optim`)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Elements of a model by part."""
+
+    layer: int
+    layers: int
+    embedding: int
+    head: int  # 0 where it is the embedding
+
+    @property
+    def total(self) -> int:
+        """Of the whole model."""
+        return self.layer * self.layers + self.embedding + self.head
+
+
+def sizes(shape: ModelShape) -> Sizes:
+    """Elements of a decoder; biases, which few families have, are left out."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = 2 * shape.hidden * (queries + keys)
+    layer = attention + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
+    table = shape.vocab * shape.hidden
+    return Sizes(layer, shape.layers, table, 0 if shape.tied else table)
+
+
+def held(shape: ModelShape, layout: Layout) -> float:
+    """Elements of a model that the rank with most of them keeps under a layout."""
+    return stage_elements(shape, layout.pp) / (layout.tp * layout.fsdp * layout.sp)
+
+
+def stage_elements(shape: ModelShape, pp: int) -> int:
+    """Elements of the largest pipeline stage; a tied table is on the first and on the last."""
+    parts = sizes(shape)
+    if pp == 1:
+        return parts.total
+    stages = [len(stage) * parts.layer for stage in layers_by_stage(shape, pp)]
+    stages[0] += parts.embedding
+    stages[-1] += parts.head or parts.embedding
+    return max(stages)
+
+
+def micro_tokens(work: Workload, candidate: Candidate) -> int:
+    """Tokens of the largest micro-batch of a data-parallel rank: a row always goes whole."""
+    rows = -(-work.rows // candidate.layout.data_ranks)
+    return min(max(candidate.tokens, work.length), rows * work.length)
+
+
+def activations(work: Workload, candidate: Candidate) -> float:
+    """Bytes kept between forward and backward, logits and what is computed from them included."""
+    shape, layout, size = work.shape, candidate.layout, work.compute_bytes
+    tokens = micro_tokens(work, candidate) / layout.sp
+    hidden = shape.hidden / (layout.tp if candidate.sequence_parallel else 1)
+    wide = shape.heads * shape.head_dim / layout.tp
+    narrow = shape.kv_heads * shape.head_dim / layout.tp
+    # Two norms keep input, normed and scaled (float32 where they compute in it); attention q, k, v,
+    # keys and values repeated for the query heads, its output twice; the MLP its four products.
+    norms = 2 * hidden * (2 * max(size, 4.0) + size)
+    layer = norms + size * (5 * wide + 2 * narrow + 4 * shape.intermediate / layout.tp)
+    layers = -(-shape.layers // layout.pp)
+    micros = -(-work.rows * work.length // (layout.data_ranks * micro_tokens(work, candidate)))
+    flights = min(layout.pp, micros)  # 1F1B keeps as many micro-batches as there are stages
+    kept = layers * layer
+    if candidate.activation_checkpointing:
+        kept = layers * hidden * size * flights + layer
+    else:
+        kept *= flights
+    return tokens * (kept + logits(work, layout))
+
+
+def logits(work: Workload, layout: Layout) -> float:
+    """Bytes a token around the vocabulary: logits, log-softmax in float32, two temporaries."""
+    vocab = work.shape.vocab / layout.tp
+    each = work.compute_bytes + 12.0 + (4.0 if work.compute_bytes < 4 else 0.0)
+    return vocab * each * (2 if work.full_kl else 1) + 3 * work.shape.hidden * work.compute_bytes
+
+
+def kv_cache(work: Workload, candidate: Candidate) -> float:
+    """Bytes of keys and values of a rollout replica's rows on one of its ranks, and of logits."""
+    if not work.decodes:
+        return 0.0
+    shape, tp = work.shape, candidate.rollout_tp
+    if work.kv_cache:
+        return work.kv_cache / tp
+    replicas = max(1, candidate.layout.world_size // tp)
+    rows = min(work.decode_rows, -(-work.rows // replicas))
+    heads = max(1.0, shape.kv_heads / tp)
+    kept = 2 * shape.layers * heads * shape.head_dim * work.length * work.weight_bytes
+    return rows * (kept + 12.0 * shape.vocab)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes a rank needs at its peak, and of what."""
+
+    weights: float  # of all models that are trained or compared with
+    gradients: float
+    moments: float
+    activations: float
+    rollout: float  # a copy of the weights for rollout
+    cache: float
+    loading: float  # what loading needs at once
+    host: float  # of the machine's memory, beside a device's
+
+    @property
+    def training(self) -> float:
+        """At the peak of an update."""
+        kept = self.weights + self.gradients + self.moments
+        return kept + self.activations + self.rollout
+
+    @property
+    def sampling(self) -> float:
+        """At the peak of a rollout."""
+        return self.weights + self.moments + self.rollout + self.cache
+
+    @property
+    def peak(self) -> float:
+        """Of the device, without the process's own."""
+        return max(self.training, self.sampling, self.loading)
+
+    @property
+    def when(self) -> str:
+        """When the peak is."""
+        names = {self.training: "training", self.sampling: "rollout", self.loading: "loading"}
+        return names[self.peak]
+
+
+def fits(need: float, there: int) -> bool:
+    """Whether a process that needs so many bytes can live in so much memory."""
+    return need <= room(there)
+
+
+def room(there: int) -> float:
+    """Bytes of `there` that a plan may use."""
+    return (there - RUNTIME) * USABLE
+
+
+def estimate(work: Workload, candidate: Candidate, *, gpu: bool) -> Memory:
+    """What a rank of `candidate` needs. Without a GPU all of it is the machine's memory."""
+    models = _models(work, candidate)
+    weights, moments = sum(m.weights for m in models), sum(m.moments for m in models)
+    gradients = max(m.gradients for m in models)
+    whole = _whole(work)
+    copy = 0.0 if candidate.mounted else whole / candidate.rollout_tp
+    visiting, host = 0.0, whole  # each model is read into the machine's memory first
+    if candidate.offload_params:
+        host += weights + gradients + moments
+        weights = gradients = moments = 0.0
+    elif candidate.offload_optimizer:
+        host += moments
+        visiting, moments = min(moments, 2 * _PART * work.weight_bytes), 0.0
+    kept = weights + copy if len(models) > 1 else 0.0
+    last = 0.0 if candidate.offload_params else models[-1].weights
+    memory = Memory(
+        weights=weights,
+        gradients=gradients,
+        moments=moments + visiting,
+        activations=activations(work, candidate) + _gathered(work, candidate),
+        rollout=copy,
+        cache=kv_cache(work, candidate),
+        loading=max(0.0, kept - last) + whole,
+        host=host if gpu else 0.0,
+    )
+    return memory if gpu else _beside_samplers(work, memory)
+
+
+def sampler(work: Workload) -> float:
+    """Bytes of a process that only decodes."""
+    alone = Candidate(Layout(), rollout_tp=1)
+    return sizes(work.shape).total * work.sampler_bytes + kv_cache(work, alone)
+
+
+def _beside_samplers(work: Workload, memory: Memory) -> Memory:
+    """Processes that only decode share a machine with a rank."""
+    if not work.samplers:
+        return memory
+    more = work.samplers * (sampler(work) + RUNTIME)
+    values = {name: getattr(memory, name) for name in memory.__slots__}
+    return Memory(**values | {"weights": memory.weights + more, "loading": memory.loading + more})
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """Bytes of one model on a rank."""
+
+    weights: float
+    gradients: float = 0.0
+    moments: float = 0.0
+
+
+def _models(work: Workload, candidate: Candidate) -> list[_Model]:
+    """The models of the policy's process, in the order in which they are loaded."""
+    layout, size = candidate.layout, work.weight_bytes
+    found = [_policy(work, layout)]
+    if work.reference:
+        found.append(_Model(held(work.shape, layout) * size))
+    if work.teacher:
+        found.append(_Model(held(work.teacher, layout) * size))
+    if work.critic:
+        own = layout if isinstance(work.critic, str) else work.critic
+        each = held(work.shape, own) * size
+        found.append(_Model(each, each, 2 * each))
+    return found
+
+
+def _policy(work: Workload, layout: Layout) -> _Model:
+    mine = held(work.shape, layout)
+    if not work.adapters:
+        each = mine * work.weight_bytes
+        return _Model(each, each, 2 * each)
+    base = sizes(work.shape).total if work.quantized else mine
+    cut = layout.world_size // layout.dp
+    kept = work.adapters / cut * work.weight_bytes
+    return _Model(base * (work.base_bytes or work.weight_bytes) + kept, kept, 2 * kept)
+
+
+def _whole(work: Workload) -> float:
+    """Bytes of the policy in one piece, as it is loaded and as a rollout copy."""
+    base = sizes(work.shape).total * (work.base_bytes or work.weight_bytes)
+    return base + work.adapters * work.weight_bytes
+
+
+def _gathered(work: Workload, candidate: Candidate) -> float:
+    """Bytes of weights that FSDP has whole at a time: table and head, and two layers; and a layer's
+    gradients."""
+    if candidate.shards == 1:
+        return 0.0
+    parts, layout = sizes(work.shape), candidate.layout
+    outer = parts.embedding + parts.head
+    return (outer + 3 * parts.layer) / layout.tp * work.compute_bytes

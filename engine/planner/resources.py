@@ -1,0 +1,244 @@
+"""What there is to plan with: the machines that Ray reports, as values.
+
+Ray knows a node's CPUs, GPUs, memory for workers and kind of accelerator, but not the memory of a
+GPU: each machine with GPUs is asked for it (`nvidia-smi`, or amdgpu's sysfs), and where it can't
+tell, the smallest variant of its accelerator counts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from engine.controller.placement import Node
+from engine.errors import PlacementError
+from engine.planner import hardware
+from engine.planner.hardware import GIB, Device
+
+PROBE_SECONDS = 60.0  # for a first process on each machine
+_TYPE = "accelerator_type:"
+_LABEL = "ray.io/accelerator-type"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A node that runs workers."""
+
+    name: str
+    cpus: float  # e.g. 88.0
+    memory: int  # bytes that workers may use
+    gpus: int = 0
+    gpu_memory: int = 0  # bytes of each
+    accelerator: str = ""  # by Ray's name, e.g. "H100"
+    resources: Mapping[str, float] = field(default_factory=dict)  # others, for pools that ask
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def node(self) -> Node:
+        """The machine as the check of capacity takes it."""
+        amounts = {**self.resources, "CPU": self.cpus, "GPU": float(self.gpus)}
+        return Node(self.name, {k: v for k, v in amounts.items() if v}, self.labels)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Equal ranks on a part of the cluster: one a GPU, or one a machine without GPUs."""
+
+    ranks: int
+    per_machine: int  # at most
+    cpus: float  # a rank
+    memory: int  # bytes of the device that a rank computes on
+    host_memory: int  # bytes of its machine's memory, a rank; the same where there is no GPU
+    device: Device
+    gpus: float = 0.0  # a rank
+
+    @property
+    def machines(self) -> int:
+        """Machines with ranks."""
+        return -(-self.ranks // self.per_machine)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The machines of a cluster that run workers."""
+
+    machines: tuple[Machine, ...]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all machines."""
+        return sum(machine.gpus for machine in self.machines)
+
+    @property
+    def devices(self) -> int:
+        """Ranks that it can hold: GPUs where it has any, else machines."""
+        return self.gpus or len(self.machines)
+
+    def without_gpus(self) -> Cluster:
+        """The same for processes that ask for none."""
+        plain = (replace(machine, gpus=0, accelerator="") for machine in self.machines)
+        return Cluster(tuple(plain))
+
+    def less_gpus(self, count: int) -> Cluster:
+        """What is left when `count` GPUs are taken, of the machines that have fewest."""
+        left, machines = count, []
+        for machine in sorted(self.machines, key=lambda m: m.gpus):
+            taken = min(left, machine.gpus)
+            left -= taken
+            machines.append(replace(machine, gpus=machine.gpus - taken))
+        return Cluster(tuple(machines))
+
+    def shares(self, beside: float = 0.0) -> list[Share]:
+        """The numbers of ranks worth a look; each leaves `beside` cores of a machine."""
+        found = self._of_gpus() if self.gpus else self._of_machines(beside)
+        return sorted(set(found), key=lambda share: share.ranks)
+
+    def _of_gpus(self) -> list[Share]:
+        machines = sorted((m for m in self.machines if m.gpus), key=lambda m: -m.gpus)
+        counts = [m.gpus for m in machines]
+        first = [(n, machines[:1]) for n in range(1, counts[0] + 1)]
+        sums = ((sum(counts[:j]), machines[:j]) for j in _doubling(len(machines)))
+        shares = []
+        for ranks, used in [*first, *sums]:
+            each = min(m.cpus / m.gpus for m in used)
+            kinds = {m.accelerator for m in used}
+            shares.append(
+                Share(
+                    ranks,
+                    per_machine=min(ranks, used[0].gpus),
+                    cpus=float(int(each)) if each >= 1 else each,
+                    memory=min(m.gpu_memory for m in used),
+                    host_memory=min(m.memory // min(m.gpus, ranks) for m in used),
+                    device=min((hardware.gpu(kind) for kind in kinds), key=lambda d: d.flops),
+                    gpus=1.0,
+                )
+            )
+        return shares
+
+    def _of_machines(self, beside: float) -> list[Share]:
+        shares = []
+        for key in ("cpus", "memory"):
+            machines = sorted(self.machines, key=lambda m: getattr(m, key), reverse=True)
+            for ranks in {*range(1, min(8, len(machines)) + 1), *_doubling(len(machines))}:
+                used = machines[:ranks]
+                cores = min(m.cpus for m in used)
+                if ranks > 1 and max(m.cpus for m in used) >= 2 * cores:
+                    continue  # Ray would put two ranks on one of them
+                memory = min(m.memory for m in used)
+                cpus = max(1.0, cores - beside) if cores >= 1 else cores
+                shares.append(Share(ranks, 1, cpus, memory, memory, hardware.cpu(cpus)))
+        return shares
+
+    def __str__(self) -> str:
+        """E.g. "2 machines, 16 × H100 of 79.6 GiB, 176 cores, 1800 GiB"."""
+        count = len(self.machines)
+        parts = [f"{count} machine{'s' if count != 1 else ''}"]
+        if self.gpus:
+            kinds = sorted({m.accelerator or "GPU" for m in self.machines if m.gpus})
+            least = min(m.gpu_memory for m in self.machines if m.gpus)
+            parts.append(f"{self.gpus} × {'/'.join(kinds)} of {least / GIB:.1f} GiB")
+        parts.append(f"{sum(m.cpus for m in self.machines):g} cores")
+        parts.append(f"{sum(m.memory for m in self.machines) / GIB:.1f} GiB for workers")
+        return ", ".join(parts)
+
+
+def _doubling(count: int) -> list[int]:
+    """1, 2, 4, … and `count` itself."""
+    sizes = [1 << power for power in range(count.bit_length()) if 1 << power <= count]
+    return sorted({*sizes, count})
+
+
+def cluster_of(nodes: Sequence[Node], gpu_memory: Mapping[str, int] | None = None) -> Cluster:
+    """The machines among Ray's nodes that run workers: those with CPUs or GPUs.
+
+    `gpu_memory` is what each node, by name, said of its GPUs, in bytes. Raises PlacementError where
+    there are no such nodes, or a GPU's memory is unknown.
+    """
+    machines = []
+    for node in nodes:
+        has, labels = dict(node.resources), node.labels
+        cpus, gpus = has.pop("CPU", 0.0), int(has.pop("GPU", 0.0))
+        kind = labels.get(_LABEL) or next((k[len(_TYPE) :] for k in has if k.startswith(_TYPE)), "")
+        if not (cpus or gpus):
+            continue  # a head that schedules nothing
+        each = (gpu_memory or {}).get(node.name) or int(hardware.gpu(kind).memory_gib * GIB)
+        if gpus and not each:
+            raise PlacementError(
+                f"trainer.placement=auto can't tell how much memory the GPUs of {node.name} have "
+                f"(accelerator {kind or 'unnamed'}, no nvidia-smi there); set actor.parallel and "
+                "trainer.pools, and trainer.placement=ray"
+            )
+        memory = int(has.get("memory", 0.0))
+        machines.append(
+            Machine(node.name, cpus, memory, gpus, each if gpus else 0, kind, has, labels)
+        )
+    if not machines:
+        raise PlacementError(
+            f"the Ray cluster has no CPU and no GPU for workers ({len(nodes)} nodes are alive); "
+            "add worker nodes"
+        )
+    return Cluster(tuple(machines))
+
+
+def read_cluster() -> Cluster:
+    """The machines that are alive in the Ray cluster now; joins or starts Ray as a launch does.
+
+    Counts all that they have, free or taken: an earlier attempt's processes may still be ending.
+    """
+    import ray
+
+    from engine.controller.launch import Placement, init_options
+
+    if not ray.is_initialized():
+        ray.init(**init_options(Placement(()), os.environ))
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    nodes = {
+        node["NodeID"]: Node(
+            f"{node['NodeManagerAddress']} {node['NodeID'][:6]}", node["Resources"], node["Labels"]
+        )
+        for node in alive
+    }
+    asked = [node for node in nodes if nodes[node].resources.get("GPU", 0.0) >= 1]
+    memory = {nodes[node].name: size for node, size in _ask(asked).items()}
+    return cluster_of(list(nodes.values()), memory)
+
+
+def _ask(nodes: Sequence[str]) -> dict[str, int]:
+    """Bytes of a GPU on each node, 0 where it doesn't say; by node id."""
+    if not nodes:
+        return {}
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    probe: Any = ray.remote(num_cpus=0)(gpu_memory_here)
+    asked = {
+        node: probe.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        ).remote()
+        for node in nodes
+    }
+    found = {}
+    for node, answer in asked.items():
+        try:
+            found[node] = int(ray.get(answer, timeout=PROBE_SECONDS))
+        except RayError as error:
+            raise PlacementError(
+                f"a machine of the Ray cluster (node {node[:6]}) can't run a first task: {error}"
+            ) from error
+    return found
+
+
+def gpu_memory_here(amd: str = "/sys/class/drm") -> int:
+    """Bytes of this machine's smallest GPU; 0 where neither driver says."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        sizes = [int(line) << 20 for line in said.stdout.split()]
+    except (OSError, ValueError, subprocess.SubprocessError):  # no NVIDIA driver here
+        sizes = [int(f.read_text()) for f in Path(amd).glob("card*/device/mem_info_vram_total")]
+    return min(sizes, default=0)

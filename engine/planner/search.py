@@ -1,0 +1,248 @@
+"""Which layout: every one that the model and the machines take, priced; those that fit, ranked.
+
+Pure: the same workload, machines and pins give the same plan. What the trainer refuses besides is
+given as `admits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from engine.errors import ConfigError, PlacementError
+from engine.parallel.grouping import grouping
+from engine.parallel.layout import AXES, Layout, check_layout
+from engine.planner.cost import Price, price
+from engine.planner.hardware import GIB
+from engine.planner.memory import RUNTIME, USABLE, Memory, estimate, fits, room, sampler
+from engine.planner.resources import Cluster, Share
+from engine.planner.workload import Candidate, Pins, Workload
+
+BUDGET = 16384  # tokens of a micro-batch, at most: what the settings start from
+KEPT = 8  # runners-up that a plan lists
+Admits = Callable[[Candidate, Share], str]  # why the trainer refuses it; empty: it doesn't
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A candidate on a part of the cluster."""
+
+    candidate: Candidate
+    share: Share
+    memory: Memory
+    price: Price
+
+    @property
+    def fits(self) -> bool:
+        """Whether each rank's device and machine hold it."""
+        return self.over <= 0
+
+    @property
+    def over(self) -> float:
+        """Bytes that a rank needs beyond what there is, on the device or its machine."""
+        host = self.memory.host - room(self.share.host_memory)
+        return max(self.memory.peak - room(self.share.memory), host)
+
+    @property
+    def order(self) -> tuple[float | int, ...]:
+        """Cheapest first; of equals the one with larger micro-batches, then the plainest."""
+        c = self.candidate
+        flags = c.offload_params + c.offload_optimizer + c.activation_checkpointing
+        return (self.price.total, -c.tokens, flags, c.rollout_tp, *c.layout.sizes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was chosen, and what else there was."""
+
+    chosen: Priced
+    others: tuple[Priced, ...]  # the next ones that fit, a layout once, cheapest first
+    too_large: tuple[Priced, ...]  # cheaper ones that don't fit, if any, a layout once
+    cluster: Cluster
+    considered: int
+    fitting: int
+    pins: Pins
+
+
+def search(
+    work: Workload,
+    cluster: Cluster,
+    pins: Pins | None = None,
+    admits: Admits = lambda candidate, share: "",
+    beside: float = 0.0,
+) -> Plan:
+    """Return the cheapest way to run `work` on `cluster` that fits, and the next ones.
+
+    `beside` is cores of a machine that other processes take. Raises ConfigError where no layout is
+    valid, and PlacementError, with what is missing, where none fits.
+    """
+    pins = pins or Pins()
+    refused: list[str] = []
+    valid: list[Priced] = []
+    for share in cluster.shares(beside):
+        for candidate in candidates(work, share, pins):
+            memory = estimate(work, candidate, gpu=share.gpus > 0)
+            valid.append(Priced(candidate, share, memory, price(work, candidate, share)))
+    ranked = sorted((one for one in valid if one.fits), key=lambda one: one.order)
+    listed = _first(ranked, admits, refused)
+    if not listed:
+        smallest = sorted((one for one in valid if not one.fits), key=lambda one: one.over)
+        raise _nothing(_first(smallest, admits, refused, 1), refused, cluster, pins)
+    _check_sampler(work, listed[0])
+    cheaper = [one for one in valid if not one.fits and one.price.total < listed[0].price.total]
+    too_large = _first(sorted(cheaper, key=lambda one: one.order), admits, [], 2)
+    return Plan(
+        listed[0], tuple(listed[1:]), tuple(too_large), cluster, len(valid), len(ranked), pins
+    )
+
+
+def candidates(work: Workload, share: Share, pins: Pins) -> Iterator[Candidate]:
+    """All that are valid for the model on `share.ranks` ranks, whether they fit or not."""
+    rollouts = {layout: list(_rollout_sizes(work, layout, share, pins)) for layout in _layouts(
+        work, share, pins
+    )}
+    recomputes = (True,) if pins.activation_checkpointing else (False, True)
+    for layout, sizes in rollouts.items():
+        options = product(sizes, recomputes, _offloads(layout, share, pins), _budgets(work, pins))
+        for rollout_tp, recompute, (params, optimizer), tokens in options:
+            yield Candidate(
+                layout,
+                rollout_tp,
+                tokens,
+                offload_params=params,
+                offload_optimizer=optimizer,
+                activation_checkpointing=recompute,
+                sequence_parallel=pins.sequence_parallel,
+            )
+
+
+def _layouts(work: Workload, share: Share, pins: Pins) -> Iterator[Layout]:
+    for sizes in _products(share.ranks, len(AXES)):
+        layout = Layout(**dict(zip(AXES, sizes, strict=True)))
+        if any(getattr(layout, axis) != size for axis, size in pins.axes.items()):
+            continue
+        if _takes(work, layout, share, pins):
+            yield layout
+
+
+def _takes(work: Workload, layout: Layout, share: Share, pins: Pins) -> bool:
+    """Whether the model can be spread so, and it is worth a thought."""
+    cut, chatty = layout.tp * layout.pp, layout.tp * layout.sp
+    if (cut > 1 and not work.families) or (layout.sp > 1 and not work.cuts_sequences):
+        return False
+    if (layout.pp > 1 and layout.sp > 1) or layout.data_ranks > work.rows:
+        return False
+    # What talks in every layer stays on a machine, unless the user says otherwise.
+    if chatty > share.per_machine and not {"tp", "sp"} & set(pins.axes):
+        return False
+    try:
+        check_layout(layout, share.ranks, work.shape)
+    except ConfigError:
+        return False
+    return not isinstance(work.critic, Layout) or work.critic.world_size == layout.world_size
+
+
+def _rollout_sizes(work: Workload, layout: Layout, share: Share, pins: Pins) -> Iterator[int]:
+    """Sizes of the groups of ranks that decode together."""
+    if pins.rollout_tp:
+        wanted = [pins.rollout_tp]
+    elif work.runs_ahead:
+        wanted = [layout.tp]
+    elif work.adapters or work.kv_cache or not work.decodes or not work.families:
+        wanted = [1]  # adapters are decoded whole, and other engines by one process a rank
+    else:
+        wanted = [n for n in range(1, share.per_machine + 1) if share.per_machine % n == 0]
+    shape = work.shape
+    for tp in wanted:
+        if share.ranks % tp or shape.heads % tp or shape.kv_heads % tp or shape.intermediate % tp:
+            continue
+        try:
+            grouping(layout, tp=tp)
+        except ConfigError:
+            continue
+        yield tp
+
+
+def _offloads(layout: Layout, share: Share, pins: Pins) -> list[tuple[bool, bool]]:
+    """Pairs of offload_params and offload_optimizer. Without a GPU there is nowhere to go."""
+    if not share.gpus:
+        return [(pins.offload_params, pins.offload_optimizer)]
+    sharded = layout.fsdp * layout.sp > 1
+    every = [(False, False), (False, True), *([(True, True)] if sharded else [])]
+    wanted = (pins.offload_params, pins.offload_optimizer)
+    return [pair for pair in every if pair[0] >= wanted[0] and pair[1] >= wanted[1]]
+
+
+def _budgets(work: Workload, pins: Pins) -> list[int]:
+    """Tokens of a micro-batch: halves of the largest, down to one row."""
+    if pins.tokens:
+        return [pins.tokens]
+    sizes = [BUDGET]
+    while sizes[-1] > max(64, work.length):
+        sizes.append(max(sizes[-1] // 2, 64))
+    return sizes
+
+
+def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All ordered ways to write `number` as a product of `count` factors."""
+    if count == 1:
+        yield (number,)
+        return
+    for factor in range(1, number + 1):
+        if number % factor == 0:
+            for rest in _products(number // factor, count - 1):
+                yield (factor, *rest)
+
+
+def _first(
+    ranked: list[Priced], admits: Admits, refused: list[str], count: int = KEPT
+) -> list[Priced]:
+    """The first `count` that the trainer takes, each layout and rollout once."""
+    found: dict[tuple[Layout, int], Priced] = {}
+    asked: dict[tuple[Layout, int], str] = {}
+    for one in ranked:
+        key = (one.candidate.layout, one.candidate.rollout_tp)
+        if key not in asked:
+            asked[key] = admits(one.candidate, one.share)
+            refused += [asked[key]] if asked[key] else []
+        if not asked[key]:
+            found.setdefault(key, one)
+        if len(found) == count:
+            break
+    return list(found.values())
+
+
+def _nothing(
+    smallest: list[Priced], refused: list[str], cluster: Cluster, pins: Pins
+) -> ConfigError | PlacementError:
+    """The error that says why there is no plan."""
+    with_pins = f" with {pins}" if str(pins) else ""
+    if not smallest:
+        why = f": {refused[0]}" if refused else "; set fewer of them, or other ones"
+        return ConfigError(
+            f"trainer.placement=auto finds no valid layout on {cluster}{with_pins}{why}"
+        )
+    one = smallest[0]
+    on_host = one.memory.host - room(one.share.host_memory) == one.over
+    there = one.share.host_memory if on_host else one.share.memory
+    need = there + one.over / USABLE
+    return PlacementError(
+        f"trainer.placement=auto finds no layout that fits on {cluster}{with_pins}: the smallest, "
+        f"{one.candidate}, needs {need / GIB:.2f} GiB of {'machine' if on_host else 'device'} memory"
+        f" a rank and there are {there / GIB:.2f} GiB, {(need - there) / GIB:.2f} GiB too few; add "
+        "workers or larger ones, shorten data.max_response_length, or set model.lora.rank"
+    )
+
+
+def _check_sampler(work: Workload, chosen: Priced) -> None:
+    """A process that only decodes has a GPU of its own."""
+    if not (work.samplers and chosen.share.gpus):
+        return
+    need = sampler(work)
+    if not fits(need, chosen.share.memory):
+        raise PlacementError(
+            f"a process that only decodes needs {need / USABLE / GIB + RUNTIME / GIB:.2f} GiB, and "
+            f"a GPU has {chosen.share.memory / GIB:.2f} GiB; set trainer.mode=sync, whose rollout "
+            "is spread, or rollout.dtype=bfloat16"
+        )

@@ -1,0 +1,110 @@
+"""What is planned for: one RL step as sizes, and one way to lay it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.parallel.layout import Layout, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One RL step, as far as memory and time go."""
+
+    shape: ModelShape  # the policy's; reference and critic have the same
+    prompts: int  # a step
+    completions: int  # a prompt
+    prompt_length: int  # longest, in tokens
+    response_length: int
+    weight_bytes: float = 4.0  # an element of the weights, gradients and moments
+    base_bytes: float = 0.0  # an element of a frozen base under adapters; 0: weight_bytes
+    compute_bytes: float = 4.0  # an element in forward and backward
+    adapters: int = 0  # trained elements of adapters; 0: the whole model is trained
+    quantized: bool = False  # the base stays whole on every rank
+    reference: bool = False  # a frozen copy beside the policy
+    teacher: ModelShape | None = None
+    critic: Layout | str = ""  # its own layout; "as actor"; empty: none
+    actor_epochs: int = 1
+    critic_epochs: int = 1
+    updates: int = 1  # optimizer steps an epoch
+    passes: int = 0  # over the batch without gradients: old log-probs, reference
+    full_kl: bool = False  # logits of two models meet
+    decodes: bool = True  # here, not on a server
+    decode_rows: int = 512  # at once, on a replica
+    kv_cache: int = 0  # bytes of a replica's fixed cache; 0: as many as rows need
+    samplers: int = 0  # processes beside the policy's that only decode
+    sampler_bytes: float = 4.0  # an element of their weights
+    families: bool = True  # the model can be cut by tp and pp
+    cuts_sequences: bool = True  # and by sp
+    runs_ahead: bool = False  # one_step_off, async: the trainer's own rollout validates only
+
+    @property
+    def rows(self) -> int:
+        """Completions a step."""
+        return self.prompts * self.completions
+
+    @property
+    def length(self) -> int:
+        """Longest row, in tokens."""
+        return self.prompt_length + self.response_length
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to lay a step out."""
+
+    layout: Layout
+    rollout_tp: int = 1
+    tokens: int = 16384  # of a micro-batch
+    offload_params: bool = False
+    offload_optimizer: bool = False
+    activation_checkpointing: bool = False
+    sequence_parallel: bool = True
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share weights by FSDP."""
+        return self.layout.fsdp * self.layout.sp
+
+    @property
+    def mounted(self) -> bool:
+        """Whether rollout decodes with the trainer's own storage (`workers.mounted`)."""
+        one_piece = self.shards * self.layout.pp == 1
+        return one_piece and self.rollout_tp == self.layout.tp
+
+    @property
+    def keeps(self) -> str:
+        """What waits in CPU memory, and what is computed again."""
+        names = {
+            "offload weights": self.offload_params,
+            "offload moments": self.offload_optimizer,
+            "recompute": self.activation_checkpointing,
+        }
+        return ", ".join(name for name, used in names.items() if used) or "-"
+
+    def __str__(self) -> str:
+        """E.g. "fsdp=4 tp=2, rollout tp 4, 16384 tokens a micro-batch, recompute"."""
+        text = f"{self.layout}, rollout tp {self.rollout_tp}, {self.tokens} tokens a micro-batch"
+        return text if self.keeps == "-" else f"{text}, {self.keeps}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """What the user has set: these win over the planner."""
+
+    axes: dict[str, int] = field(default_factory=dict)  # e.g. {"tp": 2}
+    rollout_tp: int | None = None
+    tokens: int | None = None
+    offload_params: bool = False  # True: set by the user; the planner may add it otherwise
+    offload_optimizer: bool = False
+    activation_checkpointing: bool = False
+    sequence_parallel: bool = True
+
+    def __str__(self) -> str:
+        """What is set, or nothing."""
+        found = [f"{axis}={size}" for axis, size in self.axes.items()]
+        found += [f"rollout tp {self.rollout_tp}"] if self.rollout_tp else []
+        found += [f"{self.tokens} tokens"] if self.tokens else []
+        flags = ("offload_params", "offload_optimizer", "activation_checkpointing")
+        found += [name for name in flags if getattr(self, name)]
+        return ", ".join(found)
