@@ -3,10 +3,11 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+IMAGES = --image "$(IMAGE)" $(if $(CUDA_IMAGE),--cuda-image "$(CUDA_IMAGE)") $(if $(ROCM_IMAGE),--rocm-image "$(ROCM_IMAGE)")
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help env rlhf gsm8k test test-slow lint format package clean-cache clean
+.PHONY: help env rlhf gsm8k test test-slow lint format register package clean-cache clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -38,8 +39,11 @@ lint: env  ## check style and types only
 format: env  ## rewrite the sources in the house style
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-package: env  ## package the workflows for a Flyte cluster (IMAGE=registry/name:tag)
-	@$(BIN)/pyflyte --pkgs workflows package --image default=$(or $(IMAGE),hybridflyte:latest) --output flyte-package.tgz --force
+register: env  ## register everything on a Flyte cluster (IMAGE=registry/name@sha256:…, OPTIONS=--activate)
+	@$(BIN)/python -m workflows.register $(IMAGES) $(OPTIONS)
+
+package: env  ## package the workflows, the same byte for byte (IMAGE=registry/name@sha256:…)
+	@$(BIN)/python -m workflows.register $(IMAGES) --package flyte-package.tgz $(OPTIONS)
 
 clean-cache: env  ## forget cached Flyte results, so that the next run computes everything
 	@$(BIN)/pyflyte local-cache clear

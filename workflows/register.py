@@ -69,25 +69,43 @@ def main(
     with _sentences():
         version = version_of(root, images, allow_dirty)
         _set_variables(images, notify)
-        from workflows import packaging
-
         if archive:
-            entities, _ = packaging.serialize(root, image)
-            packaging.write_package(entities, Path(archive).absolute())
-            click.echo(f"{len(entities)} entities in {archive}")
-            click.echo(f"flytectl register files --archive {archive} --version {version}")
+            _package(root, image, version, archive)
         else:
             remote = None if dry_run else _connect(config, project, domain)
-            entities, settings = packaging.serialize(root, image, project, domain, version)
-            if remote is None:
-                for entity in entities:
-                    kind, name, _ = packaging.kind_of(entity)
-                    click.echo(f"{kind:12} {name}")
-            else:
-                _send(remote, entities, settings, version)
-                if activate:
-                    _activate(remote, project, domain, version)
+            _register(remote, root, image, version, (project, domain), activate)
     click.echo(version)
+
+
+def _package(root: Path, image: str, version: str, archive: str) -> None:
+    from workflows.packaging import serialize, write_package
+
+    entities, _ = serialize(root, image)
+    write_package(entities, Path(archive).absolute())
+    click.echo(f"{len(entities)} entities in {archive}")
+    click.echo(f"flytectl register files --archive {archive} --version {version}")
+
+
+def _register(
+    remote: FlyteRemote | None,
+    root: Path,
+    image: str,
+    version: str,
+    where: tuple[str, str],
+    activate: bool,
+) -> None:
+    """Send all of it to the project and domain `where`; without `remote`, only list it."""
+    from workflows.packaging import kind_of, serialize
+
+    entities, settings = serialize(root, image, *where, version)
+    if remote is None:
+        for entity in entities:
+            kind, name, _ = kind_of(entity)
+            click.echo(f"{kind:12} {name}")
+        return
+    _send(remote, entities, settings, version)
+    if activate:
+        _activate(remote, *where, version)
 
 
 def _set_variables(images: dict[str, str], notify: str) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from engine.checkpoint.files import CheckpointStorageError
 from engine.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Background:
         try:
             error = self._done.exception(limit)
         except TimeoutError:
-            raise CheckpointError(
+            raise CheckpointStorageError(
                 f"{self.name} has not ended in {limit:g} s; check the disk or the object store, "
                 "or give it a longer timeout"
             ) from None

@@ -14,14 +14,19 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from engine.disk import fsync
-from engine.errors import CheckpointError, DamagedCheckpointError
+from engine.errors import CheckpointError, DamagedCheckpointError, StorageError
 
 _CHUNK = 8 << 20  # bytes hashed or written at once
+
+
+class CheckpointStorageError(CheckpointError, StorageError):
+    """The disk or object store of checkpoints refused, which another try may not meet again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class Folder:
         if "://" not in text:
             text = str(Path(text).expanduser().absolute())
         try:
-            self.fs, path = fsspec.core.url_to_fs(text)
+            self.fs, path = fsspec.core.url_to_fs(text, **_flyte_s3(text))
         except Exception as error:  # fsspec's drivers raise errors of many libraries
             raise CheckpointError(
                 f"checkpoint folder {text} can't be used: {_first_line(error)}; give a local path "
@@ -157,7 +162,7 @@ class Folder:
             what = f"{where} can't be read: {_first_line(error)}"
             if self.is_local:
                 raise DamagedCheckpointError(what) from error
-            raise CheckpointError(
+            raise CheckpointStorageError(
                 f"{what}; check the address, its credentials and the endpoint, and start again"
             ) from error
 
@@ -179,7 +184,23 @@ class Folder:
                 way_out = "make it writable, or choose another folder"
             elif number == errno.ENOENT:
                 way_out = "all nodes must see one folder: use a shared disk or s3://"
-            raise CheckpointError(f"{where} can't be written: {what}; {way_out}") from error
+            raise CheckpointStorageError(f"{where} can't be written: {what}; {way_out}") from error
+
+
+def _flyte_s3(address: str) -> dict[str, Any]:
+    """How Flyte tells its pods where S3 is, as far as AWS's own variables don't say it."""
+    if not address.startswith("s3://"):
+        return {}
+    endpoint, key, secret = (
+        None if os.environ.get(own) else os.environ.get(f"FLYTE_AWS_{name}")
+        for own, name in (
+            ("AWS_ENDPOINT_URL", "ENDPOINT"),
+            ("AWS_ACCESS_KEY_ID", "ACCESS_KEY_ID"),
+            ("AWS_ACCESS_KEY_ID", "SECRET_ACCESS_KEY"),
+        )
+    )
+    options: dict[str, Any] = {"client_kwargs": {"endpoint_url": endpoint}} if endpoint else {}
+    return options | ({"key": key, "secret": secret} if key and secret else {})
 
 
 def _basename(path: str) -> str:

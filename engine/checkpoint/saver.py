@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.checkpoint.background import Background
-from engine.checkpoint.files import Folder
+from engine.checkpoint.files import CheckpointStorageError, Folder
 from engine.checkpoint.layout import rank_stem
 from engine.checkpoint.store import Checkpoint, CheckpointStore, Draft
 from engine.checkpoint.tree import Snapshot, Tree, unite
@@ -153,7 +153,7 @@ class Saver:
             if self._gave_up.wait(pause):
                 raise CheckpointError(f"the checkpoint of step {draft.step} was given up")
             if time.monotonic() > deadline:
-                raise CheckpointError(
+                raise CheckpointStorageError(
                     f"{draft.folder}: {missing[0]} has not come in {self._timeout_s:g} s; check "
                     "that all nodes see this folder and that the disk is not full"
                 )

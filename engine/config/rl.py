@@ -157,7 +157,10 @@ class TrainerConfig(Section):
         20.0, gt=0, description="Deadline after SIGTERM to finish the step and save it"
     )
     timeline_steps: int = Field(0, ge=0, description="Steps whose timeline is written (Perfetto)")
-    placement: Literal["ray", "local"] = Field("ray", description="Ray actors, or this process")
+    placement: Literal["ray", "local", "auto"] = Field(
+        "ray",
+        description="Ray actors, or this process; auto: Ray, laid out for the machines it has",
+    )
     pools: tuple[PoolConfig, ...] = Field(
         (), description="Which roles sit together, and where; none: the policy's, and the reward"
     )

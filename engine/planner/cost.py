@@ -5,7 +5,9 @@ arXiv:2001.08361, section 2.1) plus attention; decoding reads all weights and th
 (HybridFlow, arXiv:2409.19256, section 6, prices its stages likewise). Collectives over n ranks move
 (n − 1)/n of their data, an all-reduce twice that, at the slowest link between the ranks; each
 costs a latency. Pipelines lose (pp − 1)/(micro-batches + pp − 1) (Narayanan et al.,
-arXiv:2104.04473, section 2.2). Every row counts as the longest one. Nothing overlaps.
+arXiv:2104.04473, section 2.2) and wait for their heaviest stage. Every row counts as the longest
+one. FSDP's traffic is hidden behind arithmetic where there is a GPU, which gathers the next layer
+meanwhile (Zhao et al., arXiv:2304.11277, section 3.3); nothing else overlaps.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from engine.parallel.stages import layers_by_stage
 from engine.planner import hardware
 from engine.planner.hardware import EFFICIENCY, FLOAT32_SHARE, STREAMED
 from engine.planner.memory import held, micro_tokens, sizes, stage_elements
 from engine.planner.resources import Share
 from engine.planner.workload import Candidate, Workload
+
+HIDDEN = 0.8  # of the arithmetic's time, that traffic may hide behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +91,25 @@ def _compute(work: Workload, candidate: Candidate, share: Share) -> float:
     tokens = _per_data_rank(work, candidate) * work.length
     own = tokens * _flops(work) * passes / (layout.sp * layout.tp * layout.pp)
     micros = _micros(work, candidate)
-    idle = (micros + layout.pp - 1) / micros
+    idle = (micros + layout.pp - 1) / micros * _imbalance(work, layout.pp)
     overhead = passes * micros * work.shape.layers / layout.pp * share.device.kernel_s
     return own / _rate(work, share) * idle + overhead * idle
+
+
+def _imbalance(work: Workload, pp: int) -> float:
+    """The heaviest stage's work against the mean; the head is the last one's."""
+    parts, shape = sizes(work.shape), work.shape
+    stages = [float(len(stage) * parts.layer) for stage in layers_by_stage(shape, pp)]
+    stages[-1] += shape.vocab * shape.hidden
+    return max(stages) * pp / sum(stages)
 
 
 def _traffic(work: Workload, candidate: Candidate, share: Share) -> float:
     micros, trained, plain = _micros(work, candidate), _trained(work), _plain(work)
     links = _Links(candidate, share)
     sharded = _weights_traffic(work, candidate, links) * micros * (3 * trained + plain)
+    if share.gpus:
+        sharded = max(0.0, sharded - HIDDEN * _compute(work, candidate, share))
     cut = _tokens_traffic(work, candidate, links) * micros * (2 * trained + plain)
     return sharded + cut + _gradients_traffic(work, candidate, links) + _to_host(work, candidate)
 

@@ -55,6 +55,7 @@ class Share:
     host_memory: int  # bytes of its machine's memory, a rank; the same where there is no GPU
     device: Device
     gpus: float = 0.0  # a rank
+    beside: float = 0.0  # cores of a machine that are left to other processes
 
     @property
     def machines(self) -> int:
@@ -130,7 +131,9 @@ class Cluster:
                     continue  # Ray would put two ranks on one of them
                 memory = min(m.memory for m in used)
                 cpus = max(1.0, cores - beside) if cores >= 1 else cores
-                shares.append(Share(ranks, 1, cpus, memory, memory, hardware.cpu(cpus)))
+                shares.append(
+                    Share(ranks, 1, cpus, memory, memory, hardware.cpu(cpus), 0.0, beside)
+                )
         return shares
 
     def __str__(self) -> str:

@@ -21,6 +21,11 @@ from engine.planner.workload import Candidate, Pins, Workload
 
 BUDGET = 16384  # tokens of a micro-batch, at most: what the settings start from
 KEPT = 8  # runners-up that a plan lists
+_SMALLER = {  # what makes a peak smaller
+    "training": "shorten data.max_response_length, or set model.lora.rank",
+    "rollout": "lower rollout.max_num_seqs",
+    "loading": "store the weights in bfloat16 (model.dtype)",
+}
 Admits = Callable[[Candidate, Share], str]  # why the trainer refuses it; empty: it doesn't
 
 
@@ -81,40 +86,55 @@ def search(
     refused: list[str] = []
     valid: list[Priced] = []
     for share in cluster.shares(beside):
-        for candidate in candidates(work, share, pins):
-            memory = estimate(work, candidate, gpu=share.gpus > 0)
-            valid.append(Priced(candidate, share, memory, price(work, candidate, share)))
+        for layout in _layouts(work, share, pins):
+            for rollout_tp in _rollout_sizes(work, layout, share, pins):
+                valid += _options(work, layout, rollout_tp, share, pins)
     ranked = sorted((one for one in valid if one.fits), key=lambda one: one.order)
     listed = _first(ranked, admits, refused)
     if not listed:
         smallest = sorted((one for one in valid if not one.fits), key=lambda one: one.over)
         raise _nothing(_first(smallest, admits, refused, 1), refused, cluster, pins)
     _check_sampler(work, listed[0])
-    cheaper = [one for one in valid if not one.fits and one.price.total < listed[0].price.total]
+    best = listed[0]
+    cheaper = [
+        one
+        for one in valid
+        if not one.fits
+        and one.price.total < best.price.total
+        and one.candidate.layout != best.candidate.layout
+    ]
     too_large = _first(sorted(cheaper, key=lambda one: one.order), admits, [], 2)
     return Plan(
         listed[0], tuple(listed[1:]), tuple(too_large), cluster, len(valid), len(ranked), pins
     )
 
 
-def candidates(work: Workload, share: Share, pins: Pins) -> Iterator[Candidate]:
-    """All that are valid for the model on `share.ranks` ranks, whether they fit or not."""
-    rollouts = {layout: list(_rollout_sizes(work, layout, share, pins)) for layout in _layouts(
-        work, share, pins
-    )}
+def _options(
+    work: Workload, layout: Layout, rollout_tp: int, share: Share, pins: Pins
+) -> Iterator[Priced]:
+    """What can be kept, recomputed or put away under a layout, whether it fits or not.
+
+    Larger micro-batches are never dearer without a pipeline, and nothing is cheaper than to keep
+    all; what follows one that fits is left out then.
+    """
     recomputes = (True,) if pins.activation_checkpointing else (False, True)
-    for layout, sizes in rollouts.items():
-        options = product(sizes, recomputes, _offloads(layout, share, pins), _budgets(work, pins))
-        for rollout_tp, recompute, (params, optimizer), tokens in options:
-            yield Candidate(
+    for offload, recompute in product(_offloads(layout, share, pins), recomputes):
+        for tokens in _budgets(work, layout, pins):
+            candidate = Candidate(
                 layout,
                 rollout_tp,
                 tokens,
-                offload_params=params,
-                offload_optimizer=optimizer,
+                *offload,
                 activation_checkpointing=recompute,
                 sequence_parallel=pins.sequence_parallel,
             )
+            memory = estimate(work, candidate, gpu=share.gpus > 0)
+            one = Priced(candidate, share, memory, price(work, candidate, share))
+            yield one
+            if one.fits and layout.pp == 1:
+                if tokens >= BUDGET and not (recompute or any(offload)):
+                    return
+                break
 
 
 def _layouts(work: Workload, share: Share, pins: Pins) -> Iterator[Layout]:
@@ -174,14 +194,15 @@ def _offloads(layout: Layout, share: Share, pins: Pins) -> list[tuple[bool, bool
     return [pair for pair in every if pair[0] >= wanted[0] and pair[1] >= wanted[1]]
 
 
-def _budgets(work: Workload, pins: Pins) -> list[int]:
-    """Tokens of a micro-batch: halves of the largest, down to one row."""
+def _budgets(work: Workload, layout: Layout, pins: Pins) -> list[int]:
+    """Tokens of a micro-batch: halves of the largest, down to one row; each makes a difference."""
     if pins.tokens:
         return [pins.tokens]
+    most = -(-work.rows // layout.data_ranks) * work.length
     sizes = [BUDGET]
     while sizes[-1] > max(64, work.length):
         sizes.append(max(sizes[-1] // 2, 64))
-    return sizes
+    return [BUDGET, *(size for size in sizes[1:] if size < most)]
 
 
 def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -225,13 +246,14 @@ def _nothing(
         )
     one = smallest[0]
     on_host = one.memory.host - room(one.share.host_memory) == one.over
+    where = "machine" if on_host or not one.share.gpus else "device"
     there = one.share.host_memory if on_host else one.share.memory
     need = there + one.over / USABLE
     return PlacementError(
         f"trainer.placement=auto finds no layout that fits on {cluster}{with_pins}: the smallest, "
-        f"{one.candidate}, needs {need / GIB:.2f} GiB of {'machine' if on_host else 'device'} memory"
-        f" a rank and there are {there / GIB:.2f} GiB, {(need - there) / GIB:.2f} GiB too few; add "
-        "workers or larger ones, shorten data.max_response_length, or set model.lora.rank"
+        f"{one.candidate}, needs {need / GIB:.2f} GiB of {where} memory a rank "
+        f"and there are {there / GIB:.2f} GiB, {(need - there) / GIB:.2f} GiB too few, "
+        f"most in {one.memory.when}; add workers or larger ones, or {_SMALLER[one.memory.when]}"
     )
 
 

@@ -31,6 +31,7 @@ from engine.dataflows.needs import needs_of
 from engine.errors import PreemptedError, WorkerError
 from engine.models import resolve_lora, text_config
 from engine.preemption import Notice
+from engine.trainers.auto import resolve_auto
 from engine.trainers.layouts import check_layouts
 from engine.trainers.modes import MODES
 from engine.trainers.prompts import PromptStream
@@ -67,14 +68,25 @@ class RLTrainer:
         self.dataflow = check_config(config, max_response_length)
         lora = resolve_lora(model_path, lora or LoRAConfig())
         check_lora(lora, config)
+        mode = config.trainer.mode
+        needs = needs_of(effective(config), self.dataflow)
+        roles = needs.roles(self.dataflow) | ({"sampler"} if mode == "one_step_off" else set())
+        config = resolve_auto(
+            config,
+            roles,
+            needs,
+            model_path=str(model_path),
+            lora=lora,
+            dtype=dtype,
+            max_response_length=max_response_length,
+            max_model_len=max_model_len,
+        )
         check_layouts(config, lora, text_config(model_path))
         self.config, self.on_step = effective(config), on_step
         self.tokenizer = load_tokenizer(model_path)
         self.prompts = PromptStream(loader, self.tokenizer)
         if "teacher" in self.dataflow.roles:
             check_teacher(config.algorithm.teacher, self.tokenizer)
-        needs = needs_of(self.config, self.dataflow)
-        mode = config.trainer.mode
         self.algo = Algo(
             self.config,
             needs,
@@ -93,7 +105,7 @@ class RLTrainer:
             str(model_path),
             self.config,
             needs,
-            needs.roles(self.dataflow) | ({"sampler"} if mode == "one_step_off" else set()),
+            roles,
             max_response_length,
             max_model_len,
             seed,

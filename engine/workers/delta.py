@@ -79,7 +79,8 @@ def encode(tensor: int, old: np.ndarray, new: np.ndarray, pool: Executor) -> Ite
     def piece(start: int) -> Piece | None:
         return _encode(tensor, start, old[start : start + CHUNK], new[start : start + CHUNK])
 
-    return (found for found in pool.map(piece, range(0, old.size, CHUNK)) if found is not None)
+    run = pool.map if old.size > CHUNK else map  # a thread costs more than a small tensor
+    return (found for found in run(piece, range(0, old.size, CHUNK)) if found is not None)
 
 
 def _encode(tensor: int, start: int, old: np.ndarray, new: np.ndarray) -> Piece | None:

@@ -224,7 +224,7 @@ def _digest(header: bytes, tensors: Iterable[Tensor]) -> bytes:
     found = blake3(header, max_threads=torch.get_num_threads())
     for tensor in tensors:
         row = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        found.update(memoryview(row.numpy()))
+        found.update(row.numpy().data)
     return found.digest()
 
 

@@ -230,7 +230,7 @@ def test_registering_again_changes_nothing_and_other_content_is_refused(
         _send(remote, other, settings, "v1")
 
 
-def test_a_dirty_tree_and_a_tag_are_refused_in_a_sentence(small: Path, checkout: Path) -> None:
+def test_a_refusal_is_one_sentence(checkout: Path) -> None:
     done = register(checkout, image="ghcr.io/x/y:1")
     assert done.returncode == 1
     assert done.stderr.count("─ Error ─") == 1
@@ -373,6 +373,23 @@ def test_pyflyte_register(checkout: Path, cluster: Cluster) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     by_hand = [key for key in cluster.admin.created if key[3] == "by-hand"]
     assert ("hybridflyte", "development", "rlhf_full", "by-hand") in by_hand
+
+
+def test_pyflyte_launches_what_is_active(checkout: Path, cluster: Cluster, version: str) -> None:
+    before = set(cluster.admin.executions)
+    done = pyflyte(
+        *(checkout, cluster.config(checkout.parent), "run"),
+        *("-p", "hybridflyte", "-d", "development", "remote-launchplan"),
+        *("rlhf_full", "--profile", "2x8xH100", "--model", "Qwen/Qwen2.5-7B-Instruct"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (name,) = set(cluster.admin.executions) - before
+    request = cluster.admin.executions[name]
+    assert request.spec.launch_plan.version == version
+    given = {k: v.scalar.primitive.string_value for k, v in request.inputs.literals.items()}
+    assert given["profile"] == "2x8xH100"
+    assert given["model"] == "Qwen/Qwen2.5-7B-Instruct"
+    assert "source" not in given  # fixed
 
 
 def test_pyflyte_run_remote_uploads_the_code(checkout: Path, cluster: Cluster) -> None:

@@ -11,8 +11,9 @@ import json
 import re
 import shutil
 import tempfile
+import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ class TaggedFolders:
     """
 
     def __init__(self, root: str) -> None:
-        self._own = not root
         try:
             if root:
                 Path(root).mkdir(parents=True, exist_ok=True)
@@ -48,6 +48,9 @@ class TaggedFolders:
                 f"trainer and server both can write and read"
             ) from error
         self._written: list[Path] = []
+        self._remove: Callable[[], object] | None = None
+        if not root:  # at the latest when this process ends
+            self._remove = weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
 
     def write(self, weights: Weights, model: nn.Module, version: int) -> Path:
         """Write (name, tensor) pairs and `model`'s configuration; return the folder, `…/tag`.
@@ -81,8 +84,9 @@ class TaggedFolders:
         return target
 
     def close(self) -> None:
-        if self._own:
-            shutil.rmtree(self.root, ignore_errors=True)
+        """Remove a folder that was made here; safe to call twice."""
+        if self._remove is not None:
+            self._remove()
 
 
 def find_tag(text: str) -> str | None:

@@ -14,11 +14,14 @@ ROOT = Path(__file__).parents[3]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def documented_program(folder: Path) -> str:
+def documented_program(folder: Path, saved: Path) -> str:
     text = (ROOT / "docs" / "hybrid-actor.md").read_text()
     (program,) = re.findall(r"```python\n(# train\.py\n.*?)```", text, flags=re.DOTALL)
     assert "path/to/model" in program
-    return str(program).replace("path/to/model", str(folder))
+    assert "/tmp/hybrid-actor" in program
+    return str(
+        program.replace("path/to/model", str(folder)).replace("/tmp/hybrid-actor", str(saved))
+    )
 
 
 def run(*arguments: str) -> list[str]:
@@ -38,8 +41,9 @@ def run(*arguments: str) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_documented_program_learns(tiny_folder: Path, tmp_path: Path, ranks: int) -> None:
     program = tmp_path / "train.py"
-    program.write_text(documented_program(tiny_folder))
+    program.write_text(documented_program(tiny_folder, tmp_path / "saved"))
     lines = run(str(program)) if ranks == 1 else run(*TORCHRUN, str(ranks), str(program))
     assert len(lines) == 3 * ranks
     losses = [float(line.split()[1]) for line in lines]
     assert min(losses[-ranks:]) < losses[0]
+    assert (tmp_path / "saved" / "model.safetensors").is_file()

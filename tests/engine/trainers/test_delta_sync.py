@@ -113,19 +113,28 @@ class Patient(AsyncRollout):
         super().close()
 
 
-@pytest.mark.parametrize(("placement", "dtype"), [("local", ""), ("ray", "bfloat16")])
-def test_two_workers_follow_the_actor_by_deltas(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str, dtype: str
+@pytest.mark.parametrize(
+    ("placement", "workers", "dtype"), [("local", 1, ""), ("ray", 2, "bfloat16")]
+)
+def test_workers_follow_the_actor_by_deltas(
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    placement: str,
+    workers: int,
+    dtype: str,
 ) -> None:
     run = Run(monkeypatch, tmp_path, {})
-    history = run.fit(tiny_folder, "async", placement, rollout_workers=2, rollout={"dtype": dtype})
+    history = run.fit(
+        tiny_folder, "async", placement, rollout_workers=workers, rollout={"dtype": dtype}
+    )
     assert history[-1]["async/resyncs"] == 0
     assert history[-1]["async/restarts"] == 0
-    for role in ("sampler0", "sampler1"):
-        loads = run.loads(role)
+    for number in range(workers):
+        loads = run.loads(f"sampler{number}")
         assert loads[0]["kind"] == "whole"
         assert loads[-1]["version"] == STEPS, "it ends with the actor's last weights"
-        assert sum(load["kind"] == "delta" for load in loads) >= 2
+        assert any(load["kind"] == "delta" for load in loads)
     assert len(set(run.published.values())) == STEPS + 1, "every update moved the weights"
 
 

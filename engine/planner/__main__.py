@@ -1,0 +1,130 @@
+"""`python -m engine.planner --model PATH --gpus 8 --memory-gb 80`: the table, without a cluster.
+
+What a run with `trainer.placement: auto` would be given on such machines, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from engine.errors import EngineError
+from engine.planner import Cluster, Machine, explain
+from engine.planner.hardware import GIB, gpu
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plan; return 0, or 2 with one sentence where there is none."""
+    options = _parser().parse_args(arguments)
+    try:
+        print(_plan(options))
+    except EngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> str:
+    # Above this room; needed by the command alone.
+    from engine.config import LoRAConfig, parse_config
+    from engine.dataflows import choose_dataflow
+    from engine.dataflows.needs import needs_of
+    from engine.models import text_config
+    from engine.trainers.auto import plan_for, workload
+
+    lora = LoRAConfig(rank=options.lora_rank)
+    config = parse_config(_settings(options)).rl
+    dataflow = choose_dataflow(config.algorithm)
+    needs = needs_of(config, dataflow)
+    roles = needs.roles(dataflow)
+    work = workload(
+        config,
+        roles,
+        needs,
+        text_config(options.model),
+        lora=lora,
+        dtype=options.dtype,
+        max_response_length=options.response_length,
+        max_model_len=options.prompt_length + options.response_length,
+    )
+    return explain(plan_for(config, work, roles, _cluster(options), lora), options.rows)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    parallel: dict[str, Any] = {"compute_dtype": options.compute_dtype}
+    trainer = {"placement": "auto", "train_batch_size": options.prompts}
+    rl: dict[str, Any] = {
+        "algorithm": {"adv_estimator": options.algorithm},
+        "actor": {"parallel": parallel},
+        "rollout": {"n": options.completions},
+        "trainer": trainer,
+    }
+    return {"rl": rl}
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    known = gpu(options.accelerator).memory_gib
+    gpu_memory = int((options.memory_gb or known or 80) * GIB) if options.gpus else 0
+    memory = options.host_memory_gb or (128 * options.gpus or options.memory_gb or 64)
+    machines = (
+        Machine(
+            f"machine {number}",
+            float(options.cpus),
+            int(memory * GIB),
+            options.gpus,
+            gpu_memory,
+            options.accelerator if options.gpus else "",
+        )
+        for number in range(options.machines)
+    )
+    return Cluster(tuple(machines))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.planner",
+        description="Price the layouts of an RL run on machines that are only described. Memory "
+        "and seconds are estimates; see docs/placement.md.",
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="Hugging Face folder; its config.json is enough")
+    add("--gpus", type=_count, default=0, help="of a machine; 0: CPU cores alone")
+    add("--memory-gb", type=_size, default=0.0, help="GiB of a GPU; without GPUs, of a machine")
+    add("--accelerator", default="H100", help="as Ray names it (default: %(default)s)")
+    add("--machines", type=_positive, default=1)
+    add("--cpus", type=_positive, default=32, help="cores of a machine (default: %(default)s)")
+    add("--host-memory-gb", type=_size, default=0.0, help="GiB of a machine (128 a GPU, or 64)")
+    add("--algorithm", default="grpo", help="advantage estimator (default: %(default)s)")
+    add("--prompts", type=_positive, default=128, help="of a step (default: %(default)s)")
+    add("--completions", type=_positive, default=8, help="of a prompt (default: %(default)s)")
+    add("--prompt-length", type=_positive, default=512, help="tokens (default: %(default)s)")
+    add("--response-length", type=_positive, default=512, help="tokens (default: %(default)s)")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
+    add("--compute-dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    add("--lora-rank", type=_count, default=0, help="of adapters; 0: all weights are trained")
+    add("--rows", type=_positive, default=8, help="of the table (default: %(default)s)")
+    return parser
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def _size(text: str) -> float:
+    if (value := float(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""The search: what it chooses is valid, fits, and is never dearer for having more memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import ConfigError, EngineError, PlacementError
+from engine.parallel.grouping import grouping
+from engine.parallel.layout import Layout, ModelShape, check_layout
+from engine.planner import Cluster, Machine, Pins, Plan, Workload, explain, search
+from engine.planner.hardware import GIB
+from engine.planner.memory import RUNTIME, estimate, room
+
+SHAPE = ModelShape(4, 4, 2, 16, 64, 128, 1000)  # of a toy; real ones are below
+QWEN_7B = ModelShape(28, 28, 4, 128, 3584, 18944, 152064)
+QWEN_05B = ModelShape(24, 14, 2, 64, 896, 4864, 151936, tied=True)
+GRPO_7B = Workload(QWEN_7B, 128, 8, 512, 512, compute_bytes=2.0, reference=True, passes=1)
+
+
+def gpus(count: int, gib: float, machines: int = 1, host_gib: float = 2000) -> Cluster:
+    return Cluster(
+        tuple(
+            Machine(f"m{i}", 64.0, int(host_gib * GIB), count, int(gib * GIB), "H100")
+            for i in range(machines)
+        )
+    )
+
+
+def cores(count: float, gib: float, machines: int = 1) -> Cluster:
+    return Cluster(tuple(Machine(f"m{i}", count, int(gib * GIB)) for i in range(machines)))
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    kv = draw(st.sampled_from([1, 2, 4]))
+    shape = ModelShape(
+        layers=draw(st.integers(1, 48)),
+        heads=kv * draw(st.sampled_from([1, 2, 3, 7])),
+        kv_heads=kv,
+        head_dim=draw(st.sampled_from([16, 64, 128])),
+        hidden=draw(st.sampled_from([64, 896, 4096])),
+        intermediate=draw(st.sampled_from([96, 4864, 11008])),
+        vocab=draw(st.sampled_from([300, 32000, 152064])),
+        tied=draw(st.booleans()),
+    )
+    return Workload(
+        shape,
+        prompts=draw(st.integers(1, 256)),
+        completions=draw(st.integers(1, 16)),
+        prompt_length=draw(st.integers(1, 2048)),
+        response_length=draw(st.integers(1, 8192)),
+        compute_bytes=draw(st.sampled_from([2.0, 4.0])),
+        adapters=draw(st.sampled_from([0, 100_000])),
+        reference=draw(st.booleans()),
+        critic=draw(st.sampled_from(["", "as actor"])),
+        updates=draw(st.integers(1, 4)),
+        families=draw(st.booleans()),
+        cuts_sequences=draw(st.booleans()),
+    )
+
+
+clusters = st.one_of(
+    st.builds(gpus, st.sampled_from([1, 2, 3, 4]), st.floats(4, 200), st.integers(1, 2)),
+    st.builds(cores, st.integers(1, 64), st.floats(2, 600), st.integers(1, 4)),
+)
+few = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # a search of hundreds of layouts each
+
+
+def tried(work: Workload, cluster: Cluster, pins: Pins | None = None) -> Plan | str:
+    """The plan, or the sentence that says why there is none."""
+    try:
+        return search(work, cluster, pins)
+    except EngineError as error:
+        return str(error)
+
+
+@few
+@given(workloads(), clusters)
+def test_the_choice_is_valid_and_fits_by_its_own_estimate(work: Workload, cluster: Cluster) -> None:
+    plan = tried(work, cluster)
+    if isinstance(plan, str):
+        assert "GiB too few" in plan
+        assert "\n" not in plan
+        return
+    for one in (plan.chosen, *plan.others):
+        layout, share = one.candidate.layout, one.share
+        assert layout.world_size == share.ranks <= cluster.devices
+        check_layout(layout, share.ranks, work.shape)
+        assert grouping(layout, tp=one.candidate.rollout_tp).tp == one.candidate.rollout_tp
+        assert layout.data_ranks <= work.rows
+        assert work.families or layout.tp * layout.pp == 1
+        assert work.cuts_sequences or layout.sp == 1
+        again = estimate(work, one.candidate, gpu=share.gpus > 0)
+        assert again.peak <= room(share.memory)
+        assert again.host <= room(share.host_memory)
+        assert one.price.total >= plan.chosen.price.total
+    for one in plan.too_large:
+        assert one.over > 0
+        assert one.price.total < plan.chosen.price.total
+    assert str(plan.chosen.candidate.layout) in explain(plan)
+
+
+@few
+@given(workloads(), clusters, st.floats(1.0, 8.0))
+def test_more_memory_never_gives_a_worse_price(
+    work: Workload, cluster: Cluster, times: float
+) -> None:
+    larger = Cluster(
+        tuple(
+            replace(m, memory=int(m.memory * times), gpu_memory=int(m.gpu_memory * times))
+            for m in cluster.machines
+        )
+    )
+    before, after = tried(work, cluster), tried(work, larger)
+    if isinstance(before, Plan):
+        assert isinstance(after, Plan)
+        assert after.chosen.price.total <= before.chosen.price.total
+
+
+@few
+@given(workloads(), st.sampled_from(["dp", "fsdp", "tp", "pp", "sp"]), st.sampled_from([512, 4096]))
+def test_what_the_user_has_set_stays(work: Workload, axis: str, tokens: int) -> None:
+    pins = Pins({axis: 2}, tokens=tokens, activation_checkpointing=True)
+    plan = tried(work, gpus(4, 150), pins)
+    if isinstance(plan, str):
+        assert f"{axis}=2" in plan
+        return
+    for one in (plan.chosen, *plan.others):
+        assert getattr(one.candidate.layout, axis) == 2
+        assert one.candidate.tokens == tokens
+        assert one.candidate.activation_checkpointing
+
+
+def test_a_laptop_is_one_rank_with_all_its_cores() -> None:
+    tiny = Workload(SHAPE, 16, 4, 24, 16, reference=True)
+    chosen = search(tiny, cores(2, 6)).chosen
+    assert (chosen.candidate.layout, chosen.share.cpus) == (Layout(), 2.0)
+    assert chosen.candidate.tokens == 16384  # as without a plan
+    assert not chosen.candidate.activation_checkpointing
+
+
+def test_what_does_not_fit_one_device_is_spread_over_several() -> None:
+    alone = estimate(GRPO_7B, search(GRPO_7B, gpus(1, 500)).chosen.candidate, gpu=True)
+    assert alone.peak > 80 * GIB
+    chosen = search(GRPO_7B, gpus(8, 80)).chosen
+    assert chosen.share.ranks == 8
+    assert chosen.candidate.layout.tp * chosen.candidate.shards * chosen.candidate.layout.pp > 1
+
+
+def test_what_talks_in_every_layer_stays_on_a_machine() -> None:
+    plan = search(GRPO_7B, gpus(4, 80, machines=2))
+    for one in (plan.chosen, *plan.others):
+        layout = one.candidate.layout
+        assert layout.tp * layout.sp <= 4
+        assert one.candidate.rollout_tp <= 4
+
+
+def test_recomputation_and_small_micro_batches_come_with_little_memory() -> None:
+    long = replace(GRPO_7B, shape=QWEN_05B, response_length=7680)
+    roomy, tight = search(long, gpus(1, 900)).chosen, search(long, gpus(1, 70)).chosen
+    assert not roomy.candidate.activation_checkpointing
+    assert tight.candidate.activation_checkpointing
+    assert tight.candidate.tokens <= roomy.candidate.tokens
+    assert tight.price.total > roomy.price.total
+
+
+def test_nothing_fits_names_what_is_missing() -> None:
+    with pytest.raises(PlacementError, match=r"there are 8.00 GiB, \S+ GiB too few") as error:
+        search(GRPO_7B, gpus(1, 8))
+    need = float(str(error.value).split("needs ")[1].split()[0])
+    assert search(GRPO_7B, gpus(1, need + 0.02)).chosen.share.ranks == 1
+
+
+def test_memory_of_the_machine_counts_beside_that_of_gpus() -> None:
+    # Each rank reads the model whole into its machine's memory first: 28 GiB.
+    with pytest.raises(PlacementError, match=r"of machine memory"):
+        search(GRPO_7B, gpus(8, 500, host_gib=24))
+
+
+def test_a_refusal_of_the_trainer_is_kept_to_and_told() -> None:
+    chosen = search(GRPO_7B, gpus(8, 80), admits=lambda c, s: "no" if c.layout.pp > 1 else "")
+    assert chosen.chosen.candidate.layout.pp == 1
+    with pytest.raises(ConfigError, match=r"no valid layout .*: prompts are too few"):
+        search(GRPO_7B, gpus(8, 80), admits=lambda c, s: "prompts are too few")
+
+
+def test_a_process_that_only_decodes_needs_room_too() -> None:
+    beside = replace(GRPO_7B, shape=QWEN_05B, samplers=1, runs_ahead=True)
+    assert search(beside, gpus(1, 80)).chosen.share.ranks == 1
+    with pytest.raises(PlacementError, match="only decodes needs"):
+        search(replace(beside, sampler_bytes=400.0), gpus(1, 80))
+    alone = search(replace(beside, samplers=0), cores(8, 100)).chosen.memory.peak
+    shared = search(beside, cores(8, 100), beside=4.0).chosen
+    assert shared.memory.peak > alone + RUNTIME
+    assert shared.share.cpus == 4.0

@@ -1,0 +1,267 @@
+"""One attempt at a task through the container's entry point, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from flyte_runs import TINY, Place, merge
+from flyteidl.core.errors_pb2 import ContainerError, ErrorDocument
+from flyteidl.core.literals_pb2 import LiteralMap
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
+from flytekit.types.directory import FlyteDirectory
+
+DEADLINE_S = 240.0  # of one attempt; imports alone may take a minute on a busy machine
+EXECUTION = "f1a2b3"
+
+CHANGES: dict[str, Any] = {
+    # Long enough to be struck in the middle.
+    "sft": {"max_steps": 80, "save_freq": 3, "threads": 1, "preemption_grace_s": 60},
+    "rl": {
+        "trainer": {
+            "total_training_steps": 14,
+            "save_freq": 2,
+            "threads": 1,
+            "test_freq": 100,
+            "preemption_grace_s": 60,
+        }
+    },
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the workflow hands to the stages."""
+
+    place: Place
+    plan: Any  # tasks.plan.Plan
+    dataset: FlyteDirectory
+    warm_start: FlyteDirectory
+
+    def of(self, stage: str) -> bytes:
+        """`inputs.pb` of a stage, as Flyte writes it."""
+        from tasks.rl import rl
+        from tasks.sft import sft
+
+        plan = self.plan
+        values = {"run": plan.run, "dataset": self.dataset, "seed": plan.seed}
+        if stage == "sft":
+            task = sft["laptop"]
+            values |= {"start": plan.start, "start_digest": plan.start_digest, "config": plan.sft}
+        else:
+            task = rl["laptop"]
+            values |= {"warm_start": self.warm_start, "data": plan.data}
+            values |= {"config": plan.rl, "lora": plan.lora}
+        hints = task.python_interface.inputs
+        assert set(values) == set(hints)
+        context = FlyteContextManager.current_context()
+        literals = TypeEngine.dict_to_literal_map(context, values, hints)
+        message: bytes = literals.to_flyte_idl().SerializeToString()
+        return message
+
+
+def prepared_inputs(place: Place) -> Inputs:
+    """Run the stages before the ones that are attempted, in this process."""
+    import copy
+
+    from tasks.inputs import RLHFConfig
+    from tasks.plan import plan
+    from tasks.preprocess import preprocess
+    from tasks.profiles import ProfileName
+    from tasks.sft import sft
+
+    values = copy.deepcopy(TINY)
+    merge(values, CHANGES)
+    with place.entered():
+        made = plan(
+            config=RLHFConfig.model_validate(values),
+            source="",
+            path="",
+            model="",
+            seed=-1,
+            profile=ProfileName.LAPTOP,
+        )
+        dataset = preprocess(
+            run=made.run,
+            data=made.data,
+            source_digest=made.source_digest,
+            model_path=made.model_path,
+            model_digest=made.start_digest,
+            context=made.context,
+            seed=made.seed,
+        )
+        warm_start = sft["laptop"](
+            run=made.run,
+            dataset=dataset,
+            start=made.start,
+            start_digest=made.start_digest,
+            config=made.sft.model_copy(update={"max_steps": 3}),
+            seed=made.seed,
+        )
+    folders = (FlyteDirectory(str(one), remote_directory=False) for one in (dataset, warm_start))
+    return Inputs(place, made, *folders)
+
+
+@dataclass
+class Attempt:
+    """A pod's process: its own MLflow store and output folders, checkpoints beside the others'."""
+
+    inputs: Inputs
+    stage: str
+    args: list[str]  # of the registered container
+    where: str  # folder or address
+    name: str
+    before: str = ""  # name of the attempt before it
+    variables: dict[str, str] = field(default_factory=dict)
+    text: str = ""  # what it printed
+
+    def __post_init__(self) -> None:
+        self.root = self.inputs.place.root / f"{self.stage}-{Path(self.where).name}-{self.name}"
+        self.root.mkdir()
+        (self.root / "inputs.pb").write_bytes(self.inputs.of(self.stage))
+        shutil.copy(self.inputs.place.root / "mlflow.db", self.root / "mlflow.db")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[subprocess.Popen[str]]:
+        """The process, which has ended when the block has."""
+        place = lambda part: f"{self.where}/{self.name}/{part}"  # noqa: E731
+        earlier = f"{self.where}/{self.before}/checkpoints" if self.before else '""'
+        filled = {
+            "{{.input}}": str(self.root / "inputs.pb"),
+            "{{.outputPrefix}}": place("out"),
+            "{{.rawOutputDataPrefix}}": place("raw"),
+            "{{.checkpointOutputPrefix}}": place("checkpoints"),
+            "{{.prevCheckpointPrefix}}": earlier,
+        }
+        assert set(filled) <= set(self.args), self.args
+        assert self.args[0] == "pyflyte-execute"
+        settings = {
+            "FLYTE_INTERNAL_EXECUTION_ID": EXECUTION,
+            "MLFLOW_TRACKING_URI": f"sqlite:///{self.root / 'mlflow.db'}",
+            "RAY_TMPDIR": "/tmp",
+            "OMP_NUM_THREADS": "1",
+        }
+        (self.root / "work").mkdir()
+        with (self.root / "log").open("w") as log:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "flytekit.bin.entrypoint",
+                    *(filled.get(argument, argument) for argument in self.args),
+                ],
+                env=self.inputs.place.environment(settings | self.variables),
+                cwd=self.root / "work",
+                stdout=log,
+                stderr=log,
+                text=True,
+            )
+            try:
+                yield process
+                process.wait(DEADLINE_S)
+            finally:
+                process.kill()
+                process.wait()
+                self.text = (self.root / "log").read_text()
+
+    def wait_for_a_checkpoint(self, process: subprocess.Popen[str]) -> None:
+        """Return as soon as this attempt has one that is complete."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not any(name.endswith("/COMPLETE") for name in self.names("checkpoints")):
+            log = (self.root / "log").read_text()
+            assert process.poll() is None, f"it ended before its first checkpoint: {log}"
+            assert time.monotonic() < deadline, f"no checkpoint in {DEADLINE_S:g} s: {log}"
+            time.sleep(0.02)
+
+    def names(self, part: str) -> list[str]:
+        """Files under one of its prefixes."""
+        fs, path = self._fs(part)
+        fs.invalidate_cache()
+        found = [str(name) for name in fs.find(path)] if fs.exists(path) else []
+        return sorted(name.split(f"/{self.name}/{part}/")[1] for name in found)
+
+    def error(self) -> ContainerError:
+        """What it told Flyte."""
+        document = ErrorDocument()
+        document.ParseFromString(self._read("out", "error.pb"))
+        return document.error
+
+    def artifact(self) -> Path:
+        """A copy of the folder that the task returned."""
+        outputs = LiteralMap()
+        assert "outputs.pb" in self.names("out"), self.text
+        outputs.ParseFromString(self._read("out", "outputs.pb"))
+        fs, path = fsspec.core.url_to_fs(outputs.literals["o0"].scalar.blob.uri, **self._options())
+        copy = self.root / "artifact"
+        if not copy.exists():
+            fs.get(path, str(copy), recursive=True)
+        return copy
+
+    def digest(self, name: str) -> str:
+        """SHA-256 of a file of the result."""
+        return hashlib.sha256((self.artifact() / name).read_bytes()).hexdigest()
+
+    def steps(self, metric: str) -> list[int]:
+        """Steps at which MLflow has a value of a metric, by this attempt."""
+        with contextlib.closing(sqlite3.connect(self.root / "mlflow.db")) as database:
+            found = database.execute(
+                "select m.step from metrics m join runs r on r.run_uuid = m.run_uuid join tags t"
+                " on t.run_uuid = m.run_uuid and t.key = 'flyte.execution'"
+                " where m.key = ? and t.value = ? order by m.step",
+                (metric, EXECUTION),
+            ).fetchall()
+        return [step for (step,) in found]
+
+    def _fs(self, part: str) -> tuple[Any, str]:
+        fs, path = fsspec.core.url_to_fs(f"{self.where}/{self.name}/{part}", **self._options())
+        return fs, path
+
+    def _read(self, part: str, name: str) -> bytes:
+        fs, path = self._fs(part)
+        return bytes(fs.cat_file(f"{path}/{name}"))
+
+    def _options(self) -> dict[str, Any]:
+        if not self.variables:
+            return {}
+        return {
+            "key": self.variables["FLYTE_AWS_ACCESS_KEY_ID"],
+            "secret": self.variables["FLYTE_AWS_SECRET_ACCESS_KEY"],
+            "client_kwargs": {"endpoint_url": self.variables["FLYTE_AWS_ENDPOINT"]},
+        }
+
+
+@contextlib.contextmanager
+def s3_variables(bucket: str) -> Iterator[dict[str, str]]:
+    """An S3 server with a bucket; its address and keys as Flyte gives them to pods."""
+    import s3fs
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    made = s3fs.S3FileSystem(key="key", secret="word", client_kwargs={"endpoint_url": endpoint})
+    made.mkdir(bucket)
+    try:
+        yield {
+            "FLYTE_AWS_ENDPOINT": endpoint,
+            "FLYTE_AWS_ACCESS_KEY_ID": "key",
+            "FLYTE_AWS_SECRET_ACCESS_KEY": "word",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+    finally:
+        server.stop()

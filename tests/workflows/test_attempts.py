@@ -1,0 +1,99 @@
+"""Attempts at a task as a Flyte pod makes them: the registered command, told to end, tried again.
+
+A pod that is taken away gets SIGTERM. What it leaves must be an error that Flyte tries again, and
+checkpoints from which the next attempt goes on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from attempts import Attempt, Inputs, prepared_inputs, s3_variables
+from flyte_runs import Place
+from flyteidl.core.errors_pb2 import ContainerError
+from protobufs import Registered
+
+TIMES = ("perf/", "checkpoint/", "step")
+
+
+@pytest.fixture(scope="module")
+def inputs(new_place: Callable[[], Place]) -> Inputs:
+    """A dataset, a warm start, and what the workflow hands to its stages."""
+    return prepared_inputs(new_place())
+
+
+@pytest.fixture
+def s3() -> Iterator[dict[str, str]]:
+    """A real S3 server, and the variables by which Flyte names it to pods."""
+    with s3_variables("flyte") as variables:
+        yield variables
+
+
+def struck_and_tried_again(
+    stage: str, inputs: Inputs, args: list[str], where: str, variables: dict[str, str]
+) -> tuple[Attempt, Attempt, Attempt]:
+    """An attempt that is pre-empted, the one after it, and one that nothing happens to."""
+    # Flyte names the checkpoints of the attempt before, whether it had come to write any or not.
+    whole = Attempt(inputs, stage, args, where, "whole", before="never", variables=variables)
+    first = Attempt(inputs, stage, args, where, "first", variables=variables)
+    with whole.running(), first.running() as process:
+        first.wait_for_a_checkpoint(process)
+        process.send_signal(signal.SIGTERM)
+    second = Attempt(inputs, stage, args, where, "second", before="first", variables=variables)
+    with second.running():
+        pass
+    return first, second, whole
+
+
+def assert_recoverable(first: Attempt, stage: str) -> int:
+    """The step after which the first attempt ended, saved."""
+    assert first.names("out") == ["error.pb"], first.text
+    error = first.error()
+    assert error.kind == ContainerError.RECOVERABLE, error.message
+    assert "pre-empted after step" in error.message
+    step = int(error.message.split("pre-empted after step ")[1].split(";")[0])
+    assert f"step_{step}/COMPLETE" in first.names("checkpoints")
+    assert f"{stage}: done" not in first.text
+    return step
+
+
+@pytest.mark.parametrize("storage", ["disk", "s3"])
+def test_a_pre_empted_warm_start_is_tried_again_and_goes_on(
+    inputs: Inputs,
+    registered: Registered,
+    storage: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> None:
+    variables = request.getfixturevalue("s3") if storage == "s3" else {}
+    where = f"s3://flyte/{tmp_path.name}" if storage == "s3" else str(tmp_path)
+    args = list(registered.task("sft_laptop").container.args)
+    first, second, whole = struck_and_tried_again("sft", inputs, args, where, variables)
+    step = assert_recoverable(first, "sft")
+    total = inputs.plan.sft.max_steps
+    assert 0 < step < total
+    assert whole.steps("sft/loss") == list(range(1, total + 1)), whole.text
+    assert second.steps("sft/loss") == list(range(step + 1, total + 1)), second.text
+    assert second.digest("model.safetensors") == whole.digest("model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_pre_empted_rl_run_is_tried_again_and_goes_on(
+    inputs: Inputs, registered: Registered, tmp_path: Path
+) -> None:
+    args = list(registered.task("rl_laptop").container.args)
+    first, second, whole = struck_and_tried_again("rl", inputs, args, str(tmp_path), {})
+    step = assert_recoverable(first, "rl")
+    total = inputs.plan.rl.trainer.total_training_steps
+    assert 0 < step < total
+    assert second.steps("reward/mean") == list(range(step + 1, total + 1)), second.text
+    assert second.digest("model.safetensors") == whole.digest("model.safetensors")
+    rows = [pd.read_parquet(one.artifact() / "metrics.parquet") for one in (second, whole)]
+    for frame in rows:
+        assert list(frame["step"]) == list(range(1, total + 1))
+    one, two = (frame[[name for name in frame if not name.startswith(TIMES)]] for frame in rows)
+    pd.testing.assert_frame_equal(one, two, check_exact=True)
