@@ -97,7 +97,7 @@ VERL: dict[str, Key] = {
     f"{_ACTOR}.ppo_mini_batch_size": Key("rl.actor.ppo_mini_batch_size", times=_N, note=_PROMPTS),
     f"{_ACTOR}.ppo_max_token_len_per_gpu": Key("rl.actor.max_tokens_per_micro_batch"),
     "actor_rollout_ref.rollout.name": Key(
-        "rl.rollout.engine", convert.engine_name, note="native (or hf), vllm"
+        "rl.rollout.engine", convert.engine_name, note="native (or hf), vllm, server"
     ),
     "actor_rollout_ref.rollout.n": Key(_N),
     "actor_rollout_ref.rollout.temperature": Key("rl.rollout.temperature"),

@@ -16,7 +16,8 @@ from engine.config.base import Section
 from engine.config.data import DataConfig, LoRAConfig, ModelConfig
 from engine.config.parallel import ParallelConfig
 from engine.config.parse import digest, explain, load_config, parse_config
-from engine.config.pipeline import EvaluateConfig, PipelineConfig, PromoteConfig, TrackingConfig
+from engine.config.pipeline import EvaluateConfig, PipelineConfig, TrackingConfig
+from engine.config.promotion import ContaminationConfig, GuardConfig, PromoteConfig
 from engine.config.rl import (
     ActorConfig,
     CriticConfig,
@@ -35,10 +36,12 @@ from engine.config.vllm import VllmConfig
 __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
+    "ContaminationConfig",
     "CriticConfig",
     "DataConfig",
     "EvaluateConfig",
     "FilterGroupsConfig",
+    "GuardConfig",
     "KLControlConfig",
     "LoRAConfig",
     "ModelConfig",

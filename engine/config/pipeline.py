@@ -1,4 +1,4 @@
-"""All stages together: evaluation, promotion, tracking, and the whole."""
+"""All stages together: evaluation, tracking, and the whole."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from engine.config.base import Section
 from engine.config.data import DataConfig, ModelConfig
+from engine.config.promotion import PromoteConfig
 from engine.config.rl import RLConfig
 from engine.config.training import SFTConfig
 
@@ -29,16 +30,6 @@ class EvaluateConfig(Section):
                 f"evaluate.samples={self.samples} must be at least evaluate.k={self.k}"
             )
         return self
-
-
-class PromoteConfig(Section):
-    """When a model becomes the champion."""
-
-    model_name: str = Field("hybridflyte-policy", min_length=1)
-    alias: str = Field("champion", min_length=1)
-    minimum_gain: float = Field(
-        0.0, ge=0, lt=1, description="Lower end of the interval must top it"
-    )
 
 
 class TrackingConfig(Section):

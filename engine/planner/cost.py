@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
+from engine.parallel.layout import ModelShape
 from engine.parallel.stages import layers_by_stage
 from engine.planner import hardware
 from engine.planner.hardware import EFFICIENCY, FLOAT32_SHARE, STREAMED
@@ -91,14 +93,15 @@ def _compute(work: Workload, candidate: Candidate, share: Share) -> float:
     tokens = _per_data_rank(work, candidate) * work.length
     own = tokens * _flops(work) * passes / (layout.sp * layout.tp * layout.pp)
     micros = _micros(work, candidate)
-    idle = (micros + layout.pp - 1) / micros * _imbalance(work, layout.pp)
+    idle = (micros + layout.pp - 1) / micros * _imbalance(work.shape, layout.pp)
     overhead = passes * micros * work.shape.layers / layout.pp * share.device.kernel_s
     return own / _rate(work, share) * idle + overhead * idle
 
 
-def _imbalance(work: Workload, pp: int) -> float:
+@lru_cache(maxsize=1024)
+def _imbalance(shape: ModelShape, pp: int) -> float:
     """The heaviest stage's work against the mean; the head is the last one's."""
-    parts, shape = sizes(work.shape), work.shape
+    parts = sizes(shape)
     stages = [float(len(stage) * parts.layer) for stage in layers_by_stage(shape, pp)]
     stages[-1] += shape.vocab * shape.hidden
     return max(stages) * pp / sum(stages)

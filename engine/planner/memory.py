@@ -11,6 +11,7 @@ rollout.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.stages import layers_by_stage
@@ -37,6 +38,7 @@ class Sizes:
         return self.layer * self.layers + self.embedding + self.head
 
 
+@lru_cache(maxsize=64)
 def sizes(shape: ModelShape) -> Sizes:
     """Elements of a decoder; biases, which few families have, are left out."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -51,6 +53,7 @@ def held(shape: ModelShape, layout: Layout) -> float:
     return stage_elements(shape, layout.pp) / (layout.tp * layout.fsdp * layout.sp)
 
 
+@lru_cache(maxsize=1024)
 def stage_elements(shape: ModelShape, pp: int) -> int:
     """Elements of the largest pipeline stage; a tied table is on the first and on the last."""
     parts = sizes(shape)

@@ -85,12 +85,21 @@ class Cluster:
         return Cluster(tuple(plain))
 
     def less_gpus(self, count: int) -> Cluster:
-        """What is left when `count` GPUs are taken, of the machines that have fewest."""
+        """What is left when `count` GPUs are taken, of the machines that have fewest, each with its
+        part of the machine."""
         left, machines = count, []
         for machine in sorted(self.machines, key=lambda m: m.gpus):
             taken = min(left, machine.gpus)
             left -= taken
-            machines.append(replace(machine, gpus=machine.gpus - taken))
+            kept = (machine.gpus - taken) / machine.gpus if taken else 1.0
+            machines.append(
+                replace(
+                    machine,
+                    gpus=machine.gpus - taken,
+                    cpus=machine.cpus * kept,
+                    memory=int(machine.memory * kept),
+                )
+            )
         return Cluster(tuple(machines))
 
     def shares(self, beside: float = 0.0) -> list[Share]:

@@ -1,7 +1,8 @@
 """Model versions and aliases in MLflow's registry.
 
 A version is a folder logged to a run, whatever is inside, with tags that lead back to the
-artifact it came from. When an alias may move is decided elsewhere (`tasks/promote.py`).
+artifact it came from. When an alias may move, and that two don't move it at once, is seen to in
+`engine.promotion`.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Registry(Connection):
         A store that can't be asked is a TrackingError, never None.
         """
         with self.talking("look up a model"):
-            model = self._model(model_name)
+            model = self.find_model(model_name)
             version = model.aliases.get(alias) if model is not None else None
             if version is None:
                 return None
@@ -111,8 +112,8 @@ class Registry(Connection):
     def set_alias(self, model_name: str, alias: str, version: str, expected: str | None) -> None:
         """Move `alias` to `version` if it still stands on `expected` (None: nowhere).
 
-        Raises TrackingError, and moves nothing, when it stands elsewhere: somebody promoted another
-        version since the comparison was made.
+        Raises TrackingError, and moves nothing, when it stands elsewhere. MLflow can't compare and
+        set in one step: two callers at once need a lock, as `engine.promotion.Champions` takes.
         """
         current = self.champion(model_name, alias)
         at = current.version if current else None
@@ -157,7 +158,7 @@ class Registry(Connection):
             shutil.rmtree(draft, ignore_errors=True)
         return dest
 
-    def _model(self, model_name: str) -> Any | None:
+    def find_model(self, model_name: str) -> Any | None:
         """Return MLflow's registered model, None when there is none of that name."""
         from mlflow.exceptions import MlflowException
 
@@ -171,7 +172,7 @@ class Registry(Connection):
     def _ensure_model(self, model_name: str) -> None:
         from mlflow.exceptions import MlflowException
 
-        if self._model(model_name) is None:
+        if self.find_model(model_name) is None:
             try:
                 self.client.create_registered_model(model_name)
             except MlflowException as error:

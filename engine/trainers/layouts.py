@@ -96,11 +96,6 @@ def check_layouts(config: RLConfig, lora: LoRAConfig, model_config: Any = None) 
                 f"model.lora.quantize={lora.quantize} with {role}.parallel.tp={layout.tp}: a "
                 "quantised base can't be split; set tp=1"
             )
-        if layout.pp > 1 and layout.sp > 1:
-            raise ConfigError(
-                f"{role}.parallel has pp={layout.pp} and sp={layout.sp}; a pipeline's stages can't "
-                "share sequences: set one of them to 1"
-            )
     _check_actor(config, lora)
 
 

@@ -40,6 +40,9 @@ class Mount(ABC):
         self.refresh()
         engine.update_weights(self.model, version)
 
+    def require_intact(self) -> None:
+        """Raise RolloutError where an exchange failed midway: old and new weights are mixed."""
+
     @abstractmethod
     def refresh(self) -> None:
         """Bring `model` up to the trainer's weights; all ranks of the policy call it together."""
@@ -66,7 +69,8 @@ class Resharded(Mount):
         own = plan(held, wanted).for_rank(spread.ranks.rank)
         target: dict[str, Tensor]
         if to.tp == 1:
-            self.model = _empty(config, _dtype(spread.module))
+            place = next(spread.module.parameters()).device
+            self.model = _empty(config, _dtype(spread.module)).to(place)
             target = {name: p.data for name, p in self.model.named_parameters()}
         else:
             device, dtype = next(spread.module.parameters()).device, _dtype(spread.module)
@@ -84,6 +88,9 @@ class Resharded(Mount):
     def refresh(self) -> None:
         """Exchange the slices that ranks lack."""
         self.moved = self._exchange.run()
+
+    def require_intact(self) -> None:
+        self._exchange.require_intact()
 
 
 class WithAdapters(Mount):

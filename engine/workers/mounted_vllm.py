@@ -41,6 +41,10 @@ class IntoVllm(Mount):
         self.moved = self._exchange.run()
         engine.weights_written(version)
 
+    def require_intact(self) -> None:
+        if self._exchange is not None:
+            self._exchange.require_intact()
+
     def refresh(self) -> None:
         """Nothing: there is nothing between the trainer's storage and the engine's."""
 

@@ -175,6 +175,7 @@ class RolloutWorker(StatefulWorker):
         if asleep:
             engine.wake_kv()
         check_version(engine, version)
+        self.mounted.require_intact()
 
     @property
     def _level(self) -> int:

@@ -61,7 +61,11 @@ def form_ranks(context: WorkerContext, layout: Layout) -> Ranks:
 
 def device() -> torch.device:
     """Where this process's models live: the device that it was given, or the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return _cuda() if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _cuda() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class SpreadModel:
@@ -243,25 +247,29 @@ class SpreadModel:
                 with self._lent():
                     loss(index, self._one(micro, reader)).backward()
             return
-        seqs = [left_align(micro) for micro in micros]
+        seqs, positions = self._shares(micros)
 
         def read(index: int, hidden: Tensor) -> Tensor:
-            return loss(index, reader.at(self.module, hidden, seqs[index], micros[index]))
+            own = reader.at(self.module, hidden, seqs[index], micros[index])
+            return loss(index, self._merged(own))
 
         with self._lent():
-            self._pipeline.run([s.input_ids for s in seqs], read, backward=True)
+            ids = [s.input_ids for s in seqs]
+            self._pipeline.run(ids, read, backward=True, positions=positions)
 
     def _through_stages(self, micros: Sequence[Batch], reader: Reader) -> Iterator[Outputs]:
         """Run all micro-batches through the pipeline; the last stage tells the others."""
         assert self._pipeline is not None
-        seqs = [left_align(micro) for micro in micros]
+        seqs, positions = self._shares(micros)
         done: dict[int, Outputs] = {}
 
         def read(index: int, hidden: Tensor) -> None:
-            done[index] = reader.at(self.module, hidden, seqs[index], micros[index])
+            own = reader.at(self.module, hidden, seqs[index], micros[index])
+            done[index] = self._merged(own)
 
         with self._lent():
-            self._pipeline.run([s.input_ids for s in seqs], read, backward=False)
+            ids = [s.input_ids for s in seqs]
+            self._pipeline.run(ids, read, backward=False, positions=positions)
         group, last = self.ranks.group("pp"), self.ranks.size("pp") - 1
         for index, micro in enumerate(micros):
             found = done.get(index) or {
@@ -280,16 +288,31 @@ class SpreadModel:
             hidden, seqs = self._hidden(micro)
             return reader.at(self.module, hidden, seqs, micro)
 
-        own = fsdp.call(self.module, run)
+        return self._merged(fsdp.call(self.module, run))
+
+    def _merged(self, own: Outputs) -> Outputs:
+        """Outputs of all tokens, from those of each rank's share of the sequences."""
         return {name: merge_tokens(value, self.ranks) for name, value in own.items()}
 
     def _hidden(self, micro: Batch) -> tuple[Tensor, Sequences]:
         """Hidden states of this rank's share of each sequence, and the tokens that lie in it."""
+        own, positions = self._share(micro)
+        return hidden_states(self.module, own, position_ids=positions), own
+
+    def _share(self, micro: Batch) -> tuple[Sequences, Tensor]:
+        """This rank's share of each sequence, and its positions in the whole."""
         seqs = left_align(micro)
         ids, positions = split_tokens(seqs.input_ids, self.ranks)
         mine, columns = own_tokens(seqs.positions, ids.shape[1], self.ranks)
         own = Sequences(ids, seqs.rows[mine], columns, seqs.targets[mine], seqs.columns[mine])
-        return hidden_states(self.module, own, position_ids=positions), own
+        return own, positions
+
+    def _shares(self, micros: Sequence[Batch]) -> tuple[list[Sequences], list[Tensor] | None]:
+        """What goes through the stages; positions only where rows are shared."""
+        if not self._is_cut:
+            return [left_align(micro) for micro in micros], None
+        own, positions = zip(*map(self._share, micros), strict=True)
+        return list(own), list(positions)
 
     @contextmanager
     def _lent(self) -> Iterator[None]:

@@ -130,6 +130,7 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
+        dist.barrier()  # a rank that is done at once would break off others' connecting
         result = function(*arguments)
         dist.destroy_process_group()
         return True, result

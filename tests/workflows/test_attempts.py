@@ -6,6 +6,7 @@ checkpoints from which the next attempt goes on as if nothing had been.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,25 +55,20 @@ def assert_recoverable(first: Attempt, stage: str) -> int:
     assert first.names("out") == ["error.pb"], first.text
     error = first.error()
     assert error.kind == ContainerError.RECOVERABLE, error.message
-    assert "pre-empted after step" in error.message
-    step = int(error.message.split("pre-empted after step ")[1].split(";")[0])
+    found = re.search(r"pre-empted after step (\d+); ", error.message)
+    assert found is not None, error.message
+    step = int(found[1])
     assert f"step_{step}/COMPLETE" in first.names("checkpoints")
     assert f"{stage}: done" not in first.text
     return step
 
 
-@pytest.mark.parametrize("storage", ["disk", "s3"])
 def test_a_pre_empted_warm_start_is_tried_again_and_goes_on(
-    inputs: Inputs,
-    registered: Registered,
-    storage: str,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
+    inputs: Inputs, registered: Registered, s3: dict[str, str], tmp_path: Path
 ) -> None:
-    variables = request.getfixturevalue("s3") if storage == "s3" else {}
-    where = f"s3://flyte/{tmp_path.name}" if storage == "s3" else str(tmp_path)
+    where = f"s3://flyte/{tmp_path.name}"
     args = list(registered.task("sft_laptop").container.args)
-    first, second, whole = struck_and_tried_again("sft", inputs, args, where, variables)
+    first, second, whole = struck_and_tried_again("sft", inputs, args, where, s3)
     step = assert_recoverable(first, "sft")
     total = inputs.plan.sft.max_steps
     assert 0 < step < total

@@ -204,11 +204,16 @@ def test_a_client_fetches_and_launches(
     assert plan.id.version == version
     fetched = remote.fetch_workflow(name="workflows.rlhf.rlhf", version=version)
     assert [node.metadata.name for node in fetched.nodes][2:4] == ["sft", "rl"]
-    started = remote.execute(plan, inputs={"seed": 3}, execution_name_prefix="night")
+    given = {"seed": 3, "model": "Qwen/Qwen2.5-7B-Instruct", "profile": "2x8xH100"}
+    plan = remote.fetch_launch_plan(name="rlhf_full")  # the newest
+    started = remote.execute(plan, inputs=given)
     request = cluster.admin.executions[started.id.name]
-    assert request.inputs.literals["seed"].scalar.primitive.integer == 3
     assert request.spec.launch_plan.version == version
-    assert remote.fetch_execution(name=started.id.name).spec.launch_plan.name == "rlhf_smoke"
+    sent = {k: v.scalar.primitive for k, v in request.inputs.literals.items()}
+    assert set(sent) == set(given)
+    assert sent["seed"].integer == 3
+    assert sent["profile"].string_value == "2x8xH100"
+    assert remote.fetch_execution(name=started.id.name).spec.launch_plan.name == "rlhf_full"
 
 
 def test_registering_again_changes_nothing_and_other_content_is_refused(
@@ -373,23 +378,6 @@ def test_pyflyte_register(checkout: Path, cluster: Cluster) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     by_hand = [key for key in cluster.admin.created if key[3] == "by-hand"]
     assert ("hybridflyte", "development", "rlhf_full", "by-hand") in by_hand
-
-
-def test_pyflyte_launches_what_is_active(checkout: Path, cluster: Cluster, version: str) -> None:
-    before = set(cluster.admin.executions)
-    done = pyflyte(
-        *(checkout, cluster.config(checkout.parent), "run"),
-        *("-p", "hybridflyte", "-d", "development", "remote-launchplan"),
-        *("rlhf_full", "--profile", "2x8xH100", "--model", "Qwen/Qwen2.5-7B-Instruct"),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (name,) = set(cluster.admin.executions) - before
-    request = cluster.admin.executions[name]
-    assert request.spec.launch_plan.version == version
-    given = {k: v.scalar.primitive.string_value for k, v in request.inputs.literals.items()}
-    assert given["profile"] == "2x8xH100"
-    assert given["model"] == "Qwen/Qwen2.5-7B-Instruct"
-    assert "source" not in given  # fixed
 
 
 def test_pyflyte_run_remote_uploads_the_code(checkout: Path, cluster: Cluster) -> None:

@@ -69,7 +69,9 @@ def faulty_s3(bucket: str) -> Iterator[Faults]:
         with environment(
             AWS_ENDPOINT_URL=f"http://127.0.0.1:{server.server_port}", AWS_MAX_ATTEMPTS="2"
         ):
-            s3fs.S3FileSystem().mkdir(bucket)
+            store = s3fs.S3FileSystem()
+            if not store.exists(bucket):  # the servers of one process share their buckets
+                store.mkdir(bucket)
             yield faults
     finally:
         server.shutdown()

@@ -48,7 +48,7 @@ def test_gpu_memory_is_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert gpu_memory_here(str(tmp_path)) == 206141652992
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
-        "#!/bin/sh\n[ \"$3\" = '--format=csv,noheader,nounits' ] && echo '81559\n81251'\n"
+        "#!/bin/sh\n[ \"$2\" = '--format=csv,noheader,nounits' ] && echo '81559\n81251'\n"
     )
     os.chmod(tool, 0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")

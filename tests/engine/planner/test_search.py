@@ -162,8 +162,8 @@ def test_what_talks_in_every_layer_stays_on_a_machine() -> None:
 
 
 def test_recomputation_and_small_micro_batches_come_with_little_memory() -> None:
-    long = replace(GRPO_7B, shape=QWEN_05B, response_length=7680)
-    roomy, tight = search(long, gpus(1, 900)).chosen, search(long, gpus(1, 70)).chosen
+    long = replace(GRPO_7B, shape=QWEN_05B, response_length=7680, decode_rows=16)
+    roomy, tight = search(long, gpus(1, 900)).chosen, search(long, gpus(1, 40)).chosen
     assert not roomy.candidate.activation_checkpointing
     assert tight.candidate.activation_checkpointing
     assert tight.candidate.tokens <= roomy.candidate.tokens
@@ -195,7 +195,8 @@ def test_a_process_that_only_decodes_needs_room_too() -> None:
     assert search(beside, gpus(1, 80)).chosen.share.ranks == 1
     with pytest.raises(PlacementError, match="only decodes needs"):
         search(replace(beside, sampler_bytes=400.0), gpus(1, 80))
-    alone = search(replace(beside, samplers=0), cores(8, 100)).chosen.memory.peak
-    shared = search(beside, cores(8, 100), beside=4.0).chosen
+    pins = Pins(tokens=4096)
+    alone = search(replace(beside, samplers=0), cores(8, 200), pins).chosen.memory.peak
+    shared = search(beside, cores(8, 200), pins, beside=4.0).chosen
     assert shared.memory.peak > alone + RUNTIME
     assert shared.share.cpus == 4.0

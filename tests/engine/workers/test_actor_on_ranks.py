@@ -107,6 +107,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2, "pp": 2},
     {"fsdp": 2, "sp": 2},
     {"sp": 2, "tp": 2},
+    {"pp": 2, "sp": 2},
 ]
 
 

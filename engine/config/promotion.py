@@ -1,0 +1,57 @@
+"""When a model becomes the champion: the rules of promotion, as data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from engine.config.base import Section
+
+GuardMetric = Literal["pass_at_1", "sampled", "majority", "format_rate"]
+
+
+class GuardConfig(Section):
+    """Problems on which the new model must not be worse."""
+
+    data_source: str = Field("", description="Test problems of this source; empty: all of them")
+    metric: GuardMetric = Field(
+        "pass_at_1", description="Greedy, sampled or majority answers right, or format kept"
+    )
+    tolerance: float = Field(
+        0.0, ge=0, lt=1, description="The change's lower end may be this far below 0"
+    )
+
+    @property
+    def name(self) -> str:
+        """How messages and evidence name it, e.g. `pass_at_1 of gsm8k`."""
+        return f"{self.metric} of {self.data_source or 'all problems'}"
+
+
+class ContaminationConfig(Section):
+    """How many test problems may be known from training."""
+
+    max_share: float = Field(0.0, ge=0, le=1, description="Share of test prompts, at most")
+    ngram: int = Field(13, ge=2, description="Words in a row that are compared")
+    overlap: float = Field(
+        0.8, gt=0, le=1, description="A prompt counts when this share of its n-grams was trained on"
+    )
+
+
+class PromoteConfig(Section):
+    """When a model becomes the champion."""
+
+    model_name: str = Field("hybridflyte-policy", min_length=1)
+    alias: str = Field("champion", min_length=1)
+    minimum_gain: float = Field(
+        0.0, ge=0, lt=1, description="Lower end of the interval must top it"
+    )
+    guards: tuple[GuardConfig, ...] = Field((), description="Where it must not be worse")
+    max_kl: float | None = Field(
+        None, gt=0, description="Mean KL to the reference over the last tenth of RL's steps"
+    )
+    max_length_ratio: float | None = Field(
+        None, gt=0, description="Mean response length over the former's; upper end of the interval"
+    )
+    contamination: ContaminationConfig = ContaminationConfig()
+    approval: Literal["none", "required"] = Field("none", description="Whether a person must agree")

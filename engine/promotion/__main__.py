@@ -1,0 +1,106 @@
+"""`python -m engine.promotion rollback|history`: the champions of a model.
+
+Exit status: 0, done; 1, refused or MLflow does not answer, and nothing was moved; 2, wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from engine.errors import EngineError, TrackingError
+from engine.promotion.champions import Champions
+from engine.promotion.lock import WAIT_SECONDS, Terms
+
+STATUS = "exit status: 0 done; 1 refused or no answer, and nothing was moved; 2 wrong usage"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        champions = _champions(options)
+        if options.command == "history":
+            moves = champions.history()
+        else:
+            moves = (
+                champions.rollback(
+                    options.reason,
+                    to=options.to,
+                    expected=options.expected,
+                    request=options.request,
+                    by=getpass.getuser(),
+                    verify=not options.no_verify,
+                ),
+            )
+    except EngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps([asdict(move) for move in moves], indent=2))
+    else:
+        for move in moves:
+            print(move.sentence())
+    return 0
+
+
+def _champions(options: argparse.Namespace) -> Champions:
+    from engine.tracking import Tracker
+    from engine.tracking.connection import URI_VARIABLE
+
+    tracker = Tracker()
+    # Looking at a history must not create a store.
+    if tracker.database is not None and not tracker.database.is_file():
+        raise TrackingError(
+            f"there is no MLflow store at {tracker.uri}; set {URI_VARIABLE} to the one that holds "
+            "the model"
+        )
+    terms = Terms(wait=getattr(options, "wait", WAIT_SECONDS))
+    return Champions(tracker, options.model, options.alias, terms)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.promotion",
+        description="The champions of a model in MLflow's registry ($MLFLOW_TRACKING_URI).",
+        epilog=STATUS,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="rollback|history")
+    rollback = commands.add_parser(
+        "rollback", help="restore the previous champion", epilog=STATUS,
+        description="Put the alias back on the champion before, or on a version that is named, "
+        "and record why.",
+    )  # fmt: skip
+    history = commands.add_parser(
+        "history", help="print who was champion when, and why", epilog=STATUS,
+        description="Print all moves of the alias, oldest first.",
+    )  # fmt: skip
+    for command in (rollback, history):
+        command.add_argument("--model", required=True, metavar="NAME", help="registered model")
+        command.add_argument("--alias", default="champion", help="default: champion")
+        command.add_argument("--json", action="store_true", help="print JSON")
+    rollback.add_argument("--reason", required=True, metavar="TEXT", help="why; it is recorded")
+    rollback.add_argument("--to", default="", metavar="VERSION", help="default: the one before")
+    rollback.add_argument(
+        "--from", dest="expected", default="", metavar="VERSION",
+        help="refuse unless this version is the champion; again for the same one changes nothing",
+    )  # fmt: skip
+    rollback.add_argument(
+        "--request", default="", metavar="ID", help="a second call with this id changes nothing"
+    )
+    rollback.add_argument(
+        "--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS",
+        help=f"for another process's lock (default: {WAIT_SECONDS:g})",
+    )  # fmt: skip
+    rollback.add_argument(
+        "--no-verify", action="store_true", help="don't re-hash MLflow's copy of what is restored"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

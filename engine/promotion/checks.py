@@ -1,0 +1,66 @@
+"""What must hold before anything moves: artifacts as recorded, and the registry's copy too."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.artifacts import local_path
+from engine.errors import LineageError
+from engine.lineage.audit import audit
+from engine.lineage.manifest import SOURCE, verify
+from engine.lineage.review import review
+from engine.tracking.registry import ModelVersion, Registry
+
+DATASET = "dataset"
+
+
+def require_untouched(references: Sequence[str]) -> list[Path]:
+    """Re-hash artifacts and all that they were made from; return the datasets among them.
+
+    Raises LineageError for what was changed, edited or is missing. Sources made elsewhere are left
+    out: a folder that data arrives in changes every day.
+    """
+    found = review(references, descendants=False)
+    nodes = found.graph.nodes
+    faults = [
+        finding.text
+        for finding in audit(found).faults
+        if finding.key not in nodes or nodes[finding.key].kind != SOURCE
+    ]
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise LineageError(
+            f"what the promotion stands on is not as recorded: {faults[0]}{more}; nothing was "
+            "moved; see `python -m engine.lineage verify`, then make the artifact again"
+        )
+    return [local_path(node.uri) for node in nodes.values() if node.kind == DATASET]
+
+
+def require_whole_copy(registry: Registry, version: ModelVersion) -> None:
+    """Re-hash the registry's own copy of a version, which is what gets served.
+
+    Raises LineageError when it is not the content that the version's tags name.
+    """
+    place = version.source.removeprefix("file://")
+    what = f"MLflow's copy of {version.name} version {version.version}"
+    with tempfile.TemporaryDirectory(prefix="hybridflyte-promotion-") as scratch:
+        folder = Path(place)
+        try:
+            if not folder.is_absolute() or not folder.is_dir():
+                folder = registry.download_model(
+                    version.name, version.version, Path(scratch) / "model"
+                )
+            manifest = verify(folder)
+        except LineageError as error:
+            raise LineageError(f"{what} is damaged: {error}; nothing was moved") from error
+    for tag, found in (
+        ("artifact_digest", manifest.digest),
+        ("manifest_digest", manifest.own_digest),
+    ):
+        if version.tags.get(tag, "") != found:
+            raise LineageError(
+                f"{what} is {found[:12]} where its tag {tag} says "
+                f"{version.tags.get(tag, 'nothing')[:12]}; nothing was moved; choose another"
+            )

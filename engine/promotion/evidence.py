@@ -1,0 +1,139 @@
+"""Measuring what the rules ask for: from evaluation rows, RL's metrics and the training data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+
+from engine.config import EvaluateConfig, GuardConfig, PromoteConfig
+from engine.data.rows import prompt_text
+from engine.errors import DataError
+from engine.evaluation.metrics import Interval, paired_bootstrap
+from engine.evaluation.rows import check_paired
+from engine.promotion.contamination import share_trained_on
+from engine.promotion.rules import Evidence
+
+TRAINING_SPLITS = ("sft_train", "train")
+LAST_STEPS = 0.1  # share of RL's steps whose KL counts
+KL_COLUMN = "actor/kl"
+
+
+def gather(
+    before: pd.DataFrame,
+    after: pd.DataFrame,
+    against: Literal["champion", "warm_start"],
+    *,
+    policy: Path,
+    datasets: Iterable[Path],
+    rules: PromoteConfig,
+    evaluate: EvaluateConfig,
+    seed: int,
+    approved_by: str = "",
+) -> Evidence:
+    """Measure a new model (`after`) against another (`before`), rows as of `evaluation.rows`.
+
+    policy: the new model's artifact. datasets: all dataset artifacts that it descends from.
+    Raises DataError where the rows are not of the same problems.
+    """
+    check_paired(before, after)
+
+    def change(old: np.ndarray, new: np.ndarray) -> Interval:
+        return paired_bootstrap(old, new, evaluate.confidence, evaluate.bootstrap_samples, seed)
+
+    guards: dict[str, Interval | None] = {}
+    for guard in rules.guards:
+        old, new = _guarded(before, guard), _guarded(after, guard)
+        # One problem has no spread, so its interval would claim certainty.
+        guards[guard.name] = change(old, new) if len(new) > 1 else None
+    ratio = None
+    if rules.max_length_ratio is not None:
+        ratio = length_ratio(
+            before["response_length"].to_numpy(float),
+            after["response_length"].to_numpy(float),
+            evaluate.confidence,
+            evaluate.bootstrap_samples,
+            seed,
+        )
+    return Evidence(
+        against=against,
+        gain=change(
+            before["greedy_correct"].to_numpy(float), after["greedy_correct"].to_numpy(float)
+        ),
+        guards=guards,
+        kl=last_kl(policy) if rules.max_kl is not None else None,
+        length_ratio=ratio,
+        contamination=share_trained_on(
+            list(after["prompt"]),
+            _training_prompts(datasets),
+            rules.contamination.ngram,
+            rules.contamination.overlap,
+        ),
+        approved_by=approved_by,
+    )
+
+
+def length_ratio(
+    before: np.ndarray, after: np.ndarray, confidence: float, samples: int, seed: int
+) -> Interval | None:
+    """Mean of `after` over mean of `before`, `[N]` tokens each, with its bootstrap interval.
+
+    Problems are resampled in pairs. None when a resample of `before` has no tokens at all.
+    """
+    picks = np.random.default_rng(seed)
+    ratios = np.empty(samples)
+    for i in range(samples):
+        drawn = picks.integers(0, len(before), len(before))
+        below = before[drawn].mean()
+        if not below > 0:
+            return None
+        ratios[i] = after[drawn].mean() / below
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(ratios, [tail, 1 - tail])
+    return Interval(float(after.mean() / before.mean()), float(low), float(high))
+
+
+def last_kl(policy: Path) -> float | None:
+    """Mean KL of the last tenth of an RL run's steps (at least one); None where it is not known."""
+    path = policy / "metrics.parquet"
+    if not path.is_file():
+        return None
+    steps = pd.read_parquet(path)
+    if KL_COLUMN not in steps or steps.empty:
+        return None
+    last = steps[KL_COLUMN].to_numpy(float)[-max(1, math.ceil(LAST_STEPS * len(steps))) :]
+    # Not nanmean: a step without a number is a step that nobody can vouch for.
+    return float(last.mean()) if np.isfinite(last).all() else None
+
+
+def _guarded(rows: pd.DataFrame, guard: GuardConfig) -> np.ndarray:
+    """Return a guard's score of each of its problems, in the rows' order."""
+    if guard.data_source:
+        rows = rows[rows["data_source"] == guard.data_source]
+    columns: Mapping[str, pd.Series] = {
+        "pass_at_1": rows["greedy_correct"],
+        "sampled": rows["samples_correct"] / rows["samples"],
+        "majority": rows["majority_correct"],
+        "format_rate": rows["format_rate"],
+    }
+    return columns[guard.metric].to_numpy(float)
+
+
+def _training_prompts(datasets: Iterable[Path]) -> Iterable[str]:
+    """Yield the prompts of all splits that were trained on; DataError where there are none."""
+    found = False
+    for folder in datasets:
+        for split in TRAINING_SPLITS:
+            path = folder / f"{split}.parquet"
+            if path.is_file():
+                found = True
+                yield from map(prompt_text, pd.read_parquet(path, columns=["prompt"])["prompt"])
+    if not found:
+        raise DataError(
+            f"no dataset that the model descends from has {' or '.join(TRAINING_SPLITS)}.parquet, "
+            "so nobody can tell whether it was trained on its test; give the run's dataset"
+        )

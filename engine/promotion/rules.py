@@ -1,0 +1,183 @@
+"""The rules of promotion, as one pure function: evidence and rules in, a decision out.
+
+It fails closed: whatever a rule needs and the evidence lacks, or holds as something that is no
+number, fails that rule. Measuring is in `evidence`, moving the alias in `champions`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from engine.config import GuardConfig, PromoteConfig
+from engine.evaluation.metrics import Interval
+
+APPROVAL = "approval"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was measured of a new model against another one; None: could not be measured."""
+
+    against: Literal["champion", "warm_start"]  # whom it was compared with
+    gain: Interval | None  # of greedy pass@1, a fraction, e.g. Interval(0.1, 0.05, 0.15)
+    guards: Mapping[str, Interval | None] = field(default_factory=dict)  # change by guard's name
+    kl: float | None = None  # nats a token, to the reference, e.g. 0.02
+    length_ratio: Interval | None = None  # mean response length, new over old
+    contamination: float | None = None  # share of test prompts that were trained on
+    approved_by: str = ""  # who agreed; empty: nobody yet
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one rule says."""
+
+    rule: str  # e.g. "gain", "guard pass_at_1 of gsm8k", "kl"
+    passed: bool
+    value: Any  # what was measured: a number, an interval's three, a name, or None
+    bound: Any  # what it was held against
+    sentence: str  # with its numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """All rules' outcomes and what follows."""
+
+    promote: bool
+    reason: str  # one sentence or two
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def waits_for_approval(self) -> bool:
+        """Whether a person's consent is all that is missing."""
+        return [o.rule for o in self.outcomes if not o.passed] == [APPROVAL]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "waits_for_approval": self.waits_for_approval}
+
+
+def decide(evidence: Evidence, rules: PromoteConfig) -> Decision:
+    """Hold the evidence against every rule; promote if all of them pass."""
+    outcomes = tuple(_outcomes(evidence, rules))
+    failed = [outcome for outcome in outcomes if not outcome.passed]
+    if failed:
+        reason = "Not promoted: " + "; ".join(outcome.sentence for outcome in failed) + "."
+    else:
+        reason = "Promoted: " + "; ".join(outcome.sentence for outcome in outcomes) + "."
+    return Decision(not failed, reason, outcomes)
+
+
+def _outcomes(evidence: Evidence, rules: PromoteConfig) -> Iterator[Outcome]:
+    yield _gain(evidence, rules.minimum_gain)
+    for guard in rules.guards:
+        yield _guard(evidence, guard)
+    if rules.max_kl is not None:
+        yield _kl(evidence.kl, rules.max_kl)
+    if rules.max_length_ratio is not None:
+        yield _length(evidence.length_ratio, rules.max_length_ratio)
+    yield _contamination(evidence.contamination, rules.contamination.max_share)
+    if rules.approval == "required":
+        by = evidence.approved_by.strip()
+        said = f"approved by {by}" if by else "it waits for a person's approval"
+        yield Outcome(APPROVAL, bool(by), by or None, "required", said)
+
+
+def _gain(evidence: Evidence, minimum: float) -> Outcome:
+    """The interval's lower end must be above the minimum; a first champion needs no gain."""
+    gain = evidence.gain
+    if gain is None or not _is_change(gain):
+        return _unreadable("gain", gain, minimum, "the gain in pass@1")
+    shown = f"pass@1 gain {_points_of(gain)} points over the {evidence.against.replace('_', ' ')}"
+    if evidence.against == "warm_start":
+        return Outcome("gain", True, _three(gain), None, f"there is no champion yet; {shown}")
+    bound = f"the required gain of {_points(minimum)} points"
+    if gain.low > minimum:
+        sentence = f"{shown}, its lower end above {bound}"
+        return Outcome("gain", True, _three(gain), minimum, sentence)
+    sentence = f"{shown}; its lower end must be above {bound}"
+    return Outcome("gain", False, _three(gain), minimum, sentence)
+
+
+def _guard(evidence: Evidence, guard: GuardConfig) -> Outcome:
+    rule = f"guard {guard.name}"
+    change = evidence.guards.get(guard.name)
+    if change is None or not _is_change(change):
+        return _unreadable(rule, change, -guard.tolerance, f"the change in {guard.name}")
+    passed = change.low >= -guard.tolerance
+    must = "is" if passed else "must be"
+    sentence = (
+        f"{guard.name} changes by {_points_of(change)} points; its lower end {must} at or above "
+        f"{_points(-guard.tolerance)}"
+    )
+    return Outcome(rule, passed, _three(change), -guard.tolerance, sentence)
+
+
+def _kl(kl: float | None, most: float) -> Outcome:
+    if kl is None or not _is_finite(kl):
+        return _unreadable("kl", kl, most, "the KL to the reference")
+    passed = kl <= most
+    sentence = f"KL to the reference {kl:.4g}{_at_most(passed)}{most:.4g}"
+    return Outcome("kl", passed, kl, most, sentence)
+
+
+def _length(ratio: Interval | None, most: float) -> Outcome:
+    if ratio is None or not _in_order(ratio) or ratio.low < 0:
+        return _unreadable("length", ratio, most, "the ratio of response lengths")
+    passed = ratio.high <= most
+    sentence = (
+        f"responses are {ratio.mean:.3g} [{ratio.low:.3g}, {ratio.high:.3g}] times as long; the "
+        f"upper end{_at_most(passed)}{most:.3g}"
+    )
+    return Outcome("length", passed, _three(ratio), most, sentence)
+
+
+def _contamination(share: float | None, most: float) -> Outcome:
+    if share is None or not _is_finite(share) or not 0 <= share <= 1:
+        return _unreadable("contamination", share, most, "the share of test prompts trained on")
+    passed = share <= most
+    sentence = f"{share:.2%} of the test prompts were trained on{_at_most(passed, ', ')}{most:.2%}"
+    return Outcome("contamination", passed, share, most, sentence)
+
+
+def _unreadable(rule: str, value: object, bound: object, what: str) -> Outcome:
+    """The outcome of a rule whose evidence is missing or no number."""
+    shown = "is not in the evidence" if value is None else f"is {value!r}, which can't be"
+    return Outcome(rule, False, None, bound, f"{what} {shown}; evaluate again")
+
+
+def _at_most(passed: bool, comma: str = " ") -> str:
+    return f"{comma}within the bound of " if passed else f"{comma}must be at most "
+
+
+def _is_change(interval: Interval) -> bool:
+    """Tell a difference of two rates from numbers that can't be one."""
+    return _in_order(interval) and -1 <= interval.low and interval.high <= 1
+
+
+def _in_order(interval: Interval) -> bool:
+    # A percentile bootstrap may leave the mean just outside its own interval.
+    numbers = (interval.mean, interval.low, interval.high)
+    return all(map(_is_finite, numbers)) and interval.low <= interval.high
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _three(interval: Interval) -> list[float]:
+    return [interval.mean, interval.low, interval.high]
+
+
+def _points_of(change: Interval) -> str:
+    return f"{_points(change.mean)} [{_points(change.low)}, {_points(change.high)}]"
+
+
+def _points(fraction: float) -> str:
+    return f"{100 * fraction + 0.0:+.2f}"  # + 0.0 turns a negative zero into a plain one
