@@ -1,29 +1,45 @@
 """Task `promote`: registers the model and moves the champion's alias, if the evidence allows.
 
-Artifact `promotion`: `decision.json` (promoted or not, why, against which champion). The rule is
-`engine.evaluation.gate`. Anything missing or unreadable promotes nothing. Not cached, since the
-champion of another day is another input; doing it again for the same model changes nothing.
+Artifact `promotion`: `decision.json` (promoted or not, why, each rule's outcome, against which
+champion), `evidence.json`, and `rows_champion.parquet` where the champion was evaluated here. The
+rules are `engine.promotion.rules`. Anything missing, unreadable or tampered with promotes nothing.
+Not cached, since the champion of another day is another input; doing it again for the same model
+changes nothing.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, EvaluateConfig, PromoteConfig
-from tasks.context import IMAGE, LARGE, RunContext, say, stage
+from tasks.context import (
+    IMAGE,
+    LARGE,
+    SMALL,
+    RunContext,
+    Stage,
+    failures_as_sentences,
+    local_artifact,
+    say,
+    stage,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from engine.evaluation.metrics import Interval
+    from engine.lineage.manifest import Manifest, Parent
+    from engine.promotion import Champions, Decision
     from engine.tracking import Tracker
     from engine.tracking.registry import ModelVersion
+
+CHAMPION_ROWS = "rows_champion.parquet"
 
 
 # On machines that stay: it may be moving an alias. Doing it again changes nothing.
@@ -37,134 +53,247 @@ def promote(
     evaluate: EvaluateConfig,
     config: PromoteConfig,
     seed: int,
+    approved_by: str = "",
 ) -> FlyteDirectory:
-    """Register the RL model; make it champion if it beats the present one on the same problems."""
-    from engine.evaluation.gate import decide
-    from engine.lineage.manifest import read_manifest, verify
+    """Register the RL model; make it champion if it beats the present one on the same problems.
+
+    approved_by: who agreed, for `promote.approval=required`; without it such a promotion waits.
+    """
+    from engine.lineage.manifest import read_manifest
+    from engine.promotion import Champions
+    from engine.promotion.checks import require_untouched, require_whole_copy
     from engine.tracking import Tracker
+    from tasks.conclude import check_evidence
 
     settings = {"promote": config.model_dump(mode="json"), "seed": seed}
     with stage("promotion", run, settings) as this:
-        test = this.parent("dataset", dataset) / "test.parquet"
+        test = this.parent("dataset", dataset)
         model = this.parent("policy", policy)
         evidence = this.parent("evaluation", evaluation)
-        verify(evidence)
+        check_evidence(test, model, evidence)
+        datasets = require_untouched([this.parents[1].uri, this.parents[2].uri])
         tracker = Tracker(experiment=run.experiment)
-        digest = read_manifest(model).digest
-        champion = tracker.champion(config.model_name, config.alias)
-        tags = {
-            "artifact_uri": str(model),
-            "artifact_digest": digest,
-            "evaluation_uri": str(evidence),
-            "hybridflyte.run": run.run_id,
-        }
-        version = tracker.register_model(
-            model, config.model_name, read_manifest(model).mlflow_run or this.tracked.run_id, tags
-        )
-        name = f"{config.model_name} version {version}"
-        if champion is not None and champion.tags.get("artifact_digest") == digest:
-            promoted, reason = False, f"{name} is the {config.alias} already"
-            gain = None
-        else:
-            gain = gain_over(
-                tracker, champion, evidence, test, data, evaluate, seed, this.folder.parent
+        new = read_manifest(model)
+        version = register(tracker, this, model, new, run, config.model_name)
+        require_whole_copy(tracker, version)
+        name = f"{config.model_name} version {version.version}"
+        champions = Champions(tracker, config.model_name, config.alias)
+        request = f"{run.run_id}:{new.digest[:16]}"
+        case = Case(this, test, model, evidence, datasets, data, evaluate, config, seed)
+        former = to_compare_with(tracker, champions, request)
+        if former is not None and former.tags.get("artifact_digest") == new.digest:
+            say(f"promotion: {name} is the {config.alias} already")
+            reason = f"{name} is the {config.alias} already"
+            return conclude_stage(case, version, former, None, False, reason)
+        decision, gain = judge(case, tracker, former, approved_by)
+        if decision.promote:
+            champions.promote(
+                version.version,
+                former.version if former else None,
+                decision.reason,
+                request=request,
+                by=approved_by or run.run_id,
             )
-            decision = decide(gain, config.minimum_gain, champion is not None)
-            promoted, reason = decision.promote, decision.reason
-            if promoted:
-                expected = champion.version if champion else None
-                tracker.set_alias(config.model_name, config.alias, version, expected)
-        say(
-            f"promotion: {name} {'is now' if promoted else 'was not made'} {config.alias}: {reason}"
-            if gain is not None
-            else f"promotion: {reason}"
+        done = "is now" if decision.promote else "was not made"
+        say(f"promotion: {name} {done} {config.alias}: {decision.reason}")
+        return conclude_stage(
+            case, version, former, decision, decision.promote, decision.reason, gain
         )
-        record = {
-            "promoted": promoted,
-            "reason": reason,
-            "model_name": config.model_name,
-            "model_version": version,
-            "alias": config.alias,
-            "previous_champion": champion.version if champion else None,
-            "gain": None if gain is None else [gain.mean, gain.low, gain.high],
-            "evaluation_digest": read_manifest(evidence).digest,
-        }
-        (this.folder / "decision.json").write_text(json.dumps(record, indent=2))
-        this.tracked.set_tags({k: str(v) for k, v in record.items()})
-        return this.publish({"promoted": float(promoted)})
 
 
-def gain_over(
-    tracker: Tracker,
-    champion: ModelVersion | None,
-    evidence: Path,
-    test_file: Path,
-    data: DataConfig,
-    evaluate: EvaluateConfig,
-    seed: int,
-    workspace: Path,
-) -> Interval | None:
-    """The paired gain of the new model: over the champion, or over the warm start without one."""
-    from engine.evaluation.gate import read_interval
-    from engine.evaluation.metrics import paired_bootstrap
-    from engine.evaluation.rows import check_paired
-    from tasks.evaluate import read_comparison
+@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+def waits_for_approval(promotion: FlyteDirectory) -> bool:
+    """Whether a person's consent is all that a promotion lacks: what a workflow branches on."""
+    with failures_as_sentences():
+        decision = json.loads((local_artifact(promotion) / "decision.json").read_text())
+        return bool(decision["waits_for_approval"])
 
-    if champion is None:
-        return read_interval(read_comparison(evidence).get("gain"))
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What one promotion is judged on."""
+
+    this: Stage
+    dataset: Path
+    policy: Path
+    evaluation: Path
+    datasets: list[Path]  # all that the model descends from
+    data: DataConfig
+    evaluate: EvaluateConfig
+    config: PromoteConfig
+    seed: int
+
+
+def register(
+    tracker: Tracker, this: Stage, model: Path, manifest: Manifest, run: RunContext, name: str
+) -> ModelVersion:
+    """Make the model a version, tagged with what it came from; once for the same content."""
+    policy, evidence = this.parents[1], this.parents[2]
+    tags = {
+        "artifact_uri": policy.uri,
+        "evaluation_uri": evidence.uri,
+        "evaluation_manifest": evidence.manifest,
+        "hybridflyte.run": run.run_id,
+        "flyte.execution": this.execution,
+    }
+    number = tracker.register_model(model, name, manifest.mlflow_run or this.tracked.run_id, tags)
+    return tracker.model_version(f"models:/{name}/{number}")
+
+
+def to_compare_with(tracker: Tracker, champions: Champions, request: str) -> ModelVersion | None:
+    """The present champion; for a retry whose alias has moved already, the one before it."""
+    made = champions.made(request)
+    if made is None:
+        return tracker.champion(champions.model_name, champions.alias)
+    if made.replaced is None:
+        return None
+    return tracker.model_version(f"models:/{champions.model_name}/{made.replaced}")
+
+
+def judge(
+    case: Case, tracker: Tracker, former: ModelVersion | None, approved_by: str
+) -> tuple[Decision, list[float] | None]:
+    """Measure the new model against the champion, or the warm start without one, and decide."""
     import pandas as pd
 
-    new = pd.read_parquet(evidence / "rows_rl.parquet")
-    old = champion_rows(tracker, champion, new, test_file, data, evaluate, seed, workspace)
-    check_paired(old, new)
-    return paired_bootstrap(
-        old["greedy_correct"].astype(float),
-        new["greedy_correct"].astype(float),
-        evaluate.confidence,
-        evaluate.bootstrap_samples,
-        seed,
+    from engine.promotion import decide
+    from engine.promotion.evidence import gather
+
+    after = pd.read_parquet(case.evaluation / "rows_rl.parquet")
+    against: Literal["champion", "warm_start"] = "champion" if former else "warm_start"
+    if former is None:
+        before = pd.read_parquet(case.evaluation / "rows_warm_start.parquet")
+    else:
+        before = champion_rows(case, tracker, former, after)
+    evidence = gather(
+        before,
+        after,
+        against,
+        policy=case.policy,
+        datasets=case.datasets,
+        rules=case.config,
+        evaluate=case.evaluate,
+        seed=case.seed,
+        approved_by=approved_by,
+    )
+    text = json.dumps(evidence.to_dict(), indent=2, sort_keys=True)
+    (case.this.folder / "evidence.json").write_text(text)
+    gain = evidence.gain
+    return decide(evidence, case.config), gain and [gain.mean, gain.low, gain.high]
+
+
+def conclude_stage(
+    case: Case,
+    version: ModelVersion,
+    former: ModelVersion | None,
+    decision: Decision | None,
+    promoted: bool,
+    reason: str,
+    gain: list[float] | None = None,
+) -> FlyteDirectory:
+    """Write the decision with the champion that it was made against, and publish the artifact."""
+    from engine.lineage.manifest import read_manifest
+
+    this = case.this
+    parent = parent_of(former) if former else None
+    if parent is not None:
+        this.parents.append(parent)
+    record: dict[str, Any] = {
+        "promoted": promoted,
+        "reason": reason,
+        "model_name": version.name,
+        "model_version": version.version,
+        "alias": case.config.alias,
+        "previous_champion": former.version if former else None,
+        "gain": gain,
+        "evaluation_digest": read_manifest(case.evaluation).digest,
+        "waits_for_approval": bool(decision and decision.waits_for_approval),
+    }
+    this.tracked.set_tags({k: str(v) for k, v in record.items()})
+    outcomes = decision.to_dict()["outcomes"] if decision else []
+    text = json.dumps({**record, "outcomes": outcomes}, indent=2)
+    (this.folder / "decision.json").write_text(text)
+    return this.publish({"promoted": float(promoted)})
+
+
+def parent_of(champion: ModelVersion) -> Parent | None:
+    """The artifact that a champion was registered from, as a parent; None when it has no tags."""
+    from engine.lineage.manifest import Parent
+
+    tags = champion.tags
+    if not tags.get("artifact_digest"):
+        return None
+    return Parent(
+        name="champion",
+        kind=tags.get("artifact_kind") or "model",
+        digest=tags["artifact_digest"],
+        uri=tags.get("artifact_uri", ""),
+        manifest=tags.get("manifest_digest", ""),
     )
 
 
 def champion_rows(
-    tracker: Tracker,
-    champion: ModelVersion,
-    new: pd.DataFrame,
-    test_file: Path,
-    data: DataConfig,
-    evaluate: EvaluateConfig,
-    seed: int,
-    workspace: Path,
+    case: Case, tracker: Tracker, champion: ModelVersion, new: pd.DataFrame
 ) -> pd.DataFrame:
     """The champion's evaluation on the new model's problems: as recorded, or made now.
 
-    A recorded evaluation counts only when its artifact is whole and holds the same problems.
+    A recorded evaluation counts only when its artifact is whole, the one that was recorded, of this
+    champion, and of the same problems under the same settings.
     """
     import tempfile
 
     import pandas as pd
 
     from engine.errors import EngineError
-    from engine.evaluation.rows import prompt_digest
     from engine.evaluator import evaluate_model
-    from engine.lineage.manifest import verify
 
-    recorded: Any = champion.tags.get("evaluation_uri", "")
     try:
-        verify(recorded)
-        rows = pd.read_parquet(Path(recorded) / "rows_rl.parquet")
-        if prompt_digest(rows) == prompt_digest(new):
+        rows = recorded_rows(case, champion, new)
+        if rows is not None:
             return rows
     except (EngineError, OSError) as error:
         say(f"promotion: the champion's recorded evaluation is of no use ({error})")
     say(f"promotion: evaluating the champion (version {champion.version}) on these problems")
-    with tempfile.TemporaryDirectory(dir=workspace) as scratch:
+    with tempfile.TemporaryDirectory(dir=case.this.folder.parent) as scratch:
         folder = tracker.download_model(champion.name, champion.version, Path(scratch) / "champion")
-        return evaluate_model(
+        rows = evaluate_model(
             folder,
-            pd.read_parquet(test_file),
+            pd.read_parquet(case.dataset / "test.parquet"),
             "champion",
-            evaluate,
-            max_response_length=data.max_response_length,
-            seed=seed,
+            case.evaluate,
+            max_response_length=case.data.max_response_length,
+            seed=case.seed,
         )
+    rows.to_parquet(case.this.folder / CHAMPION_ROWS, index=False)
+    return rows
+
+
+def recorded_rows(case: Case, champion: ModelVersion, new: pd.DataFrame) -> pd.DataFrame | None:
+    """The rows of a champion's own evaluation; None when they are of other problems or settings.
+
+    Raises LineageError or StorageError when it is gone or not what was recorded.
+    """
+    import pandas as pd
+
+    from engine.artifacts import local_path
+    from engine.errors import LineageError
+    from engine.evaluation.rows import prompt_digest
+    from engine.lineage.manifest import read_manifest, verify
+
+    uri = champion.tags.get("evaluation_uri", "")
+    if not uri:
+        return None
+    folder = local_path(uri)
+    manifest = verify(folder)
+    if manifest.own_digest != champion.tags.get("evaluation_manifest"):
+        raise LineageError(f"{uri} is not the evaluation that its version's tags name")
+    of = {parent.name: parent.digest for parent in manifest.parents}
+    if of.get("policy") != champion.tags.get("artifact_digest"):
+        raise LineageError(f"{uri} is of another model")
+    if manifest.config.get("evaluate") != read_manifest(case.evaluation).config.get("evaluate"):
+        return None
+    rows = pd.read_parquet(folder / "rows_rl.parquet")
+    if prompt_digest(rows) != prompt_digest(new):
+        return None
+    case.this.parents.append(manifest.as_parent("champion_evaluation", uri))
+    return rows

@@ -57,7 +57,8 @@ class Champions:
             current = moves[-1].version if moves else None
             if current != expected:
                 raise TrackingError(self._lost(moves, version, expected))
-            move = Move(len(moves) + 1, "promote", version, current, reason, _now(), by, request)
+            number = _next(moves)
+            move = Move(number, "promote", version, current, reason, _now(), by, request)
             return self._make(held, move)
 
     def rollback(
@@ -108,9 +109,8 @@ class Champions:
             found = self.registry.model_version(f"models:/{self.model_name}/{target}")
             if verify:
                 require_whole_copy(self.registry, found)
-            move = Move(
-                len(moves) + 1, "rollback", target, last.version, reason.strip(), _now(), by, request
-            )  # fmt: skip
+            why, number = reason.strip(), _next(moves)
+            move = Move(number, "rollback", target, last.version, why, _now(), by, request)
             return self._make(held, move)
 
     def _read(self) -> tuple[list[Move], str | None]:
@@ -184,6 +184,10 @@ class Champions:
 
 def _made(moves: Sequence[Move], request: str) -> Move | None:
     return next((m for m in reversed(moves) if request and m.request == request), None)
+
+
+def _next(moves: Sequence[Move]) -> int:
+    return moves[-1].number + 1 if moves else 1
 
 
 def _now() -> str:

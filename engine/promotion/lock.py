@@ -71,7 +71,7 @@ class Held:
 
 
 @contextlib.contextmanager
-def hold(registry: Registry, model_name: str, terms: Terms = Terms()) -> Iterator[Held]:  # noqa: B008 (frozen)
+def hold(registry: Registry, model_name: str, terms: Terms = Terms()) -> Iterator[Held]:
     """Hold the lock of a model for the block.
 
     Raises TrackingError, naming the holder, when it is not to be had within `terms.wait`, and when

@@ -158,7 +158,7 @@ def _at_most(passed: bool, comma: str = " ") -> str:
 
 def _is_change(interval: Interval) -> bool:
     """Tell a difference of two rates from numbers that can't be one."""
-    return _in_order(interval) and -1 <= interval.low and interval.high <= 1
+    return _in_order(interval) and interval.low >= -1 and interval.high <= 1
 
 
 def _in_order(interval: Interval) -> bool:

@@ -51,7 +51,7 @@ class Registry(Connection):
         A folder with a manifest is checked first. The version gets the tags artifact_uri,
         artifact_digest, and of a manifest artifact_kind and manifest_digest. If that content is a
         version already, its number is returned and nothing is written, so that a retry registers
-        once.
+        once; of two that register it at once, the later version goes away again.
         """
         folder = Path(folder).absolute()
         if not folder.is_dir():
@@ -82,6 +82,10 @@ class Registry(Connection):
                 tags=values.tags(facts | dict(tags or {})),
                 await_creation_for=READY_SECONDS,
             )
+            first = self._version_of(model_name, facts["artifact_digest"])
+            if first is not None and int(first) < int(made.version):
+                self.client.delete_model_version(model_name, str(made.version))
+                return first
         return str(made.version)
 
     def champion(self, model_name: str, alias: str = "champion") -> ModelVersion | None:
@@ -180,10 +184,10 @@ class Registry(Connection):
                     raise
 
     def _version_of(self, model_name: str, digest: str) -> str | None:
-        """Return the version that holds this content, if one does."""
+        """Return the first version that holds this content, if one does."""
         found = self.client.search_model_versions(_by_name(model_name))
         same = [int(v.version) for v in found if v.tags.get("artifact_digest") == digest]
-        return str(max(same)) if same else None
+        return str(min(same)) if same else None
 
 
 def _version(found: Any) -> ModelVersion:

@@ -40,7 +40,7 @@ class Mount(ABC):
         self.refresh()
         engine.update_weights(self.model, version)
 
-    def require_intact(self) -> None:
+    def require_intact(self) -> None:  # noqa: B027 (most mounts can't be torn)
         """Raise RolloutError where an exchange failed midway: old and new weights are mixed."""
 
     @abstractmethod

@@ -1,0 +1,90 @@
+"""Task `rollback`: the alias goes back to the previous champion, or to a version that is named.
+
+Artifact `rollback`: `rollback.json`, the move with its reason; its parents are the model that is
+restored and the one that is left. `python -m engine.promotion rollback` does the same.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from flytekit import current_context, task
+from flytekit.types.directory import FlyteDirectory
+
+from tasks.context import IMAGE, SMALL, as_output, failures_as_sentences, on_cluster, say, shown
+
+if TYPE_CHECKING:
+    from engine.lineage.manifest import Parent
+    from engine.tracking import Tracker
+
+
+@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(hours=1))
+def rollback(
+    model_name: str,
+    reason: str,
+    to: str = "",
+    expected: str = "",
+    alias: str = "champion",
+    request: str = "",
+) -> FlyteDirectory:
+    """Restore a champion.
+
+    Args:
+        model_name: The registered model.
+        reason: Why; it is recorded.
+        to: The version to restore; empty: the one that the present champion replaced.
+        expected: Refuse unless this version is the champion; empty: whichever is.
+        alias: The alias to move.
+        request: A second call with this id changes nothing; empty: the Flyte execution.
+    """
+    from engine.artifacts import publish, staging
+    from engine.lineage.manifest import Draft
+    from engine.promotion import Champions
+    from engine.tracking import Tracker
+
+    with failures_as_sentences():
+        execution = current_context().execution_id.name if on_cluster() else ""
+        request = request or execution or f"local-{uuid.uuid4().hex[:12]}"
+        tracker = Tracker()
+        move = Champions(tracker, model_name, alias).rollback(
+            reason, to=to, expected=expected, request=request, by=execution or "local"
+        )
+        say(f"rollback: {model_name} {alias}: {move.sentence()}")
+        parents = [
+            parent
+            for name, version in (("restored", move.version), ("left", move.replaced))
+            if version is not None
+            for parent in parent_of_version(tracker, model_name, version, name)
+        ]
+        with staging("rollback") as folder:
+            (folder / "rollback.json").write_text(
+                json.dumps({"model_name": model_name, "alias": alias, **asdict(move)}, indent=2)
+            )
+            settings = {"model_name": model_name, "alias": alias, "to": to, "reason": reason}
+            draft = Draft(
+                kind="rollback",
+                parents=tuple(parents),
+                config=settings,
+                flyte_execution=execution,
+            )
+            path = publish(folder, draft)
+        say(f"rollback: done → {shown(path)}")
+        return as_output(path)
+
+
+def parent_of_version(tracker: Tracker, model: str, version: str, name: str) -> list[Parent]:
+    """The artifact of a version as a parent; none when the version or its tags are gone."""
+    from engine.errors import TrackingError
+    from tasks.promote import parent_of
+
+    try:
+        parent = parent_of(tracker.model_version(f"models:/{model}/{version}"))
+    except TrackingError as error:
+        # The alias has moved by now; a record without this parent is better than none.
+        say(f"rollback: {error}")
+        return []
+    return [] if parent is None else [parent.model_copy(update={"name": name})]
