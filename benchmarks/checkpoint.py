@@ -67,7 +67,8 @@ def measure(size: str, args: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         model = write_model(Path(folder) / "model", hidden, layers)
         total = 1 + len(MODES) * args.blocks * args.steps
-        with make_trainer(model, total, args.prompts, args.n, threads=args.threads) as trainer:
+        here = {"placement": "local", "threads": args.threads}
+        with make_trainer(model, total, args.prompts, args.n, **here) as trainer:
             saver = make_saver(trainer, Path(folder) / "checkpoints")
             trainer.fit(1)
             save(trainer, saver, {})  # the first one allocates what the others reuse

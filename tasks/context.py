@@ -215,6 +215,8 @@ def stage(kind: str, run: RunContext, config: Mapping[str, Any]) -> Iterator[Sta
             ):
                 yield Stage(kind, folder, tracked, execution_name(run), dict(config))
         except BaseException as error:
+            if on_cluster() and isinstance(error, PreemptedError):
+                raise  # Flyte tries again, and the run goes on
             stopped = isinstance(error, KeyboardInterrupt | SystemExit | PreemptedError)
             if stopped:
                 say(f"{kind}: interrupted; the stages before it are cached, run again to go on")

@@ -73,7 +73,11 @@ def rl(
             def report(step: int, total: int, metrics: dict[str, float]) -> None:
                 if step == total or step % config.trainer.test_freq == 0:
                     metrics["validation/reward"] = trainer.validate(validation)
-                this.tracked.log_metrics(metrics, step)
+                for row in (*trainer.history, {"step": float(step)} | metrics):
+                    at = int(row["step"])
+                    if at not in logged:  # an attempt before may have done it, or this one already
+                        logged.add(at)
+                        this.tracked.log_metrics({k: v for k, v in row.items() if k != "step"}, at)
                 say(step_line(step, total, metrics, [*trainer.history, metrics]))
 
             trainer.on_step = report
@@ -88,6 +92,7 @@ def rl(
             f"{config.rollout.n} completions a step"
         )
         history: list[dict[str, float]] = []
+        logged: set[int] = set()
         checkpoints = this.checkpoints()
         this.note_origin(checkpoints)
         run_attempts(make, work, checkpoints.folder, config.trainer.max_attempts)

@@ -28,7 +28,7 @@ from workflows.versioning import version_of
 if TYPE_CHECKING:
     from flytekit.remote import FlyteRemote
 
-NOTIFY_VARIABLE = "HYBRIDFLYTE_NOTIFY"
+NOTIFY_VARIABLE = "HYBRIDFLYTE_NOTIFY"  # of workflows.launching, which must not be loaded yet
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0
 

@@ -31,7 +31,7 @@ class GuardConfig(Section):
 class ContaminationConfig(Section):
     """How many test problems may be known from training."""
 
-    max_share: float = Field(0.0, ge=0, le=1, description="Share of test prompts, at most")
+    max_share: float = Field(0.01, ge=0, le=1, description="Share of test prompts, at most")
     ngram: int = Field(13, ge=2, description="Words in a row that are compared")
     overlap: float = Field(
         0.8, gt=0, le=1, description="A prompt counts when this share of its n-grams was trained on"

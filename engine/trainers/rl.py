@@ -28,7 +28,7 @@ from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo, StepResult
 from engine.dataflows.needs import needs_of
-from engine.errors import PreemptedError, WorkerError
+from engine.errors import CheckpointError, PreemptedError, WorkerError
 from engine.models import resolve_lora, text_config
 from engine.preemption import Notice
 from engine.trainers.auto import resolve_auto
@@ -177,7 +177,11 @@ class RLTrainer:
 
     def _leave(self, saver: Saver | None) -> NoReturn:
         """End after a notice, with this step saved."""
-        saved = saver.wait() if saver is not None else None
+        try:
+            saved = saver.wait() if saver is not None else None
+        except CheckpointError as error:
+            log.warning("step %d was not saved: %s", self.step, error)
+            saved = saver.last if saver is not None else None
         raise PreemptedError(
             f"pre-empted after step {self.step}; the run goes on from {saved.folder}"
             if saved is not None

@@ -80,7 +80,11 @@ class Saves:
 
     def leave(self, step: int) -> NoReturn:
         """End after a pre-emption notice, with this step saved."""
-        saved = self.wait()
+        try:
+            saved = self.wait()
+        except CheckpointError as error:
+            log.warning("step %d was not saved: %s", step, error)
+            saved = self._saver.last if self._saver else None
         where = "the beginning" if saved is None else saved.folder
         raise PreemptedError(f"pre-empted after step {step}; the warm start goes on from {where}")
 

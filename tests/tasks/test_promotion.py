@@ -1,4 +1,7 @@
-"""The promote task against a real registry: who becomes champion, and when nobody does."""
+"""The promote task against a real registry: who becomes champion, and when nobody does.
+
+The rules one by one are in tests/engine/promotion; here they meet artifacts, MLflow and retries.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import json
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +20,19 @@ import pytest
 import torch
 from flytekit.types.directory import FlyteDirectory
 
+import tasks.promote
 from engine.artifacts import Draft, publish, staging
-from engine.config import DataConfig, EvaluateConfig, ModelConfig, PromoteConfig
+from engine.config import DataConfig, EvaluateConfig, GuardConfig, ModelConfig, PromoteConfig
 from engine.data.sources import load_splits
 from engine.data.tokenizer import train_tokenizer
 from engine.evaluation.summary import summarise
 from engine.evaluator import evaluate_model
 from engine.lineage.manifest import read_manifest
 from engine.models import build_model, save_model
+from engine.promotion import Champions
 from engine.tracking import Tracker
 from tasks.context import RunContext, StageError
-from tasks.promote import promote
+from tasks.promote import promote, waits_for_approval
 
 SHAPE = ModelConfig(
     hidden_size=16,
@@ -45,6 +51,7 @@ class Bench:
 
     data: DataConfig
     dataset: Path
+    folder: Path = Path()  # the last promotion's artifact
 
     def model(self, seed: int) -> Path:
         """Publish a model of its own."""
@@ -55,29 +62,55 @@ class Bench:
             save_model(build_model(SHAPE, tokenizer, seed), tokenizer, folder)
             return publish(folder, Draft(kind="rl", config={"seed": seed}))
 
-    def evaluation(self, model: Path, correct: int) -> Path:
-        """Publish an evaluation in which the first `correct` greedy answers are right."""
+    def evaluation(self, model: Path, correct: int, length: float = 4.0) -> Path:
+        """Publish an evaluation in which the first `correct` greedy answers are right.
+
+        length: tokens of each response.
+        """
         test = pd.read_parquet(self.dataset / "test.parquet")
         before = evaluate_model(
             model, test, "warm_start", EVALUATE, max_response_length=4, seed=0
         ).assign(greedy_correct=False)
-        after = before.assign(model="rl", greedy_correct=[i < correct for i in range(len(test))])
+        before = before.assign(response_length=4.0)
+        after = before.assign(
+            model="rl",
+            greedy_correct=[i < correct for i in range(len(test))],
+            response_length=length,
+        )
         comparison = summarise(before, after, 1, 0.95, 200, 0)
         with staging("evaluation") as folder:
             before.to_parquet(folder / "rows_warm_start.parquet", index=False)
             after.to_parquet(folder / "rows_rl.parquet", index=False)
             (folder / "comparison.json").write_text(comparison.to_json())
-            return publish(folder, Draft(kind="evaluation", config={"model": str(model)}))
+            parents = tuple(
+                read_manifest(artifact).as_parent(name, artifact)
+                for name, artifact in (("dataset", self.dataset), ("policy", model))
+            )
+            settings = {"evaluate": EVALUATE.model_dump(mode="json")}
+            return publish(folder, Draft(kind="evaluation", parents=parents, config=settings))
 
-    def promote(self, model: Path, evaluation: Path) -> dict[str, Any]:
-        """Run the task; return its decision."""
+    def promote(
+        self,
+        model: Path,
+        evaluation: Path,
+        config: PromoteConfig = PromoteConfig(),  # noqa: B008 (frozen)
+        approved_by: str = "",
+    ) -> dict[str, Any]:
+        """Run the task in a run of its own; return its decision."""
         run = RunContext(
-            run_id="r", mlflow_run=Tracker().start_pipeline("p"), experiment="hybridflyte",
-            started_at=time.time(),
+            run_id=uuid.uuid4().hex, mlflow_run=Tracker().start_pipeline("p"),
+            experiment="hybridflyte", started_at=time.time(),
         )  # fmt: skip
-        return self.promote_in(run, model, evaluation)
+        return self.promote_in(run, model, evaluation, config, approved_by)
 
-    def promote_in(self, run: RunContext, model: Path, evaluation: Path) -> dict[str, Any]:
+    def promote_in(
+        self,
+        run: RunContext,
+        model: Path,
+        evaluation: Path,
+        config: PromoteConfig = PromoteConfig(),  # noqa: B008 (frozen)
+        approved_by: str = "",
+    ) -> dict[str, Any]:
         folder = promote(
             run=run,
             dataset=FlyteDirectory(str(self.dataset)),
@@ -85,9 +118,11 @@ class Bench:
             evaluation=FlyteDirectory(str(evaluation)),
             data=self.data,
             evaluate=EVALUATE,
-            config=PromoteConfig(),
+            config=config,
             seed=0,
+            approved_by=approved_by,
         )
+        self.folder = Path(folder.path)
         decision: dict[str, Any] = json.loads((Path(folder.path) / "decision.json").read_text())
         return decision
 
@@ -126,7 +161,8 @@ def make_bench(seed: int) -> Bench:
     )
     splits = load_splits(data, seed)
     with staging("dataset") as folder:
-        splits.test.to_parquet(folder / "test.parquet", index=False)
+        for name in ("sft_train", "train", "test"):
+            getattr(splits, name).to_parquet(folder / f"{name}.parquet", index=False)
         return Bench(data, publish(folder, Draft(kind="dataset", config={"seed": seed})))
 
 
@@ -238,3 +274,129 @@ def test_an_unreachable_registry_promotes_nobody(
     found = Tracker(uri=uri).champion(NAME, "champion")
     assert found is not None
     assert found.tags["artifact_digest"] == digest(reigning)
+
+
+def test_the_artifact_holds_the_decision_its_evidence_and_its_parents(
+    bench: Bench, reigning: Path
+) -> None:
+    model = bench.model(seed=2)
+    evidence = bench.evaluation(model, 36)
+    decision = bench.promote(model, evidence)
+    manifest = read_manifest(bench.folder)
+    parents = {parent.name: parent.digest for parent in manifest.parents}
+    assert parents.pop("champion_evaluation")
+    assert parents == {
+        "dataset": digest(bench.dataset),
+        "policy": digest(model),
+        "evaluation": digest(evidence),
+        "champion": digest(reigning),
+    }
+    assert manifest.config["promote"] == PromoteConfig().model_dump(mode="json")
+    measured = json.loads((bench.folder / "evidence.json").read_text())
+    assert [measured["gain"][end] for end in ("mean", "low", "high")] == decision["gain"]
+    assert [(o["rule"], o["passed"]) for o in decision["outcomes"]] == [
+        ("gain", True), ("contamination", True),
+    ]  # fmt: skip
+
+
+def test_a_retry_after_the_alias_moved_says_the_same(bench: Bench, reigning: Path) -> None:
+    model = bench.model(seed=2)
+    evidence = bench.evaluation(model, 36)
+    run = RunContext(
+        run_id="one", mlflow_run=Tracker().start_pipeline("p"), experiment="hybridflyte",
+        started_at=0.0,
+    )  # fmt: skip
+    first = bench.promote_in(run, model, evidence)
+    assert bench.promote_in(run, model, evidence) == first
+    moves = Champions(Tracker(), NAME).history()
+    assert [(m.version, m.replaced) for m in moves] == [("1", None), ("2", "1")]
+    assert moves[-1].reason == first["reason"]
+
+
+def test_a_champion_that_came_during_the_evaluation_stays(
+    bench: Bench, reigning: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rival, model = bench.model(seed=3), bench.model(seed=2)
+    evidence = bench.evaluation(model, 36)
+    rivals = bench.evaluation(rival, 30)
+    judge = tasks.promote.judge
+
+    def slow(*arguments: Any) -> Any:
+        """Judge; meanwhile somebody else promotes."""
+        judged = judge(*arguments)
+        monkeypatch.setattr(tasks.promote, "judge", judge)
+        assert bench.promote(rival, rivals)["promoted"] is True
+        return judged
+
+    monkeypatch.setattr(tasks.promote, "judge", slow)
+    with pytest.raises(StageError, match=r"on version \d now, where version 1 was compared with"):
+        bench.promote(model, evidence)
+    assert champion() == digest(rival)
+
+
+def test_longer_answers_and_a_regression_are_not_promoted(bench: Bench, reigning: Path) -> None:
+    model = bench.model(seed=2)
+    evidence = bench.evaluation(model, 36, length=9.0)
+    rules = PromoteConfig(
+        max_length_ratio=2.0, max_kl=0.1, guards=(GuardConfig(data_source="nowhere"),)
+    )
+    decision = bench.promote(model, evidence, rules)
+    assert decision["promoted"] is False
+    assert [o["rule"] for o in decision["outcomes"] if not o["passed"]] == [
+        "guard pass_at_1 of nowhere", "kl", "length",
+    ]  # fmt: skip
+    assert "2.25 [2.25, 2.25] times as long" in decision["reason"]
+    assert decision["reason"].count("is not in the evidence") == 2
+    assert champion() == digest(reigning)
+
+
+def test_training_on_the_test_is_found_in_all_that_the_model_descends_from(
+    bench: Bench, reigning: Path
+) -> None:
+    with staging("dataset") as folder:
+        pd.read_parquet(bench.dataset / "test.parquet").to_parquet(folder / "train.parquet")
+        leak = publish(folder, Draft(kind="dataset"))
+    other = bench.model(seed=2)
+    with staging("rl") as folder:
+        shutil.copytree(other, folder, dirs_exist_ok=True)
+        (folder / "manifest.json").unlink()
+        parent = read_manifest(leak).as_parent("dataset", leak)
+        model = publish(folder, Draft(kind="rl", parents=(parent,)))
+    decision = bench.promote(model, bench.evaluation(model, 36))
+    assert decision["promoted"] is False
+    assert "100.00% of the test prompts were trained on" in decision["reason"]
+
+
+def test_an_approval_is_waited_for_and_then_taken(bench: Bench, reigning: Path) -> None:
+    rules = PromoteConfig(approval="required")
+    model = bench.model(seed=2)
+    evidence = bench.evaluation(model, 36)
+    assert bench.promote(model, evidence, rules)["reason"].endswith("a person's approval.")
+    assert waits_for_approval(promotion=FlyteDirectory(str(bench.folder))) is True
+    assert champion() == digest(reigning)
+    decision = bench.promote(model, evidence, rules, approved_by="ada")
+    assert "approved by ada" in decision["reason"]
+    assert waits_for_approval(promotion=FlyteDirectory(str(bench.folder))) is False
+    assert champion() == digest(model)
+    assert Champions(Tracker(), NAME).history()[-1].by == "ada"
+    worse = bench.model(seed=3)
+    bench.promote(worse, bench.evaluation(worse, 0), rules)
+    assert waits_for_approval(promotion=FlyteDirectory(str(bench.folder))) is False
+
+
+def test_an_evaluation_of_another_model_promotes_nobody(bench: Bench, reigning: Path) -> None:
+    model, other = bench.model(seed=2), bench.model(seed=3)
+    with pytest.raises(StageError, match=r"the evaluation .* is of policy"):
+        bench.promote(model, bench.evaluation(other, 36))
+    assert champion() == digest(reigning)
+
+
+def test_a_rewritten_ancestor_promotes_nobody(bench: Bench, reigning: Path) -> None:
+    model = bench.model(seed=2)
+    evidence = bench.evaluation(model, 36)
+    words = json.loads((model / "manifest.json").read_text())
+    words["metrics"] = {"reward": 1.0}
+    (model / "manifest.json").write_text(json.dumps(words))
+    with pytest.raises(StageError, match=r"not as recorded: .*manifest.json .*nothing was moved"):
+        bench.promote(model, evidence)
+    assert champion() == digest(reigning)

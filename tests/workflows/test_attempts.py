@@ -18,6 +18,8 @@ from flyte_runs import Place
 from flyteidl.core.errors_pb2 import ContainerError
 from protobufs import Registered
 
+pytestmark = pytest.mark.timeout(600)  # three processes, two of them at once
+
 TIMES = ("perf/", "checkpoint/", "step")
 
 
@@ -63,12 +65,18 @@ def assert_recoverable(first: Attempt, stage: str) -> int:
     return step
 
 
+@pytest.mark.parametrize("storage", ["disk", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_pre_empted_warm_start_is_tried_again_and_goes_on(
-    inputs: Inputs, registered: Registered, s3: dict[str, str], tmp_path: Path
+    inputs: Inputs,
+    registered: Registered,
+    storage: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ) -> None:
-    where = f"s3://flyte/{tmp_path.name}"
+    variables = request.getfixturevalue("s3") if storage == "s3" else {}
+    where = f"s3://flyte/{tmp_path.name}" if storage == "s3" else str(tmp_path)
     args = list(registered.task("sft_laptop").container.args)
-    first, second, whole = struck_and_tried_again("sft", inputs, args, where, s3)
+    first, second, whole = struck_and_tried_again("sft", inputs, args, where, variables)
     step = assert_recoverable(first, "sft")
     total = inputs.plan.sft.max_steps
     assert 0 < step < total

@@ -22,8 +22,7 @@ def trained(folder: Path, out: Path, kills: int, mode: str) -> list[list[int]]:
     paths = os.pathsep.join(filter(None, [str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder), str(out), str(kills), mode],
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

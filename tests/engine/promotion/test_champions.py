@@ -1,0 +1,236 @@
+"""Moves of an alias on a real MLflow server: one winner, a way back, and no half-made move."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Callable
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+import pytest
+
+from engine.errors import LineageError, TrackingError
+from engine.promotion import Champions
+from engine.promotion.__main__ import main
+from engine.promotion.history import Move, tag_key, tag_value
+from engine.promotion.lock import Terms, hold
+from engine.tracking import Tracker
+
+Stands = Callable[[], str | None]
+QUICK = Terms(lease=20, wait=60, skew=0)
+
+
+@pytest.fixture
+def champions(tracker: Tracker, model: str) -> Champions:
+    return Champions(tracker, model, terms=QUICK)
+
+
+def promoter(uri: str, model: str, version: str, start: float, results: Queue[str]) -> None:
+    """A process that promotes `version` against version 1 at the moment `start`."""
+    champions = Champions(Tracker(uri), model, terms=QUICK)
+    champions.history()  # imports and connections are made by now
+    time.sleep(max(0.0, start - time.time()))
+    try:
+        champions.promote(version, "1", f"v{version} is better", request=version, by=f"p{version}")
+        results.put("won " + version)
+    except TrackingError as error:
+        results.put(f"lost {version}: {error}")
+
+
+def test_of_two_promoters_at_once_one_wins_and_the_other_learns_who(
+    server: str, model: str, champions: Champions, stands: Stands
+) -> None:
+    champions.promote("1", None, "first", request="first")
+    context = multiprocessing.get_context("spawn")
+    results: Queue[str] = context.Queue()
+    start = time.time() + 20
+    processes = [
+        context.Process(target=promoter, args=(server, model, version, start, results))
+        for version in ("2", "3", "2", "3")
+    ]
+    for process in processes:
+        process.start()
+    said = sorted(results.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join(30)
+    winner = stands()
+    assert winner in ("2", "3")
+    # The same request may have been sent twice: it is one promotion.
+    assert said[2:] == [f"won {winner}"] * 2
+    for loser in said[:2]:
+        assert f"on version {winner} now, where version 1 was compared with" in loser
+        assert f"by p{winner}: v{winner} is better" in loser
+        assert "evaluate against the present champion" in loser
+    assert [move.version for move in champions.history()] == ["1", winner]
+
+
+def test_a_champion_that_changed_since_the_evaluation_stays(
+    champions: Champions, stands: Stands
+) -> None:
+    with pytest.raises(TrackingError, match="stands nowhere"):
+        champions.promote("2", "1", "", request="a")
+    champions.promote("1", None, "first", request="b")
+    with pytest.raises(TrackingError, match="is on version 1 now, where there was none before"):
+        champions.promote("2", None, "", request="c")
+    assert stands() == "1"
+
+
+def test_history_is_in_tags_and_a_request_is_done_once(
+    champions: Champions, tracker: Tracker, model: str, stands: Stands
+) -> None:
+    champions.promote("1", None, "first", request="a")
+    move = champions.promote("2", "1", "gain +3", request="b", by="run-7")
+    assert champions.promote("2", "1", "gain +3", request="b") == move
+    assert champions.made("b") == move
+    tags = tracker.model_version(f"models:/{model}/2").tags
+    assert (tags["replaced"], tags["promotion_reason"]) == ("1", "gain +3")
+    assert tags["promoted_at"] == move.at
+    champions.rollback("wrong answers in use", request="r")
+    assert champions.rollback("wrong answers in use", request="r").number == 3
+    assert champions.promote("2", "1", "gain +3", request="b") == move  # a late retry
+    assert stands() == "1"
+    assert [(m.action, m.version) for m in champions.history()] == [
+        ("promote", "1"), ("promote", "2"), ("rollback", "1"),
+    ]  # fmt: skip
+
+
+def test_rollback_goes_back_step_by_step_and_ends_at_the_first(
+    champions: Champions, stands: Stands
+) -> None:
+    with pytest.raises(TrackingError, match="stands nowhere"):
+        champions.rollback("why")
+    for version, before in (("1", None), ("2", "1"), ("3", "2")):
+        champions.promote(version, before, "better", request=version)
+    with pytest.raises(TrackingError, match="reason is empty"):
+        champions.rollback(" ")
+    with pytest.raises(TrackingError, match="not on 2"):
+        champions.rollback("why", expected="2")
+    with pytest.raises(TrackingError, match="has no models:/"):
+        champions.rollback("why", to="9")
+    assert champions.rollback("a", expected="3").version == "2"
+    assert champions.rollback("a", expected="3").number == 4  # the same words: done already
+    assert champions.rollback("b").version == "1"
+    with pytest.raises(TrackingError, match="is the first champion"):
+        champions.rollback("c")
+    assert champions.rollback("d", to="3").replaced == "1"
+    assert champions.rollback("d", to="3").number == 6
+    assert stands() == "3"
+
+
+def test_a_promoter_that_died_before_or_after_the_alias_is_told_apart(
+    champions: Champions, tracker: Tracker, model: str, stands: Stands
+) -> None:
+    champions.promote("1", None, "first", request="a")
+    died = Move(2, "promote", "2", "1", "died", "2026-11-21T02:00:00Z", request="b", done=False)
+    tracker.client.set_registered_model_tag(model, tag_key("champion", died), tag_value(died))
+    assert [m.version for m in champions.history()] == ["1"]
+    champions.promote("2", "1", "again", request="b")
+    assert [m.reason for m in champions.history()] == ["first", "again"]
+    late = Move(
+        3, "promote", "3", "2", "died late", "2026-11-21T02:00:00Z", request="c", done=False
+    )
+    tracker.client.set_registered_model_tag(model, tag_key("champion", late), tag_value(late))
+    tracker.client.set_registered_model_alias(model, "champion", "3")
+    assert champions.promote("3", "2", "again", request="c").reason == "died late"
+    assert stands() == "3"
+
+
+def test_an_alias_moved_by_hand_is_seen(
+    champions: Champions, tracker: Tracker, model: str, stands: Stands
+) -> None:
+    champions.promote("1", None, "first", request="a")
+    tracker.client.set_registered_model_alias(model, "champion", "3")
+    with pytest.raises(TrackingError, match=r"on version 3 now.*outside of promotion"):
+        champions.promote("2", "1", "better", request="b")
+    assert champions.rollback("hands off").version == "1"
+    assert [m.action for m in champions.history()] == ["promote", "by hand", "rollback"]
+
+
+def test_a_damaged_copy_is_not_restored(
+    tmp_path: Path, champions: Champions, tracker: Tracker, model: str, stands: Stands
+) -> None:
+    champions.promote("1", None, "first", request="a")
+    champions.promote("2", "1", "better", request="b")
+    version = tracker.model_version(f"models:/{model}/1")
+    place = version.source.removeprefix("mlflow-artifacts:/")
+    poison = tmp_path / "model.safetensors"
+    poison.write_text("poison")
+    tracker.client.log_artifact(version.run_id, str(poison), place.split("/artifacts/", 1)[1])
+    with pytest.raises(LineageError, match=r"copy of .* version 1 is damaged.*nothing was moved"):
+        champions.rollback("why")
+    assert stands() == "2"
+    assert champions.rollback("in need", verify=False).version == "1"
+
+
+def test_a_dead_holder_is_outlived_and_a_live_one_is_waited_for_and_named(
+    tracker: Tracker, model: str
+) -> None:
+    with (
+        hold(tracker, model, Terms(lease=1000)) as held,
+        pytest.raises(TrackingError, match=rf"{held.owner} holds the lock .* nothing was moved"),
+        hold(tracker, model, Terms(wait=0.2)),
+    ):
+        raise AssertionError("two hold the lock")
+    dead = hold(tracker, model, Terms(lease=1.0, skew=0))
+    late = dead.__enter__()
+    started = time.monotonic()
+    with hold(tracker, model, Terms(skew=0)) as next_:
+        assert time.monotonic() - started < 30
+        with pytest.raises(TrackingError, match="ran out"):
+            late.check()
+        # One that wakes up late releases its own lock, not this one.
+        dead.__exit__(None, None, None)
+        next_.check()
+        with (
+            pytest.raises(TrackingError, match=next_.owner),
+            hold(tracker, model, Terms(wait=0.2)),
+        ):
+            raise AssertionError("two hold the lock")
+    left = tracker.client.search_registered_models(f"name LIKE '{model}--lock-%'")
+    assert [m.name for m in left] == [next_.name]
+
+
+def test_the_command(
+    server: str, model: str, champions: Champions, stands: Stands,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    champions.promote("1", None, "first", request="a")
+    words = ["rollback", "--model", model, "--reason", "drift", "--from", "2"]
+    assert main(words) == 1
+    assert "nothing was moved" in capsys.readouterr().err
+    champions.promote("2", "1", "better", request="b")
+    assert main(words) == 0
+    assert "rollback: version 2 → version 1" in capsys.readouterr().out
+    assert main(words) == 0
+    assert stands() == "1"
+    capsys.readouterr()
+    assert main(["history", "--model", model, "--json"]) == 0
+    moves = json.loads(capsys.readouterr().out)
+    assert [(m["version"], m["reason"]) for m in moves] == [
+        ("1", "first"), ("2", "better"), ("1", "drift"),
+    ]  # fmt: skip
+    assert main(["history", "--model", "nobody"]) == 1
+    assert "has no model 'nobody'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["rollback", "--help"], ["history", "--help"]])
+def test_help_says_how_it_ends(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 0
+    assert "exit status" in capsys.readouterr().out
+
+
+def test_no_server_and_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["history", "--model", "m"]) == 1
+    assert "there is no MLflow store" in capsys.readouterr().err
+    assert list(tmp_path.glob("mlflow*")) == []
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert main(["rollback", "--model", "m", "--reason", "r"]) == 1
+    assert "connection refused" in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""The rules, above all that nothing is promoted on evidence that is missing or no number."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import ContaminationConfig, GuardConfig, PromoteConfig
+from engine.evaluation.metrics import Interval
+from engine.promotion.rules import Evidence, decide
+
+GUARD = GuardConfig(data_source="gsm8k", tolerance=0.02)
+RULES = PromoteConfig(
+    minimum_gain=0.1,
+    guards=(GUARD,),
+    max_kl=0.5,
+    max_length_ratio=1.5,
+    contamination=ContaminationConfig(max_share=0.1),
+    approval="required",
+)
+GOOD = Evidence(
+    against="champion",
+    gain=Interval(0.3, 0.2, 0.4),
+    guards={GUARD.name: Interval(0.0, -0.01, 0.01)},
+    kl=0.2,
+    length_ratio=Interval(1.1, 1.0, 1.2),
+    contamination=0.05,
+    approved_by="ada",
+)
+BAD: dict[str, dict[str, Any]] = {
+    "gain": {"gain": Interval(0.15, 0.1, 0.2)},  # at the bound is not above it
+    f"guard {GUARD.name}": {"guards": {GUARD.name: Interval(0.0, -0.03, 0.03)}},
+    "kl": {"kl": 0.51},
+    "length": {"length_ratio": Interval(1.4, 1.3, 1.6)},
+    "contamination": {"contamination": 0.2},
+    "approval": {"approved_by": " "},
+}
+FIELDS = ("gain", "kl", "length_ratio", "contamination")
+UNIT = st.floats(0, 1)
+
+
+def test_all_rules_pass_and_say_so() -> None:
+    decision = decide(GOOD, RULES)
+    assert decision.promote
+    assert [outcome.rule for outcome in decision.outcomes] == list(BAD)
+    assert "+30.00 [+20.00, +40.00]" in decision.reason
+    assert "approved by ada" in decision.reason
+    json.dumps(decision.to_dict(), allow_nan=False)
+    json.dumps(GOOD.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("rule", BAD)
+def test_each_rule_alone_stops_a_promotion(rule: str) -> None:
+    decision = decide(replace(GOOD, **BAD[rule]), RULES)
+    assert not decision.promote
+    assert [outcome.rule for outcome in decision.outcomes if not outcome.passed] == [rule]
+    assert decision.reason.startswith("Not promoted: ")
+    assert decision.waits_for_approval is (rule == "approval")
+
+
+def test_values_at_their_bounds_pass() -> None:
+    at = replace(
+        GOOD,
+        guards={GUARD.name: Interval(0.0, -0.02, 0.0)},
+        kl=0.5,
+        length_ratio=Interval(1.4, 1.3, 1.5),
+        contamination=0.1,
+    )
+    assert decide(at, RULES).promote
+
+
+@pytest.mark.parametrize("field", [*FIELDS, "guards"])
+def test_missing_evidence_promotes_nothing(field: str) -> None:
+    lacking = replace(GOOD, **{field: {} if field == "guards" else None})
+    decision = decide(lacking, RULES)
+    assert not decision.promote
+    assert "is not in the evidence" in decision.reason
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, True, "0.1"])
+@pytest.mark.parametrize("field", FIELDS)
+def test_what_is_no_number_promotes_nothing(field: str, number: Any) -> None:
+    value = number if field in ("kl", "contamination") else Interval(number, 0.2, 0.3)
+    decision = decide(replace(GOOD, **{field: value}), RULES)
+    assert not decision.promote
+    assert "can't be" in decision.reason
+
+
+def test_a_first_champion_needs_no_gain_but_keeps_the_other_rules() -> None:
+    worse = replace(GOOD, against="warm_start", gain=Interval(-0.1, -0.2, 0.0))
+    assert "there is no champion yet" in decide(worse, RULES).reason
+    assert decide(worse, RULES).promote
+    assert not decide(replace(worse, kl=0.6), RULES).promote
+    assert not decide(replace(worse, gain=None), RULES).promote
+
+
+def test_rules_that_are_not_set_ask_for_nothing() -> None:
+    decision = decide(replace(GOOD, kl=None, length_ratio=None, guards={}), PromoteConfig())
+    assert [outcome.rule for outcome in decision.outcomes] == ["gain", "contamination"]
+
+
+@given(low=st.floats(-1, 1), width=UNIT, kl=UNIT, ratio=st.floats(0, 3), share=UNIT, drop=UNIT)
+def test_promoted_exactly_when_every_bound_holds(
+    low: float, width: float, kl: float, ratio: float, share: float, drop: float
+) -> None:
+    high = min(1.0, low + width)
+    evidence = replace(
+        GOOD,
+        gain=Interval((low + high) / 2, low, high),
+        guards={GUARD.name: Interval(0.0, -drop, 0.0)},
+        kl=kl,
+        length_ratio=Interval(ratio, ratio, ratio),
+        contamination=share,
+    )
+    holds = low > 0.1 and drop <= 0.02 and kl <= 0.5 and ratio <= 1.5 and share <= 0.1
+    assert decide(evidence, RULES).promote is holds
+
+
+@given(low=st.floats(-1, 0.9), more=st.floats(0, 0.1))
+def test_a_larger_gain_is_never_worse(low: float, more: float) -> None:
+    def promoted(end: float) -> bool:
+        return decide(replace(GOOD, gain=Interval(end, end, 1.0)), RULES).promote
+
+    assert promoted(low) <= promoted(low + more)
