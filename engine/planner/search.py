@@ -151,7 +151,7 @@ def _takes(work: Workload, layout: Layout, share: Share, pins: Pins) -> bool:
     cut, chatty = layout.tp * layout.pp, layout.tp * layout.sp
     if (cut > 1 and not work.families) or (layout.sp > 1 and not work.cuts_sequences):
         return False
-    if (layout.pp > 1 and layout.sp > 1) or layout.data_ranks > work.rows:
+    if layout.data_ranks > work.rows:
         return False
     # What talks in every layer stays on a machine, unless the user says otherwise.
     if chatty > share.per_machine and not {"tp", "sp"} & set(pins.axes):
