@@ -179,7 +179,8 @@ def judge(
     text = json.dumps(evidence.to_dict(), indent=2, sort_keys=True)
     (case.this.folder / "evidence.json").write_text(text)
     gain = evidence.gain
-    return decide(evidence, case.config), gain and [gain.mean, gain.low, gain.high]
+    three = [gain.mean, gain.low, gain.high] if gain is not None else None
+    return decide(evidence, case.config), three
 
 
 def conclude_stage(

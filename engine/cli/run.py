@@ -48,7 +48,7 @@ def run(config: RunConfig) -> Path:
     config = _with_steps(config, len(prompts.loader))
     placement = config.rl.trainer.placement
     with details_kept(folder), _tracked(config) as tracked, ray_session(placement):
-        if placement == "ray":
+        if placement != "local":
             require_shared([str(folder), *([model] if Path(model).is_dir() else [])])
         with _Log(config, folder, tracked) as log:
             return _train(config, model, prompts, folder, log)

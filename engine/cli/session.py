@@ -25,7 +25,7 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
     """
     import ray
 
-    if placement != "ray" or ray.is_initialized():
+    if placement == "local" or ray.is_initialized():
         yield
         return
     address = os.environ.get("RAY_ADDRESS")

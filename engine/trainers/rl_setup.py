@@ -108,7 +108,7 @@ def stream_placement(name: str, build: Build) -> Placement:
 def _placement(config: RLConfig, pools: tuple[Pool, ...]) -> Placement:
     return Placement(
         pools=pools,
-        kind=config.trainer.placement,
+        kind="local" if config.trainer.placement == "local" else "ray",  # auto is resolved before
         start_timeout_s=config.trainer.start_timeout_s,
         call_timeout_s=config.trainer.step_timeout_s,
         timeline=config.trainer.timeline_steps > 0,

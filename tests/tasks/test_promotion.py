@@ -318,20 +318,21 @@ def test_a_champion_that_came_during_the_evaluation_stays(
 ) -> None:
     rival, model = bench.model(seed=3), bench.model(seed=2)
     evidence = bench.evaluation(model, 36)
-    rivals = bench.evaluation(rival, 30)
+    rivals = bench.promote(rival, bench.evaluation(rival, 0))["model_version"]
     judge = tasks.promote.judge
 
     def slow(*arguments: Any) -> Any:
         """Judge; meanwhile somebody else promotes."""
         judged = judge(*arguments)
-        monkeypatch.setattr(tasks.promote, "judge", judge)
-        assert bench.promote(rival, rivals)["promoted"] is True
+        Champions(Tracker(), NAME).promote(rivals, "1", "a rival", request="rival", by="ada")
         return judged
 
     monkeypatch.setattr(tasks.promote, "judge", slow)
-    with pytest.raises(StageError, match=r"on version \d now, where version 1 was compared with"):
+    with pytest.raises(StageError, match=r"on version 2 now, .* by ada: a rival"):
         bench.promote(model, evidence)
     assert champion() == digest(rival)
+    monkeypatch.setattr(tasks.promote, "judge", judge)
+    assert bench.promote(model, evidence)["previous_champion"] == rivals
 
 
 def test_longer_answers_and_a_regression_are_not_promoted(bench: Bench, reigning: Path) -> None:

@@ -42,7 +42,7 @@ def _add(
 
 _add("vllm", "qwen2", {})
 _add("vllm-bf16", "qwen2", BF16, dtype="bfloat16")
-_add("vllm-tp2", "qwen2", {}, tensor_parallel_size=2, bucket_mb=1)
+_add("vllm-tp2", "qwen2", {}, slow=True, tensor_parallel_size=2, bucket_mb=1)
 _add("vllm-worker", "qwen3", {}, slow=True, in_process=False)
 _add("vllm-llama", "llama", {}, slow=True)
 _add("vllm-mistral-tp2-bf16", "mistral", BF16, slow=True, tensor_parallel_size=2, dtype="bfloat16")

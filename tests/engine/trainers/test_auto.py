@@ -30,7 +30,12 @@ def settings(**sections: Any) -> RLConfig:
         "actor": {"optim": {"lr": 5e-3, "weight_decay": 0.0, "warmup_ratio": 0.0}},
         "rollout": {"n": 2},
         "reward": {"name": "tiny_engine:digit_share"},
-        "trainer": {"total_training_steps": 3, "train_batch_size": 4, "placement": "auto"},
+        "trainer": {
+            "total_training_steps": 3,
+            "train_batch_size": 4,
+            "placement": "auto",
+            "start_timeout_s": 240.0,
+        },
     }
     for section, content in sections.items():
         values[section] = values.get(section, {}) | content
