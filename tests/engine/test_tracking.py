@@ -56,10 +56,15 @@ def server(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     command += ["--artifacts-destination", str(folder / "artifacts")]
     log = (folder / "log.txt").open("w+")
     process = subprocess.Popen(
-        command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=folder,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},  # they would outlive it
     )
     uri = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 180
     while True:
         try:
             Tracker(uri, "probe").check(timeout_s=2)
