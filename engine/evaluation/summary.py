@@ -1,6 +1,6 @@
 """Two tables of evaluation rows in, their comparison out: each model's metrics and the gain.
 
-Holds numbers only: whether a gain suffices is decided in `engine.promotion`, how it looks in `report`.
+Numbers only: whether a gain suffices is decided in `engine.promotion`, how it looks in `report`.
 """
 
 from __future__ import annotations
