@@ -97,7 +97,10 @@ ABSENT: tuple[Absent, ...] = (
             "skip_tokenizer_init",
         )
     ),
-    _void("actor_rollout_ref.rollout.dtype", "rollout uses the policy's weights; see model.dtype"),
+    _void(
+        "actor_rollout_ref.rollout.dtype",
+        "rollout uses the policy's weights; see model.dtype, rl.rollout.dtype",
+    ),
     _void("actor_rollout_ref.rollout.seed", "set seed"),
     _void("actor_rollout_ref.rollout.prompt_length", "set data.max_prompt_length"),
     _void("actor_rollout_ref.rollout.response_length", "set data.max_response_length"),

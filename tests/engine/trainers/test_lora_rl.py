@@ -267,8 +267,8 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
 
 
 def test_engines_that_know_no_adapters_are_refused(start_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rank=4 with rollout.engine=vllm.*engine=native"):
-        trainer(start_folder, rollout={"engine": "vllm"})
+    with pytest.raises(ConfigError, match=r"rank=4 with rollout.engine=server.*native and vllm"):
+        trainer(start_folder, rollout={"engine": "server", "server": {"url": "http://127.0.0.1:9"}})
 
 
 def test_the_warm_start_trains_adapters() -> None:
