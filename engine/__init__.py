@@ -1,17 +1,20 @@
 """HybridFlyte's post-training engine: dataflows over roles, on one process or many.
 
-Importing it loads nothing heavy: the public names below are loaded when they are first used. The
-one thing it does is to keep torch's threads from spinning.
+Importing it loads nothing heavy: the public names below are loaded when they are first used. It
+keeps torch's threads from spinning, and transformers from importing scikit-learn.
 """
 
 import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from engine.imports import spare_imports
+
 # Threads of OpenMP wait for each other by spinning for a long time. On a machine with other work
 # that turns milliseconds into seconds; with a short spin they sleep soon, and lose nothing when
 # the machine is idle. It counts only when set before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+spare_imports()
 
 if TYPE_CHECKING:
     from engine.data.loader import make_rl_data_loader

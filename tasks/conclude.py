@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 
 from engine.config import DataConfig, EvaluateConfig, PromoteConfig
 from tasks.context import (
@@ -24,6 +25,8 @@ from tasks.failure import note_opened
 from tasks.inputs import RLHFConfig
 from tasks.plan import open_run
 
+SKIPPED_TAG = "hybridflyte.skipped"
+
 
 class PromotionPlan(NamedTuple):
     """What `promote` needs."""
@@ -33,6 +36,7 @@ class PromotionPlan(NamedTuple):
     evaluate: EvaluateConfig
     promote: PromoteConfig
     seed: int
+    needs_approval: bool
 
 
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
@@ -54,7 +58,8 @@ def open_promotion(
         run = open_run(config, (digest, ""), "promote_only")
         note_opened(run)
     seed = seed if seed >= 0 else config.seed
-    return PromotionPlan(run, config.data, config.evaluate, config.promote, seed)
+    approval = config.promote.approval == "required"
+    return PromotionPlan(run, config.data, config.evaluate, config.promote, seed, approval)
 
 
 def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:
@@ -96,3 +101,19 @@ def conclude(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
         Tracker(experiment=run.experiment).finish_pipeline(run.mlflow_run, "FINISHED", metrics)
         say(f"run {run.run_id}: MLflow run {run.mlflow_run}; {manifest.kind} in {shown(folder)}")
         return as_output(folder)
+
+
+@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+def skipped(run: RunContext, reason: str) -> FlyteFile:
+    """End a run that had nothing to do: the reason goes to MLflow and into `summary.json`."""
+    from engine.tracking import Tracker
+    from tasks.report import write_summary
+
+    with failures_as_sentences():
+        tracker = Tracker(experiment=run.experiment)
+        with tracker.talking("record why a run was skipped"):
+            tracker.client.set_tag(run.mlflow_run, SKIPPED_TAG, reason)
+        tracker.finish_pipeline(run.mlflow_run, "FINISHED")
+        path = write_summary(run, {"run_id": run.run_id, "skipped": reason})
+        say(f"run {run.run_id}: skipped: {reason}")
+    return FlyteFile(str(path))

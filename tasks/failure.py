@@ -10,7 +10,7 @@ Flyte wants a handler to have the inputs of its workflow, hence one a workflow.
 from __future__ import annotations
 
 import os
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from flytekit import task
@@ -85,6 +85,19 @@ def promote_only_failed(
 ) -> None:
     """Record why `promote_only` failed."""
     record_failure("promote_only", config, err)
+
+
+@task(**OPTIONS)
+def retraining_failed(
+    kickoff: datetime,
+    config: RLHFConfig,
+    path: str,
+    seed: int,
+    profile: ProfileName,
+    err: FlyteError | None = None,
+) -> None:
+    """Record why `retraining` failed."""
+    record_failure("retraining", config, err)
 
 
 def record_failure(workflow: str, config: RLHFConfig, error: FlyteError | None) -> None:

@@ -50,6 +50,7 @@ class Plan(NamedTuple):
     seed: int
     config_digest: str
     profile: str
+    needs_approval: bool
 
 
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
@@ -90,12 +91,13 @@ def plan(
         context,
         merged.sft,
         merged.rl,
-        _adapters(merged.model),
+        adapters(merged.model),
         merged.evaluate,
         merged.promote,
         merged.seed,
         digest(merged),
         profile.value,
+        merged.promote.approval == "required",
     )
 
 
@@ -118,7 +120,7 @@ def merge(config: RLHFConfig, source: str, path: str, model: str, seed: int) -> 
         raise ConfigError(explain(error)) from None
 
 
-def _adapters(model: ModelConfig) -> LoRAConfig:
+def adapters(model: ModelConfig) -> LoRAConfig:
     """RL's adapters: new ones, of the warm start's shape, on the merged model that it leaves."""
     from engine.models import resolve_lora
 
@@ -126,19 +128,25 @@ def _adapters(model: ModelConfig) -> LoRAConfig:
     return lora.model_copy(update={"from_folder": False})
 
 
-def check(config: RLHFConfig) -> tuple[str, str]:
-    """Check names, files and the tracking server; return the digests of data and start model."""
-    from engine.data.sources import source_digest
-    from engine.lineage.manifest import tree_digest
-    from engine.models import require_model_folder
+def check_settings(config: RLHFConfig) -> None:
+    """Raise ConfigError for settings that can't work, whatever the data and the model are."""
     from engine.rollout.protocol import check_engine
-    from engine.tracking import Tracker
     from engine.trainers.rl_checks import check_config
     from engine.trainers.rl_setup import check_lora
 
     check_config(config.rl, config.data.max_response_length)
     check_lora(config.model.lora, config.rl)
     check_engine(config.evaluate.engine)
+
+
+def check(config: RLHFConfig) -> tuple[str, str]:
+    """Check names, files and the tracking server; return the digests of data and start model."""
+    from engine.data.sources import source_digest
+    from engine.lineage.manifest import tree_digest
+    from engine.models import require_model_folder
+    from engine.tracking import Tracker
+
+    check_settings(config)
     data = source_digest(config.data, config.seed)
     model = ""
     if config.model.path:

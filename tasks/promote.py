@@ -25,6 +25,7 @@ from tasks.context import (
     SMALL,
     RunContext,
     Stage,
+    as_output,
     failures_as_sentences,
     local_artifact,
     say,
@@ -107,6 +108,26 @@ def waits_for_approval(promotion: FlyteDirectory) -> bool:
     with failures_as_sentences():
         decision = json.loads((local_artifact(promotion) / "decision.json").read_text())
         return bool(decision["waits_for_approval"])
+
+
+@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+def keep(promotion: FlyteDirectory) -> FlyteDirectory:
+    """Hand a promotion on, for the branch of a workflow that has nothing to add."""
+    with failures_as_sentences():
+        return as_output(local_artifact(promotion))
+
+
+@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+def to_approve(promotion: FlyteDirectory) -> str:
+    """What a person is asked to agree to, in words that Flyte's console shows at the gate."""
+    with failures_as_sentences():
+        decision = json.loads((local_artifact(promotion) / "decision.json").read_text())
+        rules = "; ".join(outcome["sentence"] for outcome in decision["outcomes"])
+        return (
+            f"make {decision['model_name']} version {decision['model_version']} the "
+            f"{decision['alias']} in place of version {decision['previous_champion'] or 'none'}: "
+            f"{rules}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

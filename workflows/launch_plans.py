@@ -4,13 +4,15 @@ pyflyte run workflows/launch_plans.py rlhf_smoke
 pyflyte run --remote workflows/launch_plans.py rlhf_full --model Qwen/Qwen2.5-7B-Instruct
 """
 
-from flytekit import WorkflowExecutionPhase
+from flytekit import CronSchedule, WorkflowExecutionPhase
 
 from tasks.profiles import ProfileName
 from workflows.evaluate_only import evaluate_only as evaluate_only_workflow
 from workflows.launching import FAILED, launch_plan, settings
 from workflows.promote_only import promote_only
+from workflows.retraining import retraining
 from workflows.rlhf import rlhf
+from workflows.rollback import rollback as rollback_workflow
 
 EVERY_END = (*FAILED, WorkflowExecutionPhase.SUCCEEDED)
 FULL = {
@@ -57,3 +59,14 @@ promote = launch_plan(
     default_inputs={"config": settings("full")},
     notify_on=EVERY_END,
 )
+
+# At 2 in the morning, UTC. What is written until then belongs to this night.
+nightly_retraining = launch_plan(
+    retraining,
+    "nightly_retraining",
+    default_inputs={"config": settings("nightly"), "profile": ProfileName.A100_8},
+    schedule=CronSchedule(schedule="0 2 * * *", kickoff_time_input_arg="kickoff"),
+    notify_on=EVERY_END,
+)
+
+rollback = launch_plan(rollback_workflow, "rollback", notify_on=EVERY_END)

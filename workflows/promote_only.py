@@ -12,7 +12,7 @@ from flytekit.types.directory import FlyteDirectory
 from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.conclude import conclude, open_promotion
 from tasks.inputs import RLHFConfig
-from tasks.promote import promote
+from workflows.approval import gate
 
 
 @workflow(on_failure=failure.promote_only_failed)
@@ -38,7 +38,8 @@ def promote_only(
     p = open_promotion(
         config=config, dataset=dataset, policy=policy, evaluation=evaluation, seed=seed
     )
-    decision = promote(
+    decision = gate(
+        p.needs_approval,
         run=p.run,
         dataset=dataset,
         policy=policy,

@@ -16,10 +16,10 @@ from tasks.inputs import RLHFConfig
 from tasks.plan import plan
 from tasks.preprocess import preprocess
 from tasks.profiles import ProfileName
-from tasks.promote import promote
 from tasks.report import report
 from tasks.rl import rl
 from tasks.sft import sft
+from workflows.approval import gate
 
 
 @workflow(on_failure=failure.rlhf_failed)
@@ -83,7 +83,8 @@ def rlhf(
         config=p.evaluate,
         seed=p.seed,
     )
-    promotion = promote(
+    promotion = gate(
+        p.needs_approval,
         run=p.run,
         dataset=dataset,
         policy=policy,

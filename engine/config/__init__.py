@@ -18,6 +18,7 @@ from engine.config.parallel import ParallelConfig
 from engine.config.parse import digest, explain, load_config, parse_config
 from engine.config.pipeline import EvaluateConfig, PipelineConfig, TrackingConfig
 from engine.config.promotion import ContaminationConfig, GuardConfig, PromoteConfig
+from engine.config.retrain import RetrainConfig
 from engine.config.rl import (
     ActorConfig,
     CriticConfig,
@@ -54,6 +55,7 @@ __all__ = [
     "PreferenceConfig",
     "PromoteConfig",
     "RLConfig",
+    "RetrainConfig",
     "RewardConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from engine.config.base import Section
 from engine.config.data import DataConfig, ModelConfig
 from engine.config.promotion import PromoteConfig
+from engine.config.retrain import RetrainConfig
 from engine.config.rl import RLConfig
 from engine.config.training import SFTConfig
 
@@ -48,4 +49,5 @@ class PipelineConfig(Section):
     rl: RLConfig = RLConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     promote: PromoteConfig = PromoteConfig()
+    retrain: RetrainConfig = RetrainConfig()
     tracking: TrackingConfig = TrackingConfig()

@@ -1,13 +1,17 @@
-"""Real torch.distributed ranks on gloo for tests: processes that are started once and kept.
+"""Real torch.distributed ranks on gloo for tests, each run on processes of its own.
 
-`run_ranks(4, function, *arguments)` calls `function(*arguments)` on ranks 0 to 3 of a fresh process
-group and returns what each gave. The function must be importable (a test module's top level) and
-what goes in and out picklable. A rank that fails or hangs ends the processes, and is named.
+`run_ranks(4, function, *arguments)` calls `function(*arguments)` on ranks 0 to 3 of a process group
+and returns what each gave. The function must be importable (a test module's top level) and what
+goes in and out picklable. A rank that fails or hangs ends the processes, and is named.
+
+Ranks are forked from a process that has imported what they need, and end with the run: each group
+that a test makes leaves a thread behind that wakes a hundred times a second.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -19,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _LARGEST = 4
+_PRELOADED = ["pytest", "hypothesis", "engine.workers.actor", "engine.workers.rollout"]
 _context = multiprocessing.get_context("forkserver")
 _ranks: list[tuple[Any, Connection]] = []
 
@@ -36,16 +41,19 @@ def run_ranks(
     `timeout_s`.
     """
     assert 1 <= world_size <= _LARGEST
-    _start()
-    with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
-        for rank, (_, pipe) in enumerate(_ranks[:world_size]):
-            pipe.send(sys.path)  # before what is found by it
-            pipe.send((function, arguments, rank, world_size, folder))
-        return _collect(world_size, timeout_s)
+    _start(world_size)
+    try:
+        with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
+            for rank, (_, pipe) in enumerate(_ranks):
+                pipe.send(sys.path)  # before what is found by it
+                pipe.send((function, arguments, rank, world_size, folder))
+            return _collect(timeout_s)
+    finally:
+        stop_ranks()
 
 
-def _collect(world_size: int, timeout_s: float) -> list[Any]:
-    waiting = {_ranks[rank][1]: rank for rank in range(world_size)}
+def _collect(timeout_s: float) -> list[Any]:
+    waiting = {pipe: rank for rank, (_, pipe) in enumerate(_ranks)}
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
@@ -65,20 +73,16 @@ def _collect(world_size: int, timeout_s: float) -> list[Any]:
                 ok, value = False, "the process died"
             (results if ok else failures)[rank] = value
     if failures or waiting:
-        stop_ranks()
         texts = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
         if waiting:
             texts.append(f"ranks {sorted(waiting.values())} gave no answer")
         raise RankError("\n".join(texts))
-    return [results[rank] for rank in range(world_size)]
+    return [results[rank] for rank in sorted(results)]
 
 
-def _start() -> None:
-    if _ranks and all(process.is_alive() for process, _ in _ranks):
-        return
-    stop_ranks()
-    _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers"])
-    for _ in range(_LARGEST):
+def _start(world_size: int) -> None:
+    _context.set_forkserver_preload(_PRELOADED)
+    for _ in range(world_size):
         ours, theirs = _context.Pipe()
         process = _context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
@@ -87,7 +91,7 @@ def _start() -> None:
 
 
 def stop_ranks() -> None:
-    """End the processes; the next `run_ranks` starts new ones."""
+    """End the processes."""
     for process, pipe in _ranks:
         process.kill()
         process.join(5.0)
@@ -100,12 +104,9 @@ atexit.register(stop_ranks)
 
 def _serve(pipe: Connection) -> None:
     os.environ["GOMP_SPINCOUNT"] = "2000"
-    while True:
-        try:
-            answer = _receive(pipe)
-        except EOFError:
-            return
-        pipe.send(answer)
+    with contextlib.suppress(EOFError):
+        pipe.send(_receive(pipe))
+        pipe.recv()  # until the end comes
 
 
 def _receive(pipe: Connection) -> tuple[bool, Any]:
@@ -113,7 +114,6 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
 
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     sys.path[:] = pipe.recv()
     try:
@@ -121,7 +121,6 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
     except (ImportError, AttributeError):
         return False, traceback.format_exc()
     torch.set_num_threads(1)
-    _clear_sharding_prop_cache()  # DTensor remembers meshes, and with them groups that are gone
     try:
         dist.init_process_group(
             "gloo",

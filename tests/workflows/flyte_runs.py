@@ -107,7 +107,7 @@ class Place:
         return {**kept, **self.variables, "TMPDIR": str(self.root / "tmp"), **(more or {})}
 
     def pyflyte(
-        self, *arguments: str, variables: Mapping[str, str] | None = None, timeout: float = 200
+        self, *arguments: str, variables: Mapping[str, str] | None = None, timeout: float = 600
     ) -> Outcome:
         """Run `pyflyte …` in a process of its own."""
         done = subprocess.run(
@@ -124,12 +124,12 @@ class Place:
         """Run `pyflyte run workflows/rlhf.py rlhf …` in this process."""
         return self.invoke("run", str(WORKFLOW), "rlhf", *arguments, **variables)
 
-    def invoke(self, *arguments: str, **variables: str) -> Outcome:
-        """Run `pyflyte …` in this process."""
+    def invoke(self, *arguments: str, answers: str = "", **variables: str) -> Outcome:
+        """Run `pyflyte …` in this process; `answers` is what a person types."""
         from flytekit.clis.sdk_in_container.pyflyte import main
 
         with self.entered(**variables):
-            done = CliRunner().invoke(main, list(arguments))
+            done = CliRunner().invoke(main, list(arguments), input=answers)
         return Outcome(done.exit_code, done.stdout, done.stderr)
 
     @contextlib.contextmanager

@@ -26,12 +26,21 @@ from workflows.launching import LAUNCH_PLANS, NOTIFY_VARIABLE, Launch, launch_pl
 from workflows.rlhf import rlhf
 
 FILE = str(REPOSITORY / "workflows" / "launch_plans.py")
-OURS = ("rlhf_smoke", "rlhf_full", "evaluate_only", "promote")
+OURS = (
+    "rlhf_smoke",
+    "rlhf_full",
+    "nightly_retraining",
+    "evaluate_only",
+    "promote",
+    "rollback",
+)
 WORKFLOW = {
     "rlhf_smoke": "workflows.rlhf.rlhf",
     "rlhf_full": "workflows.rlhf.rlhf",
     "evaluate_only": "workflows.evaluate_only.evaluate_only",
     "promote": "workflows.promote_only.promote_only",
+    "nightly_retraining": "workflows.retraining.retraining",
+    "rollback": "workflows.rollback.rollback",
 }
 
 
@@ -83,6 +92,23 @@ def test_promotion_needs_its_artifacts(registered: Registered) -> None:
     parameters = registered.launch_plan("promote").default_inputs.parameters
     required = {name for name, parameter in parameters.items() if parameter.required}
     assert required == {"dataset", "policy", "evaluation"}
+
+
+def test_a_night_starts_at_two_and_knows_when_it_is(registered: Registered) -> None:
+    spec = registered.launch_plan("nightly_retraining")
+    schedule = spec.entity_metadata.schedule
+    assert schedule.cron_schedule.schedule == "0 2 * * *"
+    assert schedule.kickoff_time_input_arg == "kickoff"
+    # The scheduler gives nothing but the kick-off.
+    required = {n for n, p in spec.default_inputs.parameters.items() if p.required}
+    assert required == {"kickoff"}
+    config = native(spec.default_inputs.parameters["config"].default, RLHFConfig)
+    assert config.retrain.path.startswith("s3://")
+
+
+def test_a_rollback_needs_a_reason(registered: Registered) -> None:
+    parameters = registered.launch_plan("rollback").default_inputs.parameters
+    assert {name for name, parameter in parameters.items() if parameter.required} == {"reason"}
 
 
 @pytest.fixture
@@ -279,3 +305,34 @@ def test_evidence_of_another_model_promotes_nothing(smoke: tuple[Place, Outcome]
     assert outcome.stages == []
     assert "the evaluation" in outcome.error
     assert "give the artifacts of one run" in outcome.error
+
+
+def test_a_first_champion_can_t_be_rolled_back(smoke: tuple[Place, Outcome]) -> None:
+    place, first = smoke
+    name = str(first.summary["promotion"]["model_name"])
+    command = ("run", FILE, "rollback", "--model_name", name, "--reason", "wrong in use")
+    outcome = place.invoke(*command)
+    assert outcome.code == 1
+    assert "is the first champion" in outcome.error
+    assert place.invoke("run", FILE, "rollback", "--model_name", name).code == 2
+
+
+def test_rolled_back_is_the_champion_before(smoke: tuple[Place, Outcome]) -> None:
+    from engine.promotion import Champions
+    from engine.tracking import Tracker
+
+    place, first = smoke
+    tracker = Tracker(place.tracking_uri)
+    run = tracker.start_pipeline("two models")
+    champions = Champions(tracker, "taken-back")
+    versions = [
+        tracker.register_model(artifact(first, stage), "taken-back", run) for stage in ("sft", "rl")
+    ]
+    for before, version in zip((None, versions[0]), versions, strict=True):
+        champions.promote(version, before, "better", request=version)
+    outcome = place.invoke(
+        *("run", FILE, "rollback", "--model_name", "taken-back", "--reason", "wrong in use")
+    )
+    assert outcome.code == 0, outcome.text
+    move = champions.history()[-1]
+    assert (move.version, move.replaced, move.reason) == (*versions, "wrong in use")

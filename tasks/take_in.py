@@ -1,0 +1,154 @@
+"""Task `take_in`: the champion's dataset with a night's new problems in place of its old ones.
+
+Artifact `dataset`, as `tasks.preprocess` makes it, with `arrivals.json`: the ledger of files taken
+in. `train` holds the new problems and a replay of the champion's; all else is the champion's own,
+unchanged, the test set above all.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+
+from engine.config import DataConfig, RetrainConfig
+from tasks.context import (
+    IMAGE,
+    SMALL,
+    RunContext,
+    local_artifact,
+    say,
+    stage,
+    stage_cache,
+)
+from tasks.kickoff import NewData, read_ledger, write_ledger
+from tasks.preprocess import SPLITS, check_contract, fit_to_context, log_inputs
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from engine.data.arrivals import Arrival
+    from engine.data.sources import Splits
+
+HELD_OUT = ("test", "validation", "sft_validation")
+
+
+@task(
+    cache=stage_cache(),
+    requests=SMALL,
+    container_image=IMAGE,
+    retries=3,
+    interruptible=True,
+    timeout=timedelta(hours=2),
+)
+def take_in(
+    run: RunContext,
+    champion: FlyteDirectory,
+    news: NewData,
+    data: DataConfig,
+    retrain: RetrainConfig,
+    seed: int,
+) -> FlyteDirectory:
+    """Read the new problems, mix in replay, and write the dataset of this night."""
+    from engine.artifacts import local_path
+    from engine.data.arrivals import Arrival
+    from engine.data.tokenizer import load_tokenizer
+    from engine.errors import LineageError
+    from engine.lineage.manifest import Parent, read_manifest
+    from engine.models import vocabulary_and_context
+
+    settings = {
+        "data": data.model_dump(mode="json"),
+        "retrain": retrain.model_dump(mode="json"),
+        "seed": seed,
+    }
+    with stage("dataset", run, settings) as this:
+        former = local_path(news.dataset)
+        manifest = read_manifest(former)
+        if manifest.digest != news.dataset_digest:
+            raise LineageError(
+                f"{news.dataset} is {manifest.digest[:12]}, but the champion was trained on "
+                f"{news.dataset_digest[:12]}; restore it, or run the kick-off again"
+            )
+        this.parents.append(manifest.as_parent("former_dataset", news.dataset))
+        taken = [Arrival(**file.model_dump()) for file in news.files]
+        model = local_artifact(champion)
+        splits = mix(former, news, taken, retrain, seed)
+        check_contract(splits)
+        tokenizer = load_tokenizer(str(model))
+        context = vocabulary_and_context(str(model))[1]
+        splits, lengths = fit_to_context(splits, tokenizer, data, context)
+        for name in SPLITS:
+            getattr(splits, name).to_parquet(this.folder / f"{name}.parquet", index=False)
+        tokenizer.save_pretrained(this.folder / "tokenizer")
+        (this.folder / "dataset.json").write_text(json.dumps(lengths, indent=2))
+        write_ledger(this.folder, [*read_ledger(former), *taken])
+        this.parents.append(
+            Parent(name="source", kind="source", digest=splits.source_digest, uri=splits.source_uri)
+        )
+        log_inputs(this.tracked, this.folder, splits)
+        return this.publish({f"rows_{name}": float(len(getattr(splits, name))) for name in SPLITS})
+
+
+def mix(
+    former: Path, news: NewData, taken: list[Arrival], config: RetrainConfig, seed: int
+) -> Splits:
+    """The champion's splits with `train` anew: new problems that no split holds, and a replay."""
+    import pandas as pd
+
+    from engine.data.arrivals import Window, read_window
+    from engine.data.sources import Splits
+    from engine.errors import DataError
+    from engine.lineage.manifest import json_digest
+
+    splits = {name: pd.read_parquet(former / f"{name}.parquet") for name in SPLITS}
+    arrived = pd.DataFrame(read_window(Window(news.prefix, tuple(taken))))
+    if "prompt" not in arrived:
+        raise DataError(f"the new data in {news.prefix} have no column 'prompt'")
+    held_out = {key for name in HELD_OUT for key in _keys(splits[name])}
+    fresh = _distinct(arrived, without=held_out)
+    if fresh.empty:
+        raise DataError(
+            f"all {len(arrived)} new problems of {news.prefix} are in the champion's test and "
+            "validation sets; nothing is left to train on"
+        )
+    replay = replayed(splits["train"], fresh, config.replay, seed)
+    splits["train"] = pd.concat([fresh, replay], ignore_index=True)
+    say(
+        f"dataset: {len(fresh)} new problems ({len(arrived) - len(fresh)} repeated or held out "
+        f"left out), {len(replay)} replayed; test set of {len(splits['test'])} unchanged"
+    )
+    digest = json_digest({file.path: file.sha256 for file in taken})
+    return Splits(**splits, source_digest=digest, source_uri=news.prefix)
+
+
+def replayed(before: pd.DataFrame, fresh: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
+    """Draw from the champion's problems so many that they are `share` of the new `train`."""
+    old = _distinct(before, without=set(_keys(fresh)))
+    count = min(len(old), round(len(fresh) * share / (1 - share)))
+    return old.sample(n=count, random_state=seed)
+
+
+def _distinct(frame: pd.DataFrame, without: set[str]) -> pd.DataFrame:
+    """Each prompt once, in order, and none of `without`."""
+    keys = _keys(frame)
+    seen = set(without)
+    kept = []
+    for key in keys:
+        kept.append(key not in seen)
+        seen.add(key)
+    return frame[kept].reset_index(drop=True)
+
+
+def _keys(frame: pd.DataFrame) -> list[str]:
+    from engine.data.rows import normalise, prompt_text
+    from engine.errors import DataError
+
+    try:
+        return [normalise(prompt_text(prompt)) for prompt in frame["prompt"]]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"a prompt of the new data can't be read ({error!r})") from None

@@ -1,0 +1,296 @@
+"""Scheduled retraining: a calendar of nights, each a real run of the workflow.
+
+Every problem's answer is 7, which a tiny model learns in a few steps, so that nights do win.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from conftest import Place
+from flyte_runs import PYFLYTE, REPOSITORY, Outcome, merge, settings
+
+from engine.data.rows import rl_row
+from engine.lineage.manifest import Draft, hash_file, read_manifest
+from engine.promotion import Champions
+from engine.tracking import Tracker
+
+WORKFLOW = str(REPOSITORY / "workflows" / "retraining.py")
+FIRST_NIGHT = datetime(2026, 11, 2, 2, tzinfo=UTC)
+MINIMUM = 8
+NEVER = {"promote": {"minimum_gain": 0.999}}
+
+
+@dataclass
+class Calendar:
+    """A model with a champion, a prefix that problems arrive in, and what should have been taken.
+
+    `champion_has` is the ledger that the champion's lineage should hold: file → problems.
+    """
+
+    place: Place
+    prefix: Path
+    model: str
+    start: str  # content of the first champion's test set
+    written: dict[str, tuple[datetime, int]] = field(default_factory=dict)
+    champion_has: set[str] = field(default_factory=set)
+    problems: int = 0
+
+    def arrive(self, day: int, count: int, *, hours_late: float = 0, name: str = "a") -> None:
+        """Write `count` new problems into a day's folder, at that day's noon or later."""
+        noon = FIRST_NIGHT.replace(hour=12) + timedelta(days=day)
+        written = noon + timedelta(hours=hours_late)
+        path = f"{noon.date()}/{name}.jsonl"
+        file = self.prefix / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        rows = []
+        for _ in range(count):
+            self.problems += 1
+            question = f"What is {1000 + self.problems} plus 7?"
+            rows.append(rl_row("arithmetic", question, "7", {"index": self.problems}))
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.utime(file, (written.timestamp(),) * 2)
+        self.written[path] = (written, count)
+
+    def new_at(self, kickoff: datetime) -> dict[str, int]:
+        """The files that a kick-off should take in."""
+        return {
+            path: count
+            for path, (written, count) in self.written.items()
+            if written <= kickoff and path not in self.champion_has
+        }
+
+    def arguments(self, number: int, change: dict[str, Any]) -> list[str]:
+        base = {
+            "rl": {
+                "actor": {"optim": {"lr": 3e-3}, "use_kl_loss": False},
+                "trainer": {"total_training_steps": 4},
+            },
+            "promote": {"model_name": self.model},
+            "retrain": {"path": str(self.prefix), "minimum_rows": MINIMUM},
+        }
+        merge(base, change)
+        kickoff = FIRST_NIGHT + timedelta(days=number)
+        at = f"{kickoff:%Y-%m-%dT%H:%M:%S}"
+        return ["run", WORKFLOW, "retraining", "--kickoff", at, "--config", settings(base)]
+
+    def night(self, number: int, change: dict[str, Any] | None = None) -> Outcome:
+        """Run a night and hold it to what this calendar expects of it."""
+        new = self.new_at(FIRST_NIGHT + timedelta(days=number))
+        before = self.champion
+        outcome = self.place.invoke(*self.arguments(number, change or {}))
+        assert outcome.code == 0, outcome.text
+        if sum(new.values()) < MINIMUM:
+            assert outcome.stages == []
+            reason = outcome.summary["skipped"]
+            too_little = f"{sum(new.values())} new problems since version {before} became champion"
+            assert reason.startswith(too_little if new else "nothing new in")
+            assert self.champion == before
+            return outcome
+        assert ledger(outcome) == self.champion_has | set(new)
+        assert hash_file(dataset(outcome) / "test.parquet") == self.start
+        summary = outcome.summary["promotion"]
+        assert summary["previous_champion"] == before
+        if summary["promoted"]:
+            self.champion_has |= set(new)
+            assert self.champion == summary["model_version"] != before
+        else:
+            assert self.champion == before
+        return outcome
+
+    @property
+    def champion(self) -> str:
+        found = Tracker(self.place.tracking_uri).champion(self.model)
+        assert found is not None
+        return found.version
+
+
+def dataset(outcome: Outcome) -> Path:
+    return Path(outcome.summary["artifacts"]["dataset"])
+
+
+def ledger(outcome: Outcome) -> set[str]:
+    entries = json.loads((dataset(outcome) / "arrivals.json").read_text())["files"]
+    paths = [entry["path"] for entry in entries]
+    assert len(paths) == len(set(paths))
+    return set(paths)
+
+
+def training_rows(outcome: Outcome) -> list[int]:
+    """Indices of the problems that a night trained on that had arrived, not been there before."""
+    rows = pd.read_parquet(dataset(outcome) / "train.parquet")
+    asked = [prompt[0]["content"] for prompt in rows["prompt"]]
+    return [int(text.split()[2]) - 1000 for text in asked if text.endswith("plus 7?")]
+
+
+@pytest.fixture(scope="module")
+def trained(new_place: Callable[[], Place]) -> tuple[Place, Path]:
+    """A place with a warm-started model, as an artifact whose dataset wants 7 of every problem."""
+    from engine.artifacts import publish, staging
+
+    place = new_place()
+    first = place.run("--config", settings({"sft": {"max_steps": 20}}))
+    assert first.code == 0, first.text
+    stages = {name: Path(path) for name, path in first.summary["artifacts"].items()}
+    with place.entered(), staging("dataset") as draft:
+        shutil.copytree(stages["dataset"], draft, dirs_exist_ok=True)
+        for name in ("train", "validation", "test"):
+            rows = pd.read_parquet(draft / f"{name}.parquet")
+            rows["reward_model"] = [{"style": "rule", "ground_truth": "7"}] * len(rows)
+            rows.to_parquet(draft / f"{name}.parquet", index=False)
+        sevens = publish(draft, Draft(kind="dataset"))
+        with staging("rl") as model:
+            shutil.copytree(stages["sft"], model, dirs_exist_ok=True)
+            parent = read_manifest(sevens).as_parent("dataset", sevens)
+            return place, publish(model, Draft(kind="rl", parents=(parent,)))
+
+
+@pytest.fixture
+def calendar(
+    trained: tuple[Place, Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> Calendar:
+    """That model as the champion under a name of the test's own, and nothing arrived."""
+    place, model = trained
+    name = re.sub(r"\W+", "-", request.node.name).strip("-")
+    tracker = Tracker(place.tracking_uri)
+    version = tracker.register_model(model, name, tracker.start_pipeline(name))
+    Champions(tracker, name).promote(version, None, "the first", request=name)
+    sevens = read_manifest(model).parents[0].uri
+    (tmp_path / "arrivals").mkdir()
+    return Calendar(place, tmp_path / "arrivals", name, hash_file(Path(sevens) / "test.parquet"))
+
+
+def test_two_weeks(calendar: Calendar) -> None:
+    calendar.night(0)  # nothing has arrived
+    calendar.arrive(0, 5)
+    calendar.night(1)  # too little
+    calendar.arrive(1, 20)
+    third = calendar.night(2)
+    assert sorted(training_rows(third)) == list(range(1, 26))
+    assert third.summary["promotion"]["promoted"], third.text
+    calendar.night(2)  # the same night again: nothing is left to do
+    calendar.arrive(2, 16)
+    fourth = calendar.night(3, NEVER)
+    assert not fourth.summary["promotion"]["promoted"]
+    again = calendar.night(
+        3, NEVER
+    )  # the same night again, declined: the same data, the same model
+    assert again.summary["digests"] == fourth.summary["digests"]
+    assert again.stages == ["promotion"]
+    calendar.night(4)  # what a declined night saw is new still
+    calendar.arrive(4, 9)  # night 5 is missed
+    calendar.arrive(5, 9)
+    calendar.night(6)
+    calendar.arrive(3, 12, hours_late=90, name="late")  # into the folder of a past day
+    calendar.night(7)
+    calendar.night(8)
+    calendar.arrive(8, 3)
+    calendar.night(9)
+    calendar.arrive(9, 3)
+    calendar.night(10)
+    calendar.arrive(10, 3)
+    calendar.night(11)
+    calendar.night(5)  # the missed one after all: what it would have seen was taken, or is new
+    calendar.night(12)
+    calendar.night(13)
+    history = Champions(Tracker(calendar.place.tracking_uri), calendar.model).history()
+    assert [move.replaced for move in history[1:]] == [move.version for move in history[:-1]]
+    assert history[-1].version == calendar.champion
+
+
+def test_two_kick_offs_at_once(calendar: Calendar) -> None:
+    calendar.arrive(0, 16)
+    command = [sys.executable, "-c", PYFLYTE, *calendar.arguments(1, {})]
+    running = [
+        subprocess.Popen(
+            command,
+            env=calendar.place.environment(),
+            cwd=calendar.place.root / "work",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    texts = [process.communicate(timeout=500)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], "\n".join(texts)
+    champions = Champions(Tracker(calendar.place.tracking_uri), calendar.model)
+    moves = champions.history()[1:]
+    assert [move.replaced for move in moves] == ["1"] * len(moves)
+    assert len(moves) == 1, "\n".join(texts)
+    calendar.champion_has |= set(calendar.written)
+    calendar.night(2)  # nothing is left
+
+
+def test_replay_is_its_share_and_no_held_out_problem_is_trained_on(calendar: Calendar) -> None:
+    calendar.arrive(0, 12)
+    test = pd.read_parquet(Path(_former(calendar)) / "test.parquet")
+    leaked = calendar.prefix / "2026-11-01" / "leaked.jsonl"
+    leaked.parent.mkdir()
+    row = rl_row("arithmetic", test["prompt"].iloc[0][0]["content"], "7", {"index": 0})
+    leaked.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    os.utime(leaked, (FIRST_NIGHT.timestamp(),) * 2)
+    calendar.written["2026-11-01/leaked.jsonl"] = (FIRST_NIGHT, 1)
+    outcome = calendar.night(1, {"retrain": {"replay": 0.5}})
+    rows = pd.read_parquet(dataset(outcome) / "train.parquet")
+    assert len(rows) == 24
+    assert len(training_rows(outcome)) == 12
+    assert "12 new problems (2 repeated or held out left out), 12 replayed" in outcome.out
+
+
+def _former(calendar: Calendar) -> str:
+    tracker = Tracker(calendar.place.tracking_uri)
+    found = tracker.champion(calendar.model)
+    assert found is not None
+    return read_manifest(found.tags["artifact_uri"]).parents[0].uri
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"retrain": {"path": ""}}, "retrain.path is empty"),
+        ({"retrain": {"path": "/nowhere"}}, "retrain.path='/nowhere' does not exist"),
+        ({"promote": {"model_name": "nobody"}}, "has no champion of 'nobody' to start from"),
+    ],
+)
+def test_what_can_t_start_says_why(calendar: Calendar, change: dict[str, Any], said: str) -> None:
+    outcome = calendar.place.invoke(*calendar.arguments(1, change))
+    assert outcome.code == 1
+    assert said in outcome.error
+    assert outcome.stages == []
+
+
+def test_mlflow_down_starts_nothing(calendar: Calendar) -> None:
+    calendar.arrive(0, 16)
+    outcome = calendar.place.invoke(
+        *calendar.arguments(1, {}), MLFLOW_TRACKING_URI="http://127.0.0.1:9"
+    )
+    assert outcome.code == 1
+    assert "MLflow" in outcome.error
+    assert outcome.stages == []
+
+
+def test_a_champion_whose_dataset_was_changed_starts_nothing(calendar: Calendar) -> None:
+    calendar.arrive(0, 16)
+    test = Path(_former(calendar)) / "test.parquet"
+    content = test.read_bytes()
+    test.write_bytes(content[:-1] + b"x")
+    try:
+        outcome = calendar.place.invoke(*calendar.arguments(1, {}))
+    finally:
+        test.write_bytes(content)
+    assert outcome.code == 1
+    assert "test.parquet" in outcome.error
+    assert outcome.stages == []

@@ -1,0 +1,36 @@
+"""Take a champion back.
+
+    pyflyte run workflows/rollback.py rollback --model_name hybridflyte-policy --reason "…"
+
+Composition only: what it does is in `tasks/rollback.py`.
+"""
+
+from flytekit import workflow
+from flytekit.types.directory import FlyteDirectory
+
+from tasks.rollback import rollback as rollback_task
+
+
+@workflow
+def rollback(
+    reason: str,
+    model_name: str = "hybridflyte-policy",
+    to: str = "",
+    expected: str = "",
+    alias: str = "champion",
+) -> FlyteDirectory:
+    """Restore the previous champion, or a version that is named.
+
+    Args:
+        reason: Why; it is recorded with the move.
+        model_name: The registered model.
+        to: The version to restore; empty: the one that the present champion replaced.
+        expected: Refuse unless this version is the champion; empty: whichever is.
+        alias: The alias to move.
+
+    Returns:
+        The rollback artifact: rollback.json.
+    """
+    return rollback_task(
+        model_name=model_name, reason=reason, to=to, expected=expected, alias=alias
+    )
