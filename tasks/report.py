@@ -76,7 +76,8 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
         "gain_interval": [gain["low"], gain["high"]],
         "problems": comparison["problems"],
         "seconds": {
-            **{name: manifest.metrics["seconds"] for name, manifest in manifests.items()},
+            # A model that was made elsewhere has no time of its own.
+            **{name: manifest.metrics.get("seconds", 0.0) for name, manifest in manifests.items()},
             "total": time.time() - run.started_at,
         },
         "cached": [

@@ -21,7 +21,10 @@ from flytekit import Resources, conditional, task
 from flytekit.core.python_function_task import PythonFunctionTask
 
 from tasks.images import image
+from tasks.nested_branches import nest_branches
 from tasks.profiles import PROFILES, Profile, stage_pod
+
+nest_branches()
 
 
 class ByProfile:

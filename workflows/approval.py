@@ -70,9 +70,10 @@ def promotion_with_approval(
         config=config,
         seed=seed,
     )
+    waits = waits_for_approval(promotion=first)
     return (
         conditional("approval")
-        .if_(waits_for_approval(promotion=first).is_true())
+        .if_(waits.is_true())
         .then(
             approved_promotion(
                 first=first,

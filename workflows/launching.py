@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import rich_click as click
 from flytekit import CronSchedule, Email, FixedRate, Labels, LaunchPlan, WorkflowExecutionPhase
 from flytekit.core.interface import Interface
 from flytekit.core.workflow import WorkflowBase
@@ -55,13 +56,26 @@ class Launch(LaunchPlan):
         return Interface(free, whole.outputs, docstring=whole.docstring)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Run the workflow here; ConfigError for an input that the launch plan fixes."""
+        """Run the workflow here.
+
+        Raises ConfigError for an input that the launch plan fixes, UsageError for one that is
+        missing.
+        """
         for name in inputs:
             if name in self.raw_fixed_inputs:
                 raise ConfigError(
                     f"launch plan {self.name} fixes {name}={self.raw_fixed_inputs[name]!r}; leave "
                     "it out, or run the workflow itself"
                 )
+        required = [
+            name
+            for name, (_, default) in self.python_interface.inputs_with_defaults.items()
+            if default is None and name not in inputs
+        ]
+        if required and not args:
+            raise click.UsageError(
+                f"launch plan {self.name} needs {', '.join(f'--{name}' for name in required)}"
+            )
         return super().__call__(*args, **inputs)
 
 

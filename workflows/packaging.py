@@ -62,7 +62,8 @@ def _sort_predecessors(nodes: Iterable[Node]) -> None:
         node._upstream_node_ids = sorted(node.upstream_node_ids)
         if node.branch_node is not None:
             block = node.branch_node.if_else
-            _sort_predecessors(case.then_node for case in (block.case, *(block.other or ())))
+            cases = [case.then_node for case in (block.case, *(block.other or ()))]
+            _sort_predecessors([*cases, block.else_node] if block.else_node else cases)
 
 
 def kind_of(entity: FlyteControlPlaneEntity) -> tuple[str, str, int]:

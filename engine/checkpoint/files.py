@@ -14,13 +14,13 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from engine.disk import fsync
+from engine.disk import fsync, fsync_tree
 from engine.errors import CheckpointError, DamagedCheckpointError, StorageError
+from engine.storage.s3 import from_environment
 
 _CHUNK = 8 << 20  # bytes hashed or written at once
 
@@ -46,7 +46,7 @@ class Folder:
         if "://" not in text:
             text = str(Path(text).expanduser().absolute())
         try:
-            self.fs, path = fsspec.core.url_to_fs(text, **_flyte_s3(text))
+            self.fs, path = fsspec.core.url_to_fs(text, **from_environment(text))
         except Exception as error:  # fsspec's drivers raise errors of many libraries
             raise CheckpointError(
                 f"checkpoint folder {text} can't be used: {_first_line(error)}; give a local path "
@@ -111,6 +111,11 @@ class Folder:
         if self.is_local:
             with self._writing(""):
                 Path(self.path).mkdir(parents=True, exist_ok=True)
+
+    def settle(self) -> None:
+        """Force what other code wrote into a local folder to the disk."""
+        with self._writing(""):
+            fsync_tree(Path(self.path))
 
     def move(self, target: Folder) -> bool:
         """Rename a local folder; return False, without effect, when the target is taken."""
@@ -185,22 +190,6 @@ class Folder:
             elif number == errno.ENOENT:
                 way_out = "all nodes must see one folder: use a shared disk or s3://"
             raise CheckpointStorageError(f"{where} can't be written: {what}; {way_out}") from error
-
-
-def _flyte_s3(address: str) -> dict[str, Any]:
-    """How Flyte tells its pods where S3 is, as far as AWS's own variables don't say it."""
-    if not address.startswith("s3://"):
-        return {}
-    endpoint, key, secret = (
-        None if os.environ.get(own) else os.environ.get(f"FLYTE_AWS_{name}")
-        for own, name in (
-            ("AWS_ENDPOINT_URL", "ENDPOINT"),
-            ("AWS_ACCESS_KEY_ID", "ACCESS_KEY_ID"),
-            ("AWS_ACCESS_KEY_ID", "SECRET_ACCESS_KEY"),
-        )
-    )
-    options: dict[str, Any] = {"client_kwargs": {"endpoint_url": endpoint}} if endpoint else {}
-    return options | ({"key": key, "secret": secret} if key and secret else {})
 
 
 def _basename(path: str) -> str:

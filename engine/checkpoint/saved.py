@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.checkpoint.files import FileSum, Folder
 from engine.checkpoint.layout import (
+    STATE,
     rank_stem,
     ranks_in,
     read_checksums,
@@ -76,6 +77,16 @@ def read_role(uri: str, role: str) -> list[SavedRank]:
         values, files = read_report(folder, rank_stem(role, rank, world_size), sums)
         ranks.append(SavedRank(values, files, folder, sums))
     return ranks
+
+
+def read_values(uri: str) -> Tree:
+    """The plain values of the controller's state in a complete checkpoint, no tensor read.
+
+    Raises DamagedCheckpointError for a torn or changed checkpoint.
+    """
+    folder = Folder(uri)
+    values, _ = read_report(folder, STATE, read_checksums(folder, read_marker(folder)))
+    return values
 
 
 def own_of(saved: list[SavedRank], rank: int, world_size: int, *, alike: bool) -> SavedRank:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from engine.checkpoint.background import Background
 from engine.checkpoint.files import CheckpointStorageError, Folder
@@ -41,6 +41,16 @@ class SaveStats:
         }
 
 
+class Follower(Protocol):
+    """What is made of committed checkpoints, beside training; its faults are its own to tell."""
+
+    def wake(self) -> None:
+        """There is a new checkpoint; return at once."""
+
+    def wait(self) -> None:
+        """Return when all is made of the checkpoints that there are, or given up."""
+
+
 class Saver:
     """Saves and restores all roles of a run; at most one save is in flight.
 
@@ -52,14 +62,15 @@ class Saver:
         store: CheckpointStore,
         groups: Mapping[str, Any],
         timeout_s: float = 1800.0,
+        follower: Follower | None = None,
     ) -> None:
         """`groups` are the `WorkerGroup`s of `StatefulWorker`s by role, in the order in which they
-        load; a write has `timeout_s` seconds."""
+        load; a write has `timeout_s` seconds. `follower` is woken after every commit."""
         self.store, self.groups = store, dict(groups)
         self.last: Checkpoint | None = None  # newest that is committed
         self.stats: SaveStats | None = None  # of the same
         self._commit = Background("the commit of a checkpoint", 2 * timeout_s)  # ranks come first
-        self._timeout_s = timeout_s
+        self._timeout_s, self._follower = timeout_s, follower
         self._snapshot = Snapshot()
         self._in_flight = False
         self._gave_up = threading.Event()
@@ -104,6 +115,13 @@ class Saver:
             self._commit.wait()
         return self.last
 
+    def finish(self) -> Checkpoint | None:
+        """`wait`, and for what follows a commit: the end of a run."""
+        last = self.wait()
+        if self._follower is not None:
+            self._follower.wait()
+        return last
+
     def restore(self, checkpoint: Checkpoint) -> Tree:
         """Load all roles from a checkpoint; return the controller's state."""
         for group in self.groups.values():  # one by one: the rollout serves what the actor loads
@@ -139,6 +157,8 @@ class Saver:
             written_bytes=self.last.bytes,
             tensor_bytes=draft.tensor_bytes,
         )
+        if self._follower is not None:
+            self._follower.wake()
 
     def _wait_for_ranks(self, draft: Draft) -> None:
         """Look for the ranks' reports: asking the ranks would wait behind their next calls."""

@@ -39,6 +39,7 @@ from engine.errors import CheckpointError, DamagedCheckpointError
 
 log = logging.getLogger(__name__)
 
+EXPORTS = "huggingface"  # folder under the root: model folders by their checkpoints' names
 _STEP = re.compile(r"step_\d+(\.\d+)?")  # step_500.1: saved when there was a step_500 already
 _under_way: set[str] = set()  # addresses of this process's drafts, which nobody sweeps away
 
@@ -172,6 +173,11 @@ class CheckpointStore:
                 log.warning("checkpoint %s is passed over for an older one: %s", folder, error)
         return None
 
+    def complete(self) -> list[str]:
+        """Names of the folders of all checkpoints that have their marker, oldest first."""
+        markers = self._markers()
+        return sorted(markers, key=lambda name: markers[name].sequence)
+
     def _collect(self, folder: Folder, draft: Draft) -> dict[str, FileSum]:
         """The sums of all files that ranks reported and of the controller's state."""
         present = ranks_in(folder.sizes())
@@ -236,6 +242,20 @@ class CheckpointStore:
         old = [n for n in steps if n not in good or good[n].sequence not in stay]
         for gone in (*old, *abandoned(self.root, names, busy)):
             remove_checkpoint(self.root / gone)
+        if EXPORTS in names:
+            self._remove_exports({*steps, name} - {*old})
+
+    def _remove_exports(self, checkpoints: set[str]) -> None:
+        """Let model folders go whose checkpoint has gone, and what dead processes left of them."""
+        exports = self.root / EXPORTS
+        try:
+            names = exports.folders()
+        except CheckpointError as error:
+            log.warning("old model folders stay: %s", error)
+            return
+        old = [n for n in names if _STEP.fullmatch(n) and n not in checkpoints]
+        for gone in (*old, *abandoned(exports, names, ())):
+            remove_checkpoint(exports / gone)
 
 
 def find_latest(root: str | Path) -> Checkpoint | None:

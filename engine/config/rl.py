@@ -150,6 +150,9 @@ class TrainerConfig(Section):
     max_rollout_restarts: int = Field(3, ge=0, description="async: of one rollout worker")
     save_freq: int = Field(20, ge=1, description="Steps between checkpoints, where a run has them")
     max_checkpoints_to_keep: int = Field(2, ge=1, description="The newest ones; and the best one")
+    save_huggingface: bool = Field(
+        False, description="A model folder of each checkpoint as well, made beside training"
+    )
     max_attempts: int = Field(
         3, ge=1, description="Attempts that may fail in a row without getting past a checkpoint"
     )

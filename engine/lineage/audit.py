@@ -61,7 +61,9 @@ def audit(review: Review, on_node: Callable[[Node], None] | None = None) -> Audi
         checked += all(finding.is_fault for finding in own)
         findings += own
         records = _records(node, review)
-        findings += _check_links(node, records)
+        if links := _check_links(node, records):
+            again = _was_made_again(node, review)
+            findings += [Finding(node.key, again, is_fault=False)] if again else links
         if node.manifest is not None and not records and answers:
             found, answers = _check_tip(node, review)
             findings += found
@@ -219,6 +221,21 @@ def _records(node: Node, review: Review) -> dict[str, str]:
         if version.digest == node.digest and digest and digest not in others:
             found[version.name] = digest
     return found
+
+
+def _was_made_again(node: Node, review: Review) -> str:
+    """What to note of an artifact that was lost and made anew, after its children; else nothing.
+
+    The run that made it recorded its manifest, and its content is what its children were made from.
+    """
+    assert node.manifest is not None
+    try:
+        recorded = recorded_manifests(review.tracker, node.digest) if review.tracker else set()
+    except TrackingError:
+        return ""
+    if node.manifest.own_digest not in recorded:
+        return ""
+    return f"{node.name} was made again after what came of it: same content, a manifest of its own"
 
 
 def _check_tip(node: Node, review: Review) -> tuple[list[Finding], bool]:

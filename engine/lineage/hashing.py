@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.errors import LineageError
+from engine.storage.s3 import settings as s3_settings
 
 MANIFEST = "manifest.json"
 SHA256 = r"^[0-9a-f]{64}$"
@@ -104,7 +105,7 @@ def file_system(address: str) -> tuple[Any, str]:
     import fsspec
 
     try:
-        filesystem, path = fsspec.core.url_to_fs(address)
+        filesystem, path = fsspec.core.url_to_fs(address, **s3_settings(address))
     except Exception as error:
         raise unreadable(address, error) from error
     return filesystem, str(path).rstrip("/")

@@ -17,7 +17,7 @@ from pathlib import Path
 from engine.errors import LineageError
 from engine.lineage.hashing import MANIFEST, READERS, as_path, file_system, is_remote, unreadable
 from engine.lineage.manifest import Manifest, Parent, read_manifest
-from engine.lineage.store import ARTIFACTS, home
+from engine.lineage.store import ARTIFACTS, home, shared_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Index:
 
 
 def default_roots(artifact: str = "") -> list[str]:
-    """Return the stores to search: the one that an artifact lies in, and this machine's.
+    """Return the stores to search: that which an artifact lies in, this machine's, the shared one.
 
     An artifact is taken to lie in a store where its folder's folder bears its kind's name.
     """
@@ -89,9 +89,11 @@ def default_roots(artifact: str = "") -> list[str]:
         if store and rest.count("/") == 1 and known:
             roots.append(f"{store}/{ARTIFACTS}")
     own = home() / ARTIFACTS
-    if own.is_dir() and str(own) not in roots:
+    if own.is_dir():
         roots.append(str(own))
-    return roots
+    if shared_store():
+        roots.append(f"{shared_store()}/{ARTIFACTS}")
+    return list(dict.fromkeys(roots))
 
 
 def scan(roots: Iterable[str]) -> Index:

@@ -6,9 +6,12 @@ before any compute is spent. Training and decoding don't.
 
 from __future__ import annotations
 
+import functools
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -25,8 +28,28 @@ from engine.errors import ModelError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_making = threading.RLock()
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
+def one_at_a_time(make: Callable[P, T]) -> Callable[P, T]:
+    """Have other threads wait while one makes a model.
+
+    Meanwhile transformers has set the whole process's default dtype and initialisers, and seeds
+    borrow its random generator.
+    """
+
+    @functools.wraps(make)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _making:
+            return make(*args, **kwargs)
+
+    return alone
+
+
+@one_at_a_time
 def build_model(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
@@ -56,6 +79,7 @@ def build_model(
     return model
 
 
+@one_at_a_time
 def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     """Load any Hugging Face causal LM from a folder or hub id.
 

@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
 from engine.errors import ConfigError, ModelError
-from engine.models.load import adapter_base, load_model, require_model_folder
+from engine.models.load import adapter_base, load_model, one_at_a_time, require_model_folder
 from engine.models.lora import ADAPTER, add_adapters, finish_adapters
 from engine.models.quantize import quantize_linears
 
 
+@one_at_a_time
 def policy_model(
     path: str | Path, dtype: str, lora: LoRAConfig | None = None, seed: int = 0
 ) -> PreTrainedModel:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
+PAGES_VARIABLE = "HYBRIDFLYTE_MLFLOW_URL"  # where people reach the server, if not at its URI
 # Set before mlflow is imported, and only where the user has not: few and short retries instead of
 # MLflow's 7 retries of 120 s; no chatter; no calls home from a training job.
 DEFAULTS = {
@@ -109,6 +110,13 @@ class Connection:
                 f"`mlflow experiments restore -x {found.experiment_id}` or set tracking.experiment"
             )
         return str(found.experiment_id)
+
+    def run_url(self, run_id: str) -> str:
+        """Return the page of a run for people; empty for a store that has no pages."""
+        root = os.environ.get(PAGES_VARIABLE) or self.uri
+        if not root.startswith(("http://", "https://")):
+            return ""
+        return f"{root.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{run_id}"
 
     def check(self, timeout_s: float = 5.0) -> None:
         """Raise TrackingError within about `timeout_s` seconds when the store does not answer."""

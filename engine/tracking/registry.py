@@ -17,6 +17,7 @@ from typing import Any
 
 from engine.errors import StorageError, TrackingError
 from engine.lineage.manifest import MANIFEST, tree_digest, verify
+from engine.lineage.store import address
 from engine.tracking import values
 from engine.tracking.connection import Connection
 
@@ -48,15 +49,16 @@ class Registry(Connection):
     ) -> str:
         """Log `folder` to a run and make it a version of `model_name`; return the version.
 
-        A folder with a manifest is checked first. The version gets the tags artifact_uri,
-        artifact_digest, and of a manifest artifact_kind and manifest_digest. If that content is a
-        version already, its number is returned and nothing is written, so that a retry registers
-        once; of two that register it at once, the later version goes away again.
+        A folder with a manifest is checked first. The version gets the tags artifact_uri (its place
+        in the shared store, where there is one), artifact_digest, and of a manifest artifact_kind
+        and manifest_digest. If that content is a version already, its number is returned and
+        nothing is written, so that a retry registers once; of two that register it at once, the
+        later version goes away again.
         """
         folder = Path(folder).absolute()
         if not folder.is_dir():
             raise StorageError(f"model folder {folder} does not exist; give a published artifact")
-        facts = {"artifact_uri": str(folder)}
+        facts = {"artifact_uri": address(folder)}
         if (folder / MANIFEST).is_file():
             manifest = verify(folder)
             facts |= {

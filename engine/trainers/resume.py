@@ -11,6 +11,8 @@ from engine.checkpoint import Checkpoint, CheckpointStore, Saver
 from engine.checkpoint.rng import process_rng, set_process_rng
 from engine.config import RLConfig
 from engine.errors import CheckpointError
+from engine.trainers.export import start_of
+from engine.trainers.export_beside import Exports
 from engine.trainers.queue_state import Queued
 
 if TYPE_CHECKING:
@@ -33,7 +35,10 @@ def make_saver(trainer: RLTrainer, folder: str | Path) -> Saver:
     settings = trainer.config.trainer
     store = CheckpointStore(folder, keep_last=settings.max_checkpoints_to_keep, metric=_SCORE)
     groups = {role: getattr(trainer.roles, role) for role in _WITH_STATE if role in trainer.roles}
-    return Saver(store, groups, settings.step_timeout_s)
+    exports = None
+    if settings.save_huggingface:
+        exports = Exports(store, trainer.build.model_path, settings.step_timeout_s)
+    return Saver(store, groups, settings.step_timeout_s, exports)
 
 
 def save(trainer: RLTrainer, saver: Saver, metrics: dict[str, float]) -> None:
@@ -83,6 +88,7 @@ def _state(trainer: RLTrainer) -> dict[str, Any]:
     return {
         "step": trainer.step,
         "settings": settings_digest(trainer.config),
+        "policy": start_of(trainer.build),
         "queue": queued,
         "prompts": trainer.prompts.state_dict(again=trainer.unconsumed()),
         "algo": trainer.algo.state_dict(),

@@ -143,7 +143,7 @@ class RLTrainer:
         with Notice(self.config.trainer.preemption_grace_s) as notice:
             metrics = self._steps(stop, saver, notice)
             if saver is not None:
-                saver.wait()
+                saver.finish()
         return metrics
 
     def _steps(self, stop: int, saver: Saver | None, notice: Notice) -> dict[str, float]:

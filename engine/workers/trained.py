@@ -149,6 +149,25 @@ class TrainedWorker(StatefulWorker):
         self.take_back(own, [own])
 
 
+@torch.no_grad()
+def load_weights(model: nn.Module, saved: Sequence[SavedRank]) -> None:
+    """Fill a whole model, in place, with the weights that all ranks of a role saved.
+
+    Of a model with adapters, these alone. Raises CheckpointError, before anything has changed, for
+    the state of another model.
+    """
+    adapters = has_adapters(model)
+    own = [
+        _Stored(name, name, tuple(tensor.shape), Box.whole(tensor.shape), tensor)
+        for name, tensor in named_tensors(model).items()
+        if tensor.requires_grad or not adapters
+    ]
+    pieces = _pieces(saved)
+    _check(pieces, {one.name: one.kind for one in own})
+    for one in own:
+        _fill(one.tensor, one.box, pieces[one.name], "model", one.name)
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """A box of a parameter that a rank saved."""

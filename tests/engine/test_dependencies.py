@@ -121,6 +121,74 @@ def test_the_hybrid_actor_is_above_its_parts_and_below_the_controller() -> None:
         assert breaches(f"engine/{part}", "engine.hybrid") == []
 
 
+# What each of these knows of the rest; its command line, which puts things together, aside.
+ABOVE = {
+    "checkpoint": ("errors", "disk", "storage.s3"),
+    "planner": ("errors", "parallel", "controller.placement", "controller.launch"),
+    "lineage": ("errors", "disk", "storage.s3", "tracking", "checkpoint"),
+    "storage": ("errors", "console"),
+    "promotion": (
+        *("errors", "config", "artifacts", "lineage", "tracking"),
+        *("evaluation.metrics", "evaluation.rows", "data.rows"),
+    ),
+    "health": ("errors", "console", "storage", "lineage.store", "tracking.connection"),
+}
+
+
+@pytest.mark.parametrize("room", ABOVE)
+def test_a_room_knows_of_the_others_what_it_needs(room: str) -> None:
+    known = tuple(f"engine.{name}" for name in (room, *ABOVE[room]))
+    found = [
+        f"{path.name} imports {module}"
+        for path in sources(f"engine/{room}")
+        if path.name != "__main__.py"
+        for module in sorted(imports(path))
+        if under(module, *OURS) and module != "engine" and not under(module, *known)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("room", "users"),
+    [
+        ("planner", ("engine.trainers.auto",)),
+        ("promotion", ()),
+        ("health", ()),
+        (
+            "lineage",
+            tuple(
+                f"engine.{name}"
+                for name in (
+                    *("artifacts", "artifact_store", "cli", "health", "promotion", "tracking"),
+                )
+            ),
+        ),
+    ],
+)
+def test_a_room_is_known_to_few(room: str, users: tuple[str, ...]) -> None:
+    found = {
+        module_name(path)
+        for path in sources("engine")
+        for module in imports(path)
+        if under(module, f"engine.{room}")
+    }
+    others = sorted(user for user in found if not under(user, f"engine.{room}", *users))
+    assert others == []
+
+
+@pytest.mark.parametrize("room", ["planner", "promotion", "lineage", "health"])
+def test_planning_lineage_and_health_compute_nothing(room: str) -> None:
+    """They answer in a moment: no file of theirs loads what training needs."""
+    heavy = ("torch", "transformers", "ray", "vllm", "tensordict", "peft")
+    early = [
+        f"{path.name} imports {module}"
+        for path in sources(f"engine/{room}")
+        for module in sorted(imports(path, at_import_time=True))
+        if under(module, *heavy, "engine.trainers", "engine.workers", "engine.models")
+    ]
+    assert early == []
+
+
 def test_vllm_loads_only_when_its_engine_is_asked_for() -> None:
     users = {
         module_name(path)

@@ -256,10 +256,8 @@ def of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("number", "status"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_the_workers_and_ray(
     place: Path, tiny_folder: Path, ray_home: Path, number: int, status: int
 ) -> None:

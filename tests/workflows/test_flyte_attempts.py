@@ -18,7 +18,7 @@ from flyte_runs import Place
 from flyteidl.core.errors_pb2 import ContainerError
 from protobufs import Registered
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # three processes, two of them at once
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # four processes, two of them at once
 
 TIMES = ("perf/", "checkpoint/", "step")
 
@@ -52,6 +52,25 @@ def struck_and_tried_again(
     return first, second, whole
 
 
+def tried_after_the_end(second: Attempt, whole: Attempt) -> Attempt:
+    """One attempt more, as when the result's upload failed: it says so, and gives the same."""
+    third = Attempt(
+        second.inputs,
+        second.stage,
+        second.args,
+        second.where,
+        "third",
+        before="second",
+        variables=second.variables,
+    )
+    with third.running() as process:
+        pass
+    assert process.returncode == 0, third.text
+    assert re.search(r"is at step (\d+) of \1 already", third.text), third.text
+    assert third.digest("model.safetensors") == whole.digest("model.safetensors")
+    return third
+
+
 def assert_recoverable(first: Attempt, stage: str) -> int:
     """The step after which the first attempt ended, saved."""
     assert first.names("out") == ["error.pb"], first.text
@@ -83,6 +102,12 @@ def test_a_pre_empted_warm_start_is_tried_again_and_goes_on(
     assert whole.steps("sft/loss") == list(range(1, total + 1)), whole.text
     assert second.steps("sft/loss") == list(range(step + 1, total + 1)), second.text
     assert second.digest("model.safetensors") == whole.digest("model.safetensors")
+    assert tried_after_the_end(second, whole).steps("sft/loss") == []
+
+
+def done(attempt: Attempt) -> list[int]:
+    """The steps that an attempt at `rl` did itself."""
+    return [int(step) for step in re.findall(r"^rl +(\d+)/\d+ ", attempt.text, re.MULTILINE)]
 
 
 @pytest.mark.slow
@@ -94,10 +119,12 @@ def test_a_pre_empted_rl_run_is_tried_again_and_goes_on(
     step = assert_recoverable(first, "rl")
     total = inputs.plan.rl.trainer.total_training_steps
     assert 0 < step < total
-    assert second.steps("reward/mean") == list(range(step + 1, total + 1)), second.text
+    assert done(second) == list(range(step + 1, total + 1)), second.text
+    assert second.steps("reward/mean") == list(range(1, total + 1)), "the curve is whole"
     assert second.digest("model.safetensors") == whole.digest("model.safetensors")
     rows = [pd.read_parquet(one.artifact() / "metrics.parquet") for one in (second, whole)]
     for frame in rows:
         assert list(frame["step"]) == list(range(1, total + 1))
     one, two = (frame[[name for name in frame if not name.startswith(TIMES)]] for frame in rows)
     pd.testing.assert_frame_equal(one, two, check_exact=True)
+    assert done(tried_after_the_end(second, whole)) == []

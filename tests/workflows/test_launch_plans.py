@@ -314,7 +314,9 @@ def test_a_first_champion_can_t_be_rolled_back(smoke: tuple[Place, Outcome]) -> 
     outcome = place.invoke(*command)
     assert outcome.code == 1
     assert "is the first champion" in outcome.error
-    assert place.invoke("run", FILE, "rollback", "--model_name", name).code == 2
+    unreasoned = place.invoke("run", FILE, "rollback", "--model_name", name)
+    assert unreasoned.code == 2
+    assert "launch plan rollback needs --reason" in unreasoned.text
 
 
 def test_rolled_back_is_the_champion_before(smoke: tuple[Place, Outcome]) -> None:

@@ -16,9 +16,12 @@ from flyteidl.core.tasks_pb2 import Resources
 IMAGE = "ghcr.io/x/y:1"
 PROFILES = ("laptop", "one_gpu", "a100_8", "h100_2x8", "mi300x")
 BY_PROFILE = {f"{stage}_{profile}" for stage in ("sft", "rl", "evaluate") for profile in PROFILES}
-CACHED = {"preprocess"} | BY_PROFILE
-HANDLERS = {"rlhf_failed", "evaluate_only_failed", "promote_only_failed"}
-AROUND = {"plan", "promote", "report", "fetch", "open_promotion", "conclude"}
+CACHED = {"preprocess", "take_in"} | BY_PROFILE
+HANDLERS = {"rlhf_failed", "evaluate_only_failed", "promote_only_failed", "retraining_failed"}
+AROUND = {
+    *("plan", "promote", "report", "fetch", "open_promotion", "conclude", "kickoff", "skipped"),
+    *("keep", "to_approve", "waits_for_approval"),
+}
 ALL = CACHED | HANDLERS | AROUND
 MESSAGES: dict[str, Any] = {"1": TaskSpec, "2": WorkflowSpec, "3": LaunchPlan}
 
@@ -121,7 +124,7 @@ def test_the_interface_of_the_workflow(packaged: dict[str, Any]) -> None:
     assert set(inputs) == {"config", "source", "path", "model", "seed", "profile"}
     assert all(variable.description for variable in inputs.values())
     assert [node.metadata.name for node in workflow.nodes] == [
-        *("plan", "preprocess", "sft", "rl", "evaluate", "promote", "report")
+        *("plan", "preprocess", "sft", "rl", "evaluate", "promotion", "report")
     ]
     assert workflow.failure_node.task_node.reference_id.name == "tasks.failure.rlhf_failed"
     defaults = packaged["LaunchPlan:rlhf"].spec.default_inputs.parameters

@@ -12,6 +12,7 @@ from protobufs import IMAGE, Registered
 from engine.config import ParallelConfig
 from engine.errors import ConfigError
 from engine.parallel.layout import Layout
+from engine.trainers.auto import pins_of
 from engine.trainers.layouts import check_layouts
 from engine.trainers.rl_checks import check_config
 from tasks.inputs import RLHFConfig
@@ -225,6 +226,29 @@ def test_rollout_apart_keeps_its_own_placement(capsys: pytest.CaptureFixture[str
     apart = settings(trainer={"mode": "one_step_off"})
     assert fit(apart, "8xA100") == apart
     assert "rl.trainer.mode=one_step_off" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("profile", WITH_GPUS)
+@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
+def test_the_planner_finds_layout_and_pools_open(
+    profile: str, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    auto = settings(trainer={"placement": "auto", "mode": mode})
+    fitted = fit(auto, profile)
+    assert fitted.rl.actor.parallel == ParallelConfig(compute_dtype="bfloat16")
+    assert fitted.rl.trainer == auto.rl.trainer
+    pins = pins_of(fitted.rl)
+    assert pins.axes == {}
+    assert pins == pins_of(auto.rl)
+    assert "chosen at each start" in capsys.readouterr().out
+
+
+def test_the_planner_keeps_what_the_settings_say() -> None:
+    own = settings(
+        actor={"parallel": {"tp": 2, "compute_dtype": "float32"}}, trainer={"placement": "auto"}
+    )
+    assert fit(own, "8xA100") == own
+    assert pins_of(fit(own, "8xA100").rl).axes == {"tp": 2}
 
 
 def test_a_layout_that_is_too_large() -> None:

@@ -1,6 +1,7 @@
 """Scheduled retraining: a calendar of nights, each a real run of the workflow.
 
-Every problem's answer is 7, which a tiny model learns in a few steps, so that nights do win.
+The first champion answers 3 more often than 7; the test set and all that arrives want 7. A tiny
+model learns that in a few steps, so that a night does win, and once one has, that others don't.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from conftest import Place
 from flyte_runs import PYFLYTE, REPOSITORY, Outcome, merge, settings
 
 from engine.data.rows import rl_row
-from engine.lineage.manifest import Draft, hash_file, read_manifest
+from engine.lineage.manifest import hash_file, read_manifest
 from engine.promotion import Champions
 from engine.tracking import Tracker
 
@@ -35,7 +35,7 @@ NEVER = {"promote": {"minimum_gain": 0.999}}
 
 @dataclass
 class Calendar:
-    """A model with a champion, a prefix that problems arrive in, and what should have been taken.
+    """A model with a champion, a prefix that problems arrive in, and what should be taken in.
 
     `champion_has` is the ledger that the champion's lineage should hold: file → problems.
     """
@@ -58,7 +58,7 @@ class Calendar:
         rows = []
         for _ in range(count):
             self.problems += 1
-            question = f"What is {1000 + self.problems} plus 7?"
+            question = f"What is new {self.problems} plus 7?"
             rows.append(rl_row("arithmetic", question, "7", {"index": self.problems}))
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         os.utime(file, (written.timestamp(),) * 2)
@@ -74,9 +74,11 @@ class Calendar:
 
     def arguments(self, number: int, change: dict[str, Any]) -> list[str]:
         base = {
+            "data": {"max_response_length": 8},
             "rl": {
+                "rollout": {"n": 8},
                 "actor": {"optim": {"lr": 3e-3}, "use_kl_loss": False},
-                "trainer": {"total_training_steps": 4},
+                "trainer": {"total_training_steps": 6},
             },
             "promote": {"model_name": self.model},
             "retrain": {"path": str(self.prefix), "minimum_rows": MINIMUM},
@@ -110,6 +112,11 @@ class Calendar:
             assert self.champion == before
         return outcome
 
+    def roll_back(self) -> None:
+        """Take the champion back to the first."""
+        Champions(Tracker(self.place.tracking_uri), self.model).rollback("wrong in use", to="1")
+        self.champion_has.clear()
+
     @property
     def champion(self) -> str:
         found = Tracker(self.place.tracking_uri).champion(self.model)
@@ -132,29 +139,33 @@ def training_rows(outcome: Outcome) -> list[int]:
     """Indices of the problems that a night trained on that had arrived, not been there before."""
     rows = pd.read_parquet(dataset(outcome) / "train.parquet")
     asked = [prompt[0]["content"] for prompt in rows["prompt"]]
-    return [int(text.split()[2]) - 1000 for text in asked if text.endswith("plus 7?")]
+    found = [re.search(r"What is new (\d+)", text) for text in asked]
+    return [int(match[1]) for match in found if match]
 
 
 @pytest.fixture(scope="module")
-def trained(new_place: Callable[[], Place]) -> tuple[Place, Path]:
-    """A place with a warm-started model, as an artifact whose dataset wants 7 of every problem."""
-    from engine.artifacts import publish, staging
-
-    place = new_place()
-    first = place.run("--config", settings({"sft": {"max_steps": 20}}))
+def trained(
+    new_place: Callable[[], Place], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Place, Path]:
+    """A place where the main job has made a model that says 3 where it should say 7."""
+    place, source = new_place(), tmp_path_factory.mktemp("source")
+    for name, count, wanted in (("train", 400, "33733"), ("test", 32, "7")):
+        rows = [
+            {"question": f"What is {name} {n} plus 7?", "answer": f"#### {wanted[n % len(wanted)]}"}
+            for n in range(count)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (source / f"{name}.jsonl").write_text(text)
+    change = {
+        "data": {"max_response_length": 8},
+        "sft": {"max_steps": 60},
+        "rl": {"trainer": {"total_training_steps": 1}},
+    }
+    command = ("--source", "gsm8k", "--path", str(source), "--config", settings(change))
+    first = place.run(*command)
     assert first.code == 0, first.text
-    stages = {name: Path(path) for name, path in first.summary["artifacts"].items()}
-    with place.entered(), staging("dataset") as draft:
-        shutil.copytree(stages["dataset"], draft, dirs_exist_ok=True)
-        for name in ("train", "validation", "test"):
-            rows = pd.read_parquet(draft / f"{name}.parquet")
-            rows["reward_model"] = [{"style": "rule", "ground_truth": "7"}] * len(rows)
-            rows.to_parquet(draft / f"{name}.parquet", index=False)
-        sevens = publish(draft, Draft(kind="dataset"))
-        with staging("rl") as model:
-            shutil.copytree(stages["sft"], model, dirs_exist_ok=True)
-            parent = read_manifest(sevens).as_parent("dataset", sevens)
-            return place, publish(model, Draft(kind="rl", parents=(parent,)))
+    assert first.summary["pass_at_1"]["rl"] < 0.5
+    return place, Path(first.summary["artifacts"]["rl"])
 
 
 @pytest.fixture
@@ -167,9 +178,10 @@ def calendar(
     tracker = Tracker(place.tracking_uri)
     version = tracker.register_model(model, name, tracker.start_pipeline(name))
     Champions(tracker, name).promote(version, None, "the first", request=name)
-    sevens = read_manifest(model).parents[0].uri
     (tmp_path / "arrivals").mkdir()
-    return Calendar(place, tmp_path / "arrivals", name, hash_file(Path(sevens) / "test.parquet"))
+    calendar = Calendar(place, tmp_path / "arrivals", name, "")
+    calendar.start = hash_file(Path(_former(calendar)) / "test.parquet")
+    return calendar
 
 
 def test_two_weeks(calendar: Calendar) -> None:
@@ -184,32 +196,35 @@ def test_two_weeks(calendar: Calendar) -> None:
     calendar.arrive(2, 16)
     fourth = calendar.night(3, NEVER)
     assert not fourth.summary["promotion"]["promoted"]
-    again = calendar.night(
-        3, NEVER
-    )  # the same night again, declined: the same data, the same model
+    again = calendar.night(3, NEVER)  # again, declined again: the same data, the same model
     assert again.summary["digests"] == fourth.summary["digests"]
     assert again.stages == ["promotion"]
     calendar.night(4)  # what a declined night saw is new still
     calendar.arrive(4, 9)  # night 5 is missed
     calendar.arrive(5, 9)
     calendar.night(6)
-    calendar.arrive(3, 12, hours_late=90, name="late")  # into the folder of a past day
-    calendar.night(7)
+    calendar.roll_back()  # to a champion that has seen nothing of all this
+    calendar.arrive(3, 12, hours_late=80, name="late")  # into the folder of a past day
+    eighth = calendar.night(7)
+    assert eighth.summary["promotion"]["promoted"], eighth.text
+    assert len(training_rows(eighth)) == 71  # all that has arrived, the late ones too
     calendar.night(8)
     calendar.arrive(8, 3)
     calendar.night(9)
     calendar.arrive(9, 3)
     calendar.night(10)
     calendar.arrive(10, 3)
-    calendar.night(11)
-    calendar.night(5)  # the missed one after all: what it would have seen was taken, or is new
-    calendar.night(12)
-    calendar.night(13)
+    calendar.night(11, NEVER)
+    calendar.night(5)  # the missed one after all: nothing that was not taken in
+    calendar.night(12, NEVER)  # the same as the night before, for nothing came
+    calendar.night(13, NEVER)
     history = Champions(Tracker(calendar.place.tracking_uri), calendar.model).history()
+    assert [move.version for move in history[:3]] == ["1", "2", "1"]
     assert [move.replaced for move in history[1:]] == [move.version for move in history[:-1]]
     assert history[-1].version == calendar.champion
 
 
+@pytest.mark.slow
 def test_two_kick_offs_at_once(calendar: Calendar) -> None:
     calendar.arrive(0, 16)
     command = [sys.executable, "-c", PYFLYTE, *calendar.arguments(1, {})]

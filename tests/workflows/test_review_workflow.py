@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from flyte_runs import REPOSITORY, Place
 
 from engine.artifacts import publish, staging
@@ -32,6 +33,7 @@ def register(place: Place) -> tuple[Path, Path]:
     return data, model
 
 
+@pytest.mark.slow
 def test_a_champion_is_reviewed_and_a_poisoned_one_fails(place: Place) -> None:
     data, model = register(place)
     arguments = ("run", str(WORKFLOW), "review", "--artifact", "models:/policy@champion")

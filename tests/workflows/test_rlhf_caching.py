@@ -32,7 +32,7 @@ def test_an_unchanged_run_recomputes_nothing(finished: Finished) -> None:
     # Promotion compares with the champion of the day, so it alone runs; here it is that champion.
     assert again.stages == ["promotion"]
     assert "is the champion already" in again.out
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < finished.seconds
     before, after = finished.outcome.summary, again.summary
     assert after["cached"] == ["dataset", "sft", "rl", "evaluation"]
     for fact in ("pass_at_1", "gain", "gain_interval", "config_digest"):
@@ -51,16 +51,19 @@ def test_a_changed_rl_setting_keeps_data_and_warm_start(finished: Finished) -> N
     assert outcome.summary["digests"]["sft"] == finished.outcome.summary["digests"]["sft"]
 
 
+@pytest.mark.slow
 def test_changed_settings_of_evaluation_keep_the_models(ran: Place) -> None:
     outcome = ran.run("--config", settings({"evaluate": {"temperature": 0.5}}))
     assert outcome.stages == ["evaluation", "promotion"]
 
 
+@pytest.mark.slow
 def test_another_seed_recomputes_everything(ran: Place) -> None:
     outcome = ran.run("--config", settings(), "--seed", "7")
     assert outcome.stages == list(STAGES)
 
 
+@pytest.mark.slow
 def test_an_edit_in_the_engine_recomputes(finished: Finished, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     for name in tracked_files():

@@ -25,6 +25,7 @@ def assert_complete(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.slow
 def test_a_saved_model_is_the_start(
     place: Place, model_folder: Callable[..., Path], kind: str
 ) -> None:
@@ -70,6 +71,7 @@ SMALL_DATA = {
 }
 
 
+@pytest.mark.slow
 def test_gsm8k_from_a_folder(place: Place) -> None:
     folder = place.root / "gsm8k"
     folder.mkdir()
@@ -89,6 +91,7 @@ def test_gsm8k_from_a_folder(place: Place) -> None:
 
 
 @pytest.mark.skipif(not REAL_GSM8K.is_dir(), reason=f"the real GSM8K files are not at {REAL_GSM8K}")
+@pytest.mark.slow
 def test_the_real_gsm8k_and_its_plain_verdict(place: Place) -> None:
     config = settings(SMALL_DATA, ONE_STEP, {"data": {"max_response_length": 96}})
     outcome = place.run("--source", "gsm8k", "--path", str(REAL_GSM8K), "--config", config)
@@ -109,6 +112,7 @@ def test_ppo_with_a_critic(place: Place) -> None:
     assert metrics["step"].tolist() == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.slow
 def test_rollout_by_vllm(place: Place) -> None:
     if shutil.which("gcc") is None and shutil.which("cc") is None:
         pytest.skip("vLLM on a CPU compiles kernels, and there is no C compiler")
@@ -118,7 +122,7 @@ def test_rollout_by_vllm(place: Place) -> None:
         "rl": {"rollout": {"engine": "vllm", "n": 2}, "trainer": {"placement": "ray"}},
     }
     command = ["run", str(WORKFLOW), "rlhf", "--config", settings(ONE_STEP, change)]
-    outcome = place.pyflyte(*command, timeout=250)
+    outcome = place.pyflyte(*command, timeout=900)
     assert len([line for line in outcome.err.splitlines() if "sft: " not in line]) <= 1
     assert_complete(outcome)
     assert "rollout by vllm" in outcome.out

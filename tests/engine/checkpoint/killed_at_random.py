@@ -1,5 +1,7 @@
 """Forks processes that save without pause and kills each at a random moment; see the saver's test.
 
+Moments are counted in saves, however long one takes on this machine: a few whole ones, and a part.
+
 Prints, for each: the step it started from, the last it was told is durable, the step found after
 the kill, and whether the kill left something torn.
 """
@@ -11,6 +13,7 @@ import os
 import random
 import select
 import signal
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -43,7 +46,11 @@ def save_for_ever(root: str, keep_last: int, ready: int) -> None:
             os.write(ready, b"+")
 
 
-def one_round(root: str, rng: random.Random) -> tuple[int, int, int, int]:
+DEADLINE_S = 120.0
+
+
+def one_round(root: str, rng: random.Random, pace: list[float]) -> tuple[int, int, int, int]:
+    """One process; `pace` has what the latest saves took, in s."""
     before = find_latest(root)
     start_step = before.step if before else 0
     reading, writing = os.pipe()
@@ -55,9 +62,15 @@ def one_round(root: str, rng: random.Random) -> tuple[int, int, int, int]:
             os._exit(1)
     os.close(writing)
     told = b""
-    if not select.select([reading], [], [], 60)[0] or not (told := os.read(reading, 1)):
-        raise SystemExit("the process that saves did not start")
-    time.sleep(rng.uniform(0.0, 0.25))
+    whole, part = rng.randrange(5), rng.uniform(0.0, 1.0)
+    while len(told) <= whole:  # the first byte says that it has begun
+        begin = time.monotonic()
+        if not select.select([reading], [], [], DEADLINE_S)[0] or not (now := os.read(reading, 1)):
+            raise SystemExit(f"the process that saves gave up after {told!r}")
+        if told:
+            pace.append(time.monotonic() - begin)
+        told += now
+    time.sleep(part * statistics.median(pace[-9:]))
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     if os.WTERMSIG(status) != signal.SIGKILL:
@@ -78,8 +91,9 @@ def main() -> None:
     logging.disable(logging.WARNING)  # torn checkpoints are what this is about
     root, rounds = sys.argv[1], int(sys.argv[2])
     rng = random.Random(7)
+    pace = [0.05]
     for _ in range(rounds):
-        print(*one_round(root, rng), flush=True)
+        print(*one_round(root, rng, pace), flush=True)
     with start(size=20_000) as roles:
         found = find_latest(root)
         assert found is not None

@@ -258,7 +258,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path) -> 
         [sys.executable, str(KILLED), str(tmp_path), "24"],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         env=os.environ
         | {
             "OMP_NUM_THREADS": "1",

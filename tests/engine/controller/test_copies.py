@@ -16,6 +16,7 @@ from engine.controller.launch import Placement, Pool, launch
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.slow
 def test_a_batch_of_64_mib_is_copied_once() -> None:
     placement = Placement((Pool(("maker",), cpus=0.5), Pool(("taker",), cpus=0.5)))
     with launch(placement, [RoleSpec("maker", Probe), RoleSpec("taker", Probe)]) as roles:

@@ -189,6 +189,7 @@ def two_nodes() -> Iterator[dict[str, str]]:
     cluster.shutdown()
 
 
+@pytest.mark.slow
 def test_pools_land_on_the_nodes_that_they_ask_for(two_nodes: dict[str, str]) -> None:
     pools = (
         Pool(("by_resource",), cpus=0.5, resources={"fast": 0.001}),

@@ -106,6 +106,7 @@ def test_a_killed_process_is_reported_by_all_who_wait_for_it() -> None:
     wait_until_gone(busy)
 
 
+@pytest.mark.slow
 def test_a_stopped_process_ends_in_an_error_and_does_not_outlive_the_run() -> None:
     roles = launch(two_ranks(call_timeout_s=1.0), TWO)
     pid = pids_of(roles, "probe")[1]

@@ -39,6 +39,7 @@ def promoter(uri: str, model: str, version: str, start: float, results: Queue[st
         results.put(f"lost {version}: {error}")
 
 
+@pytest.mark.slow
 def test_of_two_promoters_at_once_one_wins_and_the_other_learns_who(
     server: str, model: str, champions: Champions, stands: Stands
 ) -> None:

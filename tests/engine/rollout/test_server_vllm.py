@@ -21,7 +21,7 @@ from engine.errors import ConfigError, RolloutError
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.server import ServerEngine, vllm_hook
 
-pytestmark = pytest.mark.timeout(600)  # the server's start
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the server's start
 
 PARAMS = SamplingParams(n=2, max_new_tokens=6, seed=5)
 PROMPTS = make_prompts(3, seed=2)

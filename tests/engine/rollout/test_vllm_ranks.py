@@ -25,9 +25,10 @@ from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.vllm import VllmEngine
 from engine.workers.spread import SpreadModel
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 START_S = 240.0  # importing vLLM on a busy machine takes most of it
 PROMPTS = make_prompts(3, seed=2)
 PARAMS = SamplingParams(n=2, max_new_tokens=10, seed=3)

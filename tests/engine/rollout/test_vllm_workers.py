@@ -24,6 +24,9 @@ from engine.rollout.vllm.holders import WorkerHolder
 NAME = "vllm-tp2"
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture
 def workers(shared_subjects: Any) -> Subject:
     """The session's engine of two worker processes."""

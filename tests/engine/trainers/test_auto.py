@@ -153,6 +153,7 @@ def test_another_plan_is_the_same_run(tiny_folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.slow
 def test_a_restart_on_other_machines_is_laid_out_anew_and_goes_on(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

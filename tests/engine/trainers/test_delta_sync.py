@@ -114,7 +114,8 @@ class Patient(AsyncRollout):
 
 
 @pytest.mark.parametrize(
-    ("placement", "workers", "dtype"), [("local", 1, ""), ("ray", 2, "bfloat16")]
+    ("placement", "workers", "dtype"),
+    [("local", 1, ""), pytest.param("ray", 2, "bfloat16", marks=pytest.mark.slow)],
 )
 def test_workers_follow_the_actor_by_deltas(
     tiny_folder: Path,
@@ -138,6 +139,7 @@ def test_workers_follow_the_actor_by_deltas(
     assert len(set(run.published.values())) == STEPS + 1, "every update moved the weights"
 
 
+@pytest.mark.slow
 def test_workers_to_whom_things_happen_end_with_the_right_weights(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +159,8 @@ def test_workers_to_whom_things_happen_end_with_the_right_weights(
 
 
 @pytest.mark.parametrize(
-    ("fault", "placement"), [("flip", "local"), ("stale", "local"), ("flip", "ray")]
+    ("fault", "placement"),
+    [("flip", "local"), ("stale", "local"), pytest.param("flip", "ray", marks=pytest.mark.slow)],
 )
 def test_a_repaired_sampler_changes_nothing_in_one_step_off(
     tiny_folder: Path,

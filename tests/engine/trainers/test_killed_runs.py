@@ -37,7 +37,8 @@ def history(out: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(times)} for row in rows]
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("one_step_off", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
 def test_twenty_kills_leave_no_trace(tiny_folder: Path, tmp_path: Path, mode: str) -> None:
     [whole] = trained(tiny_folder, tmp_path / "whole", 0, mode)
     assert whole[:3] == [0, 24, 0]

@@ -86,7 +86,8 @@ def alone(
 
 
 @pytest.mark.parametrize(
-    ("parallel", "rollout_tp"), [({"fsdp": 2}, 2), ({"tp": 2}, 1), ({"pp": 2}, 1)]
+    ("parallel", "rollout_tp"),
+    [pytest.param({"fsdp": 2}, 2, marks=pytest.mark.slow), ({"tp": 2}, 1), ({"pp": 2}, 1)],
 )
 def test_ppo_on_two_ranks_is_ppo_on_one(
     tiny_folder: Path,
@@ -105,6 +106,7 @@ def test_ppo_on_two_ranks_is_ppo_on_one(
         torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_fewer_processes(
     tiny_folder: Path,
     tmp_path: Path,
@@ -122,6 +124,7 @@ def test_a_run_goes_on_with_fewer_processes(
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "async"])
+@pytest.mark.slow
 def test_rollout_beside_a_spread_trainer_gets_whole_weights(
     tiny_folder: Path, tmp_path: Path, mode: str
 ) -> None:

@@ -217,6 +217,7 @@ def test_a_run_learns_and_saves_what_it_learned(start_folder: Path, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.slow
 def test_local_and_ray_give_equal_runs(start_folder: Path) -> None:
     histories = []
     for placement in ("local", "ray"):

@@ -77,6 +77,7 @@ def together(first: list[Span], second: list[Span]) -> int:
     return sum(a.overlaps(b) for a in first for b in second)
 
 
+@pytest.mark.slow
 def test_finished_parts_are_scored_while_the_rest_decodes(tiny_folder: Path) -> None:
     _, spans = run(
         tiny_folder,
@@ -97,6 +98,7 @@ def test_finished_parts_are_scored_while_the_rest_decodes(tiny_folder: Path) -> 
         assert together(scored, [r for r in spans if r.role == "reference" and r.step == step]) > 0
 
 
+@pytest.mark.slow
 def test_the_next_prompts_are_prepared_while_the_update_runs(tiny_folder: Path) -> None:
     _, spans = run(tiny_folder, "sync", "ray", steps=3, longest=40, rollout={"n": 64})
     prepared, updates = (
@@ -107,6 +109,7 @@ def test_the_next_prompts_are_prepared_while_the_update_runs(tiny_folder: Path) 
         assert prepared[step].end_ns < updates[step].end_ns
 
 
+@pytest.mark.slow
 def test_roles_placed_apart_work_side_by_side(tiny_folder: Path) -> None:
     pools = [
         {"roles": ["actor", "rollout"]},
@@ -129,6 +132,7 @@ def test_roles_placed_apart_work_side_by_side(tiny_folder: Path) -> None:
     assert together(scores, between(spans, "critic", "values")) >= 1
 
 
+@pytest.mark.slow
 def test_one_step_off_samples_while_it_updates(tiny_folder: Path) -> None:
     _, spans = run(tiny_folder, "one_step_off", "ray", steps=4, longest=40, rollout={"n": 64})
     sampled, updates = between(spans, "sampler", "generate"), between(spans, "actor", "update")
@@ -137,6 +141,7 @@ def test_one_step_off_samples_while_it_updates(tiny_folder: Path) -> None:
         assert following.start_ns < update.end_ns
 
 
+@pytest.mark.slow
 def test_async_decodes_while_it_updates(tiny_folder: Path) -> None:
     _, spans = run(tiny_folder, "async", "ray", steps=4, longest=40, rollout={"n": 64})
     assert together(between(spans, "sampler0", "pump"), between(spans, "actor", "update")) >= 2

@@ -78,6 +78,7 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> list[async_rollout.AsyncRollout
     ("what", "cause"),
     [(signal.SIGKILL, "died"), (signal.SIGSTOP, "no heartbeat|syncing at its deadline")],
 )
+@pytest.mark.slow
 def test_a_lost_rollout_worker_is_replaced_and_no_prompt_is_lost(
     tiny_folder: Path,
     rollouts: list[async_rollout.AsyncRollout],
@@ -111,6 +112,7 @@ def test_a_lost_rollout_worker_is_replaced_and_no_prompt_is_lost(
     assert not psutil.pid_exists(pids[0])
 
 
+@pytest.mark.slow
 def test_workers_that_keep_dying_end_the_run_with_the_first_cause(tiny_folder: Path) -> None:
     with trainer(tiny_folder, max_rollout_restarts=0) as subject:
         subject.on_step = at_step(2, lambda: os.kill(pid_of("sampler0"), signal.SIGKILL))
@@ -121,6 +123,7 @@ def test_workers_that_keep_dying_end_the_run_with_the_first_cause(tiny_folder: P
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.slow
 def test_a_dead_trainer_ends_the_attempt_within_seconds(tiny_folder: Path, mode: str) -> None:
     struck: list[float] = []
 

@@ -63,6 +63,7 @@ def test_ranks_sample_what_one_rank_samples(
     same(rows(results), alone)
 
 
+@pytest.mark.slow
 def test_adapters_of_a_policy_are_merged_wherever_it_is(folder: str) -> None:
     one = run(folder, {}, 1, 4)
     two = run(folder, {"fsdp": 2}, 2, 4)

@@ -24,4 +24,4 @@ class environment:
 
         s3fs.S3FileSystem.clear_instance_cache()
         for key, value in self.before.items():
-            os.environ.pop(key) if value is None else os.environ.update({key: value})
+            os.environ.pop(key, None) if value is None else os.environ.update({key: value})

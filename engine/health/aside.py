@@ -1,0 +1,46 @@
+"""Python code in a process of its own, which may crash or hang without harm to the caller."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+# Whatever libraries print goes elsewhere, or at least on other lines.
+SAY = """
+import json, sys
+def say(**what): print("\\n@" + json.dumps(what), flush=True)
+"""
+
+
+def run_aside(
+    code: str, arguments: Sequence[str], deadline_s: float
+) -> tuple[list[dict[str, Any]], str]:
+    """Run the code; return what it said by `say(name=value)`, and how it ended if not well."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAY + code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # so that what a library starts can be ended with it
+    )
+    ended = ""
+    try:
+        output, _ = process.communicate(timeout=deadline_s)
+        if process.returncode < 0:
+            ended = f"it ended Python by {signal.Signals(-process.returncode).name}"
+        elif process.returncode:
+            ended = f"it ended Python with status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        ended = f"it was not done in {deadline_s:g} s"
+    finally:
+        if process.poll() is None:  # this process is told to end
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return [json.loads(x[1:]) for x in output.splitlines() if x.startswith('@{"')], ended
