@@ -69,19 +69,23 @@ def rl(
                 lora=lora,
             )
 
+        def record(rows: list[dict[str, float]]) -> None:
+            for row in rows:
+                at = int(row["step"])
+                if at not in logged:  # by this attempt; the one before had a run of its own
+                    logged.add(at)
+                    this.tracked.log_metrics({k: v for k, v in row.items() if k != "step"}, at)
+
         def work(trainer: RLTrainer) -> None:
             def report(step: int, total: int, metrics: dict[str, float]) -> None:
                 if step == total or step % config.trainer.test_freq == 0:
                     metrics["validation/reward"] = trainer.validate(validation)
-                for row in (*trainer.history, {"step": float(step)} | metrics):
-                    at = int(row["step"])
-                    if at not in logged:  # an attempt before may have done it, or this one already
-                        logged.add(at)
-                        this.tracked.log_metrics({k: v for k, v in row.items() if k != "step"}, at)
+                record([*trainer.history, {"step": float(step)} | metrics])
                 say(step_line(step, total, metrics, [*trainer.history, metrics]))
 
             trainer.on_step = report
             trainer.fit(checkpoint_dir=checkpoints.folder, resume_from=checkpoints.before)
+            record(trainer.history)  # of a run that was finished already
             trainer.save(this.folder)
             trainer.write_timeline(this.folder / "timeline.json")
             history[:] = trainer.history
