@@ -25,9 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     options = _parser().parse_args(arguments)
     quiet()
-    if options.beside:
-        threading.Thread(target=_end_with_the_parent, daemon=True).start()
     try:
+        if options.beside:
+            threading.Thread(target=_end_with_the_parent, daemon=True).start()
         from engine.trainers.export import export_policy  # torch takes seconds; --help needs none
 
         source = export_policy(options.checkpoint, options.out, options.model)

@@ -226,6 +226,8 @@ def _tasks_of(node: Any) -> Iterator[Identifier]:
         block = node.branch_node.if_else
         for case in (block.case, *block.other):
             yield from _tasks_of(case.then_node)
+        if block.HasField("else_node"):
+            yield from _tasks_of(block.else_node)
 
 
 def _identifier(key: Key) -> Identifier:

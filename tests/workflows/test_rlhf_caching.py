@@ -42,6 +42,7 @@ def test_an_unchanged_run_recomputes_nothing(finished: Finished) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_changed_rl_setting_keeps_data_and_warm_start(finished: Finished) -> None:
     change = {"rl": {"actor": {"kl_loss_coef": 0.002}, "trainer": {"placement": "local"}}}
     outcome = finished.place.run("--config", settings(ON_RAY, change))

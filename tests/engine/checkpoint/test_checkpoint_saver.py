@@ -230,6 +230,7 @@ def assert_set(gate: threading.Event) -> None:
     assert gate.wait(10)
 
 
+@pytest.mark.slow
 def test_two_ranks_on_ray_are_saved_and_loaded(ray_cluster: None, tmp_path: Path) -> None:
     pool = Pool(("actor",), world_size=2, cpus=0.2)
     placement = Placement(pools=(pool,), kind="ray", call_timeout_s=60.0)

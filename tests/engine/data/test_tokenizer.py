@@ -67,6 +67,7 @@ def test_too_small_a_vocabulary_is_refused() -> None:
         train_tokenizer(["a"], vocab_size=100)
 
 
+@pytest.mark.slow
 def test_the_same_texts_give_the_same_files_in_every_process(
     tmp_path: Path, arithmetic_texts: list[str]
 ) -> None:

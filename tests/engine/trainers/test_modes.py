@@ -48,7 +48,7 @@ def run(
         return history, list(trainer.spans)
 
 
-@pytest.mark.parametrize("placement", ["local", "ray"])
+@pytest.mark.parametrize("placement", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["one_step_off", "async"])
 def test_rollout_ahead_learns_within_its_bound(
     tiny_folder: Path, mode: str, placement: str

@@ -199,6 +199,7 @@ def test_a_save_that_fails_costs_no_training(
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.slow
 def test_a_killed_trainer_is_resumed_and_loses_nothing(tiny_folder: Path, tmp_path: Path) -> None:
     from test_supervision import pid_of
 

@@ -145,6 +145,7 @@ def test_adaptive_kl_in_the_reward(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("placement", ["local", "ray"])
+@pytest.mark.slow
 def test_a_reward_that_raises_is_named_and_workers_are_closed(
     tiny_folder: Path, placement: str
 ) -> None:

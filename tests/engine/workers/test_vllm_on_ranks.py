@@ -44,10 +44,10 @@ def alone(folder: str) -> list[Any]:
     ("parallel", "tp", "kind", "settings"),
     [
         ({}, 1, Shared, {"sleep": 2}),
-        ({"dp": 2}, 1, Shared, {"sleep": 1}),
+        pytest.param({"dp": 2}, 1, Shared, {"sleep": 1}, marks=pytest.mark.slow),
         ({"fsdp": 2}, 2, IntoVllm, {"sleep": 2}),
-        ({"tp": 2}, 1, IntoVllm, {}),
-        ({"pp": 2}, 1, IntoVllm, {}),
+        pytest.param({"tp": 2}, 1, IntoVllm, {}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, 1, IntoVllm, {}, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_sample_what_one_rank_samples(

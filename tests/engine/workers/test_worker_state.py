@@ -122,6 +122,7 @@ torch.save(results, sys.argv[3])
 """
 
 
+@pytest.mark.slow
 def test_another_process_goes_on_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     workers = {role: make(folder) for role, make in ROLES.items()}
     store = CheckpointStore(tmp_path / "root")
