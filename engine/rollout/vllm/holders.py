@@ -92,6 +92,7 @@ class LocalHolder(Holder):
         self._shareable = options.share or not sleeps
         self._views: dict[str, Tensor] | None = None
         self._sharer: nn.Module | None = None  # whose parameters `_views` are
+        self._watched: weights.Watched | None = None  # these parameters
         self._apart: nn.Module | None = None  # a model found not to fit
 
     @property
@@ -105,10 +106,10 @@ class LocalHolder(Holder):
     def release(self) -> None:
         if self._sharer is not None and self._views is not None:
             weights.release(self._sharer, self._views)
-        self._views = self._sharer = None
+        self._views = self._sharer = self._watched = None
 
     def _take_plain(self, model: nn.Module) -> None:
-        if self._sharer is model and self._views and weights.is_shared(model, self._views):
+        if self._sharer is model and self._watched is not None and self._watched.unmoved():
             return
         self._load(sources.merged_weights(model), whole=True)
         if self._apart is model or not self._shareable:
@@ -118,12 +119,12 @@ class LocalHolder(Holder):
             self._apart = model
             return
         weights.share(model, views)
-        self._views, self._sharer = views, model
+        self._views, self._sharer, self._watched = views, model, weights.Watched(model)
 
     def _load(self, named: Named, whole: bool) -> None:
         sharer, views = self._sharer, self._views
         if sharer is not None and views is not None and not weights.is_shared(sharer, views):
-            self._views = self._sharer = None  # the trainer moved its weights away
+            self._views = self._sharer = self._watched = None  # the trainer moved its weights
         self.release()
         loading = weights.Loading(self.target)
         loading.load(named)
