@@ -122,8 +122,7 @@ class LocalHolder(Holder):
         self._views, self._sharer, self._watched = views, model, weights.Watched(model)
 
     def _load(self, named: Named, whole: bool) -> None:
-        sharer, views = self._sharer, self._views
-        if sharer is not None and views is not None and not weights.is_shared(sharer, views):
+        if self._watched is not None and not self._watched.unmoved():
             self._views = self._sharer = self._watched = None  # the trainer moved its weights
         self.release()
         loading = weights.Loading(self.target)

@@ -55,36 +55,27 @@ def share(model: nn.Module, views: dict[str, Tensor]) -> None:
         parameter.data = views[name]
 
 
-def is_shared(model: nn.Module, views: dict[str, Tensor]) -> bool:
-    """Tell whether all of the trainer's parameters still are `views`."""
-    return all(
-        name in views
-        and parameter.data_ptr() == views[name].data_ptr()
-        and parameter.shape == views[name].shape
-        for name, parameter in model.named_parameters()
-    )
-
-
 class Watched:
     """The parameters of a model as they were when they became views; asking costs microseconds.
 
     A walk over the model's names costs more than all the rest of a switch. What is looked at
-    instead are the modules' own tables of parameters.
+    instead are the modules' own tables, of parameters and of modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._seen = [
-            (table, name, parameter, parameter.data_ptr())
-            for table in (module._parameters for module in model.modules())
-            for name, parameter in table.items()
-            if parameter is not None
+        tables = [
+            table for module in model.modules() for table in (module._parameters, module._modules)
         ]
+        self._sizes = [(table, len(table)) for table in tables]
+        self._objects = [(table, name, one) for table in tables for name, one in table.items()]
+        self._storage = [(parameter, parameter.data_ptr()) for parameter in model.parameters()]
 
     def unmoved(self) -> bool:
-        """Whether each is the same object on the same storage."""
-        return all(
-            table.get(name) is parameter and parameter.data_ptr() == address
-            for table, name, parameter, address in self._seen
+        """Whether all are the same objects, no more and no fewer, on the same storage."""
+        return (
+            all(len(table) == size for table, size in self._sizes)
+            and all(table.get(name) is one for table, name, one in self._objects)
+            and all(parameter.data_ptr() == address for parameter, address in self._storage)
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import flask.globals  # noqa: F401 (its proxies once broke the start of vLLM)
@@ -19,6 +21,7 @@ from transformers import Qwen2ForCausalLM
 from engine.errors import RolloutError
 from engine.rollout.protocol import SamplingParams, create_engine
 from engine.rollout.vllm import VllmEngine, launch
+from engine.rollout.vllm.weights import Watched
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
@@ -64,6 +67,58 @@ def test_a_switch_takes_less_than_a_millisecond_and_no_memory(vllm_subject: Subj
         assert torch.allclose(torch.tensor(c.log_probs), expected, atol=1e-4)
     assert min(seconds) < 1e-3
     assert pointers == {name: p.data_ptr() for name, p in model.named_parameters()}
+
+
+def move_storage(model: torch.nn.Module) -> None:
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+
+
+def replace_parameter(model: torch.nn.Module) -> None:
+    module = model.model.layers[1].mlp.down_proj
+    module.weight = torch.nn.Parameter(module.weight.detach().clone())
+
+
+def replace_module(model: torch.nn.Module) -> None:
+    model.model.layers[0].self_attn.o_proj = copy.deepcopy(model.model.layers[0].self_attn.o_proj)
+
+
+def add_parameter(model: torch.nn.Module) -> None:
+    model.model.norm.register_parameter("extra", torch.nn.Parameter(torch.zeros(1)))
+
+
+MOVES = [move_storage, replace_parameter, replace_module, add_parameter]
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_whatever_takes_weights_away_is_seen(move: Callable[[torch.nn.Module], None]) -> None:
+    model = build("qwen2")
+    watched = Watched(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    model.train()
+    assert watched.unmoved(), "a step and a change of mode move nothing"
+    move(model)
+    assert not watched.unmoved()
+
+
+@needs_vllm
+@pytest.mark.parametrize("move", MOVES[:3])
+def test_weights_that_were_taken_away_are_served_all_the_same(
+    vllm_subject: Subject, move: Callable[[torch.nn.Module], None]
+) -> None:
+    engine, model = vllm_subject.engine, vllm_subject.model
+    engine.update_weights(model, engine.policy_version)
+    move(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    engine.update_weights(model, engine.policy_version + 1)
+    c = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))[0]
+    expected = reference_log_probs(model, [5, 6, 7], c.token_ids)
+    assert torch.allclose(torch.tensor(c.log_probs), expected, atol=1e-4)
+    assert engine.shares_storage, "they are one again"
 
 
 @needs_vllm
