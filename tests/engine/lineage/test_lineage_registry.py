@@ -163,3 +163,40 @@ def test_a_registry_that_does_not_answer_is_a_note(
     assert main(["show", str(run.rl), "--no-registry"]) == 0
     assert capsys.readouterr().err == ""
     assert main(["show", CHAMPION, "--no-registry"]) == 1
+
+
+def record_run(artifact: Path) -> None:
+    """Note in MLflow what a stage's run notes of the artifact that it has published."""
+    manifest = read_manifest(artifact)
+    with Tracker().stage(manifest.kind) as stage:
+        stage.set_tags({ARTIFACT_TAG: manifest.digest, MANIFEST_TAG: manifest.own_digest})
+
+
+def test_an_artifact_that_was_lost_and_made_again_is_noted(run: Run) -> None:
+    edit(run.dataset, metrics={"seconds": 3.0})  # the same content, another manifest
+    (fault,) = faults(CHAMPION)
+    assert "or the artifact was made again" in fault
+    record_run(run.dataset)
+    found = audit(review([CHAMPION]))
+    assert found.faults == ()
+    assert any("was made again after what came of it" in note.text for note in found.notes)
+
+
+def test_an_edit_after_it_was_made_again_is_a_fault(run: Run) -> None:
+    edit(run.dataset, metrics={"seconds": 3.0})
+    record_run(run.dataset)
+    edit(run.dataset, metrics={"seconds": 4.0})
+    assert any("its parents, configuration or metrics were edited" in f for f in faults(CHAMPION))
+
+
+def test_other_content_is_never_taken_for_made_again(run: Run) -> None:
+    (run.dataset / "content.txt").write_text("poison")
+    record_run(run.dataset)
+    assert any("content.txt differs" in fault for fault in faults(CHAMPION))
+
+
+def test_without_mlflow_s_word_it_stays_a_fault(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit(run.dataset, metrics={"seconds": 3.0})
+    record_run(run.dataset)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert any("or the artifact was made again" in fault for fault in faults(run.rl))
