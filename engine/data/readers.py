@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.errors import DataError
+from engine.storage.s3 import from_environment
 
 SUFFIXES = (".jsonl", ".parquet")
 
@@ -83,7 +84,8 @@ def open_filesystem(uri: str | Path) -> fsspec.AbstractFileSystem:
     protocol = str(uri).partition("://")[0] if "://" in str(uri) else "file"
     is_s3 = protocol in ("s3", "s3a")
     try:
-        filesystem = fsspec.filesystem(protocol, **(_S3_TIMEOUTS if is_s3 else {}))
+        settings = _S3_TIMEOUTS | from_environment("s3://") if is_s3 else {}
+        filesystem = fsspec.filesystem(protocol, **settings)
         if is_s3:
             filesystem.retries = _S3_TRIES
         return filesystem

@@ -18,10 +18,10 @@ from engine.console import human_bytes
 from engine.errors import ConfigError
 from engine.health.report import Finding
 from engine.lineage.store import HOME_VARIABLE, STORE_VARIABLE, home, shared_store
+from engine.storage.s3 import ENDPOINTS
 from engine.tracking.connection import URI_VARIABLE, cause, default_uri
 
 SHARED_MEMORY = Path("/dev/shm")
-S3_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FLYTE_AWS_ENDPOINT")
 
 
 def shared_memory(least_gib: float) -> Finding:
@@ -108,7 +108,7 @@ def s3(deadline_s: float) -> Iterator[Finding]:
             yield Finding(STORE_VARIABLE, shared_store())
         except ConfigError as error:
             yield Finding(STORE_VARIABLE, "no address", str(error))
-    variable = next((name for name in S3_VARIABLES if os.environ.get(name)), None)
+    variable = next((name for name in ENDPOINTS if os.environ.get(name)), None)
     if variable is None:
         return
     endpoint = os.environ[variable]

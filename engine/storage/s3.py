@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import logging
 import os
 import random
 import time
@@ -18,9 +19,12 @@ from typing import Any, TypeVar
 
 from engine.errors import StorageError
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 SCHEME = "s3://"
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FLYTE_AWS_ENDPOINT")  # the first wins
 SUM = "sha256"  # the entry of an object's metadata that holds its content's SHA-256 (hex)
 PAUSE_SECONDS = 0.5  # before the second try; each further pause is twice as long
 LONGEST_PAUSE_SECONDS = 10.0
@@ -63,8 +67,7 @@ def from_environment(address: str) -> dict[str, Any]:
     """
     if not address.startswith(SCHEME):
         return {}
-    variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FLYTE_AWS_ENDPOINT")
-    endpoint = next((os.environ[name] for name in variables if os.environ.get(name)), None)
+    endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), None)
     # Also where botocore would find it: s3fs keeps a file system for equal settings.
     options: dict[str, Any] = {"client_kwargs": {"endpoint_url": endpoint}} if endpoint else {}
     if os.environ.get("AWS_ACCESS_KEY_ID"):
@@ -197,11 +200,19 @@ class Objects:
                     raise
 
     def abort(self, name: str, upload: str) -> None:
-        """Forget an object in parts; what can't be forgotten is left to the bucket's lifecycle."""
-        with contextlib.suppress(Exception):
+        """Forget an object in parts; what can't be forgotten is left to the bucket's lifecycle.
+
+        That is said in the log and not raised, for it would hide why the upload ended.
+        """
+        try:
             self._fs.call_s3(
                 "abort_multipart_upload", Bucket=self._bucket, Key=self._key_of(name),
                 UploadId=upload, timeout=QUICK.request,
+            )  # fmt: skip
+        except Exception as error:  # botocore's and s3fs's have no common base
+            log.warning(
+                "parts of %s/%s stay in the bucket until its lifecycle removes them: %s",
+                self.uri, name, words_of(error, QUICK),
             )  # fmt: skip
 
     def _key_of(self, name: str) -> str:

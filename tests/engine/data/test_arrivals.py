@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import fsspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
 
 from engine.data.arrivals import Arrival, Window, open_window, read_window
+from engine.data.readers import open_filesystem
 from engine.data.rows import rl_row
 from engine.errors import ConfigError, DataError
 
@@ -136,22 +136,26 @@ def test_every_file_is_taken_by_one_promoted_night(
     assert len(ledger) == len({arrival.path for arrival in ledger}) == len(files)
 
 
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(params=["AWS", "FLYTE_AWS"])
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A bucket that is known by AWS's own variables, or by those that Flyte gives its pods."""
     server = ThreadedMotoServer(port=0)
     server.start()
     host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("arrivals")
+    endpoint = "ENDPOINT_URL" if request.param == "AWS" else "ENDPOINT"
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(f"{request.param}_{endpoint}", f"http://{host}:{port}")
+    monkeypatch.setenv(f"{request.param}_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv(f"{request.param}_SECRET_ACCESS_KEY", "secret")
+    open_filesystem("s3://").makedirs("arrivals", exist_ok=True)
     yield "s3://arrivals/problems"
     server.stop()
 
 
 def test_a_prefix_in_s3(bucket: str) -> None:
     row = json.dumps(rl_row("sums", "What is 1 plus 1?", "2", {}))
-    fsspec.filesystem("s3").pipe_file(f"{bucket}/2026-11-19/a.jsonl", row.encode())
+    open_filesystem(bucket).pipe_file(f"{bucket}/2026-11-19/a.jsonl", row.encode())
     now = datetime.now(UTC)
     days = (now.date() - NIGHT.date()).days + MONTH + 400
     window = open_window(bucket, now + timedelta(minutes=5), [], days)
