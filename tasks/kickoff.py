@@ -25,6 +25,7 @@ from engine.config import (
     RLConfig,
     digest,
 )
+from engine.data.arrivals import Arrival
 from tasks.context import IMAGE, SMALL, RunContext, failures_as_sentences, say
 from tasks.failure import note_opened
 from tasks.inputs import RLHFConfig
@@ -33,22 +34,11 @@ from tasks.plan import adapters, check_settings, open_run
 from tasks.profiles import ProfileName
 
 if TYPE_CHECKING:
-    from engine.data.arrivals import Arrival, Window
+    from engine.data.arrivals import Window
     from engine.tracking import Tracker
     from engine.tracking.registry import ModelVersion
 
 LEDGER = "arrivals.json"
-
-
-class NewFile(BaseModel):
-    """A file as the window saw it; see `engine.data.arrivals.Arrival`."""
-
-    model_config = ConfigDict(frozen=True)
-
-    path: str
-    sha256: str
-    size: int
-    written: str
 
 
 class NewData(BaseModel):
@@ -57,7 +47,7 @@ class NewData(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     prefix: str  # e.g. "s3://bucket/problems"
-    files: tuple[NewFile, ...]
+    files: list[Arrival]
     dataset: str  # address of the champion's dataset artifact
     dataset_digest: str  # its content
 
@@ -111,14 +101,12 @@ def kickoff(
         reason = why_not(window, rows, config.retrain, champion)
         run = open_run(config, (content, ""), "retraining")
         note_opened(run)
-        files = tuple(
-            NewFile(path=a.path, sha256=a.sha256, size=a.size, written=a.written)
-            for a in window.new
+        news = NewData(
+            prefix=window.prefix, files=list(window.new), dataset=uri, dataset_digest=content
         )
-        news = NewData(prefix=window.prefix, files=files, dataset=uri, dataset_digest=content)
     say(
         f"run {run.run_id}: kick-off {at:%Y-%m-%d %H:%M}, champion version {champion.version}, "
-        f"{rows} new problems in {len(files)} files ({window.late} late, {window.known} taken "
+        f"{rows} new problems in {len(window.new)} files ({window.late} late, {window.known} taken "
         "before)"
     )
     return Kickoff(
@@ -188,7 +176,6 @@ def read_ledger(dataset: str | Path) -> list[Arrival]:
     Raises StorageError or LineageError where the dataset is gone or was changed.
     """
     from engine.artifacts import local_path
-    from engine.data.arrivals import Arrival
     from engine.lineage.manifest import verify
 
     folder = local_path(dataset)
@@ -201,9 +188,7 @@ def read_ledger(dataset: str | Path) -> list[Arrival]:
 
 def write_ledger(folder: Path, ledger: Sequence[Arrival]) -> None:
     """Write all files that were taken in up to now, by path."""
-    from dataclasses import asdict
-
-    entries = [asdict(arrival) for arrival in sorted(ledger, key=lambda a: (a.path, a.sha256))]
+    entries = [arrival.model_dump() for arrival in sorted(ledger, key=lambda a: (a.path, a.sha256))]
     (folder / LEDGER).write_text(json.dumps({"files": entries}, indent=1) + "\n")
 
 

@@ -15,7 +15,7 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig
-from tasks.context import IMAGE, SMALL, RunContext, say, stage, stage_cache
+from tasks.context import IMAGE, SMALL, RunContext, Stage, say, stage, stage_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,34 +47,46 @@ def preprocess(
     `context` is the model's limit in tokens that the longest prompt and response must fit.
     """
     from engine.data.sources import load_splits
-    from engine.lineage.manifest import Parent
 
     config = {"data": data.model_dump(mode="json"), "model_path": model_path, "seed": seed}
     with stage("dataset", run, config) as this:
         splits = load_splits(data, seed)
         check_contract(splits)
         tokenizer = choose_tokenizer(splits, data, model_path)
-        splits, lengths = fit_to_context(splits, tokenizer, data, context)
-        for name in SPLITS:
-            getattr(splits, name).to_parquet(this.folder / f"{name}.parquet", index=False)
-        tokenizer.save_pretrained(this.folder / "tokenizer")
-        (this.folder / "dataset.json").write_text(json.dumps(lengths, indent=2))
-        this.parents.append(
-            Parent(
-                name="source",
-                kind="source",
-                digest=splits.source_digest,
-                uri=splits.source_uri,
-            )
-        )
-        rows = {f"rows_{name}": float(len(getattr(splits, name))) for name in SPLITS}
+        facts = write_splits(this, splits, tokenizer, data, context)
         say(
             f"dataset: {data.source}, "
-            + ", ".join(f"{name} {len(getattr(splits, name))}" for name in SPLITS)
-            + f" rows; longest prompt {lengths['max_prompt_length']} tokens"
+            + ", ".join(f"{name} {facts[f'rows_{name}']:.0f}" for name in SPLITS)
+            + f" rows; longest prompt {facts['max_prompt_length']:.0f} tokens"
         )
-        log_inputs(this.tracked, this.folder, splits)
-        return this.publish(rows | {k: float(v) for k, v in lengths.items()})
+        return this.publish(facts)
+
+
+def write_splits(
+    this: Stage,
+    splits: Splits,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    context: int,
+) -> dict[str, float]:
+    """Write splits that keep the contract, and their tokenizer, into the stage's folder.
+
+    Returns what was measured of them: rows a split, longest prompt in tokens. Raises as
+    `fit_to_context` does.
+    """
+    from engine.lineage.manifest import Parent
+
+    splits, lengths = fit_to_context(splits, tokenizer, data, context)
+    for name in SPLITS:
+        getattr(splits, name).to_parquet(this.folder / f"{name}.parquet", index=False)
+    tokenizer.save_pretrained(this.folder / "tokenizer")
+    (this.folder / "dataset.json").write_text(json.dumps(lengths, indent=2))
+    this.parents.append(
+        Parent(name="source", kind="source", digest=splits.source_digest, uri=splits.source_uri)
+    )
+    log_inputs(this.tracked, this.folder, splits)
+    rows = {f"rows_{name}": float(len(getattr(splits, name))) for name in SPLITS}
+    return rows | {name: float(length) for name, length in lengths.items()}
 
 
 def check_contract(splits: Splits) -> None:

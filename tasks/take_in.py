@@ -7,7 +7,6 @@ unchanged, the test set above all.
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,12 +25,11 @@ from tasks.context import (
     stage_cache,
 )
 from tasks.kickoff import NewData, read_ledger, write_ledger
-from tasks.preprocess import SPLITS, check_contract, fit_to_context, log_inputs
+from tasks.preprocess import SPLITS, check_contract, write_splits
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from engine.data.arrivals import Arrival
     from engine.data.sources import Splits
 
 HELD_OUT = ("test", "validation", "sft_validation")
@@ -55,10 +53,9 @@ def take_in(
 ) -> FlyteDirectory:
     """Read the new problems, mix in replay, and write the dataset of this night."""
     from engine.artifacts import local_path
-    from engine.data.arrivals import Arrival
     from engine.data.tokenizer import load_tokenizer
     from engine.errors import LineageError
-    from engine.lineage.manifest import Parent, read_manifest
+    from engine.lineage.manifest import read_manifest
     from engine.models import vocabulary_and_context
 
     settings = {
@@ -75,28 +72,17 @@ def take_in(
                 f"{news.dataset_digest[:12]}; restore it, or run the kick-off again"
             )
         this.parents.append(manifest.as_parent("former_dataset", news.dataset))
-        taken = [Arrival(**file.model_dump()) for file in news.files]
         model = local_artifact(champion)
-        splits = mix(former, news, taken, retrain, seed)
+        splits = mix(former, news, retrain, seed)
         check_contract(splits)
         tokenizer = load_tokenizer(str(model))
         context = vocabulary_and_context(str(model))[1]
-        splits, lengths = fit_to_context(splits, tokenizer, data, context)
-        for name in SPLITS:
-            getattr(splits, name).to_parquet(this.folder / f"{name}.parquet", index=False)
-        tokenizer.save_pretrained(this.folder / "tokenizer")
-        (this.folder / "dataset.json").write_text(json.dumps(lengths, indent=2))
-        write_ledger(this.folder, [*read_ledger(former), *taken])
-        this.parents.append(
-            Parent(name="source", kind="source", digest=splits.source_digest, uri=splits.source_uri)
-        )
-        log_inputs(this.tracked, this.folder, splits)
-        return this.publish({f"rows_{name}": float(len(getattr(splits, name))) for name in SPLITS})
+        facts = write_splits(this, splits, tokenizer, data, context)
+        write_ledger(this.folder, [*read_ledger(former), *news.files])
+        return this.publish(facts)
 
 
-def mix(
-    former: Path, news: NewData, taken: list[Arrival], config: RetrainConfig, seed: int
-) -> Splits:
+def mix(former: Path, news: NewData, config: RetrainConfig, seed: int) -> Splits:
     """The champion's splits with `train` anew: new problems that no split holds, and a replay."""
     import pandas as pd
 
@@ -106,7 +92,7 @@ def mix(
     from engine.lineage.manifest import json_digest
 
     splits = {name: pd.read_parquet(former / f"{name}.parquet") for name in SPLITS}
-    arrived = pd.DataFrame(read_window(Window(news.prefix, tuple(taken))))
+    arrived = pd.DataFrame(read_window(Window(news.prefix, tuple(news.files))))
     if "prompt" not in arrived:
         raise DataError(f"the new data in {news.prefix} have no column 'prompt'")
     held_out = {key for name in HELD_OUT for key in _keys(splits[name])}
@@ -122,7 +108,7 @@ def mix(
         f"dataset: {len(fresh)} new problems ({len(arrived) - len(fresh)} repeated or held out "
         f"left out), {len(replay)} replayed; test set of {len(splits['test'])} unchanged"
     )
-    digest = json_digest({file.path: file.sha256 for file in taken})
+    digest = json_digest({file.path: file.sha256 for file in news.files})
     return Splits(**splits, source_digest=digest, source_uri=news.prefix)
 
 

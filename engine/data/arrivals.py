@@ -23,6 +23,8 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from engine.data.readers import SUFFIXES, open_filesystem, parse_rows, read_bytes, unreachable
 from engine.errors import ConfigError, DataError
 
@@ -30,9 +32,10 @@ _DAY = re.compile(r"(?:[A-Za-z_]\w*=)?(\d{4}-\d{2}-\d{2})")
 _UNFINISHED = (".", "_")  # first letters of files that are still being written
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(BaseModel):
     """A file as it was taken."""
+
+    model_config = ConfigDict(frozen=True)
 
     path: str  # below the prefix, e.g. "2026-11-20/batch-3.parquet"
     sha256: str  # hex
@@ -113,7 +116,7 @@ def _arrival(file: _Listed, before: Arrival | None) -> Arrival:
     if before is not None and (before.size, before.written) == (file.size, written):
         return before
     digest = hashlib.sha256(read_bytes(file.uri)).hexdigest()
-    return Arrival(file.path, digest, file.size, written)
+    return Arrival(path=file.path, sha256=digest, size=file.size, written=written)
 
 
 def _within(day: date, kickoff: datetime, lookback_days: int) -> bool:

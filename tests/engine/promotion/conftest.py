@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from mlflow_server import mlflow_server
 
 from engine.artifacts import Draft, publish, staging
-from engine.errors import TrackingError
 from engine.tracking import Tracker
 
 
@@ -22,39 +16,10 @@ from engine.tracking import Tracker
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of `mlflow server` over SQLite; it answers on many threads at once."""
     folder = tmp_path_factory.mktemp("server")
-    Tracker(f"sqlite:///{folder / 'server.db'}").check()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{folder / 'server.db'}"]
-    command += ["--artifacts-destination", str(folder / "artifacts")]
-    log = folder / "log.txt"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            # Without MLflow's job runners: seven processes that nobody here needs.
-            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    uri = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 300
-        while True:
-            try:
-                Tracker(uri, "probe").check(timeout_s=2)
-                break
-            except TrackingError:
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.3)
+    store = f"sqlite:///{folder / 'server.db'}"
+    Tracker(store).check()
+    with mlflow_server(store, folder) as uri:
         yield uri
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=20)
 
 
 @pytest.fixture(autouse=True)
