@@ -40,8 +40,9 @@ def sample(logits: Tensor, noise: Tensor | None, params: SamplingParams) -> tupl
 
     `logits` is `[R, V]`; `noise` `[R]` in [0, 1) is ignored by greedy decoding. Log-probs are of
     the distribution drawn from: softmax(logits / temperature), cut to `top_k`, then to `top_p`,
-    and renormalised; for greedy decoding of softmax(logits). A row of logits with a NaN gives a
-    NaN log-prob.
+    and renormalised; for greedy decoding of softmax(logits). They are logs of float32 numbers, so
+    below -87 (a token of probability 1e-38) they are rounded ever more coarsely. A row of logits
+    with a NaN gives a NaN log-prob.
     """
     logits = logits.float()
     if params.temperature == 0:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from s3_server import environment
+from s3_server import environment, forget_buckets
 
 WRITES = ("PUT", "POST")
 
@@ -115,10 +115,9 @@ def faulty_s3(bucket: str) -> Iterator[Faults]:
         with environment(
             AWS_ENDPOINT_URL=f"http://127.0.0.1:{server.server_port}", AWS_MAX_ATTEMPTS="2"
         ):
-            store = s3fs.S3FileSystem()
-            if not store.exists(bucket):  # the servers of one process share their buckets
-                store.mkdir(bucket)
+            s3fs.S3FileSystem().mkdir(bucket)
             yield faults
     finally:
         server.shutdown()
         thread.join(10)
+        forget_buckets()

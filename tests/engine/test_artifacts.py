@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from s3_server import s3_bucket
 
 from engine import artifacts
 from engine.artifacts import artifact_path, home, local_path, publish, staging
@@ -213,29 +215,12 @@ def test_a_deleted_artifact_names_the_way_out() -> None:
 
 
 @pytest.fixture(scope="module")
-def bucket() -> object:
-    """A real S3 server in this process, and s3fs's settings to reach it."""
-    from moto.server import ThreadedMotoServer
-
-    settings = {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    settings["AWS_ENDPOINT_URL"] = f"http://{host}:{port}"
-    before = {key: os.environ.get(key) for key in settings}
-    os.environ.update(settings)
+def bucket() -> Iterator[Any]:
+    """The file system of a real S3 server in this process, with a bucket of that name."""
     import s3fs
 
-    filesystem = s3fs.S3FileSystem()
-    filesystem.mkdir("bucket")
-    yield filesystem
-    server.stop()
-    for key, value in before.items():
-        os.environ.pop(key) if value is None else os.environ.update({key: value})
+    with s3_bucket("bucket"):
+        yield s3fs.S3FileSystem()
 
 
 def test_an_s3_artifact_is_downloaded_checked_and_cached(bucket) -> None:

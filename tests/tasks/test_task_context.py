@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +17,7 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 from flytekit.types.directory import FlyteDirectory
 from mlflow import MlflowClient
+from s3_server import flyte_variables, s3_server
 
 from engine.errors import DataError
 from engine.lineage.manifest import read_manifest
@@ -130,25 +130,16 @@ def test_a_stage_publishes_with_its_run_and_its_time(run: RunContext, uri: str) 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A shared store on a real S3 server."""
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("FLYTE_AWS_ENDPOINT", f"http://{host}:{port}")
-    monkeypatch.setenv("FLYTE_AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     for variable in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(variable, raising=False)
-    root = f"s3://flyte/{tmp_path.name}"
-    filesystem, _ = fsspec.core.url_to_fs(root, **from_environment(root))
-    if not filesystem.exists("flyte"):  # the servers of one process share their buckets
+    with s3_server() as endpoint:
+        for name, value in flyte_variables(endpoint).items():
+            monkeypatch.setenv(name, value)
+        root = f"s3://flyte/{tmp_path.name}"
+        filesystem, _ = fsspec.core.url_to_fs(root, **from_environment(root))
         filesystem.mkdir("flyte")
-    monkeypatch.setenv("HYBRIDFLYTE_STORE", root)
-    yield root
-    server.stop()
+        monkeypatch.setenv("HYBRIDFLYTE_STORE", root)
+        yield root
 
 
 def test_flyte_is_handed_the_address_in_the_store_and_copies_nothing(

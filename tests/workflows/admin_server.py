@@ -30,6 +30,7 @@ from flyteidl.core.identifier_pb2 import Identifier, WorkflowExecutionIdentifier
 from flyteidl.service import admin_pb2_grpc, auth_pb2, auth_pb2_grpc, dataproxy_pb2
 from flyteidl.service import dataproxy_pb2_grpc as dataproxy
 from google.protobuf.timestamp_pb2 import Timestamp
+from s3_server import ACCESS_KEY, REGION, SECRET_KEY, s3_server
 
 BUCKET = "flyte"
 Key = tuple[str, str, str, str]  # project, domain, name, version
@@ -264,20 +265,14 @@ class Cluster:
 @contextlib.contextmanager
 def running() -> Iterator[Cluster]:
     """Run both servers for the block, on free ports of this machine."""
-    from moto.server import ThreadedMotoServer
-
-    store = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    store.start()
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
-    try:
-        host, port = store.get_host_and_port()
-        s3_endpoint = f"http://{host}:{port}"
+    with s3_server() as endpoint:
         s3 = boto3.client(
             "s3",
-            endpoint_url=s3_endpoint,
-            region_name="us-east-1",
-            aws_access_key_id="test",
-            aws_secret_access_key="test",
+            endpoint_url=endpoint,
+            region_name=REGION,
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
         )
         s3.create_bucket(Bucket=BUCKET)
         admin = Admin(s3)
@@ -286,7 +281,7 @@ def running() -> Iterator[Cluster]:
         auth_pb2_grpc.add_AuthMetadataServiceServicer_to_server(admin, server)
         number = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        yield Cluster(admin, f"127.0.0.1:{number}", s3, s3_endpoint)
-    finally:
-        server.stop(grace=None)
-        store.stop()
+        try:
+            yield Cluster(admin, f"127.0.0.1:{number}", s3, endpoint)
+        finally:
+            server.stop(grace=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import shutil
 import sqlite3
 import subprocess
@@ -22,6 +21,7 @@ from flyteidl.core.literals_pb2 import LiteralMap
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
+from s3_server import ACCESS_KEY, SECRET_KEY, flyte_variables, s3_server
 
 DEADLINE_S = 480.0  # of one attempt; imports alone may take minutes on a busy machine
 EXECUTION = "f1a2b3"
@@ -246,22 +246,8 @@ class Attempt:
 def s3_variables(bucket: str) -> Iterator[dict[str, str]]:
     """An S3 server with a bucket; its address and keys as Flyte gives them to pods."""
     import s3fs
-    from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    made = s3fs.S3FileSystem(key="key", secret="word", client_kwargs={"endpoint_url": endpoint})
-    made.mkdir(bucket)
-    try:
-        yield {
-            "FLYTE_AWS_ENDPOINT": endpoint,
-            "FLYTE_AWS_ACCESS_KEY_ID": "key",
-            "FLYTE_AWS_SECRET_ACCESS_KEY": "word",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-    finally:
-        server.stop()
+    with s3_server() as endpoint:
+        options = {"endpoint_url": endpoint}
+        s3fs.S3FileSystem(key=ACCESS_KEY, secret=SECRET_KEY, client_kwargs=options).mkdir(bucket)
+        yield flyte_variables(endpoint)

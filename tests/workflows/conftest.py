@@ -5,27 +5,11 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from flyte_runs import WORKFLOW, Outcome, Place, settings
+from flyte_runs import ON_RAY, WORKFLOW, Finished, Place, settings
 from protobufs import Registered, serialised
-
-ON_RAY = {"rl": {"trainer": {"placement": "ray"}}}
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A run through the command line, on Ray, and where it left everything."""
-
-    place: Place
-    outcome: Outcome
-    config: str
-    seconds: float  # that it took
-
-    def artifact(self, stage: str) -> Path:
-        return Path(self.outcome.summary["artifacts"][stage])
 
 
 @pytest.fixture(scope="session")

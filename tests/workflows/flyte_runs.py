@@ -42,6 +42,7 @@ TINY: dict[str, Any] = {
     },
     "evaluate": {"samples": 2, "k": 2, "bootstrap_samples": 200},
 }
+ON_RAY = {"rl": {"trainer": {"placement": "ray"}}}
 
 
 @dataclass(frozen=True)
@@ -160,3 +161,16 @@ def merge(into: dict[str, Any], change: Mapping[str, Any]) -> None:
             merge(into[key], value)
         else:
             into[key] = copy.deepcopy(value)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run through the command line, on Ray, and where it left everything."""
+
+    place: Place
+    outcome: Outcome
+    config: str
+    seconds: float  # that it took
+
+    def artifact(self, stage: str) -> Path:
+        return Path(self.outcome.summary["artifacts"][stage])

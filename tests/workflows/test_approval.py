@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from conftest import Place
-from flyte_runs import Outcome, settings
+from flyte_runs import Outcome, Place, settings
 
 from engine.tracking import Tracker
 

@@ -12,8 +12,7 @@ import time
 
 import psutil
 import pytest
-from conftest import ON_RAY
-from flyte_runs import PYFLYTE, WORKFLOW, Place, settings
+from flyte_runs import ON_RAY, PYFLYTE, WORKFLOW, Place, settings
 
 DEADLINE_S = 15.0
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Place
-from flyte_runs import REPOSITORY, STAGES, Outcome
+from flyte_runs import REPOSITORY, STAGES, Outcome, Place
 from flyteidl.admin.launch_plan_pb2 import CONCURRENCY_LIMIT_BEHAVIOR_SKIP
 from flyteidl.core.execution_pb2 import WorkflowExecution
 from flytekit import CronSchedule, LaunchPlan

@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import Place
-from flyte_runs import REPOSITORY
+from flyte_runs import REPOSITORY, Place
 
 GUIDE = REPOSITORY / "docs" / "operations.md"
 

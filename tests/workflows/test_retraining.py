@@ -19,8 +19,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from conftest import Place
-from flyte_runs import PYFLYTE, REPOSITORY, Outcome, merge, settings
+from flyte_runs import PYFLYTE, REPOSITORY, Outcome, Place, merge, settings
 
 from engine.data.rows import rl_row
 from engine.lineage.manifest import hash_file, read_manifest

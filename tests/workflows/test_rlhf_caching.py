@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ON_RAY, Finished
-from flyte_runs import REPOSITORY, STAGES, WORKFLOW, Place, settings
+from flyte_runs import ON_RAY, REPOSITORY, STAGES, WORKFLOW, Finished, Place, settings
 
 from engine.lineage.manifest import verify
 

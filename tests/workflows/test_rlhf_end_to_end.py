@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import Finished
-from flyte_runs import REPOSITORY, STAGES, TINY
+from flyte_runs import REPOSITORY, STAGES, TINY, Finished
 from mlflow import MlflowClient
 from mlflow.entities import Run
 

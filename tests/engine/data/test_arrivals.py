@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moto.server import ThreadedMotoServer
+from s3_server import flyte_variables, s3_server
 
 from engine.data.arrivals import Arrival, Window, open_window, read_window
 from engine.data.readers import open_filesystem
@@ -139,18 +139,18 @@ def test_every_file_is_taken_by_one_promoted_night(
 @pytest.fixture(params=["AWS", "FLYTE_AWS"])
 def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A bucket that is known by AWS's own variables, or by those that Flyte gives its pods."""
-    server = ThreadedMotoServer(port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = "ENDPOINT_URL" if request.param == "AWS" else "ENDPOINT"
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(f"{request.param}_{endpoint}", f"http://{host}:{port}")
-    monkeypatch.setenv(f"{request.param}_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv(f"{request.param}_SECRET_ACCESS_KEY", "secret")
-    open_filesystem("s3://").makedirs("arrivals", exist_ok=True)
-    yield "s3://arrivals/problems"
-    server.stop()
+    with s3_server() as endpoint:
+        variables = flyte_variables(endpoint)
+        if request.param == "AWS":
+            variables = {"AWS_ENDPOINT_URL": endpoint} | {
+                name.removeprefix("FLYTE_"): value for name, value in variables.items()
+            }
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        open_filesystem("s3://").makedirs("arrivals", exist_ok=True)
+        yield "s3://arrivals/problems"
 
 
 def test_a_prefix_in_s3(bucket: str) -> None:

@@ -14,7 +14,7 @@ import boto3
 import fsspec
 import pandas as pd
 import pytest
-from moto.server import ThreadedMotoServer
+from s3_server import environment, s3_server
 
 from engine.config import DataConfig
 from engine.data.rows import prompt_text
@@ -148,23 +148,10 @@ def test_wrong_paths_are_told_apart(tmp_path: Path, local: Path) -> None:
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def s3() -> Iterator[str]:
     """An S3 server of our own; yields its address."""
-    server = ThreadedMotoServer(port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    for name, value in {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    yield endpoint
-    server.stop()
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with s3_server() as endpoint, environment(AWS_ENDPOINT_URL=endpoint):
+        yield endpoint
 
 
 def test_an_s3_prefix_gives_what_the_folder_gives(s3: str, local: Path) -> None:

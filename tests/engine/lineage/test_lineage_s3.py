@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from lineage_store import Run, make_run
+from s3_server import environment, s3_server
 
 from engine.artifacts import home
 from engine.checkpoint import CheckpointStore
@@ -26,26 +27,10 @@ STORE = "s3://lineage/raw/artifacts"
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[Any]:
     """A real S3 server in this process, and s3fs's settings to reach it."""
-    from moto.server import ThreadedMotoServer
+    import s3fs
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    settings = {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in settings.items():
-            patch.setenv(key, value)
-        import s3fs
-
-        s3fs.S3FileSystem.clear_instance_cache()
+    with s3_server() as endpoint, environment(AWS_ENDPOINT_URL=endpoint):
         yield s3fs.S3FileSystem()
-        s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
 
 
 @pytest.fixture
