@@ -8,8 +8,8 @@
       checksums.json                                SHA-256 and size of every file above
       COMPLETE                                      written last; holds the digest of checksums.json
 
-Without `COMPLETE` a folder is torn. What does not live here: when and where folders are made
-(`store`).
+Without `COMPLETE` a folder is torn. Tensors are named and placed as `torch.distributed.checkpoint`
+reads them (`shards`). What does not live here: when and where folders are made (`store`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 
 from engine.checkpoint.files import FileSum, Folder
+from engine.checkpoint.shards import header, offsets, prefix
 from engine.checkpoint.tree import Tensors, Tree, byte_count, safetensors_bytes, unite
 from engine.errors import DamagedCheckpointError
 
@@ -39,6 +40,14 @@ class Written:
 
     files: dict[str, FileSum]
     tensor_bytes: int  # bytes of the tensors' elements: the least that could be written
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where the tensors of a first-level part of a tree are."""
+
+    file: str  # e.g. "actor-00000-of-00004.model.safetensors"
+    prefix: str  # of their names in the file, e.g. "actor.model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +67,19 @@ def rank_stem(role: str, rank: int, world_size: int) -> str:
 
 def write_tree(folder: Folder, stem: str, values: Tree, groups: dict[str, Tensors]) -> Written:
     """Write a split tree; its JSON file comes last, so where it is, all of it is."""
-    files = {
-        name: folder.write(name, safetensors_bytes(tensors))
-        for name, tensors in ((f"{stem}.{part}.safetensors", t) for part, t in groups.items())
-    }
+    files, parts = {}, {}
+    for part, tensors in groups.items():
+        file, places = f"{stem}.{part}.safetensors", offsets(values, tensors)
+        start = prefix(stem, part, shared=places is not None)
+        places = places or {name: [0] * tensor.dim() for name, tensor in tensors.items()}
+        metadata = header({start + name: place for name, place in places.items()})
+        named = {start + name: tensor for name, tensor in tensors.items()}
+        files[file] = folder.write(file, safetensors_bytes(named, metadata))
+        parts[part] = {"file": file, "prefix": start}
     size = sum(byte_count(t) for tensors in groups.values() for t in tensors.values())
     report = {
         "values": values,
-        "parts": {part: f"{stem}.{part}.safetensors" for part in groups},
+        "parts": parts,
         "files": {name: asdict(file) for name, file in files.items()},
         "tensor_bytes": size,
     }
@@ -85,27 +99,31 @@ def read_written(folder: Folder, stem: str) -> Written:
 def read_tree(folder: Folder, stem: str, sums: dict[str, FileSum]) -> Tree:
     """Read what `write_tree` wrote, checking each file against `sums` on the way."""
     values, parts = read_report(folder, stem, sums)
-    groups = {part: read_tensors(folder, file, sums) for part, file in parts.items()}
+    groups = {part: read_tensors(folder, it, sums) for part, it in parts.items()}
     tree: Tree = unite(values, groups)
     return tree
 
 
-def read_report(folder: Folder, stem: str, sums: dict[str, FileSum]) -> tuple[Tree, dict[str, str]]:
-    """The plain values that `write_tree` wrote, and its tensors' files by part of the tree."""
+def read_report(
+    folder: Folder, stem: str, sums: dict[str, FileSum]
+) -> tuple[Tree, dict[str, Part]]:
+    """The plain values that `write_tree` wrote, and where its tensors are by part of the tree."""
     name = f"{stem}.json"
     report = _parse(folder, name, _checked_bytes(folder, name, sums))
-    return report["values"], report["parts"]
+    return report["values"], {part: Part(**it) for part, it in report["parts"].items()}
 
 
-def read_tensors(folder: Folder, name: str, sums: dict[str, FileSum]) -> Tensors:
-    """Load a safetensors file; from a disk it is mapped, from elsewhere held in memory."""
+def read_tensors(folder: Folder, part: Part, sums: dict[str, FileSum]) -> Tensors:
+    """Load a part's tensors; from a disk they are mapped, from elsewhere held in memory."""
     try:
         if folder.is_local:
-            _compare(folder, name, folder.sum(name), sums)
-            return safetensors.torch.load_file(f"{folder.path}/{name}")
-        return safetensors.torch.load(_checked_bytes(folder, name, sums))
+            _compare(folder, part.file, folder.sum(part.file), sums)
+            tensors = safetensors.torch.load_file(f"{folder.path}/{part.file}")
+        else:
+            tensors = safetensors.torch.load(_checked_bytes(folder, part.file, sums))
     except (SafetensorError, OSError) as error:
-        raise DamagedCheckpointError(f"{folder}/{name} can't be loaded: {error}") from error
+        raise DamagedCheckpointError(f"{folder}/{part.file} can't be loaded: {error}") from error
+    return {name.removeprefix(part.prefix): tensor for name, tensor in tensors.items()}
 
 
 def ranks_in(names: dict[str, Any]) -> dict[str, dict[int, set[int]]]:

@@ -8,6 +8,7 @@ from typing import Any
 from engine.checkpoint.files import FileSum, Folder
 from engine.checkpoint.layout import (
     STATE,
+    Part,
     rank_stem,
     ranks_in,
     read_checksums,
@@ -24,7 +25,7 @@ class SavedRank:
     """One rank's state, whose tensors are read and checked on first use, a file at a time."""
 
     values: Tree  # plain, with marks where tensors were
-    _files: dict[str, str] = field(default_factory=dict)  # by part of the state
+    _parts: dict[str, Part] = field(default_factory=dict)
     _folder: Folder | None = None
     _sums: dict[str, FileSum] = field(default_factory=dict)
     _read: dict[str, Tensors] = field(default_factory=dict)
@@ -47,14 +48,14 @@ class SavedRank:
 
     def tree(self) -> Tree:
         """All of it."""
-        parts = {part: self._part(part) for part in {*self._files, *self._read}}
+        parts = {part: self._part(part) for part in {*self._parts, *self._read}}
         tree: Tree = unite(self.values, parts)
         return tree
 
     def _part(self, part: str) -> Tensors:
-        if part not in self._read and part in self._files:
+        if part not in self._read and part in self._parts:
             assert self._folder is not None
-            self._read[part] = read_tensors(self._folder, self._files[part], self._sums)
+            self._read[part] = read_tensors(self._folder, self._parts[part], self._sums)
         return self._read.get(part, {})
 
 
@@ -74,8 +75,8 @@ def read_role(uri: str, role: str) -> list[SavedRank]:
     [world_size] = worlds
     ranks = []
     for rank in range(world_size):
-        values, files = read_report(folder, rank_stem(role, rank, world_size), sums)
-        ranks.append(SavedRank(values, files, folder, sums))
+        values, parts = read_report(folder, rank_stem(role, rank, world_size), sums)
+        ranks.append(SavedRank(values, parts, folder, sums))
     return ranks
 
 

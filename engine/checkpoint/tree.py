@@ -7,7 +7,7 @@ safetensors bytes. What does not: names and checksums of files (`layout`, `files
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def split(tree: Tree) -> tuple[Tree, dict[str, Tensors]]:
 
     def visit(value: Any, path: tuple[str, ...]) -> Any:
         if isinstance(value, Tensor):
-            group, key = path[0], "/".join(path[1:]) or path[0]
+            group, key = path[0], ".".join(path[1:]) or path[0]
             tensors = groups.setdefault(group, {})
             if key in tensors or value.dtype not in _DTYPES:
                 why = "is there twice" if key in tensors else f"has dtype {value.dtype}"
@@ -104,11 +104,13 @@ def unite(values: Any, groups: dict[str, Tensors]) -> Any:
     return [unite(item, groups) for item in values] if isinstance(values, list) else values
 
 
-def safetensors_bytes(tensors: Tensors) -> Iterator[bytes | memoryview]:
+def safetensors_bytes(
+    tensors: Tensors, metadata: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file, piece by piece, without a second copy in memory."""
     # Wide types first keep every tensor aligned to its own width.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name in order:
         tensor = tensors[name]
@@ -118,7 +120,7 @@ def safetensors_bytes(tensors: Tensors) -> Iterator[bytes | memoryview]:
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in order:

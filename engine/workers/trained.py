@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.checkpoint.saved import SavedRank
+from engine.checkpoint.shards import BOXES
 from engine.checkpoint.tree import Tree
 from engine.errors import CheckpointError
 from engine.models import has_adapters
@@ -68,7 +69,7 @@ class TrainedState:
         moments = optimizer.pop("moments")
         return {
             "model": {one.name: one.tensor for one in kept},
-            "boxes": {
+            BOXES: {
                 one.name: {
                     "of": one.kind,
                     "shape": list(one.shape),
@@ -181,7 +182,7 @@ class _Piece:
 def _pieces(saved: Sequence[SavedRank]) -> dict[str, list[_Piece]]:
     found: dict[str, list[_Piece]] = {}
     for rank in saved:
-        for name, it in rank.get("boxes").items():
+        for name, it in rank.get(BOXES).items():
             box = Box(tuple(it["offset"]), tuple(it["size"]))
             piece = _Piece(it["of"], math.prod(it["shape"]), box, rank)
             found.setdefault(name, []).append(piece)

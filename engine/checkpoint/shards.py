@@ -1,0 +1,63 @@
+"""What makes a checkpoint's tensors shards to `torch.distributed.checkpoint` (DCP).
+
+DCP's safetensors reader takes all files of a folder as one checkpoint: it wants names that are
+unique there, and in each file's header the place of each shard in its whole. So names begin with
+role and part, and a box's offset is written beside it. Then DCP loads them, under any sharding:
+
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    state = {"actor": {"model": dict(model.named_parameters())}}  # plain tensors, or DTensors
+    torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceStorageReader("step_500"))
+
+Not here: which boxes a rank saves (`engine.workers.trained`), files and sums (`layout`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from engine.checkpoint.tree import Tensors, Tree
+
+BOXES = "boxes"  # the part of a rank's state that says where its tensors lie in the whole
+_STEM = re.compile(r"(?P<role>.+)-(?P<rank>\d{5})-of-\d{5}")
+
+
+def prefix(stem: str, part: str, *, shared: bool) -> str:
+    """What names in a file begin with: `shared` ones are boxes of what several ranks have.
+
+    >>> prefix("actor-00001-of-00004", "model", shared=True)
+    'actor.model.'
+    >>> prefix("actor-00001-of-00004", "rng", shared=False)
+    'actor.rank1.rng.'
+    """
+    match = _STEM.fullmatch(stem)
+    if match is None:
+        return f"{stem}.{part}."
+    return f"{match['role']}." + ("" if shared else f"rank{int(match['rank'])}.") + f"{part}."
+
+
+def offsets(values: Tree, tensors: Tensors) -> dict[str, list[int]] | None:
+    """Where each tensor of a part begins in its whole; None where these are not boxes.
+
+    `values[BOXES]` has `{"offset", "size"}` by parameter; a tensor belongs to the parameter of its
+    name, or of its name without the last word, as moments do (`lm_head.weight.exp_avg`).
+    """
+    boxes: Mapping[str, Any] = values.get(BOXES, {})
+    found = {}
+    for name, tensor in tensors.items():
+        box = boxes.get(name) or boxes.get(name.rpartition(".")[0])
+        if box is None:
+            return None
+        alike = list(tensor.shape) == box["size"]
+        found[name] = list(box["offset"]) if alike else [0] * tensor.dim()
+    return found
+
+
+def header(places: Mapping[str, list[int]]) -> dict[str, str]:
+    """The header's metadata in DCP's words; `places` are offsets by the names in the file."""
+    info = {name: {"saved_offsets": offset} for name, offset in places.items()}
+    sharding = json.dumps(info, separators=(",", ":"))
+    return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": sharding}
