@@ -7,7 +7,6 @@ from. What does not: making them beside a run (`export_beside`), the command (`e
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +21,13 @@ from engine.config import LoRAConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.models import policy_model, require_model_folder, save_model
+from engine.storage.transfer import Item, upload
 from engine.workers.trained import base_fingerprint, load_weights
 
 if TYPE_CHECKING:
     from engine.trainers.rl_setup import Build
 
 CONFIG = "config.json"  # written last to an object store: with it, a folder is whole
-_CHUNK = 8 << 20  # bytes uploaded at once
 
 
 def start_of(build: Build) -> dict[str, Any]:
@@ -128,14 +127,10 @@ def _upload(policy: PreTrainedModel, path: str, place: Folder) -> None:
     with tempfile.TemporaryDirectory(prefix="export-") as near:
         save_model(policy, load_tokenizer(path), near)
         names = [str(file.relative_to(near)) for file in Path(near).rglob("*") if file.is_file()]
-        for name in sorted(names, key=lambda name: (name == CONFIG, name)):
-            place.write(name, _chunks(Path(near) / name))
-
-
-def _chunks(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as content:
-        while chunk := content.read(_CHUNK):
-            yield chunk
+        sums = {name: Folder(near).sum(name) for name in names if name != CONFIG}
+        items = [Item(name, file.size, file.sha256) for name, file in sums.items()]
+        upload(Path(near), place.uri, items, f"upload {Path(place.path).name}")
+        place.write(CONFIG, [(Path(near) / CONFIG).read_bytes()])
 
 
 def _taken(place: Folder) -> CheckpointError:
