@@ -20,7 +20,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from engine.disk import fsync, fsync_tree
 from engine.errors import CheckpointError, DamagedCheckpointError, StorageError
-from engine.storage.s3 import from_environment
+from engine.storage.s3 import SCHEME, Objects, from_environment
+from engine.storage.stream import send
 
 _CHUNK = 8 << 20  # bytes hashed or written at once
 
@@ -63,6 +64,9 @@ class Folder:
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> FileSum:
         """Write a file whole, on a disk through a temporary name; return what was written."""
+        if self.uri.startswith(SCHEME):
+            with self._writing(name):
+                return FileSum(*send(Objects(self.uri), name, chunks))
         sha, size = hashlib.sha256(), 0
         draft = f"{name}.part" if self.is_local else name
         with self._writing(name):
@@ -176,6 +180,8 @@ class Folder:
         where = f"{self.uri}/{name}".rstrip("/")
         try:
             yield
+        except StorageError as error:  # it has all that is to be said
+            raise CheckpointStorageError(str(error)) from error
         except Exception as error:
             number = error.errno if isinstance(error, OSError) else None
             what, way_out = _first_line(error), "check the disk, or choose another folder"

@@ -161,16 +161,16 @@ class Objects:
             if path.startswith(prefix) and path != prefix
         }
 
-    def recorded_sum(self, name: str) -> str:
-        """Return the SHA-256 (hex) that an object was written with; empty where none is noted."""
+    def metadata(self, name: str) -> dict[str, str]:
+        """Return what an object was written with beside its content, such as its `SUM`."""
         with self._asking("read", name):
-            return str(self._call("head_object", name).get("Metadata", {}).get(SUM, ""))
+            return dict(self._call("head_object", name).get("Metadata", {}))
 
-    def begin(self, name: str, sha256: str) -> str:
+    def begin(self, name: str, metadata: dict[str, str]) -> str:
         """Begin an object in parts, none of which is seen before `finish`; return its id."""
         with self._asking("written", name):
             made = self._call(
-                "create_multipart_upload", name, ChecksumAlgorithm="SHA256", Metadata={SUM: sha256}
+                "create_multipart_upload", name, ChecksumAlgorithm="SHA256", Metadata=metadata
             )
         return str(made["UploadId"])
 
@@ -186,8 +186,10 @@ class Objects:
         # A store that knows no checksums must not be told of them.
         return part | ({"ChecksumSHA256": digest} if "ChecksumSHA256" in answer else {})
 
-    def finish(self, name: str, upload: str, parts: list[dict[str, Any]], sha256: str) -> None:
-        """Make an object of its parts, in the order of their numbers."""
+    def finish(
+        self, name: str, upload: str, parts: list[dict[str, Any]], metadata: dict[str, str]
+    ) -> None:
+        """Make an object of its parts, in the order of their numbers; `metadata` as at `begin`."""
         with self._asking("written", name):
             try:
                 self._call(
@@ -196,7 +198,7 @@ class Objects:
                 )  # fmt: skip
             except FileNotFoundError:
                 # Of a request whose answer was lost: what was completed is begun no more.
-                if self.recorded_sum(name) != sha256:
+                if self.metadata(name) != metadata:
                     raise
 
     def abort(self, name: str, upload: str) -> None:

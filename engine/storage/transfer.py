@@ -20,7 +20,7 @@ from typing import Any
 
 from engine.console import Progress, progress
 from engine.errors import StorageError
-from engine.storage.s3 import PATIENT, Objects
+from engine.storage.s3 import PATIENT, SUM, Objects
 
 PARALLEL = 8  # requests at once
 PART = 16 << 20  # bytes
@@ -133,7 +133,7 @@ class _Sending:
             return  # hashed when it is sent
         with self.path.open("rb") as file:
             self._expect(hashlib.file_digest(file, "sha256").hexdigest())
-        self.upload = self.objects.begin(self.item.name, self.item.sha256)
+        self.upload = self.objects.begin(self.item.name, {SUM: self.item.sha256})
 
     def send(self, number: int) -> int:
         """Send one part, and after the last of them to arrive make the object; return its bytes."""
@@ -148,7 +148,7 @@ class _Sending:
             whole = len(self.parts) == len(self.numbers)
         if whole:
             parts = [self.parts[n] for n in self.numbers]
-            self.objects.finish(self.item.name, self.upload, parts, self.item.sha256)
+            self.objects.finish(self.item.name, self.upload, parts, {SUM: self.item.sha256})
             self.upload = ""
         return len(data)
 
@@ -179,7 +179,7 @@ def _lacking(objects: Objects, items: Sequence[Item], pool: ThreadPoolExecutor) 
     def is_there(item: Item) -> bool:
         if sizes.get(item.name) != item.size:
             return False
-        return objects.recorded_sum(item.name) == item.sha256
+        return objects.metadata(item.name).get(SUM) == item.sha256
 
     return [item for item, there in zip(items, pool.map(is_there, items), strict=True) if not there]
 

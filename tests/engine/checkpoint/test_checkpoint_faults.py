@@ -97,7 +97,7 @@ def test_s3_that_fails_for_a_while_costs_checkpoints_and_no_training(
     assert torch.equal(final, undisturbed)
     assert kept[0] in (2, 3), "what was durable when S3 failed must stay"
     assert "no checkpoint at step" in caplog.text
-    assert "can't be written: Not now; check the address, its credentials" in caplog.text
+    assert "can't be written: Not now; check the address, the endpoint" in caplog.text
     found = find_latest(root)
     assert found is not None
     assert found.step == STEPS
