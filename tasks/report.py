@@ -20,6 +20,7 @@ from tasks.context import (
     IMAGE,
     SMALL,
     RunContext,
+    execution_name,
     failures_as_sentences,
     local_artifact,
     say,
@@ -61,7 +62,7 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
     manifests = {name: read_manifest(folder) for name, folder in folders.items()}
     comparison = read_comparison(folders["evaluation"])
     decision = json.loads((folders["promotion"] / "decision.json").read_text())
-    gain = comparison["gain"]
+    gain, execution = comparison["gain"], execution_name(run)
 
     def passed(which: str) -> dict[str, Any]:
         interval = comparison[which]["pass_at_1"]
@@ -80,9 +81,7 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
             **{name: manifest.metrics.get("seconds", 0.0) for name, manifest in manifests.items()},
             "total": time.time() - run.started_at,
         },
-        "cached": [
-            n for n, m in manifests.items() if m.created_at.timestamp() < run.started_at - 1
-        ],
+        "cached": [n for n, m in manifests.items() if m.flyte_execution != execution],
         "config_digest": config_digest,
         "digests": {name: manifest.digest for name, manifest in manifests.items()},
         "artifacts": {name: str(folder) for name, folder in folders.items()},

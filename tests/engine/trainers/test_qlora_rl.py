@@ -8,11 +8,12 @@ from typing import Any, Literal
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import load_file
 from tiny_engine import arithmetic_rows, random_completions
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engine.checkpoint import find_latest
+from engine.checkpoint.saved import read_role
 from engine.config import LoRAConfig, RLConfig, SFTConfig
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
@@ -124,11 +125,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(start_folder: Path, tmp_path: Pa
         whole.save(tmp_path / "whole")
     with trainer(start_folder, lora("nf4"), **changes) as first:
         first.fit(2, checkpoint_dir=tmp_path / "ckpt")
-    [file] = (tmp_path / "ckpt").rglob("actor-*.model.safetensors")
-    assert (
-        load_file(file).keys()
-        == adapter_parameters(policy_model(start_folder, "float32", lora("nf4"))).keys()
-    )
+    found = find_latest(tmp_path / "ckpt")
+    assert found is not None
+    [saved] = read_role(found.folder, "actor")
+    adapters = adapter_parameters(policy_model(start_folder, "float32", lora("nf4")))
+    assert saved.get("model").keys() == adapters.keys(), "only adapters are saved"
     with trainer(start_folder, lora("nf4"), **changes) as second:
         second.fit(checkpoint_dir=tmp_path / "ckpt")
         second.save(tmp_path / "resumed")
