@@ -229,6 +229,7 @@ def stage(kind: str, run: RunContext, config: Mapping[str, Any]) -> Iterator[Sta
             if stopped:
                 say(f"{kind}: interrupted; the stages before it are cached, run again to go on")
             with contextlib.suppress(TrackingError):  # the cause is what must be seen
+                tracker.check()  # so that a store which is away costs no further tries
                 tracker.finish_pipeline(run.mlflow_run, "KILLED" if stopped else "FAILED")
             raise
 

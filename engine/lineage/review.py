@@ -83,7 +83,7 @@ def review(
     roots = list(stores) or _roots(starts)
     index = scan(roots)
     notes: list[str] = []
-    versions = tuple(_versions(tracker, notes))
+    versions, tracker = _versions(tracker, notes)
     walker = Walker(index, versions)
     for start in starts:
         node, parents = _resolve(start, index)
@@ -213,12 +213,12 @@ def _resolve(start: _Start, index: Index) -> tuple[Node, tuple[Parent, ...]]:
     return start.node, start.parents
 
 
-def _versions(tracker: Tracker | None, notes: list[str]) -> list[Node]:
-    """Return all model versions; a registry that doesn't answer is a note."""
+def _versions(tracker: Tracker | None, notes: list[str]) -> tuple[tuple[Node, ...], Tracker | None]:
+    """Return all model versions, and the registry, where it answers; else that is a note."""
     if tracker is None:
-        return []
+        return (), None
     try:
-        return all_versions(tracker)
+        return tuple(all_versions(tracker)), tracker
     except TrackingError as error:
-        notes.append(f"model versions are not shown: {error}")
-        return []
+        notes.append(f"model versions and what runs recorded are not looked at: {error}")
+        return (), None

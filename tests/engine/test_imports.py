@@ -8,6 +8,15 @@ import sys
 LOAD = """
 import engine, sys
 assert "torch" not in sys.modules and "transformers" not in sys.modules
+assert "HybridActor" in dir(engine)
+from engine import *
+assert HybridActor.__module__ == "engine.hybrid.actor"
+try:
+    engine.Nothing
+except AttributeError as error:
+    assert "'engine' has no attribute 'Nothing'" in str(error)
+else:
+    raise AssertionError("a name that isn't there")
 import engine.workers.actor
 print(*[name for name in ("sklearn", "scipy.optimize", "vllm", "mlflow") if name in sys.modules])
 from transformers import GenerationMixin
@@ -15,7 +24,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 """
 
 
-def test_a_worker_loads_no_library_that_it_does_not_use() -> None:
+def test_importing_engine_is_light_and_a_worker_loads_no_library_that_it_does_not_use() -> None:
     done = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ""

@@ -20,6 +20,7 @@ import pandas as pd
 import pytest
 from mlflow_server import mlflow_server
 from postgres import postgres
+from thorough import and_slow
 
 from engine.artifacts import publish, staging
 from engine.errors import LineageError, StorageError, TrackingError
@@ -66,7 +67,7 @@ def on_postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 STORES = {"sqlite": "database", "server": "server", "postgres": "on_postgres"}
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=and_slow(["sqlite", "postgres"], ["server"]))
 def tracker(request: pytest.FixtureRequest) -> Tracker:
     """A tracker in an experiment of its own."""
     uri = request.getfixturevalue(STORES[request.param])
@@ -400,6 +401,7 @@ def promoter(uri: str, model: str, version: str, start: float, results: Queue[st
         results.put(f"lost {version}: {error}")
 
 
+@pytest.mark.slow
 def test_of_two_promotions_at_once_on_postgres_one_moves_the_alias(on_postgres: str) -> None:
     tracker = Tracker(on_postgres, experiment="promotions")
     run = tracker.start_pipeline("models")

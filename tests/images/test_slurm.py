@@ -280,6 +280,7 @@ def free_block() -> int:
 
 
 @pytest.mark.timeout(420)  # 20 s where nothing else runs
+@pytest.mark.slow
 def test_ray_comes_up_the_program_is_told_to_save_and_the_job_comes_back(slurm: Slurm) -> None:
     slurm.environment["ROCR_VISIBLE_DEVICES"] = "0"  # as Slurm does with AMD's GPUs
     job = slurm.start("--gpu-vendor", "amd", "--module", "probe", "--", "a=b c", "d")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from flyte_runs import ON_RAY, REPOSITORY, STAGES, WORKFLOW, Finished, Place, settings
+from flyte_runs import ON_RAY, REPOSITORY, STAGES, Finished, Place, settings
 
 from engine.lineage.manifest import verify
 
@@ -22,23 +21,6 @@ def ran(new_place: Callable[[], Place]) -> Place:
     assert outcome.code == 0, outcome.text
     assert outcome.stages == list(STAGES)
     return place
-
-
-def test_an_unchanged_run_recomputes_nothing(finished: Finished) -> None:
-    started = time.monotonic()
-    again = finished.place.pyflyte("run", str(WORKFLOW), "rlhf", "--config", finished.config)
-    assert again.code == 0, again.text
-    # Promotion compares with the champion of the day, so it alone runs; here it is that champion.
-    assert again.stages == ["promotion"]
-    assert "is the champion already" in again.out
-    assert time.monotonic() - started < finished.seconds
-    before, after = finished.outcome.summary, again.summary
-    assert after["cached"] == ["dataset", "sft", "rl", "evaluation"]
-    for fact in ("pass_at_1", "gain", "gain_interval", "config_digest"):
-        assert after[fact] == before[fact]
-    assert {k: v for k, v in after["digests"].items() if k != "promotion"} == {
-        k: v for k, v in before["digests"].items() if k != "promotion"
-    }
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""What a finished run leaves: summary, manifests, MLflow runs, rows, report, champion, output."""
+"""What a finished run leaves: summary, manifests, MLflow runs, rows, report, champion, output.
+
+And that the same command once more computes nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from flyte_runs import REPOSITORY, STAGES, TINY, Finished
+from flyte_runs import REPOSITORY, STAGES, TINY, WORKFLOW, Finished
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
@@ -197,3 +201,20 @@ def test_the_table_says_where_everything_is(finished: Finished) -> None:
 def test_nothing_half_written_is_left(finished: Finished) -> None:
     assert list((finished.place.artifacts / ".staging").glob("*")) == []
     assert list((finished.place.root / "work").iterdir()) == []
+
+
+def test_an_unchanged_run_recomputes_nothing(finished: Finished) -> None:
+    started = time.monotonic()
+    again = finished.place.pyflyte("run", str(WORKFLOW), "rlhf", "--config", finished.config)
+    assert again.code == 0, again.text
+    # Promotion compares with the champion of the day, so it alone runs; here it is that champion.
+    assert again.stages == ["promotion"]
+    assert "is the champion already" in again.out
+    assert time.monotonic() - started < finished.seconds
+    before, after = finished.outcome.summary, again.summary
+    assert after["cached"] == ["dataset", "sft", "rl", "evaluation"]
+    for fact in ("pass_at_1", "gain", "gain_interval", "config_digest"):
+        assert after[fact] == before[fact]
+    assert {k: v for k, v in after["digests"].items() if k != "promotion"} == {
+        k: v for k, v in before["digests"].items() if k != "promotion"
+    }

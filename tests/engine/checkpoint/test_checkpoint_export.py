@@ -275,6 +275,7 @@ def test_a_run_makes_them_beside_its_checkpoints_and_waits_for_none(
     assert find_latest(root / "huggingface") is None
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_makes_what_is_missing_and_lets_the_old_go(
     tiny_folder: Path, bucket: str, tmp_path: Path
 ) -> None:

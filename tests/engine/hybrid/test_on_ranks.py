@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
 from hybrid_cases import prompts
+from thorough import and_slow
 from tiny_engine import tiny_model
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
@@ -83,13 +84,15 @@ def joined(results: list[dict[str, Any]], name: str) -> torch.Tensor:
 
 CASES: list[tuple[int, dict[str, Any], bool]] = [
     (2, {"fsdp_size": 2, "rollout_tp_size": 2}, False),
-    (2, {"fsdp_size": 2, "rollout_tp_size": 1}, False),
     (2, {"tp_size": 2}, True),
+    (4, {"tp_size": 2, "fsdp_size": 2}, False),
+    (4, {"fsdp_sharding": "HYBRID_SHARD", "fsdp_size": 2, "rollout_tp_size": 1}, False),
+]
+MORE: list[tuple[int, dict[str, Any], bool]] = [
+    (2, {"fsdp_size": 2, "rollout_tp_size": 1}, False),
     (2, {"tp_size": 2, "rollout_tp_size": 1}, False),
     (2, {"fsdp_sharding": "NO_SHARD"}, True),
-    (4, {"tp_size": 2, "fsdp_size": 2}, False),
     (4, {"tp_size": 2, "fsdp_sharding": "NO_SHARD"}, True),
-    (4, {"fsdp_sharding": "HYBRID_SHARD", "fsdp_size": 2, "rollout_tp_size": 1}, False),
 ]
 
 
@@ -100,7 +103,11 @@ def alone() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("family", "world", "config", "shared"),
-    [("qwen2", *case) for case in CASES] + [("llama", *case) for case in CASES if case[0] == 2],
+    and_slow(
+        [("qwen2", *case) for case in CASES],
+        [("qwen2", *case) for case in MORE]
+        + [("llama", *case) for case in (*CASES, *MORE) if case[0] == 2],
+    ),
 )
 def test_ranks_generate_and_learn_what_one_rank_does(
     alone: dict[str, dict[str, Any]], family: str, world: int, config: dict[str, Any], shared: bool

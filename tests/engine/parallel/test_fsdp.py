@@ -17,6 +17,7 @@ from sharded_training import (
     decoder_layers,
     train,
 )
+from thorough import and_slow
 from tiny_engine import tiny_model, training_batch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -32,6 +33,8 @@ from engine.workers.optim import Optimizer
 
 TWO = [Layout(dp=2), Layout(fsdp=2), Layout(sp=2)]
 FOUR = [Layout(dp=2, fsdp=2), Layout(fsdp=4), Layout(fsdp=2, sp=2), Layout(dp=2, sp=2)]
+QUICK = [Layout(dp=2), Layout(fsdp=4), Layout(dp=2, sp=2)]
+MORE = [layout for layout in (*TWO, *FOUR) if layout not in QUICK]
 
 
 def trains_as_alone(runs: list[Run], tolerance: float) -> None:
@@ -41,7 +44,7 @@ def trains_as_alone(runs: list[Run], tolerance: float) -> None:
         assert_alike(got, alone(run.family, run.lora, run.dtype), tolerance)
 
 
-@pytest.mark.parametrize("layout", [*TWO, *FOUR], ids=str)
+@pytest.mark.parametrize("layout", and_slow(QUICK, MORE), ids=str)
 def test_training_equals_one_ranks(layout: Layout) -> None:
     runs = [
         Run(layout, "qwen2"),
@@ -51,7 +54,9 @@ def test_training_equals_one_ranks(layout: Layout) -> None:
     run_ranks(layout.world_size, trains_as_alone, runs, 2e-6)
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(fsdp=2), Layout(dp=2, fsdp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", and_slow([Layout(fsdp=2)], [Layout(dp=2), Layout(dp=2, fsdp=2)]), ids=str
+)
 def test_memory_savers_change_nothing(layout: Layout) -> None:
     savers = {"offload_params": True, "offload_optimizer": True, "activation_checkpointing": True}
     runs = [
@@ -61,7 +66,7 @@ def test_memory_savers_change_nothing(layout: Layout) -> None:
     run_ranks(layout.world_size, trains_as_alone, runs, 2e-6)
 
 
-@pytest.mark.parametrize("layout", [Layout(fsdp=2), Layout(dp=2, fsdp=2)], ids=str)
+@pytest.mark.parametrize("layout", and_slow([Layout(fsdp=2)], [Layout(dp=2, fsdp=2)]), ids=str)
 def test_bfloat16_stays_near_float32(layout: Layout) -> None:
     """bf16 keeps 8 bits: gradients of a sum over tokens are good to a percent or two."""
     mixed = ParallelConfig(compute_dtype="bfloat16")
@@ -105,7 +110,7 @@ def summed_gradients(layout: Layout, mixed: bool) -> None:
             assert parameter.to_local().numel() <= -(-parameter.shape[0] // shares) * 3
 
 
-@pytest.mark.parametrize("layout", [*TWO[1:], *FOUR], ids=str)
+@pytest.mark.parametrize("layout", and_slow(FOUR, TWO[1:]), ids=str)
 def test_gradients_are_sums_reduced_in_float32(layout: Layout) -> None:
     """Not averages, in every group: set_gradient_divide_factor on the root reaches the root only"""
     for mixed in (False, True):

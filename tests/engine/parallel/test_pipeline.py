@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
 from stage_models import Spec, micro_batches, tiny_model
+from thorough import and_slow
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -146,7 +147,9 @@ def shared_loss(stage: Stage, hidden: Tensor, ids: Tensor, ranks: Ranks) -> Tens
     return merge_tokens(lost.new_zeros(len(rows)).index_put((mine,), lost), ranks).sum() / 50
 
 
-@pytest.mark.parametrize("spec", [Spec("qwen2", tied=True), Spec("llama", tied=False)], ids=str)
+@pytest.mark.parametrize(
+    "spec", and_slow([Spec("qwen2", tied=True)], [Spec("llama", tied=False)]), ids=str
+)
 def test_stages_that_share_sequences(spec: Spec) -> None:
     losses, norms, weights = train_alone(spec)
     results = run_ranks(4, train_shared_rows, spec, Layout(pp=2, sp=2))
@@ -175,15 +178,19 @@ def assert_same_weights(found: list[dict[str, Tensor]], wanted: dict[str, Tensor
 
 @pytest.mark.parametrize(
     ("spec", "layout"),
-    [
-        (Spec("qwen2", tied=True), Layout(pp=2)),
-        (Spec("llama", tied=False), Layout(pp=2)),
-        (Spec("qwen3", tied=True), Layout(pp=4)),
-        (Spec("mistral", tied=False), Layout(pp=4)),
-        (Spec("qwen2", tied=True), Layout(pp=2, dp=2)),
-        (Spec("qwen2", tied=True), Layout(pp=2, fsdp=2)),
-        (Spec("qwen2", tied=True, lora=True), Layout(pp=2)),
-    ],
+    and_slow(
+        [
+            (Spec("llama", tied=False), Layout(pp=2)),
+            (Spec("qwen3", tied=True), Layout(pp=4)),
+            (Spec("qwen2", tied=True), Layout(pp=2, fsdp=2)),
+            (Spec("qwen2", tied=True, lora=True), Layout(pp=2)),
+        ],
+        [
+            (Spec("qwen2", tied=True), Layout(pp=2)),
+            (Spec("mistral", tied=False), Layout(pp=4)),
+            (Spec("qwen2", tied=True), Layout(pp=2, dp=2)),
+        ],
+    ),
     ids=str,
 )
 def test_training_in_stages_is_training_on_one_rank(spec: Spec, layout: Layout) -> None:

@@ -21,11 +21,15 @@ from stream_checks import (
     worst_error,
     write,
 )
+from thorough import and_slow
 
 from engine.rollout.native import NativeEngine
 
 QUICK = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-STREAMING = ["qwen2", "llama", "gpt2", "mistral_sliding"]
+FAMILIES = and_slow(  # and completions a prompt
+    [("qwen2", 3), ("llama", 1), ("gpt2", 1), ("mistral_sliding", 1)],
+    [("qwen2", 1), ("llama", 3), ("gpt2", 3), ("mistral_sliding", 3)],
+)
 # What happens between two decode steps: several submissions, an interruption, an update, nothing.
 EVENTS = st.lists(
     st.sampled_from(["step"] * 6 + ["submit"] * 3 + ["interrupt", "update"]), max_size=60
@@ -37,8 +41,7 @@ EVENTS = st.lists(
 
 @QUICK
 @given(events=EVENTS, width=st.integers(3, 20), data=st.data())
-@pytest.mark.parametrize("family", STREAMING)
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("family", "n"), FAMILIES)
 def test_arrivals_slots_and_interruptions_change_no_token(
     family: str, n: int, events: list[str], width: int, data: st.DataObject
 ) -> None:
@@ -72,8 +75,7 @@ def test_arrivals_slots_and_interruptions_change_no_token(
 
 @QUICK
 @given(events=EVENTS, width=st.integers(3, 20))
-@pytest.mark.parametrize("family", STREAMING)
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("family", "n"), FAMILIES)
 def test_each_log_prob_is_that_of_its_versions_forward_pass(
     family: str, n: int, events: list[str], width: int
 ) -> None:

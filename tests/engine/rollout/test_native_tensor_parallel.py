@@ -10,6 +10,7 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from rollout_models import make_prompts
 from tensor_parallel_cases import GREEDY, STOP, model_of, sliced, slices
+from thorough import and_slow
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -28,12 +29,16 @@ def roll_out(
 
 @pytest.mark.parametrize(
     ("size", "family", "changes"),
-    [
-        (2, "qwen2", {"vocab_size": 101}),  # biases, tied, an odd vocabulary
-        (2, "llama", {"tie_word_embeddings": False}),  # biases on o as well
-        (4, "qwen3", {"vocab_size": 103}),  # norms on q and k; each key head is on two ranks
-        (4, "mistral", {"num_key_value_heads": 1}),  # one key head for all ranks
-    ],
+    and_slow(
+        [
+            (2, "qwen2", {"vocab_size": 101}),  # biases, tied, an odd vocabulary
+            (4, "qwen3", {"vocab_size": 103}),  # norms on q and k; each key head is on two ranks
+        ],
+        [
+            (2, "llama", {"tie_word_embeddings": False}),  # biases on o as well
+            (4, "mistral", {"num_key_value_heads": 1}),  # one key head for all ranks
+        ],
+    ),
 )
 def test_tokens_and_log_probs_are_those_of_one_rank(
     size: int, family: str, changes: dict[str, Any]

@@ -69,6 +69,7 @@ def version_served() -> str:
     return said.split("-")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])
 def test_each_step_samples_from_the_server_with_its_weights(folder: Path, mode: str) -> None:
     rows = arithmetic_rows(6)

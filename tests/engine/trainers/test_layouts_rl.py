@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from thorough import and_slow
 from tiny_engine import arithmetic_rows
 from torch import Tensor
 
@@ -87,7 +88,7 @@ def alone(
 
 @pytest.mark.parametrize(
     ("parallel", "rollout_tp"),
-    [pytest.param({"fsdp": 2}, 2, marks=pytest.mark.slow), ({"tp": 2}, 1), ({"pp": 2}, 1)],
+    and_slow([({"tp": 2}, 1)], [({"fsdp": 2}, 2), ({"pp": 2}, 1)]),
 )
 def test_ppo_on_two_ranks_is_ppo_on_one(
     tiny_folder: Path,

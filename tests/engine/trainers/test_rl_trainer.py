@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from thorough import and_slow
 from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM
 
@@ -62,7 +63,7 @@ def run(folder: Path, out: Path, settings: RLConfig) -> tuple[list[dict[str, flo
     return kept, AutoModelForCausalLM.from_pretrained(out).state_dict()
 
 
-@pytest.mark.parametrize("name", ["grpo", "gae"])
+@pytest.mark.parametrize("name", and_slow(["grpo"], ["gae"]))
 def test_local_and_ray_give_equal_runs(tiny_folder: Path, tmp_path: Path, name: str) -> None:
     changes = {"algorithm": {"adv_estimator": name}, "actor": {"ppo_mini_batch_size": 5}}
     local, here = run(tiny_folder, tmp_path / "local", config("local", **changes))

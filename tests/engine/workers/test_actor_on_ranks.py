@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
+from thorough import and_slow
 from tiny_engine import save_family, training_batch, write_tiny_folder
 from torch import Tensor
 
@@ -93,26 +94,30 @@ def alone(folder: str) -> dict[str, Any]:
 
 LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2},
-    {"fsdp": 2},
     {"tp": 2},
-    {"tp": 2, "sequence_parallel": False},
     {"pp": 2},
-    {"sp": 2},
-    {"dp": 2, "fsdp": 2},
     {"fsdp": 4, "activation_checkpointing": True, "offload_params": True},
     {"fsdp": 2, "tp": 2, "offload_optimizer": True},
+    {"pp": 2, "fsdp": 2},
+    {"sp": 2, "tp": 2},
+]
+MORE: list[dict[str, Any]] = [
+    {"fsdp": 2},
+    {"tp": 2, "sequence_parallel": False},
+    {"sp": 2},
+    {"dp": 2, "fsdp": 2},
     {"dp": 2, "tp": 2},
     {"pp": 2, "tp": 2},
-    {"pp": 2, "fsdp": 2},
     {"dp": 2, "pp": 2},
     {"fsdp": 2, "sp": 2},
-    {"sp": 2, "tp": 2},
     {"pp": 2, "sp": 2},
 ]
 
 
 @pytest.mark.parametrize(
-    "parallel", LAYOUTS, ids=lambda p: " ".join(f"{k}={v}" for k, v in p.items())
+    "parallel",
+    and_slow(LAYOUTS, MORE),
+    ids=lambda p: " ".join(f"{k}={v}" for k, v in p.items()),
 )
 def test_every_layout_trains_as_one_rank(
     folder: str, alone: dict[str, Any], parallel: dict[str, Any]
@@ -131,8 +136,13 @@ def test_every_layout_trains_as_one_rank(
     assert joined(results) == pytest.approx(flat(alone["log_probs"]), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("lora", [0, 4])
-@pytest.mark.parametrize("parallel", [{"fsdp": 2}, {"pp": 2}, {"tp": 2}])
+@pytest.mark.parametrize(
+    ("parallel", "lora"),
+    and_slow(
+        [({"fsdp": 2}, 4), ({"pp": 2}, 0)],
+        [({"fsdp": 2}, 0), ({"pp": 2}, 4), ({"tp": 2}, 0), ({"tp": 2}, 4)],
+    ),
+)
 def test_what_ranks_publish_is_what_one_rank_does(
     tmp_path: Path, parallel: dict[str, int], lora: int
 ) -> None:

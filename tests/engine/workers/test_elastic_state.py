@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
+from thorough import and_slow
 from tiny_engine import save_family, training_batch
 from torch import Tensor
 
@@ -95,14 +96,16 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
     ("actor", {"fsdp": 4}, {}, 0),
     ("actor", {"fsdp": 4}, {"tp": 2}, 0),
     ("actor", {"fsdp": 2, "tp": 2}, {"pp": 2}, 0),
+    ("critic", {"fsdp": 4}, {"tp": 2}, 0),
+]
+MORE: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
     ("actor", {"pp": 2, "tp": 2}, {"fsdp": 2, "sp": 2}, 0),
     ("actor", {}, {"dp": 2, "fsdp": 2}, 0),
-    ("critic", {"fsdp": 4}, {"tp": 2}, 0),
     ("actor", {"fsdp": 2, "tp": 2}, {"dp": 2}, 4),
 ]
 
 
-@pytest.mark.parametrize(("role", "wrote", "reads", "lora"), CASES)
+@pytest.mark.parametrize(("role", "wrote", "reads", "lora"), and_slow(CASES, MORE))
 def test_another_layout_goes_on_where_one_stopped(
     folder: str,
     tmp_path: Path,

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
+from thorough import and_slow
 from tiny_engine import training_batch, write_tiny_folder
 
 from engine.batch import Batch
@@ -102,16 +103,18 @@ CASES: list[tuple[dict[str, Any], int, type]] = [
     ({"dp": 2}, 1, Shared),
     ({"tp": 2}, 2, Shared),
     ({"tp": 2}, 1, Resharded),
-    ({"fsdp": 2}, 2, Resharded),
     ({"pp": 2}, 1, Resharded),
-    ({"fsdp": 2, "tp": 2}, 2, Resharded),
     ({"fsdp": 2, "tp": 2}, 4, Resharded),
+]
+MORE: list[tuple[dict[str, Any], int, type]] = [
+    ({"fsdp": 2}, 2, Resharded),
+    ({"fsdp": 2, "tp": 2}, 2, Resharded),
     ({"pp": 2, "tp": 2}, 2, Resharded),
     ({"dp": 2, "fsdp": 2}, 1, Resharded),
 ]
 
 
-@pytest.mark.parametrize(("parallel", "tp", "kind"), CASES)
+@pytest.mark.parametrize(("parallel", "tp", "kind"), and_slow(CASES, MORE))
 def test_ranks_sample_what_one_rank_samples(
     folder: str, alone: list[Any], parallel: dict[str, Any], tp: int, kind: type
 ) -> None:

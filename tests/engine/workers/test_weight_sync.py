@@ -11,6 +11,7 @@ import torch
 from gloo_ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import and_slow
 from tiny_engine import training_batch, write_tiny_folder
 from torch import Tensor
 
@@ -463,8 +464,10 @@ def followed(folder: str, parallel: dict[str, int], lora: int) -> bool:
     return same(found, {name: whole[name] for name in found})
 
 
-@pytest.mark.parametrize("lora", [0, 4])
-@pytest.mark.parametrize("parallel", [{"fsdp": 2}, {"pp": 2}])
+@pytest.mark.parametrize(
+    ("parallel", "lora"),
+    and_slow([({"fsdp": 2}, 0), ({"pp": 2}, 4)], [({"fsdp": 2}, 4), ({"pp": 2}, 0)]),
+)
 def test_a_spread_actor_sends_deltas_too(
     tmp_path: Path, parallel: dict[str, int], lora: int
 ) -> None:
