@@ -123,26 +123,34 @@ class Admission:
         unconsumed = len(self.in_flight) + len(self.queue)
         return min(updates * self.limits.batch - self.consumed, self.limits.places) - unconsumed
 
-    def may_start(self, version: int) -> bool:
+    def may_start(self, version: int, oldest: int | None = None) -> bool:
         """Whether a worker whose weights have `version` may begin one more group.
 
-        A worker that is behind may not begin what would be too old when its turn comes.
+        A worker that is behind may not begin what would be too old when its turn comes; nor may a
+        group go on whose `oldest` token, of an earlier run, would be.
         """
         self._check_version(version)
         others = self._ages() if self.limits.wait else []
         step = self.consumed // self.limits.batch
-        return self.room > 0 and self._in_time([*others, version], step)
+        age = version if oldest is None else min(version, oldest)
+        return self.room > 0 and self._in_time([*others, age], step)
 
-    def start(self, worker: str, version: int) -> tuple[Admission, Ticket]:
-        """`worker` begins the next prompt with weights `version`: one to sample again, or a new."""
-        if not self.may_start(version):
+    def start(
+        self, worker: str, version: int, oldest: int | None = None
+    ) -> tuple[Admission, Ticket]:
+        """`worker` begins the next prompt with weights `version`: one to sample again, or a new.
+
+        `oldest` is the version of the oldest token that a new one has already.
+        """
+        if not self.may_start(version, oldest):
             raise RolloutError(
                 f"worker {worker} may not begin a group with weights of version {version}: the "
                 f"trainer is at {self.version}, and there is room for {self.room} groups; ask "
                 "may_start first"
             )
         ticket = Ticket(self.again[0] if self.again else self.begun, self.attempts)
-        group = Group(ticket, worker, oldest=version, newest=version)
+        age = version if oldest is None else min(version, oldest)
+        group = Group(ticket, worker, oldest=age, newest=version)
         state = replace(
             self,
             again=self.again[1:],

@@ -89,6 +89,10 @@ class RolloutStream(Protocol):
         """Take out all that is unfinished, the oldest request first; the stream stays open."""
         ...
 
+    def partials(self) -> list[Partial]:
+        """Copies of all that is unfinished, the oldest request first; decoding goes on."""
+        ...
+
     def close(self) -> None: ...
 
 

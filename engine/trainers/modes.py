@@ -13,7 +13,8 @@ are done. The dataflow is the same in all of them; what differs is what answers 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from engine.controller.published import Published, Publisher
 from engine.controller.staleness import Limits
 from engine.dataflows.algo import StepResult
 from engine.errors import WeightSyncError
-from engine.trainers.queue_state import Queued
+from engine.trainers.queue_state import Pending, Queued, nothing_pending
 from engine.trainers.rl_setup import stream_placement, stream_spec
 
 if TYPE_CHECKING:
@@ -58,20 +59,20 @@ def one_step_off(trainer: RLTrainer, count: int) -> Steps:
         ahead = Ahead(roles.sampler, prompts, weights, has=-1)
     for left in range(count, 0, -1):
         here, sampled = prompts, ahead.completions()
-        trainer.queued = list
+        trainer.pending = nothing_pending
         if left > 1:
             prompts, has = trainer.prompts.next_batch(), weights.version if weights else -1
             if weights is None or trainer.step != has:
                 weights = publisher.publish(trainer.step)
             ahead = Ahead(roles.sampler, prompts, weights, has)
-            trainer.queued = partial(_sampled, prompts, ahead)
+            trainer.pending = partial(_sampled, prompts, ahead)
         answering = View(roles, rollout=Answers(roles.rollout, generate=sampled))
         yield trainer.dataflow.step(answering, here, trainer.algo)
 
 
-def _sampled(prompts: Batch, ahead: Ahead) -> list[Queued]:
+def _sampled(prompts: Batch, ahead: Ahead) -> AbstractContextManager[Pending]:
     """The next step's completions, once they are there."""
-    return [Queued(prompts, ahead.completions().result())]
+    return nullcontext(Pending([Queued(prompts, ahead.completions().result())]))
 
 
 def asynchronous(trainer: RLTrainer, count: int) -> Steps:
@@ -101,8 +102,7 @@ def asynchronous(trainer: RLTrainer, count: int) -> Steps:
         timeout_s=config.step_timeout_s,
     ) as rollout:
         trainer.restored = []
-        trainer.unconsumed = rollout.unfinished
-        trainer.queued = lambda: [Queued(*group) for group in rollout.finished()]
+        trainer.pending = partial(_unused, rollout)
         trainer.other_spans = rollout.timeline
         for _ in range(count):
             prompts, batch = rollout.take()
@@ -115,6 +115,13 @@ def asynchronous(trainer: RLTrainer, count: int) -> Steps:
             trainer.algo.metrics |= rollout.metrics()
             yield result
             rollout.updated(publisher.publish(trainer.step))
+
+
+@contextmanager
+def _unused(rollout: AsyncRollout) -> Iterator[Pending]:
+    """All that no batch has had yet."""
+    with rollout.held() as (finished, begun):
+        yield Pending([Queued(*group) for group in finished], begun)
 
 
 def _spawn(trainer: RLTrainer, name: str) -> Roles:

@@ -13,6 +13,7 @@ from engine.controller.timeline import span
 from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
 from engine.data.templates import encode_prompt
+from engine.rollout.begun import Begun, take_begun, with_begun
 from engine.trainers.queue_state import plain
 
 
@@ -44,7 +45,7 @@ class PromptStream:
             self._ahead = self._ahead or self._draw()
 
     def next_one(self) -> Batch:
-        """The next prompt alone."""
+        """The next prompt alone; one that was under way brings what is there of it (`BEGUN`)."""
         if self._again:
             return self._again.popleft()
         if self._ahead is None or self._given == len(self._ahead):
@@ -53,14 +54,17 @@ class PromptStream:
         return self._ahead.rows([self._given - 1])
 
     def state_dict(self, again: Sequence[Batch] = ()) -> dict[str, Any]:
-        """Where to go on: plain values, fit for JSON.
+        """Where to go on: tensors and plain values.
 
-        `again` are single prompts that were handed out and led to nothing yet.
+        `again` are single prompts that were handed out and led to no whole group yet, with what is
+        there of their completions.
         """
+        drawn = [take_begun(prompt) for prompt in (*again, *self._again)]
         return {
             "loader": self.loader.state_dict() if self._ahead is None else self._mark,
             "given": self._given if self._ahead is not None else 0,
-            "again": [_row(prompt) for prompt in (*again, *self._again)],
+            "again": [_row(prompt) for prompt, _ in drawn],
+            "begun": [begun.tree() if begun is not None else None for _, [begun] in drawn],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -69,7 +73,10 @@ class PromptStream:
         self._ahead, self._given = None, int(state["given"])
         if self._given:
             self._ahead = self._draw()
-        self._again = deque(self.encode([row]) for row in state["again"])
+        self._again = deque(
+            with_begun(self.encode([row]), [Begun.of(tree)]) if tree else self.encode([row])
+            for row, tree in zip(state["again"], state["begun"], strict=True)
+        )
 
     def _draw(self) -> Batch:
         self._mark = self.loader.state_dict()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,19 @@ class Queued:
     def of(tree: Tree) -> Queued:
         """What `tree` gave."""
         return Queued(batch_of(tree["prompts"]), batch_of(tree["done"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What rollout has done and begun that no step has used yet."""
+
+    queued: Sequence[Queued] = ()
+    begun: Sequence[Batch] = ()  # single prompts, with what is there of their completions
+
+
+def nothing_pending() -> AbstractContextManager[Pending]:
+    """Rollout that is not ahead of the trainer."""
+    return nullcontext(Pending())
 
 
 def batch_tree(batch: Batch) -> Tree:

@@ -84,13 +84,15 @@ def settings_digest(config: RLConfig) -> str:
 
 
 def _state(trainer: RLTrainer) -> dict[str, Any]:
-    queued = [one.tree() for one in trainer.queued()]  # before the prompts: it may finish some
+    with trainer.pending() as pending:
+        queue = [one.tree() for one in pending.queued]
+        prompts = trainer.prompts.state_dict(again=pending.begun)
     return {
         "step": trainer.step,
         "settings": settings_digest(trainer.config),
         "policy": start_of(trainer.build),
-        "queue": queued,
-        "prompts": trainer.prompts.state_dict(again=trainer.unconsumed()),
+        "queue": queue,
+        "prompts": prompts,
         "algo": trainer.algo.state_dict(),
         "history": trainer.history,
         "rng": process_rng(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -35,7 +35,7 @@ from engine.trainers.auto import resolve_auto
 from engine.trainers.layouts import check_layouts
 from engine.trainers.modes import MODES
 from engine.trainers.prompts import PromptStream
-from engine.trainers.queue_state import Queued
+from engine.trainers.queue_state import Pending, Queued, nothing_pending
 from engine.trainers.resume import make_saver, restore, save
 from engine.trainers.rl_checks import check_config, check_teacher
 from engine.trainers.rl_setup import Build, check_lora, effective, place, role_specs
@@ -97,8 +97,8 @@ class RLTrainer:
         )
         self.step = 0
         self.history: list[dict[str, float]] = []  # a row a step, since step 1
-        self.unconsumed: Callable[[], Sequence[Batch]] = list  # single prompts under way
-        self.queued: Callable[[], Sequence[Queued]] = list  # completions for later steps; waits
+        # What rollout has ahead of the trainer; while the context is open, it draws no prompt.
+        self.pending: Callable[[], AbstractContextManager[Pending]] = nothing_pending
         self.restored: list[Queued] = []  # those of a checkpoint
         self.other_spans: Callable[[], list[Span]] = list  # of processes beside the roles
         self.build = Build(

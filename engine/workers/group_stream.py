@@ -12,8 +12,10 @@ import torch
 from engine.batch import Batch
 from engine.config import RolloutConfig
 from engine.data.collate import collate_completions, pad
-from engine.rollout.protocol import RolloutEngine, SamplingParams
-from engine.rollout.stream import StreamedCompletion, open_stream
+from engine.errors import RolloutError
+from engine.rollout.begun import Begun, take_begun
+from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams
+from engine.rollout.stream import Partial, PartialCompletion, StreamedCompletion, open_stream
 
 
 class GroupStream:
@@ -40,11 +42,12 @@ class GroupStream:
         )
         self._prompts: dict[int, Batch] = {}
         self._ended: dict[int, list[StreamedCompletion]] = {}
+        self._whole: list[int] = []  # groups that were whole when they came
 
     @property
     def busy(self) -> int:
-        """Completions that are decoded or wait for a slot."""
-        return self._stream.in_flight + self._stream.waiting
+        """Completions that are decoded, wait for a slot, or wait to be handed over."""
+        return self._stream.in_flight + self._stream.waiting + len(self._whole)
 
     @property
     def version(self) -> int:
@@ -52,14 +55,41 @@ class GroupStream:
         return self._stream.policy_version
 
     def submit(self, prompts: Batch) -> None:
-        """Take on prompts, one row a group."""
+        """Take on prompts, one row a group; what was begun of them (`BEGUN`) goes on.
+
+        Raises RolloutError for completions of another prompt or another `n`.
+        """
+        prompts, begun = take_begun(prompts)
         for row, key in enumerate(prompts["group_ids"].tolist()):
+            ids, before = prompts.columns["prompt_ids"][row], begun[row]
+            rest = None
+            if before is not None:
+                rest = self._take_up(key, list(ids), before)
             self._prompts[key] = prompts.rows([row])
-            self._stream.submit(key, prompts.columns["prompt_ids"][row])
+            if rest is None or rest.completions:
+                self._stream.submit(key, ids, rest)
+            else:
+                self._whole.append(key)
+
+    def begun(self) -> dict[int, Begun]:
+        """Copies of all that isn't whole, by key; decoding goes on."""
+        parts: dict[int, list[tuple[PartialCompletion, str]]] = {key: [] for key in self._prompts}
+        for partial in self._stream.partials():
+            assert isinstance(partial.key, int)
+            parts[partial.key] += [(part, "") for part in partial.completions]
+        for key, items in self._ended.items():
+            parts[key] += [(_part(item), item.completion.finish_reason) for item in items]
+        found = {}
+        for key, pairs in parts.items():
+            pairs.sort(key=lambda pair: pair[0].completion_index)
+            if len(pairs) == self._n:  # else some ended in a step that failed, and come yet
+                found[key] = Begun(tuple(p for p, _ in pairs), tuple(end for _, end in pairs))
+        return found
 
     def step(self) -> list[Batch]:
         """Decode one token a completion; return the groups that are whole now."""
-        whole = []
+        whole = [self._batch(key) for key in self._whole]
+        self._whole.clear()
         for item in self._stream.step():
             assert isinstance(item.key, int)
             group = self._ended.setdefault(item.key, [])
@@ -75,6 +105,17 @@ class GroupStream:
     def close(self) -> None:
         """Stop decoding."""
         self._stream.close()
+
+    def _take_up(self, key: int, prompt_ids: list[int], begun: Begun) -> Partial:
+        """Put what has ended to its group; return what is to go on."""
+        if len(begun.parts) != self._n:
+            raise RolloutError(
+                f"group {key} was begun with {len(begun.parts)} completions and rollout.n is "
+                f"{self._n}; resume with the n that was saved"
+            )
+        pairs = list(zip(begun.parts, begun.ends, strict=True))
+        self._ended[key] = [_streamed(key, part, end) for part, end in pairs if end]
+        return Partial(key, prompt_ids, [part for part, end in pairs if not end])
 
     def _batch(self, key: int) -> Batch:
         """A finished group in the layout of `engine.batch`, with the versions of its tokens."""
@@ -94,3 +135,21 @@ class GroupStream:
             pad_token_id=self._pad,
         )
         return batch | fields
+
+
+def _part(item: StreamedCompletion) -> PartialCompletion:
+    done = item.completion
+    versions = done.token_versions or [done.policy_version] * len(done.token_ids)
+    return PartialCompletion(item.completion_index, done.token_ids, done.log_probs, versions)
+
+
+def _streamed(key: int, part: PartialCompletion, end: str) -> StreamedCompletion:
+    done = Completion(
+        prompt_index=0,
+        token_ids=part.token_ids,
+        log_probs=part.log_probs,
+        finish_reason="stop" if end == "stop" else "length",
+        policy_version=min(part.token_versions),
+        token_versions=part.token_versions,
+    )
+    return StreamedCompletion(key, part.completion_index, done)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.batch import Batch
+from engine.rollout.begun import Begun
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.group_stream import GroupStream
 from engine.workers.rollout import RolloutWorker
@@ -24,6 +25,7 @@ class Pumped:
     groups: tuple[Batch, ...]  # finished groups, each `rollout.n` rows
     busy: int  # completions that are decoded or wait for a slot, e.g. 61
     version: int  # of the weights that it decodes with now
+    begun: dict[int, Begun] | None = None  # what isn't whole, by key, where it was asked for
 
 
 class StreamRolloutWorker(RolloutWorker):
@@ -44,10 +46,11 @@ class StreamRolloutWorker(RolloutWorker):
         return version
 
     @dispatch(Dispatch.RANK_ZERO)
-    def pump(self, prompts: Batch | None, seconds: float) -> Pumped:
+    def pump(self, prompts: Batch | None, seconds: float, report: bool = False) -> Pumped:
         """Take on `prompts` (one row a group, its key in `group_ids`) and decode for a while.
 
-        Returns after `seconds`, or as soon as nothing is left to decode.
+        Returns after `seconds`, or as soon as nothing is left to decode; with `report` copies of
+        what isn't whole, too.
         """
         check_weights(self.context.shared)
         if prompts is not None:
@@ -56,7 +59,8 @@ class StreamRolloutWorker(RolloutWorker):
         deadline = time.monotonic() + seconds
         while self.stream.busy and time.monotonic() < deadline:
             done += self.stream.step()
-        return Pumped(tuple(done), self.stream.busy, self.stream.version)
+        begun = self.stream.begun() if report else None
+        return Pumped(tuple(done), self.stream.busy, self.stream.version, begun)
 
     def close(self) -> None:
         self.stream.close()

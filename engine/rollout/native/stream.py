@@ -180,6 +180,12 @@ class NativeStream:
         self._open.clear()
         return partials
 
+    def partials(self) -> list[Partial]:
+        """Copies of all that is unfinished, the oldest request first; decoding goes on."""
+        self._check_open()
+        waiting = [request.partial() for request in self._queue]
+        return [*self._table.partials(), *waiting]
+
     def close(self) -> None:
         """Drop all that is unfinished and free the cache; the engine serves on."""
         self._closed, self._decoding = True, None

@@ -123,8 +123,25 @@ class StreamRows(RowTable):
             request.parts.sort(key=lambda part: part.completion_index)
         return [requests[number] for number in sorted(requests)]
 
+    def partials(self) -> list[Partial]:
+        """Copies of the requests with rows that have not ended; these go on."""
+        rows = [row for row in self._seated if row not in set(self._ended)]
+        found: dict[int, tuple[Request, list[PartialCompletion]]] = {}
+        for row, part in zip(rows, self._read(rows), strict=True):
+            request, _ = self._seated[row]
+            found.setdefault(request.number, (request, []))[1].append(part)
+        return [
+            Partial(r.key, r.prompt_ids, sorted(parts, key=lambda part: part.completion_index))
+            for _, (r, parts) in sorted(found.items())
+        ]
+
     def _take(self, rows: list[int]) -> list[PartialCompletion]:
         """Read `rows` and free them."""
+        found = self._read(rows)
+        self._free += rows
+        return found
+
+    def _read(self, rows: list[int]) -> list[PartialCompletion]:
         if not rows:
             return []
         index = torch.tensor(rows, device=self.device)
@@ -132,7 +149,6 @@ class StreamRows(RowTable):
         longest = max(lengths)
         tables = (self._tokens, self._log_probs, self._versions)
         columns = [table[index, :longest].tolist() for table in tables]
-        self._free += rows
         return [
             PartialCompletion(self._seated[row][1], *(values[:length] for values in lists))
             for row, length, *lists in zip(rows, lengths, *columns, strict=True)

@@ -36,17 +36,19 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         self.queued: dict[int, set[int]] = {}
         self.finished_at: Counter[int] = Counter()  # consumed or rejected keys
 
-    @rule(worker=st.sampled_from(WORKERS))
-    def start(self, worker: str) -> None:
+    @rule(worker=st.sampled_from(WORKERS), behind=st.none() | st.integers(0, 4))
+    def start(self, worker: str, behind: int | None = None) -> None:
+        """A prompt, or what an earlier run had begun of it so many versions ago."""
         version = self.weights[worker]
-        if not self.state.may_start(version):
+        oldest = None if behind is None else max(0, version - behind)
+        if not self.state.may_start(version, oldest):
             return
-        self.state, ticket = self.state.start(worker, version)
+        self.state, ticket = self.state.start(worker, version, oldest)
         assert ticket.attempt not in {old.attempt for old in self.tickets}
         assert ticket.key not in {old.key for old in self.live} | set(self.queued)
         assert not self.finished_at[ticket.key]
         self.tickets.append(ticket)
-        self.live[ticket] = (worker, {version})
+        self.live[ticket] = (worker, {version} if oldest is None else {oldest, version})
 
     @rule(worker=st.sampled_from(WORKERS), resumes=st.booleans())
     def sync(self, worker: str, resumes: bool) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ from engine.checkpoint import find_latest
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
 from engine.errors import CheckpointError, PreemptedError, WorkerError
+from engine.rollout.begun import Begun, take_begun
 from engine.trainers.attempts import run_attempts
 from engine.trainers.prompts import PromptStream
 from engine.trainers.rl import RLTrainer
+from engine.workers.group_stream import GroupStream
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def trainer(folder: Path, placement: str = "local", **changes: Any) -> RLTrainer:
+def trainer(folder: Path, placement: str = "local", longest: int = 6, **changes: Any) -> RLTrainer:
     values: dict[str, Any] = {
         "algorithm": {
             "adv_estimator": "gae",
@@ -49,7 +52,11 @@ def trainer(folder: Path, placement: str = "local", **changes: Any) -> RLTrainer
     } | changes.get("trainer", {})
     loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), 4, 0)
     return RLTrainer(
-        folder, RLConfig.model_validate(values), loader, max_response_length=6, max_model_len=40
+        folder,
+        RLConfig.model_validate(values),
+        loader,
+        max_response_length=longest,
+        max_model_len=34 + longest,
     )
 
 
@@ -119,14 +126,85 @@ def test_rollout_ahead_resumes_without_losing_a_prompt(
     with watched() as second:
         second.resume(tmp_path)
         kept = [one.done for one in second.restored]
+        again = [begun for prompt in second.prompts._again for begun in take_begun(prompt)[1]]
         if mode == "one_step_off":
             assert [len(done) for done in kept] == [16]
             assert set(kept[0]["policy_version"].tolist()) == {1}
         else:  # whole groups, the versions of their tokens with them
             assert all(len(done) == 4 and "token_versions" in done for done in kept)
+            assert all(begun is not None and len(begun.parts) == 4 for begun in again)
         second.fit(checkpoint_dir=tmp_path)
         assert second.step == 4
     assert sorted(seen) == sorted(row["prompt"][0]["content"] for row in arithmetic_rows(16))
+
+
+def test_completions_that_were_begun_go_on_token_by_token(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`async`: what was decoded when the checkpoint was written is learned from after it."""
+    decode = GroupStream.step
+
+    def slowly(self: GroupStream) -> Any:
+        time.sleep(0.02)
+        return decode(self)
+
+    monkeypatch.setattr(GroupStream, "step", slowly)
+
+    def slow() -> RLTrainer:
+        run = {"mode": "async", "total_training_steps": 12, "save_freq": 1}
+        return trainer(tiny_folder, longest=30, trainer=run)
+
+    def under_way(prompts: Any) -> dict[str, Begun]:
+        return {
+            prompt.columns["prompt"][0][0]["content"]: begun
+            for prompt in prompts
+            for begun in take_begun(prompt)[1]
+            if begun is not None and begun.oldest is not None
+        }
+
+    used: list[Any] = []
+    with slow() as first:
+        saved: list[int] = []
+
+        def until_it_has_begun(step: int, total: int, metrics: dict[str, float]) -> None:
+            if saved:
+                raise KeyboardInterrupt
+            with first.pending() as pending:
+                saved.extend([step] if under_way(pending.begun) else [])
+
+        first.on_step = until_it_has_begun
+        with pytest.raises(KeyboardInterrupt):
+            first.fit(checkpoint_dir=tmp_path)
+    with slow() as second:
+        second.resume(tmp_path)
+        kept = under_way(second.prompts._again)
+        step = second.dataflow.step
+
+        def record(roles: Any, prompts: Any, algo: Any) -> Any:
+            used.append((prompts, roles.rollout.generate(prompts).result()))
+            return step(roles, prompts, algo)
+
+        second.dataflow = dataclasses.replace(second.dataflow, step=record)
+        begin = second.step
+        second.fit(2)
+    assert begin == saved[0]
+    assert kept
+    gone_on = 0
+    for prompts, batch in used:
+        for row, prompt in enumerate(prompts.columns["prompt"]):
+            begun = kept.get(prompt[0]["content"])
+            for index, part in enumerate(begun.parts if begun is not None else ()):
+                ours, length = batch.rows([4 * row + index]), len(part.token_ids)
+                for name, wanted in (
+                    ("responses", part.token_ids),
+                    ("token_versions", part.token_versions),
+                    ("rollout_log_probs", part.log_probs),
+                ):
+                    assert ours[name][0, :length].tolist() == wanted
+                rest = ours["response_mask"][0, length:].bool()
+                assert (ours["token_versions"][0, length:][rest] >= begin).all()
+                gone_on += length
+    assert gone_on
 
 
 def _stop_after(step: int) -> Any:

@@ -1,0 +1,130 @@
+"""Groups that were begun go on elsewhere, token for token, from what a checkpoint kept of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_engine import tiny_model
+
+from engine.batch import Batch
+from engine.config import RolloutConfig
+from engine.errors import RolloutError
+from engine.rollout.begun import Begun, take_begun, with_begun
+from engine.rollout.native import NativeEngine
+from engine.rollout.protocol import SamplingParams
+from engine.rollout.stream import PartialCompletion
+from engine.workers.group_stream import GroupStream
+
+N, LONGEST = 3, 9
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [5, 9]]
+TOKENS = ("responses", "response_mask", "token_versions", "truncated")
+
+tokens = st.lists(st.tuples(st.integers(0, 9), st.floats(-9, 0, width=32), st.integers(0, 3)))
+begun_groups = st.lists(st.tuples(tokens, st.sampled_from(["", "stop", "length"])), max_size=4)
+
+
+def stream(n: int = N, slots: int = 16) -> GroupStream:
+    engine = NativeEngine(tiny_model("qwen2").double(), max_model_len=40)
+    params = SamplingParams(n=n, max_new_tokens=LONGEST, seed=3, stop_token_ids=(1, 2))
+    config = RolloutConfig(n=n, max_num_seqs=slots)
+    return GroupStream(engine, params, config, max_model_len=40, pad_token_id=0)
+
+
+def prompts(keys: list[int]) -> Batch:
+    columns = {"prompt_ids": [PROMPTS[key] for key in keys], "answer": [str(k) for k in keys]}
+    return Batch({"group_ids": torch.tensor(keys)}, columns)
+
+
+def finish(subject: GroupStream, found: dict[int, Batch]) -> dict[int, Batch]:
+    while subject.busy:
+        found |= {int(group["group_ids"][0]): group for group in subject.step()}
+    return found
+
+
+def assert_same(found: dict[int, Batch], wanted: dict[int, Batch]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, group in wanted.items():
+        assert all(torch.equal(found[key][name], group[name]) for name in TOKENS)
+        torch.testing.assert_close(found[key]["rollout_log_probs"], group["rollout_log_probs"])
+        assert list(found[key].columns["answer"]) == [str(key)] * N
+        assert "begun" not in found[key].columns
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> dict[int, Batch]:
+    subject = stream()
+    subject.submit(prompts([0, 1, 2, 3]))
+    return finish(subject, {})
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps=st.integers(0, LONGEST + 4), slots=st.sampled_from([N, 2 * N, 16]))
+def test_what_was_begun_goes_on_in_another_process_and_here(
+    uninterrupted: dict[int, Batch], steps: int, slots: int
+) -> None:
+    first = stream(slots=slots)
+    first.submit(prompts([0, 1, 2, 3]))
+    found: dict[int, Batch] = {}
+    for _ in range(steps):
+        found |= {int(group["group_ids"][0]): group for group in first.step()}
+    begun = first.begun()
+    assert begun.keys() | found.keys() == {0, 1, 2, 3}
+    assert not begun.keys() & found.keys()
+    second = stream()
+    keys = sorted(begun)
+    if keys:
+        second.submit(with_begun(prompts(keys), [Begun.of(begun[key].tree()) for key in keys]))
+    assert_same(finish(second, dict(found)), uninterrupted)
+    assert_same(finish(first, found), uninterrupted)
+
+
+def test_groups_that_were_whole_come_out_as_they_are(uninterrupted: dict[int, Batch]) -> None:
+    """Finished, and not scored yet when the checkpoint was written."""
+    whole = [Begun.whole(uninterrupted[key]) for key in (0, 1)]
+    assert all(all(one.ends) for one in whole)
+    subject = stream()
+    subject.submit(with_begun(prompts([0, 1]), whole))
+    assert subject.busy == 2
+    found = finish(subject, {})
+    assert_same(found, {key: uninterrupted[key] for key in (0, 1)})
+
+
+def test_begun_and_new_prompts_come_together(uninterrupted: dict[int, Batch]) -> None:
+    first = stream()
+    first.submit(prompts([0, 1]))
+    first.step()
+    begun = first.begun()
+    second = stream()
+    second.submit(with_begun(prompts([0, 1, 2, 3]), [begun[0], None, None, None]))
+    assert_same(finish(second, {}), uninterrupted)
+
+
+def test_another_number_of_completions_is_refused() -> None:
+    first = stream()
+    first.submit(prompts([0]))
+    first.step()
+    with pytest.raises(RolloutError, match=r"begun with 3 completions and rollout\.n is 2"):
+        stream(n=2).submit(with_begun(prompts([0]), [first.begun()[0]]))
+
+
+@given(begun_groups)
+def test_a_checkpoint_keeps_it_exactly(groups: list[Any]) -> None:
+    parts = tuple(
+        PartialCompletion(index, *([list(c) for c in zip(*rows, strict=True)] or [[], [], []]))
+        for index, (rows, _) in enumerate(groups)
+    )
+    begun = Begun(parts, tuple(end for _, end in groups))
+    assert Begun.of(begun.tree()) == begun
+    versions = [version for rows, _ in groups for _, _, version in rows]
+    assert begun.oldest == (min(versions) if versions else None)
+
+
+def test_prompts_without_the_column_have_begun_nothing() -> None:
+    drawn = prompts([0, 1])
+    same, begun = take_begun(drawn)
+    assert same is drawn
+    assert begun == [None, None]
