@@ -21,7 +21,7 @@ from engine.rollout.begun import Begun, with_begun
 
 log = logging.getLogger(__name__)
 
-_REPORT_S = 10.0  # how long workers may take to say what they have begun
+_REPORT_S = 5.0  # how long workers may take to say what they have begun
 
 
 class AsyncRollout(RolloutLoop):
