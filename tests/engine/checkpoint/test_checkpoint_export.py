@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
+from thorough import and_slow
 from tiny_engine import TINY_MODEL, arithmetic_rows, training_batch, write_tiny_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -84,13 +85,14 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-CASES = [
-    pytest.param({"fsdp": 2, "tp": 2}, {}, marks=pytest.mark.slow),
-    ({"tp": 2}, {}),
-    ({"pp": 2}, {"dtype": "bfloat16"}),
-    ({"fsdp": 2}, {"lora": {"rank": 4, "alpha": 8.0}}),
-    ({}, {"lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"], "quantize": "nf4"}}),
-]
+CASES = and_slow(
+    [({"tp": 2}, {}), ({"fsdp": 2}, {"lora": {"rank": 4, "alpha": 8.0}})],
+    [
+        ({"fsdp": 2, "tp": 2}, {}),
+        ({"pp": 2}, {"dtype": "bfloat16"}),
+        ({}, {"lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"], "quantize": "nf4"}}),
+    ],
+)
 
 
 @pytest.mark.parametrize(("parallel", "model"), CASES)
