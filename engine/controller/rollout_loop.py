@@ -216,8 +216,8 @@ class RolloutLoop:
             self._event(name, process.attempt, Synced(int(value)), now)
             return
         if value.begun is not None:
-            self._asked.discard(name)
             self._begun |= value.begun
+            self._has_said(name)
         process.busy = value.busy
         process.idle_until = now + _IDLE_S
         for group in value.groups:
@@ -249,9 +249,14 @@ class RolloutLoop:
                 self._scored[ticket.key] = group
         return bool(done)
 
+    def _has_said(self, name: str) -> None:
+        """A worker has said what it has begun, or never will."""
+        self._asked.discard(name)
+        self._changed.notify_all()
+
     def _event(self, name: str, attempt: int, event: Event, now: float) -> None:
         if isinstance(event, Died):
-            self._asked.discard(name)
+            self._has_said(name)
         self._act(*self.fleet.on(name, attempt, event, now))
 
     def _act(self, fleet: Fleet, actions: Sequence[Action]) -> None:
@@ -265,7 +270,7 @@ class RolloutLoop:
                     cause = fleet.workers[worker].deaths[-1].cause
                     log.warning("rollout worker given up: %s", cause)
                     self.counts.causes.append(cause)
-                    self._asked.discard(worker)
+                    self._has_said(worker)
                     self._processes.kill(worker)
                 case Reissue(worker, _):
                     self.admission, lost = self.admission.lost(worker)
