@@ -17,7 +17,7 @@ except AttributeError as error:
     assert "'engine' has no attribute 'Nothing'" in str(error)
 else:
     raise AssertionError("a name that isn't there")
-import engine.workers.actor
+import engine.workers.actor, engine.workers.rollout, engine.rollout.vllm, engine.rollout.native
 print(*[name for name in ("sklearn", "scipy.optimize", "vllm", "mlflow") if name in sys.modules])
 from transformers import GenerationMixin
 from transformers.generation.candidate_generator import AssistedCandidateGenerator

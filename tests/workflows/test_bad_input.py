@@ -158,6 +158,7 @@ def test_mlflow_unreachable(place: Place) -> None:
     assert not place.artifacts.exists()
 
 
+@pytest.mark.slow
 def test_ray_unreachable(place: Place) -> None:
     change = {"rl": {"trainer": {"placement": "ray"}}}
     # In a process of its own: another test may have left Ray running in this one.

@@ -215,6 +215,7 @@ def test_pools_land_on_the_nodes_that_they_ask_for(two_nodes: dict[str, str]) ->
     assert names == {f"{run}/{name}" for name in wanted}
 
 
+@pytest.mark.slow
 def test_processes_are_spread(two_nodes: dict[str, str]) -> None:
     pools = (Pool(("a",), cpus=0.5), Pool(("b",), cpus=0.5))
     placement = Placement(pools, strategy="STRICT_SPREAD", call_timeout_s=60)
@@ -233,6 +234,7 @@ def test_processes_are_spread(two_nodes: dict[str, str]) -> None:
         (Pool(("a",), 3, cpus=0.1), "STRICT_SPREAD", "wants 3 nodes, present 2"),
     ],
 )
+@pytest.mark.slow
 def test_a_real_cluster_refuses_at_once(
     two_nodes: dict[str, str], pool: Pool, strategy: Strategy, reason: str
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from probe_worker import Probe
+from thorough import and_slow
 
 from engine.batch import Batch
 from engine.controller.futures import LazyBatch
@@ -49,7 +50,7 @@ def run_two_roles(kind: Literal["ray", "local"]) -> list[Span]:
     return spans
 
 
-@pytest.mark.parametrize("kind", ["local", "ray"])
+@pytest.mark.parametrize("kind", and_slow(["local"], ["ray"]))
 def test_spans_show_the_overlap(ray_cluster: None, kind: Literal["local", "ray"]) -> None:
     spans = run_two_roles(kind)
     found = {f"{s.role}.{s.name}": s for s in spans}

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from thorough import and_slow
 from tiny_engine import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -85,11 +84,12 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "said"),
-    and_slow(
-        [("2", "WORLD_SIZE=2 and no RANK, MASTER_ADDR")],
-        [("two", "WORLD_SIZE='two', which is no whole number")],
-    ),
+    [
+        ("2", "WORLD_SIZE=2 and no RANK, MASTER_ADDR"),
+        ("two", "WORLD_SIZE='two', which is no whole number"),
+    ],
 )
+@pytest.mark.slow
 def test_an_environment_that_is_not_whole_is_named(
     tiny_folder: Path, world_size: str, said: str
 ) -> None:

@@ -38,7 +38,8 @@ def run(*arguments: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("loss")]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_documented_program_learns(tiny_folder: Path, tmp_path: Path, ranks: int) -> None:
     program = tmp_path / "train.py"
     program.write_text(documented_program(tiny_folder, tmp_path / "saved"))

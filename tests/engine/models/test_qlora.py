@@ -341,6 +341,7 @@ def sharded(kind: str, shared: bool) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_fsdp_shares_adapters_and_leaves_packed_matrices_whole(kind: str) -> None:
     alone = sharded(kind, False)

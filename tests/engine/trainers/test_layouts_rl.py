@@ -8,7 +8,6 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from thorough import and_slow
 from tiny_engine import arithmetic_rows
 from torch import Tensor
 
@@ -88,8 +87,9 @@ def alone(
 
 @pytest.mark.parametrize(
     ("parallel", "rollout_tp"),
-    and_slow([({"tp": 2}, 1)], [({"fsdp": 2}, 2), ({"pp": 2}, 1)]),
+    [({"tp": 2}, 1), ({"fsdp": 2}, 2), ({"pp": 2}, 1)],
 )
+@pytest.mark.slow
 def test_ppo_on_two_ranks_is_ppo_on_one(
     tiny_folder: Path,
     tmp_path: Path,

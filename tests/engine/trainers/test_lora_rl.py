@@ -91,6 +91,7 @@ def parameters_alive() -> int:
     return sum(o.numel() for o in gc.get_objects() if isinstance(o, nn.Parameter))
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_shared_base_before_and_after_updates(start_folder: Path) -> None:
     batch, shared = training_batch(9), dict[str, Any]()
     start = reference(start_folder, {}).log_probs(batch)["ref_log_probs"]
