@@ -121,8 +121,7 @@ def test_rollout_ahead_resumes_without_losing_a_prompt(
             first.fit(checkpoint_dir=tmp_path)
     assert len(seen) == 12
     del seen[8:]  # step 3 came after the last checkpoint
-    found = find_latest(tmp_path)
-    assert found is not None
+    wait_for_a_checkpoint(tmp_path)
     with watched() as second:
         second.resume(tmp_path)
         kept = [one.done for one in second.restored]
@@ -204,6 +203,14 @@ def test_completions_that_were_begun_go_on_token_by_token(
                 assert (ours["token_versions"][0, length:][rest] >= begin).all()
                 gone_on += length
     assert gone_on
+
+
+def wait_for_a_checkpoint(root: Path) -> None:
+    """The commit of an interrupted run's last save, which goes on beside it."""
+    deadline = time.monotonic() + 30
+    while find_latest(root) is None:
+        assert time.monotonic() < deadline, "nothing was saved"
+        time.sleep(0.05)
 
 
 def _stop_after(step: int) -> Any:
