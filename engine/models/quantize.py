@@ -98,9 +98,10 @@ def check_quantization(kind: str, device: torch.device | str = "cpu") -> None:
             "hybridflyte[qlora], or leave it empty"
         ) from error
     except (RuntimeError, NotImplementedError, AssertionError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]  # an assertion says nothing
         raise ConfigError(
             f"model.lora.quantize={kind!r}: bitsandbytes can't quantise on {device} "
-            f"({str(error).splitlines()[0]}); leave it empty, or use cuda or cpu"
+            f"({why}); leave it empty, or use cuda or cpu"
         ) from error
     error_share = float((dense - rows).norm() / rows.norm())
     if not error_share < _LARGEST_ERROR:

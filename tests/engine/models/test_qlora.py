@@ -363,6 +363,15 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_quantization("int8")
 
 
+def test_a_failure_without_words_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: QuantizedLinear) -> Tensor:
+        raise AssertionError
+
+    monkeypatch.setattr(QuantizedLinear, "dense", fail)
+    with pytest.raises(ConfigError, match=r"can't quantise on cpu \(AssertionError\)"):
+        check_quantization("nf4")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_device_that_bitsandbytes_lacks_is_named(kind: str) -> None:
     with pytest.raises(ConfigError, match="can't quantise on mps"):
