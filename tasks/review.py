@@ -7,6 +7,7 @@ Not cached, since what lies at an address may change without its name.
 from __future__ import annotations
 
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 
 from flytekit import Deck, task
@@ -23,6 +24,8 @@ SHOWN_FAULTS = 5
     cache=False,
     requests=SMALL,
     container_image=IMAGE,
+    retries=2,
+    timeout=timedelta(hours=6),
     enable_deck=True,
     deck_fields=(DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT),
 )

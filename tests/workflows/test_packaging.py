@@ -20,7 +20,7 @@ CACHED = {"preprocess", "take_in"} | BY_PROFILE
 HANDLERS = {"rlhf_failed", "evaluate_only_failed", "promote_only_failed", "retraining_failed"}
 AROUND = {
     *("plan", "promote", "report", "fetch", "open_promotion", "conclude", "kickoff", "skipped"),
-    *("keep", "to_approve", "waits_for_approval"),
+    *("keep", "to_approve", "waits_for_approval", "review", "rollback"),
 }
 ALL = CACHED | HANDLERS | AROUND
 MESSAGES: dict[str, Any] = {"1": TaskSpec, "2": WorkflowSpec, "3": LaunchPlan}
@@ -54,13 +54,10 @@ def packaged(new_place: Callable[[], Place]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def tasks(packaged: dict[str, Any]) -> dict[str, Any]:
-    """The tasks of the workflows that this file knows."""
-    found = {
-        key.removeprefix("TaskSpec:"): message.template
-        for key, message in packaged.items()
-        if key.startswith("TaskSpec:")
-    }
-    return {name: template for name, template in found.items() if name in ALL}
+    """All tasks of ours, by short name."""
+    templates = [m.template for key, m in packaged.items() if key.startswith("TaskSpec:")]
+    ours = [template for template in templates if template.id.name.startswith("tasks.")]
+    return {template.id.name.rsplit(".", 1)[-1]: template for template in ours}
 
 
 def memory(resources: Resources) -> dict[int, str]:
