@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
+from click.core import ParameterSource
 
 from engine.console import quiet
 from engine.errors import EngineError
@@ -44,12 +45,14 @@ class RegistrationError(EngineError):
 @click.option("--project", default="hybridflyte", show_default=True)
 @click.option("--domain", default="development", show_default=True)
 @click.option("--config", default="", help="Flyte's config.yaml; without it as pyflyte finds it")
-@click.option("--notify", default="", help="Addresses told of failures, separated by commas")
+@click.option("--notify", default="", help=f"Addresses for mails; without it, ${NOTIFY_VARIABLE}")
 @click.option("--activate", is_flag=True, help="Switch schedules to this version")
 @click.option("--allow-dirty", is_flag=True, help="Register edited sources under a marked version")
 @click.option("--package", "archive", default="", help="Write this archive, register nothing")
 @click.option("--dry-run", is_flag=True, help="Show what would be registered")
+@click.pass_context
 def main(
+    context: click.Context,
     image: str,
     cuda_image: str,
     rocm_image: str,
@@ -67,6 +70,8 @@ def main(
     images = {"default": image, "cuda": cuda_image or image, "rocm": rocm_image or image}
     root = project_root()
     with _sentences():
+        if archive:
+            _refuse_without_effect(context)
         version = version_of(root, images, allow_dirty)
         _set_variables(images, notify)
         if archive:
@@ -75,6 +80,17 @@ def main(
             remote = None if dry_run else _connect(config, project, domain)
             _register(remote, root, image, version, (project, domain), activate)
     click.echo(version)
+
+
+def _refuse_without_effect(context: click.Context) -> None:
+    """Raise RegistrationError for options that an archive would leave out."""
+    for name in ("activate", "dry_run", "project", "domain", "config"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise RegistrationError(
+                f"{option} has no effect with --package, which writes an archive and asks no "
+                "Flyte; leave one of the two out, and name project and domain to flytectl"
+            )
 
 
 def _package(root: Path, image: str, version: str, archive: str) -> None:
@@ -117,7 +133,8 @@ def _set_variables(images: dict[str, str], notify: str) -> None:
         )
     for kind, reference in images.items():
         os.environ[VARIABLES[kind]] = reference
-    os.environ[NOTIFY_VARIABLE] = notify
+    if notify:
+        os.environ[NOTIFY_VARIABLE] = notify
 
 
 def _connect(config: str, project: str, domain: str) -> FlyteRemote:

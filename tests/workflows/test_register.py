@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from admin_server import Cluster, running
 from flyte_runs import PYFLYTE, REPOSITORY
+from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 from flyteidl.admin.task_pb2 import TaskSpec
 from test_rlhf_caching import tracked_files
 
@@ -264,6 +265,18 @@ def test_a_flyte_that_is_not_there(
     assert time.monotonic() - started < 100
 
 
+@pytest.mark.parametrize(
+    "options", [["--dry-run"], ["--activate"], ["--project", "p"], ["--domain", "d"]]
+)
+def test_an_archive_refuses_what_it_would_leave_out(checkout: Path, options: list[str]) -> None:
+    target = checkout.parent / "refused.tgz"
+    done = register(checkout, "--package", str(target), *options)
+    assert done.returncode == 1
+    said = " ".join(done.stderr.replace("│", "").split())
+    assert f"{options[0]} has no effect with --package" in said
+    assert not target.exists()
+
+
 # The package
 
 
@@ -290,6 +303,25 @@ def packages(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> list[b
         assert f"flytectl register files --archive {target}" in done.stdout
         made.append(target.read_bytes())
     return made
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [([], "night@example.com"), (["--notify", "team@example.com"], "team@example.com")],
+)
+def test_addresses_of_the_environment_count_unless_others_are_given(
+    checkout: Path, options: list[str], told: str
+) -> None:
+    target = checkout.parent / "notified.tgz"
+    done = register(
+        checkout, "--package", str(target), *options, HYBRIDFLYTE_NOTIFY="night@example.com"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, contents = unpacked(target.read_bytes())
+    (name,) = [name for name in contents if name.endswith("_rlhf_full_3.pb")]
+    plan = LaunchPlan.FromString(contents[name])
+    (notification,) = plan.spec.entity_metadata.notifications
+    assert list(notification.email.recipients_email) == [told]
 
 
 def unpacked(package: bytes) -> tuple[list[tarfile.TarInfo], dict[str, bytes]]:
