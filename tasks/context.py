@@ -206,8 +206,14 @@ class Stage:
 
 
 @contextlib.contextmanager
-def stage(kind: str, run: RunContext, config: Mapping[str, Any]) -> Iterator[Stage]:
-    """Open a stage: a nested MLflow run and a staging folder, both closed whatever happens."""
+def stage(
+    kind: str, run: RunContext, config: Mapping[str, Any], attempt_key: str = ""
+) -> Iterator[Stage]:
+    """Open a stage: a nested MLflow run and a staging folder, both closed whatever happens.
+
+    attempt_key: which of several stages of this kind in one run it is, e.g. "approved"; without it
+    the second would count as another attempt of the first.
+    """
     from engine.artifacts import staging
     from engine.tracking import Tracker
 
@@ -217,7 +223,7 @@ def stage(kind: str, run: RunContext, config: Mapping[str, Any]) -> Iterator[Sta
         tags = {"hybridflyte.run": run.run_id, **execution_tags(execution_name(run))}
         try:
             with (
-                tracker.stage(kind, run.mlflow_run, config, tags) as tracked,
+                tracker.stage(kind, run.mlflow_run, config, tags, attempt_key) as tracked,
                 staging(kind) as folder,
             ):
                 link_to_mlflow(kind, tracker, tracked.run_id)

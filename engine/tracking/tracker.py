@@ -4,7 +4,8 @@ Retries. A stage is known by its parent run, its name and an attempt key. When i
 (a Flyte retry, a pre-empted attempt), the runs of earlier attempts are moved to MLflow's trash and
 a new one begins, so that each step's metrics are there once and always from one attempt. A lost
 attempt that is still alive somewhere can't write to its run any more. A parent run with a key is
-opened again instead, because its stages belong to it.
+opened again instead, because its stages belong to it. A run that holds the files of a registered
+version is never moved to the trash: `mlflow gc` would delete them with it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class Tracker(Registry):
         with self.talking("start a run"):
             earlier = self._find(own) if parent_run_id else []
             for run_id in earlier:
-                self.client.delete_run(run_id)
+                if not self._holds_version(run_id):
+                    self.client.delete_run(run_id)
             run = StageRun(self, self._create(name, params or {}, {**(tags or {}), **own}))
         try:
             yield run
@@ -95,6 +97,25 @@ class Tracker(Registry):
             run.close("FAILED")
             raise
         run.close("FINISHED")
+
+    def lasting_run(self, run_id: str, otherwise: str) -> str:
+        """Return `run_id` where that run is there and not in the trash, else `otherwise`."""
+        from mlflow.exceptions import MlflowException
+
+        if not run_id:
+            return otherwise
+        with self.talking("look up a run"):
+            try:
+                found = self.client.get_run(run_id)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                return otherwise
+        return run_id if found.info.lifecycle_stage == "active" else otherwise
+
+    def _holds_version(self, run_id: str) -> bool:
+        """Tell whether a registered version's files are among this run's artifacts."""
+        return bool(self.client.search_model_versions(f"run_id='{run_id}'", max_results=1))
 
     def _create(self, name: str, params: Mapping[str, Any], tags: Mapping[str, Any]) -> str:
         """Create a run with its tags and parameters."""

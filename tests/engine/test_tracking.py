@@ -211,6 +211,22 @@ def test_a_retry_takes_the_place_of_the_earlier_attempt(tracker: Tracker) -> Non
     assert tracker.start_pipeline("rlhf", key="execution-2") != parent
 
 
+def test_a_run_that_holds_a_registered_model_stays_out_of_the_trash(tracker: Tracker) -> None:
+    parent = tracker.start_pipeline("rlhf", key="execution-1")
+    with tracker.stage("rl", parent) as lost:
+        pass
+    with tracker.stage("rl", parent) as holder:
+        assert tracker.lasting_run(lost.run_id, parent) == parent
+        assert tracker.lasting_run("0" * 32, parent) == parent
+        assert tracker.lasting_run("", parent) == parent
+        assert tracker.lasting_run(holder.run_id, parent) == holder.run_id
+        tracker.register_model(make_model("kept"), f"kept-{tracker.experiment}", holder.run_id)
+    with tracker.stage("rl", parent) as again:
+        pass
+    live = tracker.client.search_runs([tracker.experiment_id])
+    assert {run.info.run_id for run in live} == {parent, holder.run_id, again.run_id}
+
+
 def test_log_metrics_costs_a_training_loop_nothing(local: Tracker) -> None:
     metrics = {f"metric_{i}": float(i) for i in range(20)}
     with local.stage("sft") as run:
