@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.models.lora import has_adapters, merged_copy
+
 
 class CriticModel(nn.Module):
     """Backbone and value head.
@@ -45,8 +47,12 @@ def head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def create_critic_model(model: PreTrainedModel) -> CriticModel:
-    """Make a critic that starts from a copy of `model`'s backbone; `model` is not touched."""
-    backbone = copy.deepcopy(model.base_model)
+    """Make a critic that starts from a copy of `model`'s backbone; `model` is not touched.
+
+    Adapters are merged into the copy, and a quantised base is made dense: all of it is trained.
+    """
+    plain = merged_copy(model) if has_adapters(model) else model
+    backbone = copy.deepcopy(plain.base_model)
     critic = CriticModel(backbone, model.config.get_text_config().hidden_size)
     return critic.to(next(backbone.parameters()).dtype).requires_grad_(True)
 

@@ -63,7 +63,8 @@ def finish_adapters(model: PreTrainedModel, settings: Any) -> None:
         parameter.data = parameter.data.float()
     base = Path(model.name_or_path or "")
     settings.base_model_name_or_path = str(base.absolute() if base.is_dir() else base)
-    settings.target_modules = sorted(settings.target_modules or ())
+    targets = settings.target_modules or ()
+    settings.target_modules = targets if isinstance(targets, str) else sorted(targets)  # or a regex
 
 
 def _refuse_tied(model: PreTrainedModel, settings: Any) -> None:
@@ -113,14 +114,19 @@ class BaseOfPolicy:
 def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A plain model of the same class that computes what `model` does with its adapters.
 
-    For reading and saving: what no adapter changes shares `model`'s storage, which stays as it is.
+    What no adapter changes shares `model`'s storage, which stays as it is: read it, save it or copy
+    it, and don't train it.
     """
     with torch.device("meta"):
         plain: PreTrainedModel = type(model)(copy.deepcopy(model.config))
     plain.load_state_dict(_merged_weights(model), assign=True)
     plain.tie_weights()
+    for name, buffer in list(plain.named_buffers()):
+        if buffer.is_meta:  # in no state dict, such as rotary tables
+            owner, _, own = name.rpartition(".")
+            setattr(plain.get_submodule(owner), own, model.get_buffer(name))
     plain.generation_config = model.generation_config
-    return plain
+    return plain.train(model.training)
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:

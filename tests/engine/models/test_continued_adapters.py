@@ -101,6 +101,23 @@ def test_settings_are_the_folder_s(first: PreTrainedModel, tmp_path: Path) -> No
     assert resolve_lora(folder, plain) is plain
 
 
+def test_a_regex_of_target_modules_stays_one(
+    first: PreTrainedModel, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder, regex = tmp_path / "first/adapter", r".*\.(q_proj|down_proj)"
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": regex}))
+    assert resolve_lora(folder, FROM_FOLDER).target_modules == regex
+    second = policy_model(folder, "float32", FROM_FOLDER)
+    save_model(second, load_tokenizer(tiny_folder), tmp_path / "second")
+    saved = tmp_path / "second/adapter"
+    assert json.loads((saved / "adapter_config.json").read_text())["target_modules"] == regex
+    with torch.no_grad():
+        assert torch.equal(log_probs(policy_model(saved, "float32", FROM_FOLDER)), log_probs(first))
+        merged = policy_model(saved, "float32")
+        torch.testing.assert_close(log_probs(merged), log_probs(first), atol=1e-4, rtol=0)
+
+
 def test_dropout_is_the_run_s(first: PreTrainedModel, tmp_path: Path) -> None:
     lora = LoRAConfig(from_folder=True, dropout=0.5)
     model = policy_model(tmp_path / "first/adapter", "float32", lora)

@@ -21,6 +21,7 @@ from engine.models import (
     BaseOfPolicy,
     adapter_parameters,
     add_adapters,
+    create_critic_model,
     has_adapters,
     load_model,
     policy_model,
@@ -29,6 +30,7 @@ from engine.models import (
     vocabulary_and_context,
 )
 from engine.models.forward import response_log_probs, token_outputs
+from engine.models.lora import merged_copy
 from engine.rollout.native.weights import Unsupported, bind
 from engine.rollout.protocol import SamplingParams, create_engine
 from engine.workers.optim import Optimizer
@@ -179,6 +181,34 @@ def test_saved_as_a_plain_model_and_as_an_adapter(
     torch.testing.assert_close(log_probs(again), wanted, atol=1e-4, rtol=0)
     assert load_tokenizer(tmp_path / "out/adapter").get_vocab() == tokenizer.get_vocab()
     assert vocabulary_and_context(tmp_path / "out/adapter") == (len(tokenizer), 64)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_merged_copy_computes_what_the_policy_does(family: str) -> None:
+    policy = adapted(tiny_model(family))
+    plain = merged_copy(policy)
+    assert not has_adapters(plain)
+    torch.testing.assert_close(log_probs(plain), log_probs(policy), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_critic_of_a_policy_starts_from_the_merged_weights_and_trains_all(family: str) -> None:
+    policy = adapted(tiny_model(family))
+    before = copies(policy)
+    critic = create_critic_model(policy)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        wanted = policy.base_model(input_ids=ids).last_hidden_state
+        got: Any = critic.backbone(input_ids=ids)
+        torch.testing.assert_close(got.last_hidden_state, wanted, atol=1e-4, rtol=0)
+        assert not any("lora" in name for name, _ in critic.named_parameters())
+        assert all(p.requires_grad for p in critic.parameters())
+        for parameter in critic.parameters():
+            parameter.add_(1.0)
+    assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
+    assert {n for n, p in policy.named_parameters() if p.requires_grad} == set(
+        adapter_parameters(policy)
+    )
 
 
 def test_gpt2_is_saved_with_its_transposed_matrices(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from engine.models import (
     BaseOfPolicy,
     adapter_parameters,
     add_adapters,
+    create_critic_model,
     load_model,
     policy_model,
     save_model,
@@ -271,6 +272,21 @@ def test_saved_and_loaded_again(tiny_folder: Path, tmp_path: Path, kind: str, dt
         adapters = tmp_path / "out/adapter"
         again = policy_model(adapters, dtype, lora(kind, rank=0, from_folder=True))
         assert torch.equal(log_probs(again), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_critic_of_it_is_dense_and_all_of_it_trained(kind: str) -> None:
+    model = policy(kind)
+    critic = create_critic_model(model)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        wanted = model.base_model(input_ids=ids).last_hidden_state
+    got: Any = critic.backbone(input_ids=ids)
+    torch.testing.assert_close(got.last_hidden_state, wanted, atol=1e-4, rtol=0)
+    assert not any(isinstance(module, QuantizedLinear) for module in critic.modules())
+    torch.nn.init.ones_(critic.head.weight)
+    critic(ids).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in critic.parameters())
 
 
 @pytest.mark.parametrize("kind", KINDS)
