@@ -67,8 +67,8 @@ def pack_rows(ids: Tensor, lengths: Tensor) -> PackedRows:
 def apply_packing(model: PreTrainedModel) -> None:
     """Let `model`, in place, take packed rows by `packed_forward`; padded ones as before.
 
-    Other models stay as they are. Raises ConfigError where attention is not plain and causal. It
-    goes with FSDP, TP and adapters, not with `apply_ulysses`.
+    Other models stay as they are, and so does one that it was applied to. Raises ConfigError where
+    attention is not plain and causal. It goes with FSDP, TP and adapters, not with `apply_ulysses`.
     """
     found = [m for m in model.modules() if _is_attention(m)]
     config = model.config.get_text_config()
@@ -85,6 +85,8 @@ def apply_packing(model: PreTrainedModel) -> None:
             "leave packing off"
         )
     for attention in found:
+        if hasattr(attention, _OWN):
+            continue
         ours = copy.copy(attention.config)
         ours._attn_implementation = _NAME  # type: ignore[union-attr]
         attention.__dict__ |= {_OWN: attention.config, "config": ours}

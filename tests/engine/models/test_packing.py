@@ -15,7 +15,7 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from engine.config import ParallelConfig
 from engine.errors import ConfigError, DataError
-from engine.models import packing
+from engine.models import create_critic_model, packing
 from engine.models.forward import plain_readout, response_log_probs
 from engine.models.packing import PackedRows, apply_packing, pack_rows, packed_forward
 from engine.parallel.fsdp import call, shard_model
@@ -179,6 +179,19 @@ def test_padded_rows_and_other_models_are_as_before() -> None:
             again = each.generate(ids[:1, :3], max_new_tokens=5, do_sample=False)
             assert torch.equal(again, said)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_second_time_changes_nothing() -> None:
+    """Two trainers may share a model, and a critic may be made of a packed policy."""
+    model, ids = tiny_model("qwen2"), rows()
+    packed = pack_rows(ids, LENGTHS)
+    apply_packing(model)
+    with torch.no_grad():
+        once, plain = hidden_states(model, packed), padded(model, ids)
+        for body in (model, create_critic_model(model).backbone):
+            apply_packing(body)  # type: ignore[arg-type]
+            assert torch.equal(hidden_states(body, packed), once)  # type: ignore[arg-type]
+            assert torch.equal(padded(body, ids), plain)  # type: ignore[arg-type]
 
 
 def test_attention_that_is_not_plain_is_refused() -> None:
