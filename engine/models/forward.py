@@ -127,7 +127,8 @@ def plain_readout(
     out = {"log_probs": log_softmax.gather(1, targets[:, None]).squeeze(1)}
     spread = log_softmax if entropy_gradient else log_softmax.detach()
     if entropy:
-        out["entropy"] = -(spread.exp() * spread).sum(-1)
+        # Entries that can't be sampled (logit −inf) add 0, not NaN.
+        out["entropy"] = -(spread.exp() * torch.where(spread > -torch.inf, spread, 0.0)).sum(-1)
     if sum_pi_squared:
         out["sum_pi_squared"] = spread.detach().exp().square().sum(-1)
     if reference_logits is not None:

@@ -16,6 +16,7 @@ from engine.errors import DataError
 from engine.models import BaseOfPolicy, add_adapters, create_critic_model
 from engine.models.forward import (
     left_align,
+    plain_readout,
     response_log_probs,
     response_values,
     token_outputs,
@@ -83,6 +84,31 @@ def test_entropy_has_a_gradient_only_on_request() -> None:
     with_one.sum().backward()
     grads = [p.grad.norm() for p in model.parameters() if p.grad is not None]
     assert max(grads) > 0
+
+
+def test_entries_that_can_t_be_sampled_add_nothing_to_the_readout() -> None:
+    """Logits of −inf, as of a padded vocabulary: numbers and gradients are those without them."""
+    draw = torch.Generator().manual_seed(3)
+    some, theirs = (torch.randn(5, 7, generator=draw) for _ in range(2))
+    targets = torch.tensor([0, 6, 2, 3, 3])
+    columns = torch.tensor([0, 1, 2, 4, 5, 7, 8])  # of 9; 3 and 6 are impossible
+    results = []
+    for wide in (False, True):
+        ours = some.clone().requires_grad_()
+        logits, reference, tokens = ours, theirs, targets
+        if wide:
+            logits, reference = (
+                torch.full((5, 9), -torch.inf).index_copy(1, columns, of) for of in (ours, theirs)
+            )
+            tokens = columns[targets]
+        out = plain_readout(
+            logits, tokens, 0.7,
+            entropy=True, entropy_gradient=True, sum_pi_squared=True, reference_logits=reference,
+        )  # fmt: skip
+        (out["log_probs"] + 2.0 * out["entropy"] + 3.0 * out["full_kl"]).sum().backward()
+        results.append([*(out[name].detach() for name in sorted(out)), ours.grad])
+    for got, wanted in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
