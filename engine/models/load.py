@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from engine.config import ModelConfig
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -85,8 +85,10 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
 
     An adapter's folder (peft's format) gives its base with the adapter merged into it. Raises
     ModelError when the folder lacks a configuration or weights, can't be read, or has weights for
-    only a part of the model.
+    only a part of the model; ConfigError for a `dtype` other than float32 and bfloat16.
     """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"model.dtype={dtype!r} is unknown; choose one of {sorted(_DTYPES)}")
     require_model_folder(path)
     if (base := adapter_base(path)) is not None:
         return _load_merged(Path(path), load_model(base, dtype))
@@ -182,19 +184,25 @@ def require_model_folder(path: str | Path, setting: str = "model.path") -> None:
             f"{setting}={str(path)!r} has no weights (model.safetensors); save the model there "
             "with model.save_pretrained(folder)"
         )
-    _require_whole_index(folder)
+    _require_whole_index(folder, setting)
 
 
-def _require_whole_index(folder: Path) -> None:
-    """Raise ModelError when a sharded model lacks one of the files its index names."""
+def _require_whole_index(folder: Path, setting: str) -> None:
+    """Raise ModelError when a sharded model's index can't be read, or names a file it lacks."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return
-    wanted = set(json.loads(index.read_text())["weight_map"].values())
-    missing = sorted(name for name in wanted if not (folder / name).is_file())
+    try:
+        wanted = set(json.loads(index.read_text())["weight_map"].values())
+        missing = sorted(name for name in wanted if not (folder / name).is_file())
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise ModelError(
+            f"{setting}={str(folder)!r} has a {index.name} that can't be read "
+            f"({type(error).__name__}: {_first_line(error)}); copy the whole folder again"
+        ) from error
     if missing:
         raise ModelError(
-            f"model.path={str(folder)!r} lacks the weight files {missing}; copy them too"
+            f"{setting}={str(folder)!r} lacks the weight files {missing}; copy them too"
         )
 
 

@@ -13,7 +13,7 @@ from tiny_engine import TINY_MODEL, tiny_model
 from transformers import AutoModelForCausalLM
 
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import ModelError, StorageError
+from engine.errors import ConfigError, ModelError, StorageError
 from engine.models import (
     build_model,
     check_context,
@@ -112,6 +112,37 @@ def test_index_that_names_a_missing_shard(copy: Path) -> None:
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match=r"lacks the weight files \['model-2.safetensors'\]"):
         load_model(copy)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"weight_map": {"a": "mod', "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 5}}'],
+)
+def test_an_index_that_is_not_whole(copy: Path, text: str) -> None:
+    (copy / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(
+        ModelError,
+        match=rf"reward.model='{copy}' has a model.safetensors.index.json that can't be read",
+    ):
+        require_model_folder(copy, "reward.model")
+
+
+def test_a_base_that_lacks_a_shard_is_named_as_one(copy: Path, tmp_path: Path) -> None:
+    index = {"weight_map": {"b": "model-2.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(copy)}))
+    with pytest.raises(ModelError, match=rf"the base of path='{adapter}'='{copy}' lacks the weig"):
+        require_model_folder(adapter, "path")
+
+
+def test_another_dtype_is_the_setting_s_fault(tiny_folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"model.dtype='float16' is unknown; choose one of \['bfloat16', 'float32"
+    ):
+        load_model(tiny_folder, "float16")
 
 
 def test_damaged_config(copy: Path) -> None:
