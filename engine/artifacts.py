@@ -23,7 +23,7 @@ from pathlib import Path
 from engine import artifact_store
 from engine.disk import fsync, fsync_tree
 from engine.errors import LineageError, StorageError
-from engine.lineage.hashing import file_system
+from engine.lineage.hashing import file_system, hash_file
 from engine.lineage.manifest import (
     MANIFEST,
     Draft,
@@ -138,7 +138,7 @@ def _download(uri: str) -> Path:
                 _fetch(uri, draft)
             fsync_tree(draft)
             target.parent.mkdir(parents=True, exist_ok=True)
-            _replace(draft, target)
+            _settle(draft, target, manifest)
     except (StorageError, LineageError):
         raise
     except Exception as error:
@@ -175,6 +175,29 @@ def _fetch(uri: str, draft: Path) -> None:
         verify(draft)
 
 
+def _settle(draft: Path, target: Path, manifest: bytes | None) -> None:
+    """Rename a download to its place, giving way to an equal one that was put there meanwhile.
+
+    Another process may be reading that one already.
+    """
+    if not target.exists():
+        _rename(draft, target)
+        fsync(target.parent)
+    elif not _is_equal(target, draft, manifest):
+        _replace(draft, target)
+
+
+def _is_equal(target: Path, draft: Path, manifest: bytes | None) -> bool:
+    """Tell whether what stands at `target` is what was downloaded to `draft`."""
+    if manifest is not None:
+        return _is_copy(target, manifest)
+    try:
+        one, other = (hash_file(p) if p.is_file() else tree_digest(p) for p in (target, draft))
+    except (LineageError, OSError):
+        return False
+    return one == other
+
+
 def _is_copy(target: Path, manifest: bytes) -> bool:
     """Tell whether a local copy has these bytes as its manifest, and is as that says."""
     try:
@@ -192,8 +215,10 @@ def _place_of(manifest: Manifest) -> Path:
     for where in dict.fromkeys((str(place), address(place))):
         try:
             standing = read_manifest(where)
-        except LineageError:
-            continue  # nothing there, or nothing whole, which is replaced
+        except (LineageError, StorageError):
+            # Nothing there, or nothing whole, which is replaced; or the store is away, which
+            # `share` says once the artifact is safe on the disk.
+            continue
         if standing.digest == manifest.digest and standing.making != manifest.making:
             return place.with_name(f"{place.name}-{manifest.making[:8]}")
     return place
@@ -214,34 +239,41 @@ def _move_into_place(folder: Path, target: Path, manifest: Manifest) -> None:
                 fsync(folder / MANIFEST)
         _replace(folder, target)
         return
-    try:
-        os.rename(folder, target)
-    except OSError as error:
-        # Another process published the same content between the check and the rename.
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-        shutil.rmtree(folder)
+    _rename(folder, target)
     fsync(target.parent)
 
 
 def _replace(folder: Path, target: Path) -> None:
-    """Put `folder` where `target` is; what was there leaves by a rename, then is deleted."""
-    if target.exists():
-        aside = home() / ".staging" / f"replaced-{_owner()}-{uuid.uuid4().hex[:8]}"
-        aside.parent.mkdir(parents=True, exist_ok=True)
+    """Put `folder` where `target` is; what was there leaves by a rename, then is deleted.
+
+    Where others do the same at the same moment, one of them stays.
+    """
+    aside = home() / ".staging" / f"replaced-{_owner()}-{uuid.uuid4().hex[:8]}"
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # nothing there, or another has just taken it
         os.rename(target, aside)
-        try:
-            os.rename(folder, target)
-        except BaseException:
+    try:
+        _rename(folder, target)
+    except BaseException:
+        if aside.exists():
             os.rename(aside, target)
-            raise
-        if aside.is_dir():
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            aside.unlink()
+        raise
+    if aside.is_dir():
+        shutil.rmtree(aside, ignore_errors=True)
     else:
-        os.rename(folder, target)
+        aside.unlink(missing_ok=True)
     fsync(target.parent)
+
+
+def _rename(folder: Path, target: Path) -> None:
+    """Rename `folder` to `target`; where somebody else was first, theirs stays."""
+    try:
+        os.rename(folder, target)
+    except OSError as error:
+        # Another process put the same content there between the check and the rename.
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        shutil.rmtree(folder)
 
 
 def _is_whole(artifact: Path, digest: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import subprocess
 import sys
@@ -235,6 +236,48 @@ def test_an_s3_artifact_is_downloaded_checked_and_cached(bucket) -> None:
     assert (got / "tokenizer.json").stat().st_ino == inode
     (got / "tokenizer.json").write_text("damaged")
     verify(local_path(uri))
+
+
+@pytest.mark.parametrize("moment", ["while it is hashed", "while it is renamed"])
+@pytest.mark.parametrize("what", ["artifact", "folder", "file"])
+def test_of_two_downloads_at_once_the_first_stays(
+    bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, moment: str
+) -> None:
+    """Another process is faster; whoever it serves is reading its copy already."""
+    uri = f"s3://bucket/twice/{what}/data"
+    if what == "file":
+        bucket.pipe_file(uri, b"rows")
+    else:
+        folder = make("twice") if what == "artifact" else write(tmp_path)
+        for file in folder.rglob("*.*"):
+            bucket.put_file(str(file), f"{uri}/{file.relative_to(folder).as_posix()}")
+    first: list[tuple[Path, int]] = []
+
+    def other_process() -> None:
+        if not first:
+            first.append((Path(), 0))
+            path = local_path(uri)
+            first[0] = path, path.stat().st_ino
+
+    def tree(path: Path, real: Any = artifacts.fsync_tree) -> None:
+        real(path)
+        other_process()
+
+    def rename(source: Path, target: Path, real: Any = os.rename) -> None:
+        if Path(target).name == "data":
+            other_process()
+        real(source, target)
+
+    if moment == "while it is hashed":
+        monkeypatch.setattr(artifacts, "fsync_tree", tree)
+    else:
+        monkeypatch.setattr(artifacts.os, "rename", rename)
+    second = local_path(uri)
+    assert first[0][0] == second
+    if what != "file" or moment == "while it is hashed":  # a file open for reading stays readable
+        assert first[0][1] == second.stat().st_ino
+    assert (second / "splits" / "train.txt" if what != "file" else second).read_bytes()
+    assert not [p for p in (home() / ".staging").rglob("*") if p.is_file()]
 
 
 def test_a_damaged_s3_artifact_is_refused_and_leaves_nothing(bucket) -> None:
