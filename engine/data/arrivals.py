@@ -70,8 +70,8 @@ def open_window(
     taken: the ledger, all files that were taken before. A file that was written again with other
     content is new; the same content under another name is not.
 
-    Raises DataError when the prefix can't be listed or a file can't be read, ConfigError for an
-    empty prefix.
+    Raises DataError when the prefix can't be listed or a file can't be read, StorageError when the
+    store doesn't answer, ConfigError for an empty prefix.
     """
     if not prefix:
         raise ConfigError("retrain.path is empty; give the folder or s3:// prefix of new data")
@@ -96,7 +96,8 @@ def open_window(
 def read_window(window: Window) -> list[dict[str, Any]]:
     """Read the rows of all new files, in the order of their paths.
 
-    Raises DataError when a file is unreadable, or is no longer what the window saw.
+    Raises DataError when a file is unreadable, or is no longer what the window saw, StorageError
+    when the store doesn't answer.
     """
     rows: list[dict[str, Any]] = []
     for arrival in window.new:

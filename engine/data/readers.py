@@ -14,8 +14,8 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from engine.errors import DataError
-from engine.storage.s3 import from_environment
+from engine.errors import DataError, StorageError
+from engine.storage.s3 import from_environment, passes
 
 SUFFIXES = (".jsonl", ".parquet")
 
@@ -29,7 +29,8 @@ _S3_TRIES = 2
 def read_rows(uri: str | Path) -> list[dict[str, Any]]:
     """Read all rows of a `.jsonl` or `.parquet` file at a local path or URL (`s3://…`).
 
-    Raises DataError when the file is missing, malformed (naming the line) or has no rows.
+    Raises DataError when the file is missing, malformed (naming the line) or has no rows, and
+    StorageError when the store doesn't answer.
     """
     return parse_rows(read_bytes(uri), str(uri))
 
@@ -48,7 +49,10 @@ def parse_rows(data: bytes, name: str) -> list[dict[str, Any]]:
 
 
 def read_bytes(uri: str | Path) -> bytes:
-    """Return a file's content; raise DataError when it is missing or can't be reached."""
+    """Return a file's content.
+
+    Raises DataError when it is missing or refused, StorageError when the store doesn't answer.
+    """
     try:
         with open_filesystem(uri).open(str(uri), "rb") as file:
             return bytes(file.read())
@@ -93,9 +97,13 @@ def open_filesystem(uri: str | Path) -> fsspec.AbstractFileSystem:
         raise DataError(f"{uri}: can't read {protocol}:// ({error}); use a path or s3://") from None
 
 
-def unreachable(uri: str | Path, error: Exception) -> DataError:
-    """Return the error for a store that refuses or doesn't answer."""
-    return DataError(
+def unreachable(uri: str | Path, error: Exception) -> DataError | StorageError:
+    """Return the error for a store that refuses, or for one that doesn't answer: StorageError.
+
+    The second may answer another try, so on a cluster the task is run again.
+    """
+    away = "://" in str(uri) and passes(error)
+    return (StorageError if away else DataError)(
         f"{uri} can't be read ({type(error).__name__}: {error}); check the address, the "
         "credentials (for S3: AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and "
         "the network"

@@ -38,7 +38,7 @@ class Splits:
 
 
 class Source(Protocol):
-    """What a source does; both methods raise DataError where it can't be read."""
+    """What a source does; DataError where it can't be read, StorageError where S3 is away."""
 
     def digest(self, config: DataConfig, seed: int) -> str:
         """Return the SHA-256 of what `load` would read, without building rows."""

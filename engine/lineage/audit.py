@@ -1,6 +1,7 @@
 """Checking a graph: every artifact re-hashed, every link compared with what its child recorded.
 
-A fault is something that changed or is gone. A note is something that could not be checked.
+A fault is something that changed or is gone. A note is something that could not be checked. A store
+that doesn't answer is neither: checking ends in a StorageError, and may be tried again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import EngineError, LineageError, TrackingError
+from engine.errors import EngineError, LineageError, StorageError, TrackingError
 from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, Node, artifact_node
 from engine.lineage.hashing import as_path, hash_file, is_remote, tree_digest
 from engine.lineage.manifest import MANIFEST, SOURCE, differences, read_manifest
@@ -50,7 +51,10 @@ class Audit:
 
 
 def audit(review: Review, on_node: Callable[[Node], None] | None = None) -> Audit:
-    """Check every node and edge of a review's graph; nothing is changed anywhere."""
+    """Check every node and edge of a review's graph; nothing is changed anywhere.
+
+    Raises StorageError when a store doesn't answer.
+    """
     graph = review.graph
     findings: list[Finding] = []
     answers, checked = True, 0
@@ -114,6 +118,8 @@ def _check_checkpoint(node: Node) -> list[Finding]:
 
     try:
         open_checkpoint(node.uri)
+    except StorageError:
+        raise
     except EngineError as error:
         return [Finding(node.key, str(error))]
     return []

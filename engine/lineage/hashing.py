@@ -14,7 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.errors import LineageError
+from engine.errors import LineageError, StorageError
+from engine.storage.s3 import passes
 from engine.storage.s3 import settings as s3_settings
 
 MANIFEST = "manifest.json"
@@ -47,7 +48,8 @@ def hash_files(folder: str | Path) -> dict[str, FileEntry]:
     """Hash every file below `folder` but its manifest, in the order of their paths.
 
     A remote folder is read where it is, through no cache. Raises LineageError when the folder is
-    missing or unreadable, or holds a link, which a copy of the folder would not carry.
+    missing or unreadable, or holds a link, which a copy of the folder would not carry, and
+    StorageError when a store doesn't answer, which says nothing of what is in it.
     """
     if is_remote(folder):
         return _hash_remote(str(folder).rstrip("/"))
@@ -85,7 +87,10 @@ def tree_digest(folder: str | Path) -> str:
 
 
 def read_bytes(address: str | Path) -> bytes:
-    """Read one local or remote file; FileNotFoundError, or LineageError for anything else."""
+    """Read one local or remote file.
+
+    Raises FileNotFoundError, StorageError when a store doesn't answer, or LineageError.
+    """
     try:
         if not is_remote(address):
             return as_path(address).read_bytes()
@@ -94,7 +99,7 @@ def read_bytes(address: str | Path) -> bytes:
         return bytes(filesystem.cat_file(path))
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(str(address)) from None
-    except LineageError:
+    except (LineageError, StorageError):
         raise
     except Exception as error:  # fsspec's drivers raise errors of many libraries
         raise unreadable(address, error) from error
@@ -111,11 +116,17 @@ def file_system(address: str) -> tuple[Any, str]:
     return filesystem, str(path).rstrip("/")
 
 
-def unreadable(address: str | Path, error: Exception) -> LineageError:
-    """Put what a file system raised into one sentence."""
+def unreadable(address: str | Path, error: Exception) -> LineageError | StorageError:
+    """Put what a file system raised into one sentence.
+
+    A store that doesn't answer is a StorageError: it may answer another try, and nothing that is
+    in it is found to be wrong.
+    """
     words = (str(error).strip() or type(error).__name__).splitlines()[0]
-    way_out = "check the address, its credentials and the endpoint"
-    return LineageError(f"can't read {address}: {words}; {way_out}")
+    away = is_remote(address) and passes(error)
+    return (StorageError if away else LineageError)(
+        f"can't read {address}: {words}; check the address, its credentials and the endpoint"
+    )
 
 
 def _hash_remote(folder: str) -> dict[str, FileEntry]:

@@ -100,7 +100,7 @@ def scan(roots: Iterable[str]) -> Index:
     """Read every manifest below the roots, folders or s3:// prefixes alike.
 
     A root that does not exist or can't be listed is a LineageError; a manifest that can't be read
-    is noted in the index.
+    is noted in the index. A store that doesn't answer is a StorageError.
     """
     asked = tuple(dict.fromkeys(str(root).rstrip("/") for root in roots))
     folders = [folder for root in asked for folder in _folders(root)]

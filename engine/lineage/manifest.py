@@ -143,7 +143,8 @@ def write_manifest(folder: str | Path, draft: Draft) -> Manifest:
 def read_manifest(folder: str | Path) -> Manifest:
     """Read the manifest of a local or remote (`s3://…`) artifact folder; LineageError if it can't.
 
-    A manifest of a newer schema is refused rather than misread.
+    A store that doesn't answer is a StorageError. A manifest of a newer schema is refused rather
+    than misread.
     """
     where = f"{str(folder).rstrip('/')}/{MANIFEST}"
     try:

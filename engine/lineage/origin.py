@@ -12,10 +12,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from engine.disk import fsync
-from engine.errors import LineageError
+from engine.errors import LineageError, StorageError
 from engine.lineage.code import code_version, sources_digest
 from engine.lineage.hashing import as_path, file_system, is_remote, read_bytes
 from engine.lineage.manifest import Draft
+from engine.storage.s3 import passes
 
 ORIGIN = "origin.json"
 
@@ -31,7 +32,7 @@ class Origin(Draft):
 def write_origin(folder: str | Path, draft: Draft) -> Origin:
     """Write `origin.json` into a local or remote folder of checkpoints, which is made if need be.
 
-    Raises LineageError when it can't be written.
+    Raises LineageError when it can't be written, StorageError when a store doesn't answer.
     """
     origin = Origin(
         **dict(draft),
@@ -46,11 +47,12 @@ def write_origin(folder: str | Path, draft: Draft) -> Origin:
             filesystem.pipe_file(f"{path}/{ORIGIN}", data)
         else:
             _write_local(as_path(folder) / ORIGIN, data)
-    except LineageError:
+    except (LineageError, StorageError):
         raise
     except Exception as error:  # fsspec's drivers raise errors of many libraries
         words = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise LineageError(
+        away = is_remote(folder) and passes(error)
+        raise (StorageError if away else LineageError)(
             f"can't write {folder}/{ORIGIN}: {words}; check the disk or the address"
         ) from error
     return origin

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.errors import CheckpointError, LineageError, TrackingError
+from engine.errors import CheckpointError, LineageError, StorageError, TrackingError
 from engine.lineage.graph import CHECKPOINT, Graph, Node, Walker, artifact_node, source_node
 from engine.lineage.hashing import (
     MANIFEST,
@@ -76,7 +76,8 @@ def review(
 
     stores: folders or s3:// prefixes to search for descendants and moved parents; without any, the
     store that an artifact lies in and this machine's. registry: ask MLflow for model versions.
-    Raises LineageError, TrackingError or CheckpointError for what can't be found or read.
+    Raises LineageError, TrackingError or CheckpointError for what can't be found or read, and
+    StorageError when a store doesn't answer.
     """
     tracker = open_registry(needed=False) if registry else None
     starts = [_locate(reference, registry) for reference in references]
@@ -147,6 +148,8 @@ def _checkpoint_at(address: str) -> Node | None:
         marker = read_marker(Folder(address))
     except FileNotFoundError:
         return None
+    except StorageError:
+        raise
     except CheckpointError as error:
         raise LineageError(str(error)) from error
     origin = read_origin(address.rpartition("/")[0])

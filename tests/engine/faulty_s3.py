@@ -75,7 +75,9 @@ class Faulty:
                 if self._faults.strike(path):
                     environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
                     code = "SlowDown" if self._faults.status == 503 else "AccessDenied"
-                    return _answer(start_response, self._faults.status, code)
+                    answer = _answer(start_response, self._faults.status, code)
+                    # An answer to HEAD has no body; one is taken for a broken connection.
+                    return [] if environ["REQUEST_METHOD"] == "HEAD" else answer
                 if not self._arrived(environ):
                     return _answer(start_response, 400, "BadDigest")
             return self._server(environ, start_response)
