@@ -45,7 +45,11 @@ def rl(
     from engine.trainers.attempts import run_attempts
     from engine.trainers.rl import RLTrainer
 
-    settings = {"rl": config.model_dump(mode="json"), "seed": seed}
+    settings = {
+        "rl": config.model_dump(mode="json"),
+        "max_response_length": data.max_response_length,
+        "seed": seed,
+    }
     if lora.rank:
         settings["lora"] = lora.model_dump(mode="json")
     ray = ray_session(config.trainer.placement, LAPTOP_STORE)

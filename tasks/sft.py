@@ -47,6 +47,7 @@ def sft(
 
     settings = {
         "model": start.model_dump(mode="json"),
+        "start_digest": start_digest,
         "sft": config.model_dump(mode="json"),
         "seed": seed,
     }
@@ -64,7 +65,7 @@ def sft(
             size = sum(p.numel() for p in adapter_parameters(model).values())
             say(f"sft: trains adapters of {size / 1e6:.2f}M parameters")
         train, validation = (read_examples(data, n, tokenizer) for n in ("train", "validation"))
-        trainer = SFTTrainer(model, tokenizer.pad_token_id, config, seed=seed)
+        trainer = SFTTrainer(model, tokenizer.pad_token_id, config, seed=seed, start=start_digest)
         losses: dict[str, float] = {}
         bar: Progress[None] = progress(trainer.total_steps(len(train)), "sft", unit="step")
         with bar:

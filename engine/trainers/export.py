@@ -20,9 +20,9 @@ from engine.checkpoint.saved import SavedRank, read_role, read_values
 from engine.config import LoRAConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError, DamagedCheckpointError
-from engine.models import policy_model, require_model_folder, save_model
+from engine.models import has_adapters, policy_model, require_model_folder, save_model
 from engine.storage.transfer import Item, upload
-from engine.workers.trained import base_fingerprint, load_weights
+from engine.workers.trained import load_weights, start_fingerprint
 
 if TYPE_CHECKING:
     from engine.trainers.rl_setup import Build
@@ -96,8 +96,8 @@ def _chosen(checkpoint: str | Path) -> str:
 def _fill(policy: PreTrainedModel, saved: list[SavedRank], source: str, path: str) -> None:
     """Put what was saved into the start model; refuse another one."""
     other = f"{source} is not of the start model {path}: {{}}; give --model the one it began with"
-    base = saved[0].values.get("base")
-    if base is not None and base != base_fingerprint(policy):
+    start = saved[0].values.get("start")
+    if has_adapters(policy) and start is not None and start != start_fingerprint(policy):
         raise CheckpointError(other.format("its adapters were trained on other weights"))
     try:
         load_weights(policy, saved)

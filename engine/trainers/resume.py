@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _WITH_STATE = ("actor", "rollout", "critic", "sampler")  # actor first: others serve its weights
 _SCORE = "validation/reward"
+_SHOWN = 3  # settings that a refusal names
 _MAY_DIFFER: Any = {
     "trainer": True,
     "actor": {"parallel", "max_tokens_per_micro_batch"},
@@ -55,11 +55,11 @@ def restore(trainer: RLTrainer, saver: Saver, checkpoint: Checkpoint) -> None:
 
     Raises CheckpointError when it is one of other settings.
     """
-    written = checkpoint.state.get("settings")
-    if written != settings_digest(trainer.config):
+    changes = _changes(checkpoint.state.get("settings"), _settings(trainer))
+    if changes:
         raise CheckpointError(
-            f"{checkpoint.folder} was written under other settings; resume with its settings, or "
-            "give another checkpoint folder"
+            f"{checkpoint.folder} was written under other settings: {changes}; resume with its "
+            "settings, or give another checkpoint folder"
         )
     state = saver.restore(checkpoint)
     if "sampler" in trainer.roles:
@@ -72,15 +72,43 @@ def restore(trainer: RLTrainer, saver: Saver, checkpoint: Checkpoint) -> None:
     set_process_rng(state["rng"])
 
 
-def settings_digest(config: RLConfig) -> str:
-    """Digest of the settings that a resumed run must share with the one before it.
+def run_settings(config: RLConfig, max_response_length: int, seed: int) -> dict[str, Any]:
+    """The settings that a resumed run must share with the one before it, by dotted name.
 
-    Its length, pace of saving, placement, layouts and deadlines may differ.
+    Its length, pace of saving, placement, layouts and deadlines may differ. What the model is, and
+    which adapters it has, the roles' own states tell.
     """
     trainer = config.trainer
+    rl = config.model_dump(mode="json", exclude=_MAY_DIFFER)
     kept = {"mode": trainer.mode, "train_batch_size": trainer.train_batch_size}
-    values = config.model_dump_json(exclude=_MAY_DIFFER) + str(sorted(kept.items()))
-    return hashlib.sha256(values.encode()).hexdigest()
+    data = {"max_response_length": max_response_length}
+    return _flat({"rl": rl | {"trainer": kept}, "data": data, "seed": seed})
+
+
+def _settings(trainer: RLTrainer) -> dict[str, Any]:
+    build = trainer.build
+    return run_settings(build.config, build.max_response_length, build.seed)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted name, e.g. "rl.rollout.n": 8."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            leaves |= _flat(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
+
+
+def _changes(there: Any, here: dict[str, Any]) -> str:
+    """What differs between a checkpoint's settings and this run's, in words; empty for nothing."""
+    if not isinstance(there, dict):
+        return "another version of the engine wrote it"
+    names = sorted(n for n in there.keys() | here.keys() if there.get(n) != here.get(n))
+    shown = [f"{n} is {there.get(n)!r} there and {here.get(n)!r} here" for n in names[:_SHOWN]]
+    more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    return ", ".join(shown + more)
 
 
 def _state(trainer: RLTrainer) -> dict[str, Any]:
@@ -89,7 +117,7 @@ def _state(trainer: RLTrainer) -> dict[str, Any]:
         prompts = trainer.prompts.state_dict(again=pending.begun)
     return {
         "step": trainer.step,
-        "settings": settings_digest(trainer.config),
+        "settings": _settings(trainer),
         "policy": start_of(trainer.build),
         "queue": queue,
         "prompts": prompts,

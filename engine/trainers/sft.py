@@ -59,12 +59,14 @@ class SFTTrainer:
         config: SFTConfig,
         *,
         seed: int,
+        start: str = "",
         on_step: OnStep = lambda step, total, metrics: None,
     ) -> None:
+        """`start` tells which weights `model` begins with, e.g. the digest of their folder."""
         model.to(device())  # type: ignore[arg-type]  # a device is fine
         if config.packing:
             apply_packing(model)
-        self.model, self.config, self.seed = model, config, seed
+        self.model, self.config, self.seed, self.start = model, config, seed, start
         self.pad_token_id, self.on_step = pad_token_id, on_step
 
     def fit(
@@ -80,7 +82,7 @@ class SFTTrainer:
         at the end and on a pre-emption notice (SIGTERM), and training goes on from the newest one
         there, or else from the newest one in `resume_from`. Raises DataError when there is nothing
         to train on, EngineError when training diverges, CheckpointError for a checkpoint of other
-        settings, PreemptedError after a notice.
+        settings or another `start`, PreemptedError after a notice.
         """
         if not train:
             raise DataError("the warm start has no rows; check data.sft_size and the source")
@@ -136,7 +138,8 @@ class SFTTrainer:
     def _settings(self, rows: int) -> str:
         """What a resumed run must share with the one before it."""
         may_differ = {"save_freq", "max_checkpoints_to_keep", "preemption_grace_s", "threads"}
-        return f"{self.config.model_dump_json(exclude=may_differ)} seed {self.seed} rows {rows}"
+        config = self.config.model_dump_json(exclude=may_differ)
+        return f"{config} seed {self.seed} rows {rows} start {self.start}"
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps that the configuration asks for over `rows` examples."""

@@ -92,8 +92,8 @@ class Saves:
         state, own = checkpoint.state, self._tensors()
         if state.get("settings") != self._settings:
             raise CheckpointError(
-                f"{checkpoint.folder} was written under other settings or data; resume with its "
-                "own, or give another checkpoint folder"
+                f"{checkpoint.folder} was written under other settings, data or start weights; "
+                "resume with its own, or give another checkpoint folder"
             )
         saved: dict[str, Tensor] = state["model"]
         for name in sorted(own.keys() | saved.keys()):

@@ -33,7 +33,7 @@ from engine.workers.pairs import accumulate_pairs
 from engine.workers.readers import Outputs, TokenReader
 from engine.workers.spread import SpreadModel, form_ranks, trained_by
 from engine.workers.sync import WeightSender
-from engine.workers.trained import TrainedState, TrainedWorker, base_fingerprint
+from engine.workers.trained import TrainedState, TrainedWorker, start_fingerprint
 from engine.workers.weights import gathered, pack_policy
 
 Metrics = dict[str, Sum]
@@ -67,7 +67,7 @@ class ActorWorker(TrainedWorker):
         # Dropout stays off: the update must see the probabilities that the rollout sampled from.
         self._load = partial(policy_model, model_path, dtype, lora, seed)
         model = self._load()
-        self.base = base_fingerprint(model)
+        self.start = start_fingerprint(model)
         self.spread = SpreadModel(model, ranks, config.parallel)
         self.model = self.spread.module
         self.lora = lora or LoRAConfig()
@@ -118,6 +118,12 @@ class ActorWorker(TrainedWorker):
             return accumulate_pairs(self.spread, mini, self.preference, self._reader(), budget)
 
         return self._optimize(batch, 2, accumulate)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def skip_update(self) -> dict[str, float]:
+        """Leave the policy as it is for a step; it counts as one version newer all the same."""
+        self.context.shared["policy_version"] += 1
+        return {}
 
     def _optimize(
         self, batch: Batch, unit: int, accumulate: Callable[[Batch], list[Metrics]]
@@ -245,27 +251,28 @@ class ActorWorker(TrainedWorker):
 
     def state_dict(self) -> Tree:
         """Weights, moments, the generator that shuffles mini-batches, and the version."""
-        own = {"policy_version": self.context.shared["policy_version"]}
+        own = {"policy_version": self.context.shared["policy_version"], "start": self.start}
         if self.lora.rank:
-            own |= {"lora_alpha": self.lora.alpha, "base": self.base}
+            own |= {"lora_alpha": self.lora.alpha}
         return super().state_dict() | own
 
     def take_back(self, own: SavedRank, saved: list[SavedRank]) -> None:
         """Restore what all ranks saved, in place: engines that share the weights see it too.
 
-        Raises CheckpointError for another model's, or for adapters of another alpha or base.
+        Raises CheckpointError for another model's, one of the same shape included, and for
+        adapters of another alpha.
         """
-        alpha, base = own.get("lora_alpha"), own.get("base")
-        if alpha is not None and self.lora.rank:  # no tensor's shape tells
-            if alpha != self.lora.alpha:
-                raise CheckpointError(
-                    f"the checkpoint's adapters have model.lora.alpha={alpha}, this run has "
-                    f"{self.lora.alpha}; resume with the alpha that was saved"
-                )
-            if base != self.base:
-                raise CheckpointError(
-                    f"the checkpoint's adapters were trained on another model than "
-                    f"{self.tokenizer_path}; resume with the model that they were trained on"
-                )
+        alpha = own.get("lora_alpha")
+        if alpha is not None and self.lora.rank and alpha != self.lora.alpha:  # no shape tells
+            raise CheckpointError(
+                f"the checkpoint's adapters have model.lora.alpha={alpha}, this run has "
+                f"{self.lora.alpha}; resume with the alpha that was saved"
+            )
+        self.trained.check(saved)
+        if own.get("start") != self.start:
+            raise CheckpointError(
+                f"the checkpoint is of another model: training began with other weights than those "
+                f"in {self.tokenizer_path}; resume with the model that it began with"
+            )
         super().take_back(own, saved)
         self.context.shared["policy_version"] = own.get("policy_version")

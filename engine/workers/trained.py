@@ -83,14 +83,18 @@ class TrainedState:
             "rng": {"minibatches": self._generator.get_state()},
         }
 
+    def check(self, saved: Sequence[SavedRank]) -> None:
+        """Raise CheckpointError unless ranks saved a model of these names and shapes, whole."""
+        _, kinds = self._gathered()
+        _check(_pieces(saved), kinds)
+
     def load(self, own: SavedRank, saved: Sequence[SavedRank]) -> None:
         """Restore what ranks saved, the weights in their own storage, which others may share.
 
         Raises CheckpointError, before anything has changed, for the state of another model.
         """
-        _, kinds = self._gathered()
+        self.check(saved)
         pieces = _pieces(saved)
-        _check(pieces, kinds)
         stored = list(self._stored())
         moments = {one.own_name: _moments(pieces[one.name], one) for one in stored}
         state = dict(own.get("optimizer"))
@@ -238,11 +242,14 @@ def _slices(part: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(starts, part.size, strict=True))
 
 
-def base_fingerprint(model: nn.Module) -> str:
-    """Tells the frozen weights under adapters apart from others, by a few values of each tensor."""
+def start_fingerprint(model: nn.Module) -> str:
+    """Tells the weights that training starts from apart from others, by a few values of each.
+
+    Adapters aside, which are new or their folder's. To be asked before the first step.
+    """
     found = hashlib.sha256()
     for name, tensor in model.named_parameters():
-        if not tensor.requires_grad and tensor.numel():
+        if ".lora_" not in name and tensor.numel():
             flat = tensor.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // 64)].contiguous()
             found.update(name.encode() + some.cpu().view(torch.uint8).numpy().tobytes())

@@ -19,7 +19,7 @@ from engine.planner.hardware import GIB
 from engine.planner.memory import RUNTIME
 from engine.trainers import auto
 from engine.trainers.layouts import layout_of
-from engine.trainers.resume import settings_digest
+from engine.trainers.resume import run_settings
 from engine.trainers.rl import RLTrainer
 
 RESPONSE, LONGEST = 6, 40
@@ -149,7 +149,7 @@ def test_another_plan_is_the_same_run(tiny_folder: Path) -> None:
     one = resolved(tiny_folder, config, cores(2, 4 * GIB))
     two = resolved(tiny_folder, config, tight(tiny_folder, config))
     assert layout_of("actor", one) != layout_of("actor", two)
-    assert settings_digest(one) == settings_digest(two)
+    assert run_settings(one, RESPONSE, 0) == run_settings(two, RESPONSE, 0)
 
 
 @pytest.mark.usefixtures("ray_cluster")

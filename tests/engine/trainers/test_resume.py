@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -267,9 +268,32 @@ def test_a_checkpoint_of_other_settings_is_refused(tiny_folder: Path, tmp_path: 
         first.fit(2, checkpoint_dir=tmp_path)
     with (
         trainer(tiny_folder, rollout={"temperature": 0.9}) as other,
-        pytest.raises(CheckpointError, match="written under other settings"),
+        pytest.raises(
+            CheckpointError,
+            match=r"other settings: rl.rollout.temperature is 1.0 there and 0.9 here; resume with",
+        ),
     ):
         other.fit(checkpoint_dir=tmp_path)
+    with (
+        trainer(tiny_folder, longest=5) as other,
+        pytest.raises(CheckpointError, match=r"data.max_response_length is 6 there and 5 here;"),
+    ):
+        other.fit(checkpoint_dir=tmp_path)
+
+
+def test_a_checkpoint_of_another_start_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    """Of the same shape, under the same path: no name or size tells them apart."""
+    start = tmp_path / "start"
+    shutil.copytree(tiny_folder, start)
+    with trainer(start) as first:
+        first.fit(2, checkpoint_dir=tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(start)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.01)
+    model.save_pretrained(start)
+    with trainer(start) as other, pytest.raises(CheckpointError, match="began with other weights"):
+        other.fit(checkpoint_dir=tmp_path / "run")
 
 
 def test_a_save_that_fails_costs_no_training(

@@ -214,5 +214,14 @@ def test_the_deadline_after_sigterm_ends_a_step_that_hangs(tmp_path: Path) -> No
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     rows = examples(6)
     trainer(tiny_model("qwen2"), **SAVING).fit(rows, [], tmp_path)
-    with pytest.raises(CheckpointError, match="other settings or data"):
+    with pytest.raises(CheckpointError, match="other settings, data or start"):
         trainer(tiny_model("qwen2"), **SAVING | change).fit(rows, [], tmp_path)
+
+
+def test_a_checkpoint_of_other_start_weights_is_refused(tmp_path: Path) -> None:
+    rows = examples(6)
+    first, other = (trainer(tiny_model("qwen2"), **SAVING) for _ in range(2))
+    first.start, other.start = "a" * 64, "b" * 64
+    first.fit(rows, [], tmp_path)
+    with pytest.raises(CheckpointError, match="other settings, data or start weights"):
+        other.fit(rows, [], tmp_path)
