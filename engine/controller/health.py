@@ -7,7 +7,7 @@ seconds. Where the prompts are is the subject of `staleness`; a run's retries in
 The states of a worker, what leads out of each, and in brackets what is asked for:
 
     STARTING    Started [SyncWeights] -> SYNCING
-    SYNCING     Synced -> SERVING; with a version too old by now [SyncWeights] -> SYNCING
+    SYNCING     Synced -> SERVING; with a version too old by now [SyncWeights], and no new deadline
     SERVING     silence -> SUSPECT; the trainer is too far ahead [SyncWeights] -> SYNCING
     SUSPECT     Heartbeat -> SERVING, or SYNCING if its weights are too old now [SyncWeights]
     DEAD        the back-off is over [Replace] -> REPLACING
@@ -243,7 +243,7 @@ class Fleet:
         """Let it serve if its weights are new enough; ask for newer ones if there are any."""
         if self.version - worker.version <= self.max_lag:
             worker = replace(worker, state=State.SERVING, heard=heard, served=True)
-        else:
+        elif worker.state is not State.SYNCING:  # whose deadline stays what it is
             deadline = now + self.policy.sync_timeout
             worker = replace(worker, state=State.SYNCING, deadline=deadline)
         return worker, self._sync(worker) if worker.version < self.version else ()

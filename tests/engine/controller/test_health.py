@@ -222,6 +222,15 @@ def test_weights_change_under_way_within_the_bound_and_pause_the_worker_beyond_i
     assert drive.tick(35).did == (Kill("a", 0), Reissue("a", 0)), "the weights never arrived"
 
 
+def test_weights_that_are_always_too_old_when_they_come_end_at_the_first_deadline() -> None:
+    drive = Drive("a").on("a", Started(), 0)
+    for second in range(1, 30):
+        drive.updated(7 + second, second).on("a", Synced(6 + second), second).tick(second)
+        assert drive.state("a") is State.SYNCING
+    assert drive.tick(30).did == (Kill("a", 0), Reissue("a", 0))
+    assert "still syncing at its deadline" in drive.fleet.workers["a"].deaths[0].cause
+
+
 def test_an_update_is_no_sign_of_life() -> None:
     drive = Drive("a", max_lag=5).serve("a", 0).updated(8, 4).on("a", Synced(8), 4)
     assert drive.tick(5).state("a") is State.SUSPECT
