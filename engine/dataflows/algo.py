@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.algorithms import losses, shaping
 from engine.algorithms.advantages import AdvantageInputs, get_advantage
 from engine.algorithms.correction import correct_rollout
+from engine.algorithms.dynamic_sampling import groups_with_signal
 from engine.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
 from engine.algorithms.masked import keep, masked_mean
 from engine.batch import Batch
@@ -98,22 +99,19 @@ class Algo:
 
     def shaped_rewards(self, batch: Batch, mask: Tensor) -> Tensor:
         """Scores, clipped and less the penalty for length, `[B, R]`, before any KL."""
-        config, rewards = self.config.reward, batch["token_level_scores"]
-        if config.clip is not None:
-            total = rewards.sum(1)
-            change = shaping.clip_rewards(total, *config.clip) - total
-            rewards = rewards + shaping.on_last_token(change, mask)
-        if config.overlong_buffer.enable:
-            buffer = config.overlong_buffer
-            penalty = shaping.overlong_penalty(
-                batch["response_mask"].sum(1),
-                self.max_response_length,
-                buffer.len,
-                buffer.penalty_factor,
-            )
+        rewards, penalty = self._shaped(batch, mask)
+        if penalty is not None:
             self.metrics["reward/overlong_penalty"] = float(penalty.mean())
-            rewards = rewards + shaping.on_last_token(penalty, mask)
         return rewards
+
+    def rows_with_signal(self, batch: Batch) -> Tensor:
+        """Rows `[B]` (bool) of groups that differ in `filter_groups.metric`; none whose reward
+        failed. Leaves no metrics: asynchronous rollout asks from a thread of its own."""
+        metric = batch["token_level_scores"]
+        if self.config.algorithm.filter_groups.metric == "reward":
+            metric, _ = self._shaped(batch, batch["response_mask"])
+        rows = ~batch["reward_failed"] if "reward_failed" in batch else None
+        return groups_with_signal(metric.sum(1), batch["group_ids"], rows)
 
     def baseline(self, sampled: LazyBatch, greedy: LazyBatch) -> Batch:
         """`baseline_rewards [B]`: for each sampled row the reward of its prompt's greedy one."""
@@ -153,6 +151,23 @@ class Algo:
         """What the step's arithmetic measured, forgetting it."""
         metrics, self.metrics = self.metrics, {}
         return metrics
+
+    def _shaped(self, batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scores as `shaped_rewards` gives them, and the penalty `[B]`, if there is one."""
+        config, rewards = self.config.reward, batch["token_level_scores"]
+        if config.clip is not None:
+            total = rewards.sum(1)
+            change = shaping.clip_rewards(total, *config.clip) - total
+            rewards = rewards + shaping.on_last_token(change, mask)
+        if not config.overlong_buffer.enable:
+            return rewards, None
+        penalty = shaping.overlong_penalty(
+            batch["response_mask"].sum(1),
+            self.max_response_length,
+            config.overlong_buffer.len,
+            config.overlong_buffer.penalty_factor,
+        )
+        return rewards + shaping.on_last_token(penalty, mask), penalty
 
     def _with_kl(self, rewards: Tensor, batch: Batch, mask: Tensor) -> Tensor:
         """Rewards less β·KL, whitened where asked for."""

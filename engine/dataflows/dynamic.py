@@ -1,6 +1,6 @@
 """The bookkeeping of dynamic sampling: which groups were kept, and whether to sample on.
 
-Which groups have signal and when to stop are pure functions in `algorithms.dynamic_sampling`.
+Which groups have signal says `Algo.rows_with_signal`; when to stop, `algorithms.dynamic_sampling`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.algorithms.dynamic_sampling import (
-    Refill,
-    first_groups,
-    groups_with_signal,
-    refill_decision,
-)
+from engine.algorithms.dynamic_sampling import Refill, first_groups, refill_decision
 from engine.batch import Batch
 from engine.controller.futures import LazyBatch
 from engine.dataflows.algo import Algo
@@ -51,11 +46,7 @@ class DynamicSampling:
         # Each rollout numbers its groups from 0; together they need numbers of their own.
         batch = batch | {"group_ids": batch["group_ids"] + self._sampled}
         self._sampled += len(batch["group_ids"].unique())
-        metric = batch["token_level_scores"]
-        if self._settings.metric == "reward":
-            metric = self._algo.shaped_rewards(batch, batch["response_mask"])
-        rows = ~batch["reward_failed"] if "reward_failed" in batch else None
-        keep = groups_with_signal(metric.sum(1), batch["group_ids"], rows)
+        keep = self._algo.rows_with_signal(batch)
         self._rollouts += 1
         self._last = batch
         self._groups += len(batch["group_ids"][keep].unique())

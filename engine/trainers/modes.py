@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine.algorithms.dynamic_sampling import groups_with_signal
 from engine.batch import Batch
 from engine.controller.async_rollout import AsyncRollout
 from engine.controller.futures import Future, Ready
@@ -42,7 +41,7 @@ Steps = Generator[StepResult]
 def sync(trainer: RLTrainer, count: int) -> Steps:
     """Rollout and update take turns."""
     for _ in range(count):
-        yield trainer.dataflow.step(trainer.roles, trainer.prompts.next_batch(), trainer.algo)
+        yield _step(trainer, trainer.roles, trainer.prompts.next_batch())
 
 
 def one_step_off(trainer: RLTrainer, count: int) -> Steps:
@@ -67,7 +66,18 @@ def one_step_off(trainer: RLTrainer, count: int) -> Steps:
             ahead = Ahead(roles.sampler, prompts, weights, has)
             trainer.pending = partial(_sampled, prompts, ahead)
         answering = View(roles, rollout=Answers(roles.rollout, generate=sampled))
-        yield trainer.dataflow.step(answering, here, trainer.algo)
+        yield _step(trainer, answering, here)
+
+
+def _step(trainer: RLTrainer, roles: Any, prompts: Batch) -> StepResult:
+    """The dataflow's step; one that learns nothing counts for the policy's version all the same.
+
+    So versions are numbers of steps, by which rollout and trainer understand each other.
+    """
+    result = trainer.dataflow.step(roles, prompts, trainer.algo)
+    if not result.updates:
+        result.updates.append(trainer.roles.actor.skip_update())
+    return result
 
 
 def _sampled(prompts: Batch, ahead: Ahead) -> AbstractContextManager[Pending]:
@@ -111,7 +121,7 @@ def asynchronous(trainer: RLTrainer, count: int) -> Steps:
                 rollout=Answers(roles.rollout, generate=Ready(batch)),
                 reward=Answers(roles.reward, score=Ready(batch)),
             )
-            result = trainer.dataflow.step(answering, prompts, trainer.algo)
+            result = _step(trainer, answering, prompts)
             trainer.algo.metrics |= rollout.metrics()
             yield result
             rollout.updated(publisher.publish(trainer.step))
@@ -140,7 +150,7 @@ def _signal(trainer: RLTrainer) -> Callable[[Batch], bool] | None:
     bound = settings.max_num_gen_batches * trainer.config.trainer.train_batch_size
 
     def keep(group: Batch) -> bool:
-        rows = groups_with_signal(group["token_level_scores"].sum(1), group["group_ids"])
+        rows = trainer.algo.rows_with_signal(group)
         seen[0] = 0 if bool(rows.any()) else seen[0] + 1
         return seen[0] % bound == 0
 
@@ -191,7 +201,10 @@ class View:
 
 
 class Answers:
-    """A group some of whose methods are answered by futures that exist already."""
+    """A group some of whose methods are answered once by futures that exist already.
+
+    A second call, such as one for other prompts, goes to the group.
+    """
 
     def __init__(self, group: Any, **answers: Future) -> None:
         self._group, self._answers = group, answers
@@ -199,7 +212,12 @@ class Answers:
     def __getattr__(self, method: str) -> Any:
         if method not in self._answers:
             return getattr(self._group, method)
-        return lambda *arguments: self._answers[method]
+
+        def call(*arguments: Any) -> Any:
+            answer = self._answers.pop(method, None)
+            return getattr(self._group, method)(*arguments) if answer is None else answer
+
+        return call
 
 
 MODES: dict[str, Callable[[RLTrainer, int], Steps]] = {

@@ -141,6 +141,11 @@ def sometimes_right(prompts: Any, completions: Sequence[str], **columns: Any) ->
     return [float(sum(map(ord, text)) % 11 == 0) for text in completions]
 
 
+def always_one(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+    """No completion is better than another."""
+    return [1.0] * len(completions)
+
+
 def slow_reward(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
     time.sleep(0.3)
     return digit_share(prompts, completions)
