@@ -194,10 +194,13 @@ class Batch:
         """Stack batches that have the same fields, in order.
 
         Where P or R differ (each rank pads to its own longest row), the narrower ones get more
-        padding, zeros that their masks leave out. Raises DataError when fields differ.
+        padding, zeros that their masks leave out. Where no row of a batch could be scored before
+        the reward's components were known, its rows get components of 0. Raises DataError when
+        fields differ.
         """
         if not batches:
             raise DataError("nothing to concatenate")
+        batches = _with_components(batches)
         first = batches[0]
         for other in batches[1:]:
             differing = set(first.names) ^ set(other.names) | first.columns.keys() ^ other.columns
@@ -262,6 +265,26 @@ def _widen(name: str, tensor: Tensor, prompt: int, response: int) -> Tensor:
     axis = shape[1] if len(shape) == 2 else ""
     left, right = prompt if "P" in axis else 0, response if "R" in axis else 0
     return F.pad(tensor, (left, right)) if left or right else tensor
+
+
+def _with_components(batches: Sequence[Batch]) -> Sequence[Batch]:
+    """Give batches whose rewards all failed the components that others have; they are 0 there."""
+    known = next((b for b in batches if "reward_components" in b and len(b)), None)
+    if known is None:
+        return batches
+    width, names = known["reward_components"].shape[1], known.columns["reward_component_names"]
+    filled = []
+    for batch in batches:
+        if "reward_components" not in batch and _all_failed(batch):
+            zeros = known["reward_components"].new_zeros(len(batch), width)
+            own = {"reward_component_names": [names[0]] * len(batch)}
+            batch = batch | Batch({"reward_components": zeros}, own)
+        filled.append(batch)
+    return filled
+
+
+def _all_failed(batch: Batch) -> bool:
+    return "reward_error" in batch and bool(batch["reward_error"].all())
 
 
 def _column(values: Column) -> np.ndarray:

@@ -16,7 +16,7 @@ from engine.config import RewardConfig
 from engine.data.collate import collate_completions, collate_prompts
 from engine.data.templates import encode_prompt, encode_response
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import ConfigError, RewardError
+from engine.errors import ConfigError, DataError, RewardError
 from engine.workers.base import WorkerContext
 from engine.workers.reward import RewardWorker
 
@@ -145,9 +145,12 @@ def test_component_names_must_stay(tiny_folder: Path) -> None:
         role.score(sad)
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2]])  # row 1 fails before or after another
 @pytest.mark.parametrize("name", ["answer_and_format", f"{HERE}:flaky", f"{HERE}:flaky_parts"])
-def test_parts_equal_the_whole_even_where_one_has_no_score(tiny_folder: Path, name: str) -> None:
-    batch = completions(tiny_folder)
+def test_parts_equal_the_whole_even_where_one_has_no_score(
+    tiny_folder: Path, name: str, order: list[int]
+) -> None:
+    batch = completions(tiny_folder).rows(order)
     whole = worker(tiny_folder, name).score(batch)
     role = worker(tiny_folder, name)
     parts = Batch.concat([role.score_part(batch.rows([i])) for i in range(3)])
@@ -167,3 +170,10 @@ def test_a_part_may_fail_as_a_whole(tiny_folder: Path) -> None:
     empty = role.score_part(completions(tiny_folder).rows([]))
     assert len(empty) == 0
     assert empty["reward_error"].dtype == torch.bool
+
+
+def test_a_part_that_was_scored_must_have_the_components_of_the_others(tiny_folder: Path) -> None:
+    named = worker(tiny_folder, f"{HERE}:flaky_parts").score(completions(tiny_folder, ["#### 1"]))
+    plain = worker(tiny_folder, f"{HERE}:flaky").score(completions(tiny_folder, ["#### 1"]))
+    with pytest.raises(DataError, match="reward_component_names"):
+        Batch.concat([named, plain])
