@@ -23,6 +23,7 @@ def _compares(config: RLConfig) -> bool:
     optional={"reference"},
     uses_advantages=False,
     uses_reference=_compares,
+    pairs=True,
 )
 def online_dpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     """One step: sample groups, score them, learn to prefer each group's best to its worst."""

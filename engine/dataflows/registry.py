@@ -31,6 +31,11 @@ class Dataflow:
     uses_advantages: bool  # False: learns from something else
     uses_reference: Callable[[RLConfig], bool] | None  # None: where a KL term is on
     refills: bool  # does dynamic sampling
+    pairs: bool  # the actor learns from two completions of a prompt, not from all
+
+    def rows_an_update(self, config: RLConfig) -> int:
+        """Completions that one update of the actor learns from, at most."""
+        return config.trainer.train_batch_size * (2 if self.pairs else config.rollout.n)
 
 
 _DATAFLOWS: dict[str, Dataflow] = {}
@@ -45,6 +50,7 @@ def register_dataflow(
     uses_advantages: bool = True,
     uses_reference: Callable[[RLConfig], bool] | None = None,
     refills: bool = False,
+    pairs: bool = False,
 ) -> Callable[[Step], Step]:
     """Make `step(roles, prompts, algo)` selectable as `algorithm.dataflow=<name>`.
 
@@ -69,6 +75,7 @@ def register_dataflow(
             uses_advantages,
             uses_reference,
             refills,
+            pairs,
         )
         return step
 

@@ -13,6 +13,7 @@ from typing import Any
 from engine.config import LoRAConfig, ParallelConfig, PoolConfig, RLConfig
 from engine.controller.launch import Pool
 from engine.controller.placement import require_capacity
+from engine.dataflows import choose_dataflow
 from engine.dataflows.needs import Needs
 from engine.errors import ConfigError, EngineError
 from engine.models import text_config
@@ -162,7 +163,8 @@ def workload(
     actor, trainer, rollout = config.actor, config.trainer, config.rollout
     stored = _DTYPES[dtype]
     own = config.critic.parallel
-    rows, mini = trainer.train_batch_size * rollout.n, actor.ppo_mini_batch_size
+    rows = choose_dataflow(config.algorithm).rows_an_update(config)
+    mini = actor.ppo_mini_batch_size
     windows = getattr(model_config, "sliding_window", None)
     passes = int(needs.old_log_probs) + int(needs.reference) + int("teacher" in roles)
     full_kl = actor.use_kl_loss and actor.kl_loss_type == "full"
@@ -270,20 +272,17 @@ def _cores(cluster: Cluster) -> float:
 
 
 def _check_rows(config: RLConfig, candidate: Candidate) -> None:
-    """What fails later only: mini-batches and parts that a rank has no rows for."""
+    """What fails later only: mini-batches that a rank has no rows for."""
     layout = candidate.layout
-    rows = config.trainer.train_batch_size * config.rollout.n
-    mini = config.actor.ppo_mini_batch_size
-    critic = config.critic.ppo_mini_batch_size
-    count = max(-(-rows // size) if size else 1 for size in (mini, critic))
-    if rows // layout.data_ranks < count:
-        raise ConfigError(
-            f"{rows} completions on {layout.data_ranks} data-parallel ranks are too few for "
-            f"{count} mini-batches; raise ppo_mini_batch_size"
-        )
-    replicas = layout.world_size // config.rollout.tensor_parallel_size
-    if config.trainer.train_batch_size // replicas < config.rollout.parts:
-        raise ConfigError(
-            f"{config.trainer.train_batch_size} prompts on {replicas} groups of ranks are too few "
-            f"for rollout.parts={config.rollout.parts}; lower it"
-        )
+    learned = choose_dataflow(config.algorithm).rows_an_update(config)
+    every = config.trainer.train_batch_size * config.rollout.n
+    for rows, size in (
+        (learned, config.actor.ppo_mini_batch_size),
+        (every, config.critic.ppo_mini_batch_size),
+    ):
+        count = -(-rows // size) if size else 1
+        if rows // layout.data_ranks < count:
+            raise ConfigError(
+                f"{rows} completions on {layout.data_ranks} data-parallel ranks are too few for "
+                f"{count} mini-batches; raise ppo_mini_batch_size"
+            )

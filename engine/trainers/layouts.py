@@ -118,13 +118,17 @@ def _check_actor(config: RLConfig, lora: LoRAConfig) -> None:
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} with trainer.mode=async: "
             "a rollout worker there is one process; set it to 1"
         )
-    rows = config.trainer.train_batch_size * rollout.n
-    for name, size in (
-        ("completions of a step", rows),
-        ("prompts", config.trainer.train_batch_size),
-    ):
+    prompts = config.trainer.train_batch_size
+    for name, size in (("completions of a step", prompts * rollout.n), ("prompts", prompts)):
         if size < layout.world_size:
             raise ConfigError(
                 f"{size} {name} don't give each of the actor's {layout.world_size} ranks one; "
                 "raise trainer.train_batch_size or use fewer ranks"
             )
+    copies = layout.world_size // _rollout_tp(config)
+    if rollout.parts > 1 and prompts // copies < rollout.parts:
+        raise ConfigError(
+            f"rollout.parts={rollout.parts} is more than the {prompts // copies} prompts that "
+            f"each of {copies} copies of the policy decodes (trainer.train_batch_size={prompts}); "
+            "lower it"
+        )

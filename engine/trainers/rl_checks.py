@@ -40,11 +40,8 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     dataflow = choose_dataflow(algorithm)
     if dataflow.uses_advantages:
         advantages.check_group_size(algorithm.adv_estimator, config.rollout.n)
-    elif dataflow.name == "online_dpo" and config.rollout.n < 2:
-        raise ConfigError(
-            f"rollout.n={config.rollout.n} with algorithm.dataflow={dataflow.name}: it compares "
-            "the completions of one prompt; set rollout.n to 2 or more"
-        )
+    if dataflow.pairs:
+        _check_pairs(config, dataflow)
     advantage_options(algorithm)
     policy_loss_options(config.actor)
     preference_options(algorithm.preference)
@@ -75,6 +72,21 @@ def check_teacher(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
         raise ConfigError(
             f"algorithm.teacher={path} has another vocabulary than the model; distillation "
             "compares token by token, so both need the same tokenizer"
+        )
+
+
+def _check_pairs(config: RLConfig, dataflow: Dataflow) -> None:
+    if config.rollout.n < 2:
+        raise ConfigError(
+            f"rollout.n={config.rollout.n} with algorithm.dataflow={dataflow.name}: it compares "
+            "the completions of one prompt; set rollout.n to 2 or more"
+        )
+    size, rows = config.actor.ppo_mini_batch_size, dataflow.rows_an_update(config)
+    if size % 2 or size > rows:
+        raise ConfigError(
+            f"actor.ppo_mini_batch_size={size} with algorithm.dataflow={dataflow.name}: it counts "
+            f"completions in pairs, of which a step has at most {rows} (2 × "
+            "trainer.train_batch_size); set an even number up to that, or 0 for all"
         )
 
 
@@ -220,7 +232,7 @@ def _without_effect(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str,
     if "critic" not in needs.roles(dataflow):
         why = f"with dataflow {dataflow.name}, which has no critic"
         yield from _settings("critic", config.critic, why)
-    if dataflow.name != "online_dpo":
+    if not dataflow.pairs:
         why = f"with dataflow {dataflow.name}, which makes no preference pairs"
         yield from _settings("algorithm.preference", algorithm.preference, why)
     if config.trainer.mode != "async":

@@ -10,6 +10,7 @@ from typing import Any
 from engine.config import ActorConfig, CriticConfig, LoRAConfig, RLConfig
 from engine.controller.host import RoleSpec
 from engine.controller.launch import Placement, Pool
+from engine.dataflows import choose_dataflow
 from engine.dataflows.needs import Needs
 from engine.errors import ConfigError
 from engine.trainers.layouts import mesh_of, parallel_of, pool_size
@@ -125,6 +126,7 @@ def role_specs(build: Build) -> list[RoleSpec]:
 
     config = build.config
     steps, rows = config.trainer.total_training_steps, _rows(config)
+    learned = choose_dataflow(config.algorithm).rows_an_update(config)
     common = {"model_path": build.model_path, "dtype": build.dtype}
     frozen = {
         "parallel": parallel_of("reference", config),
@@ -135,7 +137,7 @@ def role_specs(build: Build) -> list[RoleSpec]:
         "config": config.actor,
         "lora": build.lora,
         "temperature": config.rollout.temperature,
-        "total_steps": steps * _steps_an_update(config.actor, rows),
+        "total_steps": steps * _steps_an_update(config.actor, learned),
         "seed": build.seed,
         "preference": config.algorithm.preference,
         "sum_pi_squared": build.needs.sum_pi_squared,
@@ -198,6 +200,6 @@ def _rows(config: RLConfig) -> int:
 
 
 def _steps_an_update(config: ActorConfig | CriticConfig, rows: int) -> int:
-    """Optimizer steps that one batch of `rows` completions leads to."""
+    """Optimizer steps that an update with `rows` completions takes."""
     size = config.ppo_mini_batch_size or rows
     return config.ppo_epochs * math.ceil(rows / size)

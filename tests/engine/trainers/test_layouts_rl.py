@@ -154,6 +154,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         PPO | {"actor": {"parallel": {"fsdp": 2}}, "critic": {"parallel": {"fsdp": 4}}},
         r"layouts of different sizes",
     ),
+    "parts": (
+        {"actor": {"parallel": {"fsdp": 2}}, "rollout": {"parts": 3}},
+        r"rollout.parts=3 is more than the 2 prompts that each of 2 copies",
+    ),
     "rows": ({"actor": {"parallel": {"fsdp": 8}}}, r"prompts don't give each of the actor's 8"),
 }
 

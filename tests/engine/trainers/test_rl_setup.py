@@ -11,6 +11,7 @@ from engine.config import ActorConfig, RLConfig
 from engine.controller.launch import Pool
 from engine.dataflows import choose_dataflow
 from engine.dataflows.needs import needs_of
+from engine.trainers.rl_checks import check_config
 from engine.trainers.rl_setup import (
     Build,
     effective,
@@ -113,3 +114,15 @@ def test_the_schedule_ends_with_the_last_optimizer_step(
     for _ in range(settings.trainer.total_training_steps):
         worker.update(training_batch(20))
     assert worker.optimizer._schedule.last_epoch == planned
+
+
+@pytest.mark.parametrize(("mini", "epochs", "steps"), [(0, 1, 1), (4, 1, 3), (8, 2, 4)])
+def test_pairs_of_a_step_are_fewer_than_its_completions(mini: int, epochs: int, steps: int) -> None:
+    settings = config(
+        algorithm={"dataflow": "online_dpo"},
+        actor={"ppo_mini_batch_size": mini, "ppo_epochs": epochs},
+        rollout={"n": 4},
+        trainer={"train_batch_size": 5, "total_training_steps": 2},
+    )
+    check_config(settings)
+    assert specs(settings)["actor"]["total_steps"] == 2 * steps
