@@ -21,8 +21,8 @@ $(READY): images/requirements-cpu.txt images/requirements-cuda.txt images/requir
 rlhf: env  ## run the main job with its defaults: data, warm start, RL, evaluation, promotion
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf
 
-gsm8k: env  ## run a few steps of the main job on real GSM8K (GSM8K=folder to say where it is)
-	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --source gsm8k --path $(or $(GSM8K),../shared/data/gsm8k) --config workflows/configs/gsm8k_smoke.yaml
+gsm8k: env  ## run a few steps of the main job on real GSM8K (GSM8K=folder; without it ../shared/data/gsm8k or the hub's)
+	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --source gsm8k --path $(or $(GSM8K),$(wildcard ../shared/data/gsm8k),openai/gsm8k) --config workflows/configs/gsm8k_smoke.yaml
 
 test: env  ## check style and types, then run the test suite
 	@$(BIN)/ruff check .
