@@ -31,7 +31,7 @@ class GSM8K:
     """`data.source=gsm8k`, read from `data.path`."""
 
     def digest(self, config: DataConfig, seed: int) -> str:
-        """SHA-256 of the bytes of the files that are read."""
+        """SHA-256 of the bytes of the files that are read, and of which split each belongs to."""
         return _digest(_read_files(config.path))
 
     def load(self, config: DataConfig, seed: int) -> Splits:
@@ -132,7 +132,12 @@ def _download(hub_id: str) -> str:
 
 
 def _digest(files: Files) -> str:
-    contents = [hashlib.sha256(data).hexdigest() for split in files for _, data in files[split]]
+    """SHA-256 over each file's content and the split that it belongs to."""
+    contents = [
+        f"{split}\0{hashlib.sha256(data).hexdigest()}"
+        for split in files
+        for _, data in files[split]
+    ]
     return hashlib.sha256("\n".join(contents).encode()).hexdigest()
 
 

@@ -19,7 +19,7 @@ from s3_server import environment, s3_server
 from engine.config import DataConfig
 from engine.data.rows import prompt_text
 from engine.data.sources import Splits, load_splits, source_digest
-from engine.errors import DataError
+from engine.errors import DataError, StorageError
 
 Row = dict[str, str]
 
@@ -109,6 +109,21 @@ def test_the_digest_follows_the_bytes(local: Path) -> None:
     assert source_digest(config(local), 0) != before
 
 
+def test_the_digest_tells_which_split_a_shard_belongs_to(tmp_path: Path) -> None:
+    """The same three files in the same order; the middle one is training data, or it is not."""
+    shards = [pd.DataFrame(rows) for rows in (TRAIN[:30], TRAIN[30:], TEST)]
+    names = {
+        "one": ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"),
+        "other": ("train-00000-of-00001", "test-00000-of-00002", "test-00001-of-00002"),
+    }
+    for place, files in names.items():
+        (tmp_path / place).mkdir()
+        for name, shard in zip(files, shards, strict=True):
+            shard.to_parquet(tmp_path / place / f"{name}.parquet")
+    one, other = (source_digest(config(tmp_path / place), 0) for place in names)
+    assert one != other
+
+
 @pytest.mark.parametrize("folder", ["", "main", "data"])
 def test_parquet_shards_in_the_hubs_layout(tmp_path: Path, local: Path, folder: str) -> None:
     hub = tmp_path / "hub"
@@ -173,7 +188,7 @@ def test_an_s3_server_that_is_down_is_reported_at_once(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     start = time.monotonic()
-    with pytest.raises(DataError, match=r"s3://data/gsm8k can't be read .*AWS_ENDPOINT_URL"):
+    with pytest.raises(StorageError, match=r"s3://data/gsm8k can't be read .*AWS_ENDPOINT_URL"):
         load_splits(config("s3://data/gsm8k"), 0)
     assert time.monotonic() - start < 15
 
@@ -232,7 +247,7 @@ LOAD = """
 import sys
 from engine.config import DataConfig
 from engine.data.sources import load_splits
-from engine.errors import DataError
+from engine.errors import DataError, StorageError
 try:
     splits = load_splits(DataConfig(source="gsm8k", path=sys.argv[1]), 0)
     print(len(splits.train), len(splits.test), splits.source_digest)
