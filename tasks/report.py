@@ -90,6 +90,7 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
             "tracking_uri": tracking_uri(),
             "experiment": run.experiment,
             "run_id": run.mlflow_run,
+            "url": run.mlflow_url,  # its page on a server; empty for a store without one
         },
     }
 
@@ -154,7 +155,8 @@ def show(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -> None:
         "report (Deck)": shown(folders["evaluation"] / "report.html"),
         "summary": shown(path),
         "MLflow run": f"{facts['mlflow']['run_id']} in {facts['mlflow']['experiment']!r}",
-        "MLflow UI": f"mlflow ui --backend-store-uri {facts['mlflow']['tracking_uri']}",
+        "MLflow UI": facts["mlflow"]["url"]
+        or f"mlflow ui --backend-store-uri {facts['mlflow']['tracking_uri']}",
         "lineage": f"python -m engine.lineage {shown(folders['rl'])}",
     }
     table("RLHF run " + facts["run_id"], [{"": k, "result": v} for k, v in rows.items()])
