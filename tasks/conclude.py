@@ -47,13 +47,16 @@ def open_promotion(
     evaluation: FlyteDirectory,
     seed: int,
 ) -> PromotionPlan:
-    """Check that the evaluation is of this model on this data, and open the run."""
+    """Check that the evaluation is of this model on this data, as configured; open the run."""
+    from engine.lineage.manifest import read_manifest
     from engine.tracking import Tracker
+    from tasks.evaluate import require_same_settings
 
     with failures_as_sentences():
         note_opened(None)
         folders = [local_artifact(artifact) for artifact in (dataset, policy, evaluation)]
         digest = check_evidence(*folders)
+        require_same_settings(read_manifest(folders[2]), config.data, config.evaluate)
         Tracker(experiment=config.tracking.experiment).check()
         run = open_run(config, (digest, ""), "promote_only")
         note_opened(run)

@@ -22,6 +22,7 @@ from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
     from engine.console import Progress
+    from engine.lineage.manifest import Manifest
 
 
 @on_profiles(
@@ -51,7 +52,7 @@ def evaluate(
     from engine.evaluator import evaluate_model
     from tasks.schemas import EVALUATION_ROWS, check
 
-    settings = {"evaluate": config.model_dump(mode="json"), "seed": seed}
+    settings = {**decisive_settings(data, config), "seed": seed}
     with stage("evaluation", run, settings) as this:
         test_file = this.parent("dataset", dataset) / "test.parquet"
         test = pd.read_parquet(test_file)
@@ -109,6 +110,46 @@ def evaluate(
                 "gain_high": comparison.gain.high,
             }
         )
+
+
+def decisive_settings(data: DataConfig, config: EvaluateConfig) -> dict[str, Any]:
+    """What two evaluations of the same problems must share to be compared, as manifests record it.
+
+    Of `data` it is the budget of tokens; the rest decides which problems there are.
+    """
+    return {
+        "data": {"max_response_length": data.max_response_length},
+        "evaluate": config.model_dump(mode="json"),
+    }
+
+
+def recorded_settings(evaluation: Manifest) -> dict[str, Any]:
+    """The same of an evaluation that is there; LineageError where it has no such record."""
+    from engine.errors import LineageError
+
+    found = {key: evaluation.config.get(key) for key in ("data", "evaluate")}
+    for key, value in found.items():
+        if not isinstance(value, dict):
+            raise LineageError(
+                f"the evaluation {evaluation.digest[:12]} has no record of its settings {key!r}, "
+                "so nothing can be compared with it; evaluate the model again"
+            )
+    return found
+
+
+def require_same_settings(evaluation: Manifest, data: DataConfig, config: EvaluateConfig) -> None:
+    """Raise LineageError where an evaluation was made under other settings than these."""
+    from engine.errors import LineageError
+
+    found = recorded_settings(evaluation)
+    for section, wanted in decisive_settings(data, config).items():
+        for key in sorted(wanted.keys() | found[section].keys()):
+            here, there = wanted.get(key), found[section].get(key)
+            if here != there:
+                raise LineageError(
+                    f"{section}.{key} is {here!r}, and the evaluation {evaluation.digest[:12]} was "
+                    f"made with {there!r}; give the settings of that run, or evaluate again"
+                )
 
 
 def counter(bar: Progress[None], before: int) -> Callable[[int], None]:

@@ -72,41 +72,79 @@ def resolve(reference: str, name: str, experiment: str) -> Path:
 
 
 def _registered(tracker: object, version: ModelVersion) -> Path:
-    """The artifact that a version was registered from: where it lies, or downloaded."""
+    """The artifact that a version was registered from: where it lies, or MLflow's copy of it.
+
+    Either is what the version's tags name. One that another tool registered has no such tags; it is
+    taken as it is, which is said.
+    """
     import contextlib
 
-    from engine.artifacts import artifact_path, local_path, staging
+    from engine.artifacts import local_path, staging
     from engine.disk import fsync_tree
     from engine.errors import LineageError, StorageError
-    from engine.lineage.manifest import MANIFEST, read_manifest, verify
+    from engine.lineage.manifest import MANIFEST, read_manifest
+    from engine.lineage.registry import ARTIFACT_TAG
     from engine.tracking import Tracker
+    from engine.tracking.registry import require_as_tagged
 
     assert isinstance(tracker, Tracker)
-    digest = version.tags.get("artifact_digest", "")
-    for place in (version.tags.get("artifact_uri", ""), _place(version)):
+    for place in _places(version):
         with contextlib.suppress(LineageError, StorageError, OSError):
-            if place and verify(folder := local_path(place)).digest == digest:
-                return folder
+            require_as_tagged(folder := local_path(place), version)
+            return folder
+    if not version.tags.get(ARTIFACT_TAG):
+        say(
+            f"fetch: {version.name} version {version.version} has no tag {ARTIFACT_TAG}: whether "
+            "its files are those that were registered can't be checked"
+        )
     with staging("download") as draft:
         folder = tracker.download_model(version.name, version.version, draft / "model")
         if not (folder / MANIFEST).is_file():
             return _copied(folder, f"{REGISTERED}{version.name}/{version.version}")
         manifest = read_manifest(folder)
-        target = artifact_path(manifest.kind, manifest.digest)
+        target, beside = _named(manifest.kind, manifest.digest, manifest.own_digest)
+        standing = _manifest_of_whole(target)
+        if standing == manifest.own_digest:
+            return target
+        if standing:  # its own children know it by that
+            target = beside
         fsync_tree(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists():  # it did not verify above
+        if target.exists():
             shutil.rmtree(target)
         folder.rename(target)
     return target
 
 
-def _place(version: ModelVersion) -> Path | str:
-    """Where this machine keeps the artifact, if it has it."""
+def _places(version: ModelVersion) -> list[Path | str]:
+    """Where the artifact of a version may lie; nowhere for what was registered as none of ours."""
+    from engine.lineage.registry import ARTIFACT_TAG, MANIFEST_TAG
+
+    wanted = ("artifact_kind", ARTIFACT_TAG, MANIFEST_TAG)
+    kind, digest, manifest = (version.tags.get(tag, "") for tag in wanted)
+    if not (kind and digest and manifest):
+        return []
+    uri = version.tags.get("artifact_uri")
+    return [*([uri] if uri else []), *_named(kind, digest, manifest)]
+
+
+def _named(kind: str, digest: str, manifest: str) -> tuple[Path, Path]:
+    """An artifact's place, and the one for equal content with another manifest."""
     from engine.artifacts import artifact_path
 
-    kind, digest = version.tags.get("artifact_kind"), version.tags.get("artifact_digest")
-    return artifact_path(kind, digest) if kind and digest else ""
+    place = artifact_path(kind, digest)
+    return place, place.with_name(f"{place.name}-{manifest[:8]}")
+
+
+def _manifest_of_whole(folder: Path) -> str:
+    """The digest of a whole artifact's manifest; empty where there is none, or a damaged one."""
+    from engine.errors import LineageError
+    from engine.lineage.manifest import verify
+
+    try:
+        return verify(folder).own_digest
+    except LineageError:
+        return ""
 
 
 def _downloaded(hub_id: str, name: str) -> Path:

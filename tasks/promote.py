@@ -65,13 +65,16 @@ def promote(
     from engine.promotion.checks import require_untouched, require_whole_copy
     from engine.tracking import Tracker
     from tasks.conclude import check_evidence
+    from tasks.evaluate import require_same_settings
 
     settings = {"promote": config.model_dump(mode="json"), "seed": seed}
-    with stage("promotion", run, settings) as this:
+    # Asked a second time, after consent, it is a stage of its own and no retry of the first.
+    with stage("promotion", run, settings, "approved" if approved_by else "") as this:
         test = this.parent("dataset", dataset)
         model = this.parent("policy", policy)
         evidence = this.parent("evaluation", evaluation)
         check_evidence(test, model, evidence)
+        require_same_settings(read_manifest(evidence), data, evaluate)
         datasets = require_untouched([this.parents[1].uri, this.parents[2].uri])
         tracker = Tracker(experiment=run.experiment)
         new = read_manifest(model)
@@ -148,7 +151,11 @@ class Case:
 def register(
     tracker: Tracker, this: Stage, model: Path, manifest: Manifest, run: RunContext, name: str
 ) -> ModelVersion:
-    """Make the model a version, tagged with what it came from; once for the same content."""
+    """Make the model a version, tagged with what it came from; once for the same content.
+
+    Its files go to the run that made it; where that is unknown or in MLflow's trash (an attempt
+    that was lost after it had published), to the pipeline's own, which no retry takes away.
+    """
     policy, evidence = this.parents[1], this.parents[2]
     tags = {
         "artifact_uri": policy.uri,
@@ -157,7 +164,8 @@ def register(
         "hybridflyte.run": run.run_id,
         "flyte.execution": this.execution,
     }
-    number = tracker.register_model(model, name, manifest.mlflow_run or this.tracked.run_id, tags)
+    holder = tracker.lasting_run(manifest.mlflow_run, run.mlflow_run)
+    number = tracker.register_model(model, name, holder, tags)
     return tracker.model_version(f"models:/{name}/{number}")
 
 
@@ -260,15 +268,25 @@ def champion_rows(
     """The champion's evaluation on the new model's problems: as recorded, or made now.
 
     A recorded evaluation counts only when its artifact is whole, the one that was recorded, of this
-    champion, and of the same problems under the same settings.
+    champion, and of the same problems under the same settings. MLflow's copy of the champion must
+    be what its tags name, whichever way.
     """
     import tempfile
 
     import pandas as pd
 
-    from engine.errors import EngineError
+    from engine.errors import EngineError, LineageError
     from engine.evaluator import evaluate_model
+    from engine.promotion.checks import require_whole_copy
 
+    try:
+        require_whole_copy(tracker, champion)
+    except LineageError as error:
+        raise LineageError(
+            f"the present {case.config.alias} can't be compared with: {error}; to put a whole "
+            f"version in its place: python -m engine.promotion rollback --model {champion.name} "
+            "--to VERSION --reason …"
+        ) from error
     try:
         rows = recorded_rows(case, champion, new)
         if rows is not None:
@@ -293,14 +311,16 @@ def champion_rows(
 def recorded_rows(case: Case, champion: ModelVersion, new: pd.DataFrame) -> pd.DataFrame | None:
     """The rows of a champion's own evaluation; None when they are of other problems or settings.
 
-    Raises LineageError or StorageError when it is gone or not what was recorded.
+    Raises LineageError or StorageError when it is gone, not what was recorded, or has no record of
+    its settings.
     """
     import pandas as pd
 
     from engine.artifacts import local_path
     from engine.errors import LineageError
     from engine.evaluation.rows import prompt_digest
-    from engine.lineage.manifest import read_manifest, verify
+    from engine.lineage.manifest import verify
+    from tasks.evaluate import decisive_settings, recorded_settings
 
     uri = champion.tags.get("evaluation_uri", "")
     if not uri:
@@ -312,7 +332,7 @@ def recorded_rows(case: Case, champion: ModelVersion, new: pd.DataFrame) -> pd.D
     of = {parent.name: parent.digest for parent in manifest.parents}
     if of.get("policy") != champion.tags.get("artifact_digest"):
         raise LineageError(f"{uri} is of another model")
-    if manifest.config.get("evaluate") != read_manifest(case.evaluation).config.get("evaluate"):
+    if recorded_settings(manifest) != decisive_settings(case.data, case.evaluate):
         return None
     rows = pd.read_parquet(folder / "rows_rl.parquet")
     if prompt_digest(rows) != prompt_digest(new):

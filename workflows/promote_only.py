@@ -29,7 +29,8 @@ def promote_only(
         dataset: The dataset artifact of the run.
         policy: The model artifact.
         evaluation: The evaluation artifact of this model on this dataset.
-        config: Settings; promote, evaluate, data.max_response_length and tracking are read.
+        config: Settings; promote and tracking are read, and evaluate and data.max_response_length,
+            which must be as they were for the evaluation.
         seed: Seed of the run; negative: as in config.
 
     Returns:

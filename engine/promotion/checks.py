@@ -9,9 +9,10 @@ from pathlib import Path
 from engine.artifacts import local_path
 from engine.errors import LineageError
 from engine.lineage.audit import audit
-from engine.lineage.manifest import SOURCE, verify
+from engine.lineage.manifest import SOURCE
+from engine.lineage.registry import ARTIFACT_TAG
 from engine.lineage.review import review
-from engine.tracking.registry import ModelVersion, Registry
+from engine.tracking.registry import ModelVersion, Registry, require_as_tagged
 
 DATASET = "dataset"
 
@@ -41,26 +42,20 @@ def require_untouched(references: Sequence[str]) -> list[Path]:
 def require_whole_copy(registry: Registry, version: ModelVersion) -> None:
     """Re-hash the registry's own copy of a version, which is what gets served.
 
-    Raises LineageError when it is not the content that the version's tags name.
+    Raises LineageError when it is not the content that the version's tags name, or has none.
     """
-    place = version.source.removeprefix("file://")
-    what = f"MLflow's copy of {version.name} version {version.version}"
-    with tempfile.TemporaryDirectory(prefix="hybridflyte-promotion-") as scratch:
-        folder = Path(place)
-        try:
-            if not folder.is_absolute() or not folder.is_dir():
-                folder = registry.download_model(
-                    version.name, version.version, Path(scratch) / "model"
-                )
-            manifest = verify(folder)
-        except LineageError as error:
-            raise LineageError(f"{what} is damaged: {error}; nothing was moved") from error
-    for tag, found in (
-        ("artifact_digest", manifest.digest),
-        ("manifest_digest", manifest.own_digest),
-    ):
-        if version.tags.get(tag, "") != found:
+    place = Path(version.source.removeprefix("file://"))
+    try:
+        if not version.tags.get(ARTIFACT_TAG):
             raise LineageError(
-                f"{what} is {found[:12]} where its tag {tag} says "
-                f"{version.tags.get(tag, 'nothing')[:12]}; nothing was moved; choose another"
+                f"{version.name} version {version.version} has no tag {ARTIFACT_TAG} to hold its "
+                "files against; register the model through engine.tracking, or choose another "
+                "version"
             )
+        if place.is_absolute() and place.is_dir():
+            require_as_tagged(place, version)
+            return
+        with tempfile.TemporaryDirectory(prefix="hybridflyte-promotion-") as scratch:
+            registry.download_model(version.name, version.version, Path(scratch) / "model")
+    except LineageError as error:
+        raise LineageError(f"{error}; nothing was moved") from error

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import StorageError, TrackingError
+from engine.errors import LineageError, StorageError, TrackingError
 from engine.lineage.manifest import MANIFEST, tree_digest, verify
+from engine.lineage.registry import ARTIFACT_TAG, MANIFEST_TAG
 from engine.lineage.store import address
 from engine.tracking import values
 from engine.tracking.connection import Connection
@@ -58,20 +59,11 @@ class Registry(Connection):
         folder = Path(folder).absolute()
         if not folder.is_dir():
             raise StorageError(f"model folder {folder} does not exist; give a published artifact")
-        facts = {"artifact_uri": address(folder)}
-        if (folder / MANIFEST).is_file():
-            manifest = verify(folder)
-            facts |= {
-                "artifact_digest": manifest.digest,
-                "artifact_kind": manifest.kind,
-                "manifest_digest": manifest.own_digest,
-            }
-        else:
-            facts |= {"artifact_digest": tree_digest(folder)}
+        facts = {"artifact_uri": address(folder), **_facts(folder)}
         # Named by content, so that two models logged to one run keep apart.
-        place = f"{MODELS_FOLDER}/{facts['artifact_digest'][:16]}"
+        place = f"{MODELS_FOLDER}/{facts[ARTIFACT_TAG][:16]}"
         with self.talking("register the model"):
-            known = self._version_of(model_name, facts["artifact_digest"])
+            known = self._version_of(model_name, facts[ARTIFACT_TAG])
             if known is not None:
                 return known
             self.client.log_artifacts(run_id, str(folder), place)
@@ -84,7 +76,7 @@ class Registry(Connection):
                 tags=values.tags(facts | dict(tags or {})),
                 await_creation_for=READY_SECONDS,
             )
-            first = self._version_of(model_name, facts["artifact_digest"])
+            first = self._version_of(model_name, facts[ARTIFACT_TAG])
             if first is not None and int(first) < int(made.version):
                 self.client.delete_model_version(model_name, str(made.version))
                 return first
@@ -134,7 +126,7 @@ class Registry(Connection):
     def download_model(
         self, model_name: str, version_or_alias: str | int, dest: str | Path
     ) -> Path:
-        """Fetch a version's folder to `dest`, whole or not at all, checked by its manifest.
+        """Fetch a version's folder to `dest`, whole or not at all; see `require_as_tagged`.
 
         Digits mean a version, anything else an alias. `dest` must not exist.
         """
@@ -157,8 +149,7 @@ class Registry(Connection):
                         files, dst_path=str(draft), tracking_uri=self.uri
                     )
                 )
-            if (got / MANIFEST).is_file():
-                verify(got)
+            require_as_tagged(got, version)
             os.rename(got, dest)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -188,8 +179,43 @@ class Registry(Connection):
     def _version_of(self, model_name: str, digest: str) -> str | None:
         """Return the first version that holds this content, if one does."""
         found = self.client.search_model_versions(_by_name(model_name))
-        same = [int(v.version) for v in found if v.tags.get("artifact_digest") == digest]
+        same = [int(v.version) for v in found if v.tags.get(ARTIFACT_TAG) == digest]
         return str(min(same)) if same else None
+
+
+def require_as_tagged(folder: Path, version: ModelVersion) -> None:
+    """Re-hash the files of a version; LineageError unless they are what its tags name.
+
+    A version that was registered elsewhere has no such tags: it is held to its own manifest, if
+    there is one.
+    """
+    what = f"MLflow's copy of {version.name} version {version.version}"
+    way_out = "restore its files, or choose another version"
+    try:
+        found = _facts(folder)
+    except LineageError as error:
+        raise LineageError(f"{what} is damaged: {error}; {way_out}") from error
+    if not version.tags.get(ARTIFACT_TAG):
+        return
+    for tag in (ARTIFACT_TAG, MANIFEST_TAG):
+        said, is_ = version.tags.get(tag, ""), found.get(tag, "")
+        if said != is_:
+            raise LineageError(
+                f"{what} is {is_[:12] or 'nothing'} where its tag {tag} says "
+                f"{said[:12] or 'nothing'}; {way_out}"
+            )
+
+
+def _facts(folder: Path) -> dict[str, str]:
+    """The tags that name a folder's content; LineageError where it is not as its manifest says."""
+    if not (folder / MANIFEST).is_file():
+        return {ARTIFACT_TAG: tree_digest(folder)}
+    manifest = verify(folder)
+    return {
+        ARTIFACT_TAG: manifest.digest,
+        "artifact_kind": manifest.kind,
+        MANIFEST_TAG: manifest.own_digest,
+    }
 
 
 def _version(found: Any) -> ModelVersion:

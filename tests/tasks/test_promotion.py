@@ -11,7 +11,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,11 @@ from engine.lineage.manifest import read_manifest
 from engine.models import build_model, save_model
 from engine.promotion import Champions
 from engine.tracking import Tracker
+from tasks.conclude import open_promotion
 from tasks.context import RunContext, StageError
+from tasks.evaluate import decisive_settings, evaluate
+from tasks.inputs import RLHFConfig
+from tasks.preprocess import SPLITS
 from tasks.promote import promote, waits_for_approval
 
 SHAPE = ModelConfig(
@@ -53,19 +57,23 @@ class Bench:
     dataset: Path
     folder: Path = Path()  # the last promotion's artifact
 
-    def model(self, seed: int) -> Path:
-        """Publish a model of its own."""
+    def model(self, seed: int, mlflow_run: str = "") -> Path:
+        """Publish a model of its own, made in an MLflow run or, as fetched ones, in none."""
         rows = pd.read_parquet(self.dataset / "test.parquet")
         texts = [message["content"] for prompt in rows["prompt"] for message in prompt]
         tokenizer = train_tokenizer(texts, 300)
         with staging("rl") as folder:
             save_model(build_model(SHAPE, tokenizer, seed), tokenizer, folder)
-            return publish(folder, Draft(kind="rl", config={"seed": seed}))
+            draft = Draft(kind="rl", config={"seed": seed}, mlflow_run=mlflow_run)
+            return publish(folder, draft)
 
-    def evaluation(self, model: Path, correct: int, length: float = 4.0) -> Path:
+    def evaluation(
+        self, model: Path, correct: int, length: float = 4.0, recorded: bool = True
+    ) -> Path:
         """Publish an evaluation in which the first `correct` greedy answers are right.
 
         length: tokens of each response.
+        recorded: whether it says which budget of tokens it was made with.
         """
         test = pd.read_parquet(self.dataset / "test.parquet")
         before = evaluate_model(
@@ -86,7 +94,9 @@ class Bench:
                 read_manifest(artifact).as_parent(name, artifact)
                 for name, artifact in (("dataset", self.dataset), ("policy", model))
             )
-            settings = {"evaluate": EVALUATE.model_dump(mode="json")}
+            settings = decisive_settings(self.data, EVALUATE)
+            if not recorded:
+                del settings["data"]
             return publish(folder, Draft(kind="evaluation", parents=parents, config=settings))
 
     def promote(
@@ -97,11 +107,7 @@ class Bench:
         approved_by: str = "",
     ) -> dict[str, Any]:
         """Run the task in a run of its own; return its decision."""
-        run = RunContext(
-            run_id=uuid.uuid4().hex, mlflow_run=Tracker().start_pipeline("p"),
-            experiment="hybridflyte", started_at=time.time(),
-        )  # fmt: skip
-        return self.promote_in(run, model, evaluation, config, approved_by)
+        return self.promote_in(new_run(), model, evaluation, config, approved_by)
 
     def promote_in(
         self,
@@ -125,6 +131,13 @@ class Bench:
         self.folder = Path(folder.path)
         decision: dict[str, Any] = json.loads((Path(folder.path) / "decision.json").read_text())
         return decision
+
+
+def new_run() -> RunContext:
+    return RunContext(
+        run_id=uuid.uuid4().hex, mlflow_run=Tracker().start_pipeline("p"),
+        experiment="hybridflyte", started_at=time.time(),
+    )  # fmt: skip
 
 
 def champion() -> str | None:
@@ -161,7 +174,7 @@ def make_bench(seed: int) -> Bench:
     )
     splits = load_splits(data, seed)
     with staging("dataset") as folder:
-        for name in ("sft_train", "train", "test"):
+        for name in SPLITS:
             getattr(splits, name).to_parquet(folder / f"{name}.parquet", index=False)
         return Bench(data, publish(folder, Draft(kind="dataset", config={"seed": seed})))
 
@@ -230,6 +243,152 @@ def test_a_champion_with_a_spoilt_evaluation_is_evaluated_anew(
     decision = bench.promote(model, bench.evaluation(model, 12))
     assert "recorded evaluation is of no use" in capsys.readouterr().out
     assert decision["gain"][0] == pytest.approx(12 / 40)
+
+
+def longer(bench: Bench) -> Bench:
+    """The same problems, answered with a larger budget of tokens."""
+    return replace(bench, data=bench.data.model_copy(update={"max_response_length": 8}))
+
+
+def test_a_champion_of_another_budget_of_tokens_is_evaluated_under_this_one(
+    bench: Bench, reigning: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = longer(bench)
+    model = other.model(seed=2)
+    decision = other.promote(model, other.evaluation(model, 12))
+    assert "evaluating the champion" in capsys.readouterr().out
+    assert decision["gain"][0] == pytest.approx(12 / 40), "not 20 of 40 with fewer tokens"
+    lengths = pd.read_parquet(other.folder / "rows_champion.parquet")["greedy_length"]
+    assert lengths.max() > 4
+
+
+def test_a_champion_whose_evaluation_has_no_record_of_its_budget_is_evaluated_anew(
+    bench: Bench, reigning: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = bench.evaluation(reigning, 20, recorded=False)
+    client = Tracker().client
+    client.set_model_version_tag(NAME, "1", "evaluation_uri", str(old))
+    client.set_model_version_tag(NAME, "1", "evaluation_manifest", read_manifest(old).own_digest)
+    model = bench.model(seed=2)
+    decision = bench.promote(model, bench.evaluation(model, 12))
+    assert "has no record of its settings 'data'" in capsys.readouterr().out
+    assert decision["gain"][0] == pytest.approx(12 / 40)
+
+
+def test_an_evaluation_with_other_settings_than_the_promotion_promotes_nobody(
+    bench: Bench, reigning: Path
+) -> None:
+    model = bench.model(seed=2)
+    evidence = bench.evaluation(model, 36)
+    said = r"data.max_response_length is {}, and the evaluation \w+ was made with 4; give"
+    with pytest.raises(StageError, match=said.format(8)):
+        longer(bench).promote(model, evidence)
+    with pytest.raises(
+        StageError, match=r"has no record of its settings 'data'.* evaluate the mod"
+    ):
+        bench.promote(model, bench.evaluation(model, 36, recorded=False))
+    assert champion() == digest(reigning)
+    given = {
+        "dataset": FlyteDirectory(str(bench.dataset)),
+        "policy": FlyteDirectory(str(model)),
+        "evaluation": FlyteDirectory(str(evidence)),
+        "seed": 0,
+    }
+    with pytest.raises(StageError, match=said.format(64)):
+        open_promotion(config=RLHFConfig(), **given)
+    with pytest.raises(StageError, match=r"evaluate\.\w+ is .* was made with"):
+        open_promotion(config=RLHFConfig(data=bench.data), **given)
+    same = RLHFConfig(data=bench.data, evaluate=EVALUATE)
+    assert open_promotion(config=same, **given).evaluate == EVALUATE
+
+
+def test_the_evaluation_of_a_run_records_what_it_is_compared_by(bench: Bench) -> None:
+    model = bench.model(seed=1)
+    output = evaluate["laptop"](
+        run=new_run(),
+        dataset=FlyteDirectory(str(bench.dataset)),
+        warm_start=FlyteDirectory(str(model)),
+        policy=FlyteDirectory(str(model)),
+        data=bench.data,
+        config=EVALUATE,
+        seed=0,
+    )
+    config = read_manifest(output.path).config
+    assert config == {**decisive_settings(bench.data, EVALUATE), "seed": 0}
+    assert config["data"] == {"max_response_length": 4}
+    assert bench.promote(model, Path(output.path))["promoted"], "the first needs no gain"
+
+
+def copy_of(version: str) -> Path:
+    """Where MLflow keeps a version's files."""
+    return Path(Tracker().model_version(f"models:/{NAME}/{version}").source.removeprefix("file://"))
+
+
+def test_a_champion_whose_copy_in_mlflow_was_replaced_is_not_compared_with(
+    bench: Bench, reigning: Path
+) -> None:
+    shutil.rmtree(copy_of("1"))
+    shutil.copytree(bench.model(seed=3), copy_of("1"))
+    said = r"champion can't be compared with: .* where its tag artifact_digest says .*rollback"
+    model, other = bench.model(seed=2), make_bench(seed=5)
+    with pytest.raises(StageError, match=said):
+        bench.promote(model, bench.evaluation(model, 36))
+    with pytest.raises(StageError, match=said):  # where it would be evaluated now
+        other.promote(model, other.evaluation(model, 36))
+    assert champion() == digest(reigning)
+    Champions(Tracker(), NAME).rollback("the champion's files were replaced", to="2")
+    assert champion() == digest(model)
+
+
+def test_a_champion_that_nothing_is_recorded_of_is_not_compared_with(bench: Bench) -> None:
+    client = Tracker().client
+    client.create_registered_model(NAME)
+    client.create_model_version(NAME, str(bench.model(seed=3)))
+    client.set_registered_model_alias(NAME, "champion", "1")
+    model = bench.model(seed=2)
+    with pytest.raises(StageError, match=r"version 1 has no tag artifact_digest .* was moved"):
+        bench.promote(model, bench.evaluation(model, 36))
+    assert champion_version() == "1"
+
+
+def champion_version() -> str | None:
+    found = Tracker().champion(NAME)
+    return found.version if found else None
+
+
+def stage_of(run_id: str) -> str:
+    """Where MLflow has a run: `active`, or `deleted`, in its trash."""
+    return str(Tracker().client.get_run(run_id).info.lifecycle_stage)
+
+
+def test_asked_twice_or_tried_again_a_promotion_leaves_the_model_out_of_the_trash(
+    bench: Bench,
+) -> None:
+    rules, run, model = PromoteConfig(approval="required"), new_run(), bench.model(seed=1)
+    evidence = bench.evaluation(model, 20)
+    assert not bench.promote_in(run, model, evidence, rules)["promoted"]
+    first = bench.folder
+    assert bench.promote_in(run, model, evidence, rules, "ada")["promoted"]
+    for asked in (first, bench.folder):
+        assert stage_of(read_manifest(asked).mlflow_run) == "active"
+    assert bench.promote_in(run, model, evidence, rules, "ada")["promoted"]
+    reigning = Tracker().champion(NAME)
+    assert reigning is not None
+    assert reigning.run_id == run.mlflow_run
+    assert stage_of(reigning.run_id) == "active"
+
+
+def test_a_model_of_an_attempt_that_was_lost_is_registered_under_a_run_that_stays(
+    bench: Bench,
+) -> None:
+    tracker, run = Tracker(), new_run()
+    with tracker.stage("rl", run.mlflow_run) as lost:
+        model = bench.model(seed=1, mlflow_run=lost.run_id)
+    with tracker.stage("rl", run.mlflow_run):
+        pass  # the next attempt; it makes the same, and the artifact that is there stays
+    assert stage_of(lost.run_id) == "deleted"
+    assert bench.promote_in(run, model, bench.evaluation(model, 20))["promoted"]
+    assert tracker.model_version(f"models:/{NAME}/1").run_id == run.mlflow_run
 
 
 def spoil(evidence: Path) -> None:
