@@ -99,9 +99,11 @@ class SpreadModel:
         shape = batch["responses"].shape
         out = {name: torch.zeros(shape) for name in reader.names()}
         micros = self._even([micro for _, micro in passes], batch)
-        for (rows, micro), got in zip(passes, self._run(micros, reader), strict=False):
-            for name, value in got.items():
-                out[name][rows, : micro["responses"].shape[1]] = value.cpu()
+        for index, got in enumerate(self._run(micros, reader)):  # stand-ins too: others wait
+            if index < len(passes):
+                rows, micro = passes[index]
+                for name, value in got.items():
+                    out[name][rows, : micro["responses"].shape[1]] = value.cpu()
         return out
 
     def accumulate(
