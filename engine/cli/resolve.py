@@ -88,8 +88,12 @@ def resolve(file: Path | None, arguments: Sequence[str]) -> Resolved:
     for argument in arguments:
         key, value = _split(argument)
         pairs.extend(_flatten(value, key))
-    # Of keys that were given twice the later one holds.
-    result = _place(dict(pairs))
+    last: dict[str, Any] = {}
+    for key, value in pairs:
+        # Of keys for one setting the later one holds, so a key that comes again takes a new place.
+        last.pop(key, None)
+        last[key] = value
+    result = _place(last)
     try:
         result.config = RunConfig.model_validate(result.values())
     except ValidationError as error:
@@ -100,16 +104,19 @@ def resolve(file: Path | None, arguments: Sequence[str]) -> Resolved:
 def _place(pairs: dict[str, Any]) -> Resolved:
     """Find each key's place; null takes a setting back to its default."""
     result = Resolved()
-    rewards: dict[str, dict[str, Any]] = {}
+    rewards: dict[str, dict[str, Any]] = {}  # by the file's key
     absent: list[tuple[str, Any]] = []
     for key, value in pairs.items():
         target = VERL.get(key) or _own(key)
         if isinstance(value, str) and "${" in value and (target or key in _REWARD_KEYS):
             raise ConfigError(f"{key}={value!r} refers to another setting; write the value itself")
         if key in _REWARD_KEYS:
-            rewards.setdefault(_REWARD_KEYS[key], {})[key] = value
+            both = rewards.pop(_REWARD_KEYS[key], {})
+            rewards[_REWARD_KEYS[key]] = both | {key: value}
         elif target:
             for given in _givens(target, key, value):
+                if given.path == "rl.reward.name":
+                    rewards.clear()  # of files that were named before
                 result.given.pop(given.path, None)
                 if value is not None:
                     result.given[given.path] = given

@@ -154,6 +154,51 @@ rl:
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "argument", "path", "value"),
+    [
+        (
+            "actor_rollout_ref: {actor: {optim: {warmup_style: constant, "
+            "lr_scheduler_type: constant}}}",
+            "actor_rollout_ref.actor.optim.warmup_style=cosine",
+            "rl.actor.optim.schedule",
+            "cosine",
+        ),
+        (
+            "rl: {trainer: {train_batch_size: 8}}\ndata: {train_batch_size: 16}",
+            "rl.trainer.train_batch_size=4",
+            "rl.trainer.train_batch_size",
+            4,
+        ),
+        (
+            "rl: {trainer: {train_batch_size: 8}}\ndata: {train_batch_size: 16}",
+            "rl.trainer.train_batch_size=null",
+            "rl.trainer.train_batch_size",
+            RunConfig().rl.trainer.train_batch_size,
+        ),
+        (
+            "custom_reward_function: {path: mine.py, name: f}",
+            "reward.name=answer_and_format",
+            "rl.reward.name",
+            "answer_and_format",
+        ),
+        (
+            "custom_reward_function: {name: f}\n"
+            "reward: {custom_reward_function: {path: theirs.py, name: g}}",
+            "custom_reward_function.path=mine.py",
+            "rl.reward.name",
+            "engine.cli.reward_file:mine.py::f",
+        ),
+    ],
+)
+def test_an_argument_holds_against_all_names_that_a_file_has_for_the_setting(
+    tmp_path: Path, text: str, argument: str, path: str, value: Any
+) -> None:
+    file = tmp_path / "both.yaml"
+    file.write_text(text)
+    assert at(resolve(file, [argument]).config, path) == value
+
+
 def test_print_config_is_read_back(tmp_path: Path) -> None:
     config = parsed(
         "data.train_files=a.parquet",
