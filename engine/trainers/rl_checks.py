@@ -81,12 +81,11 @@ def _check_pairs(config: RLConfig, dataflow: Dataflow) -> None:
             f"rollout.n={config.rollout.n} with algorithm.dataflow={dataflow.name}: it compares "
             "the completions of one prompt; set rollout.n to 2 or more"
         )
-    size, rows = config.actor.ppo_mini_batch_size, dataflow.rows_an_update(config)
-    if size % 2 or size > rows:
+    if config.actor.ppo_mini_batch_size % 2:
         raise ConfigError(
-            f"actor.ppo_mini_batch_size={size} with algorithm.dataflow={dataflow.name}: it counts "
-            f"completions in pairs, of which a step has at most {rows} (2 × "
-            "trainer.train_batch_size); set an even number up to that, or 0 for all"
+            f"actor.ppo_mini_batch_size={config.actor.ppo_mini_batch_size} with "
+            f"algorithm.dataflow={dataflow.name}: it counts completions, which are learned from in "
+            "pairs; set an even number, or 0 for all"
         )
 
 

@@ -30,10 +30,6 @@ PARTS = {"name": "answer_and_format"}
             {"algorithm": {"dataflow": "online_dpo"}, "actor": {"ppo_mini_batch_size": 1}},
             r"ppo_mini_batch_size=1 with algorithm.dataflow=online_dpo.*pairs.*an even number",
         ),
-        (
-            {"algorithm": {"dataflow": "online_dpo"}, "actor": {"ppo_mini_batch_size": 258}},
-            r"ppo_mini_batch_size=258 .*at most 256 \(2 × trainer.train_batch_size\)",
-        ),
         ({"algorithm": {"adv_estimator": "grp"}}, "unknown advantage estimator 'grp'"),
         ({"algorithm": {"adv_estimator": "remax", "dataflow": "grpo"}}, "one greedy rollout"),
         ({"algorithm": {"kl_penalty": "k9"}}, "KL estimator 'k9' is unknown"),

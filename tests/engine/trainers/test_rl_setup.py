@@ -116,7 +116,7 @@ def test_the_schedule_ends_with_the_last_optimizer_step(
     assert worker.optimizer._schedule.last_epoch == planned
 
 
-@pytest.mark.parametrize(("mini", "epochs", "steps"), [(0, 1, 1), (4, 1, 3), (8, 2, 4)])
+@pytest.mark.parametrize(("mini", "epochs", "steps"), [(0, 1, 1), (4, 1, 3), (8, 2, 4), (20, 1, 1)])
 def test_pairs_of_a_step_are_fewer_than_its_completions(mini: int, epochs: int, steps: int) -> None:
     settings = config(
         algorithm={"dataflow": "online_dpo"},
