@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engine.checkpoint.tree import Tree
+
+log = logging.getLogger(__name__)
 
 
 def process_rng() -> Tree:
@@ -40,4 +45,19 @@ def set_process_rng(state: Tree) -> None:
     )
     torch.set_rng_state(state["torch"].clone())
     if "cuda" in state:
-        torch.cuda.set_rng_state_all([one.clone() for one in state["cuda"]])
+        torch.cuda.set_rng_state_all(device_states(state["cuda"], torch.cuda.device_count()))
+
+
+def device_states(saved: Sequence[Tensor], devices: int) -> list[Tensor]:
+    """Copies of the generators' states that `devices` devices take over, the first ones.
+
+    Warns where more were saved: what drew on the others goes on with another generator.
+    """
+    if len(saved) > devices:
+        log.warning(
+            "the checkpoint has generators of %d GPUs and this process sees %d; the others are "
+            "left out, and what drew on them goes on with other random numbers",
+            len(saved),
+            devices,
+        )
+    return [state.clone() for state in saved[:devices]]
