@@ -1,0 +1,41 @@
+"""Where runs on a person's machine keep checkpoints: a folder for each set of inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attempts import prepared_inputs
+from flyte_runs import Place
+
+from engine.lineage.manifest import read_manifest
+from tasks.context import Stage
+
+
+def test_other_start_weights_and_limits_have_folders_of_their_own(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a run that is started again after it was killed goes on with its own alone."""
+    from tasks.rl import rl
+    from tasks.sft import sft
+
+    made = prepared_inputs(place)
+    monkeypatch.setattr(Stage, "forget_checkpoints", lambda self: None)  # as if it was killed
+    short = made.plan.sft.model_copy(update={"max_steps": 2})
+    trainer = made.plan.rl.trainer.model_copy(update={"total_training_steps": 1})
+    brief = made.plan.rl.model_copy(update={"trainer": trainer})
+    common: dict[str, Any] = {"run": made.plan.run, "dataset": made.dataset, "seed": 0}
+    with place.entered():
+        for content in ("a" * 64, "b" * 64):
+            warm = sft["laptop"](
+                start=made.plan.start, start_digest=content, config=short, **common
+            )
+            assert read_manifest(str(warm)).config["start_digest"] == content
+        for longest in (64, 32):
+            data = made.plan.data.model_copy(update={"max_response_length": longest})
+            trained = rl["laptop"](
+                warm_start=made.warm_start, data=data, config=brief, lora=made.plan.lora, **common
+            )
+            assert read_manifest(str(trained)).config["max_response_length"] == longest
+    for kind in ("sft", "rl"):
+        assert len(list((place.artifacts / "checkpoints" / kind).iterdir())) == 2, kind
