@@ -18,6 +18,7 @@ from engine.config import DataConfig
 from tasks.context import IMAGE, SMALL, RunContext, Stage, say, stage, stage_cache
 
 if TYPE_CHECKING:
+    import pandas as pd
     from transformers import PreTrainedTokenizerBase
 
     from engine.data.sources import Splits
@@ -72,13 +73,13 @@ def write_splits(
     """Write splits that keep the contract, and their tokenizer, into the stage's folder.
 
     Returns what was measured of them: rows a split, longest prompt in tokens. Raises as
-    `fit_to_context` does.
+    `fit_to_context` and `write_split` do.
     """
     from engine.lineage.manifest import Parent
 
     splits, lengths = fit_to_context(splits, tokenizer, data, context)
     for name in SPLITS:
-        getattr(splits, name).to_parquet(this.folder / f"{name}.parquet", index=False)
+        write_split(getattr(splits, name), this.folder / f"{name}.parquet")
     tokenizer.save_pretrained(this.folder / "tokenizer")
     (this.folder / "dataset.json").write_text(json.dumps(lengths, indent=2))
     this.parents.append(
@@ -87,6 +88,22 @@ def write_splits(
     log_inputs(this.tracked, this.folder, splits)
     rows = {f"rows_{name}": float(len(getattr(splits, name))) for name in SPLITS}
     return rows | {name: float(length) for name, length in lengths.items()}
+
+
+def write_split(frame: pd.DataFrame, path: Path) -> None:
+    """Write a split as Parquet; DataError where a column is not of one type in all rows."""
+    import pyarrow as pa
+
+    from engine.errors import DataError
+
+    try:
+        frame.to_parquet(path, index=False)
+    except (pa.ArrowException, OverflowError) as error:
+        words = str(error).splitlines()[0]
+        raise DataError(
+            f"{path.stem} can't be written as Parquet ({words}); give each column, and each field "
+            "of its dictionaries, values of one type in all rows"
+        ) from error
 
 
 def check_contract(splits: Splits) -> None:
