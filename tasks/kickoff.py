@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,6 +29,7 @@ from engine.data.arrivals import Arrival
 from tasks.context import IMAGE, SMALL, RunContext, failures_as_sentences, say
 from tasks.failure import note_opened
 from tasks.inputs import RLHFConfig
+from tasks.news import News, find_news
 from tasks.placement import fit
 from tasks.plan import adapters, check_settings, open_run
 from tasks.profiles import ProfileName
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from engine.tracking.registry import ModelVersion
 
 LEDGER = "arrivals.json"
+EARLY = timedelta(minutes=10)  # that a clock may be behind the one that set the kick-off
 
 
 class NewData(BaseModel):
@@ -80,11 +82,13 @@ def kickoff(
 
     `path` (empty: as configured) and `seed` (negative: as configured) win over the configuration.
     """
+    from engine.artifacts import local_path
     from engine.data.arrivals import open_window
     from engine.tracking import Tracker
 
     with failures_as_sentences():
         note_opened(None)
+        check_kickoff(at, datetime.now(UTC))
         if seed >= 0:
             config = config.model_copy(update={"seed": seed})
         if path:
@@ -95,10 +99,11 @@ def kickoff(
         tracker = Tracker(experiment=config.tracking.experiment)
         champion = require_champion(tracker, config.promote)
         uri, content = dataset_of(champion)
-        ledger = read_ledger(uri)
+        former = local_path(uri)
+        ledger = read_ledger(former)
         window = open_window(config.retrain.path, at, ledger, config.retrain.lookback_days)
-        rows = count_rows(window)
-        reason = why_not(window, rows, config.retrain, champion)
+        found = find_news(former, window)
+        reason = why_not(window, found, config.retrain, champion)
         run = open_run(config, (content, ""), "retraining")
         note_opened(run)
         news = NewData(
@@ -106,8 +111,8 @@ def kickoff(
         )
     say(
         f"run {run.run_id}: kick-off {at:%Y-%m-%d %H:%M}, champion version {champion.version}, "
-        f"{rows} new problems in {len(window.new)} files ({window.late} late, {window.known} taken "
-        "before)"
+        f"{len(found.fresh)} new problems in {len(window.new)} files ({window.late} late, "
+        f"{window.known} taken before)"
     )
     return Kickoff(
         run,
@@ -126,6 +131,23 @@ def kickoff(
         digest(config),
         profile.value,
     )
+
+
+def check_kickoff(at: datetime, now: datetime) -> None:
+    """Raise ConfigError for a kick-off that is still to come.
+
+    What arrives until then would be another night's each time that this one is run.
+    """
+    from engine.errors import ConfigError
+
+    moment = "%Y-%m-%dT%H:%M:%S"
+    at = at if at.tzinfo else at.replace(tzinfo=UTC)
+    if at > now + EARLY:
+        raise ConfigError(
+            f"kickoff={at.astimezone(UTC):{moment}} is still to come: it is now "
+            f"{now.astimezone(UTC):{moment}}, both in UTC; give a moment that has passed, such as "
+            f'--kickoff "$(date -u +{moment})"; `now` is local time to pyflyte, and read as UTC'
+        )
 
 
 def require_champion(tracker: Tracker, config: PromoteConfig) -> ModelVersion:
@@ -170,17 +192,15 @@ def dataset_of(champion: ModelVersion) -> tuple[str, str]:
     )
 
 
-def read_ledger(dataset: str | Path) -> list[Arrival]:
+def read_ledger(dataset: Path) -> list[Arrival]:
     """The files that a dataset and those before it took in; none where it is a first one.
 
-    Raises StorageError or LineageError where the dataset is gone or was changed.
+    Raises LineageError where the dataset was changed.
     """
-    from engine.artifacts import local_path
     from engine.lineage.manifest import verify
 
-    folder = local_path(dataset)
-    verify(folder)
-    path = folder / LEDGER
+    verify(dataset)
+    path = dataset / LEDGER
     if not path.is_file():
         return []
     return [Arrival(**entry) for entry in json.loads(path.read_text())["files"]]
@@ -192,29 +212,17 @@ def write_ledger(folder: Path, ledger: Sequence[Arrival]) -> None:
     (folder / LEDGER).write_text(json.dumps({"files": entries}, indent=1) + "\n")
 
 
-def count_rows(window: Window) -> int:
-    """Different problems in the new files; DataError where one can't be read."""
-    from engine.data.arrivals import read_window
-    from engine.data.rows import normalise, prompt_text
-    from engine.errors import DataError
-
-    try:
-        return len({normalise(prompt_text(row["prompt"])) for row in read_window(window)})
-    except (KeyError, TypeError) as error:
-        raise DataError(
-            f"a row of the new data in {window.prefix} has no prompt ({error!r}); its columns must "
-            "be those of RL data"
-        ) from None
-
-
-def why_not(window: Window, rows: int, config: RetrainConfig, champion: ModelVersion) -> str:
+def why_not(window: Window, news: News, config: RetrainConfig, champion: ModelVersion) -> str:
     """Why this night has nothing to do; empty when it has."""
     since = f"since version {champion.version} became champion"
     if not window.new:
         return f"nothing new in {window.prefix} {since}"
-    if rows < config.minimum_rows:
-        return (
-            f"{rows} new problems {since}, fewer than retrain.minimum_rows={config.minimum_rows}; "
-            "they wait for the next night"
-        )
-    return ""
+    count = len(news.fresh)
+    if count >= config.minimum_rows:
+        return ""
+    left_out = f" ({news.left_out} more are repeated, held out, or trained on already)"
+    return (
+        f"{count} new problems {since}{left_out if news.left_out else ''}, fewer than "
+        f"retrain.minimum_rows={config.minimum_rows}"
+        + ("; they wait for the next night" if count else "")
+    )

@@ -25,14 +25,13 @@ from tasks.context import (
     stage_cache,
 )
 from tasks.kickoff import NewData, read_ledger, write_ledger
+from tasks.news import find_news, prompt_keys
 from tasks.preprocess import SPLITS, check_contract, write_splits
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from engine.data.sources import Splits
-
-HELD_OUT = ("test", "validation", "sft_validation")
 
 
 @task(
@@ -83,30 +82,27 @@ def take_in(
 
 
 def mix(former: Path, news: NewData, config: RetrainConfig, seed: int) -> Splits:
-    """The champion's splits with `train` anew: new problems that no split holds, and a replay."""
+    """The champion's splits with `train` anew: what is news to them, and a replay."""
     import pandas as pd
 
-    from engine.data.arrivals import Window, read_window
+    from engine.data.arrivals import Window
+    from engine.data.columns import in_one_form
     from engine.data.sources import Splits
     from engine.errors import DataError
     from engine.lineage.manifest import json_digest
 
     splits = {name: pd.read_parquet(former / f"{name}.parquet") for name in SPLITS}
-    arrived = pd.DataFrame(read_window(Window(news.prefix, tuple(news.files))))
-    if "prompt" not in arrived:
-        raise DataError(f"the new data in {news.prefix} have no column 'prompt'")
-    held_out = {key for name in HELD_OUT for key in _keys(splits[name])}
-    fresh = _distinct(arrived, without=held_out)
-    if fresh.empty:
+    found = find_news(former, Window(news.prefix, tuple(news.files)))
+    if found.fresh.empty:
         raise DataError(
-            f"all {len(arrived)} new problems of {news.prefix} are in the champion's test and "
-            "validation sets; nothing is left to train on"
+            f"none of the {found.arrived} new problems of {news.prefix} is left to train on: they "
+            "are in the champion's test and validation sets, or it was trained on them already"
         )
-    replay = replayed(splits["train"], fresh, config.replay, seed)
-    splits["train"] = pd.concat([fresh, replay], ignore_index=True)
+    replay = replayed(splits["train"], found.fresh, config.replay, seed)
+    splits["train"] = in_one_form(pd.concat([found.fresh, replay], ignore_index=True))
     say(
-        f"dataset: {len(fresh)} new problems ({len(arrived) - len(fresh)} repeated or held out "
-        f"left out), {len(replay)} replayed; test set of {len(splits['test'])} unchanged"
+        f"dataset: {len(found.fresh)} new problems ({found.left_out} repeated or held out left "
+        f"out), {len(replay)} replayed; test set of {len(splits['test'])} unchanged"
     )
     digest = json_digest({file.path: file.sha256 for file in news.files})
     return Splits(**splits, source_digest=digest, source_uri=news.prefix)
@@ -114,27 +110,11 @@ def mix(former: Path, news: NewData, config: RetrainConfig, seed: int) -> Splits
 
 def replayed(before: pd.DataFrame, fresh: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
     """Draw from the champion's problems so many that they are `share` of the new `train`."""
-    old = _distinct(before, without=set(_keys(fresh)))
-    count = min(len(old), round(len(fresh) * share / (1 - share)))
-    return old.sample(n=count, random_state=seed)
-
-
-def _distinct(frame: pd.DataFrame, without: set[str]) -> pd.DataFrame:
-    """Each prompt once, in order, and none of `without`."""
-    keys = _keys(frame)
-    seen = set(without)
+    seen = set(prompt_keys(fresh))
     kept = []
-    for key in keys:
+    for key in prompt_keys(before):
         kept.append(key not in seen)
         seen.add(key)
-    return frame[kept].reset_index(drop=True)
-
-
-def _keys(frame: pd.DataFrame) -> list[str]:
-    from engine.data.rows import normalise, prompt_text
-    from engine.errors import DataError
-
-    try:
-        return [normalise(prompt_text(prompt)) for prompt in frame["prompt"]]
-    except (KeyError, TypeError) as error:
-        raise DataError(f"a prompt of the new data can't be read ({error!r})") from None
+    old = before[kept].reset_index(drop=True)
+    count = min(len(old), round(len(fresh) * share / (1 - share)))
+    return old.sample(n=count, random_state=seed)

@@ -1,6 +1,7 @@
 """Scheduled retraining: the champion learns from what arrived, and gives way only to a better one.
 
-    pyflyte run workflows/retraining.py retraining --kickoff now --path s3://bucket/problems
+    pyflyte run workflows/retraining.py retraining --kickoff "$(date -u +%Y-%m-%dT%H:%M:%S)" \\
+        --path s3://bucket/problems
 
 It starts from the champion, on the problems that arrived since the data of its own training, with
 a replay of those. Both are evaluated on the champion's frozen test set, and the gate decides. A
@@ -108,7 +109,7 @@ def retraining(
     """Train the champion on the problems that arrived since, and promote the better one.
 
     Args:
-        kickoff: The night: what was written later waits for the next one (Flyte's schedule).
+        kickoff: The night, in UTC: what was written later waits for the next one.
         config: Settings; data.source and the sections model and sft are not read.
         path: Folder or s3:// prefix of dated folders with new data; empty: retrain.path.
         seed: Seed of replay and sampling; negative: as in config.

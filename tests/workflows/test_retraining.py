@@ -264,6 +264,29 @@ def test_replay_is_its_share_and_no_held_out_problem_is_trained_on(calendar: Cal
     assert "12 new problems (2 repeated or held out left out), 12 replayed" in outcome.out
 
 
+def test_a_night_of_held_out_problems_alone_is_skipped(calendar: Calendar) -> None:
+    test = pd.read_parquet(Path(_former(calendar)) / "test.parquet")
+    asked = [prompt[0]["content"] for prompt in test["prompt"]]
+    leaked = calendar.prefix / "2026-11-01" / "leaked.jsonl"
+    leaked.parent.mkdir()
+    rows = [rl_row("arithmetic", question, "7", {"index": 0}) for question in asked]
+    leaked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.utime(leaked, (FIRST_NIGHT.timestamp(),) * 2)
+    outcome = calendar.place.invoke(*calendar.arguments(1, {}))
+    assert outcome.code == 0, outcome.text
+    assert outcome.stages == []
+    reason = outcome.summary["skipped"]
+    assert reason.startswith("0 new problems since version 1 became champion (32 more are repeated")
+
+
+def test_a_kick_off_that_is_still_to_come_starts_nothing(calendar: Calendar) -> None:
+    calendar.arrive(0, 16)
+    outcome = calendar.place.invoke(*calendar.arguments(9999, {}))
+    assert outcome.code == 1
+    assert "is still to come: it is now" in outcome.error
+    assert outcome.stages == []
+
+
 def _former(calendar: Calendar) -> str:
     tracker = Tracker(calendar.place.tracking_uri)
     found = tracker.champion(calendar.model)
