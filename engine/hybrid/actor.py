@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, EngineError, RolloutError
@@ -25,9 +25,10 @@ from engine.models import (
     check_vocabulary,
     load_model,
     require_model_folder,
+    save_policy,
     vocabulary_and_context,
 )
-from engine.models.load import adapter_base
+from engine.models.load import adapter_base, whole_config
 from engine.rollout.protocol import (
     Completion,
     RolloutEngine,
@@ -131,7 +132,7 @@ class HybridActor(nn.Module):
         require_model_folder(path, "path")
         vocabulary, _ = vocabulary_and_context(path)
         if world_size > 1:
-            config = AutoConfig.from_pretrained(str(adapter_base(path) or path))
+            config = whole_config(adapter_base(path) or path)
             sizes.check(config, world_size, on_node)
         loaded = _tokenizer(path, tokenizer)
         if loaded is not None:
@@ -257,11 +258,14 @@ class HybridActor(nn.Module):
         return self.policy.load_state_dict(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
-        """Write the policy as transformers does; of many ranks, who call it together, the first."""
+        """Write the policy as transformers does; of many ranks, who call it together, the first.
+
+        Raises StorageError, on every rank, if it can't be written.
+        """
         if self._spread is not None:
             self._spread.save_pretrained(folder, **options)
         else:
-            self.policy.save_pretrained(folder, **options)
+            save_policy(self.policy, folder, options)
 
     def close(self) -> None:
         """End the rollout engine; the policy stays as it is."""

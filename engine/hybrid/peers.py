@@ -44,7 +44,12 @@ class Peers:
 
     def agree(self, problem: EngineError | None) -> None:
         """Raise on every rank what one of them has met: its own error, or the first one's."""
-        every: list[EngineError | None] = self._gather(problem)
+        try:
+            every: list[EngineError | None] = self._gather(problem)
+        except RolloutError:
+            if problem is None:
+                raise
+            every = []  # why it broke is what this rank knows
         if problem is not None:
             raise problem
         for rank, theirs in enumerate(every):
@@ -117,7 +122,7 @@ class Peers:
             dist.all_gather_object(every, mine)
         except RuntimeError as error:
             raise RolloutError(
-                f"rank {self._rank} of {len(every)} did not meet the others in generate: {error}; "
-                "all ranks must call it together. Start the ranks anew"
+                f"rank {self._rank} of {len(every)} did not meet the others: {error}; all ranks "
+                "must call the actor's methods together. Start the ranks anew"
             ) from error
         return every

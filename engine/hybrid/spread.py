@@ -24,10 +24,11 @@ from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import ParallelConfig
-from engine.errors import ConfigError, EngineError, RolloutError
+from engine.errors import ConfigError, EngineError, RolloutError, StorageError
 from engine.hybrid.peers import Peers
-from engine.models import has_adapters
+from engine.models import has_adapters, save_policy
 from engine.parallel import fsdp, gradients
+from engine.parallel.full import named_tensors
 from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout
 from engine.parallel.ranks import Ranks
@@ -88,6 +89,8 @@ class SpreadPolicy:
         problem: EngineError | None = None
         try:
             self.mount.refresh()
+        except EngineError as error:
+            problem = error
         except RuntimeError as error:
             problem = RolloutError(
                 f"the weights did not reach the rollout ranks: {error}; start the ranks anew"
@@ -104,14 +107,30 @@ class SpreadPolicy:
             self.module.load_state_dict(state)
         else:
             self._spread.load_whole(state)
+        if self._whole is not None:
+            self._renew_base(self._whole)
+
+    def _renew_base(self, model: PreTrainedModel) -> None:
+        """Copy everything into the whole `model`, its base too, which `refresh` leaves alone."""
+        own = named_tensors(model)
+        with torch.no_grad():
+            for name, tensor in self._spread.whole_tensors():
+                own[name].copy_(tensor)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
-        """Gather the weights and let the first rank write them; all ranks call it together."""
+        """Gather the weights and let the first rank write them; all ranks call it together.
+
+        Raises StorageError, on every rank, where the first could not write them.
+        """
         first = self._spread.ranks.rank == 0
         model = gathered(self._spread, self._empty if first else None)
+        problem: EngineError | None = None
         if first:
-            model.save_pretrained(folder, **options)
-        self.peers.agree(None)  # the folder is there when any rank goes on
+            try:
+                save_policy(model, folder, options)
+            except StorageError as error:
+                problem = error
+        self.peers.agree(problem)  # the folder is there when any rank goes on
 
     def _empty(self) -> PreTrainedModel:
         """A whole policy whose weights are to be filled in."""

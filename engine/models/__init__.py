@@ -17,7 +17,7 @@ from engine.models.lora import (
     has_adapters,
 )
 from engine.models.policy import policy_model, resolve_lora
-from engine.models.save import save_model
+from engine.models.save import save_model, save_policy
 
 __all__ = [
     "BaseOfPolicy",
@@ -34,6 +34,7 @@ __all__ = [
     "require_model_folder",
     "resolve_lora",
     "save_model",
+    "save_policy",
     "text_config",
     "vocabulary_and_context",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,7 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str
     """
     folder = Path(folder)
     policy: Any = model
-    if folder.exists() and not folder.is_dir():
-        raise StorageError(f"the model can't be written to {folder}: it is a file; name a folder")
-    try:
+    with _writing(folder):
         if has_adapters(policy):
             merged_copy(policy).save_pretrained(folder)
             save_adapter(policy, folder / ADAPTER_FOLDER)
@@ -36,9 +36,31 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str
         else:
             policy.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_policy(model: nn.Module, folder: str | Path, options: dict[str, Any]) -> None:
+    """Write what transformers' `save_pretrained(folder, **options)` writes of `model`.
+
+    Raises StorageError as `save_model`, also for what `save_pretrained` doesn't take.
+    """
+    policy: Any = model
+    try:
+        with _writing(Path(folder)):
+            policy.save_pretrained(folder, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise StorageError(f"the model could not be written to {folder}: {error}") from error
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn what goes wrong with `folder` into a StorageError."""
+    if folder.exists() and not folder.is_dir():
+        raise StorageError(f"the model can't be written to {folder}: it is a file; name a folder")
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"the model could not be written to {folder}: {error}; free space or choose another "
             "place with HYBRIDFLYTE_HOME"
         ) from error
-    return folder

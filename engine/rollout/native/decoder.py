@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.rollout.native.cache import CacheShape, GroupCache, RowCache
-from engine.rollout.native.graphs import Capture, FixedSteps
+from engine.rollout.native.graphs import Capture, CudaGraphs, FixedSteps
 from engine.rollout.native.weights import (
     LayerWeights,
     ModelWeights,
@@ -77,6 +77,7 @@ class LlamaDecoder:
         self._groups = GroupCache(shape, slots, n, max_new_tokens, like) if grouped else None
         self._steps: FixedSteps | None = None
         if cuda_graphs:
+            capture = capture or CudaGraphs(like.device)
             self._steps = FixedSteps(self._step, slots, columns, capture)
         self._use(weights)
 

@@ -38,12 +38,10 @@ class FixedSteps:
     row overwrites.
     """
 
-    def __init__(
-        self, step: Step, slots: int, columns: int, capture: Capture | None = None
-    ) -> None:
-        """`columns`: most that a row has. `capture` None: a CUDA graph."""
+    def __init__(self, step: Step, slots: int, columns: int, capture: Capture) -> None:
+        """`columns`: most that a row has."""
         self._step, self._slots, self._most = step, slots, columns
-        self._capture = capture or CudaGraphs()
+        self._capture = capture
         self.forget()
 
     def columns(self, used: int) -> int:
@@ -80,14 +78,28 @@ def _two_rows(length: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class CudaGraphs:
-    """Captures functions of fixed shapes and addresses; all graphs share one pool of memory."""
+    """Captures functions of fixed shapes and addresses; all graphs share one pool of memory.
 
-    def __init__(self) -> None:
+    Streams and captures are of the current device, so the model's is made that.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Replay) -> Replay:
-        current = torch.cuda.current_stream()
-        side = torch.cuda.Stream()
+        with torch.cuda.device(self._device):
+            graph, output = self._captured(function)
+
+        def replay() -> Tensor:
+            with torch.cuda.device(self._device):
+                graph.replay()
+            return output
+
+        return replay
+
+    def _captured(self, function: Replay) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
             function()  # libraries make their handles and workspaces now, not in the capture
@@ -95,9 +107,4 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             output = function()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return output
-
-        return replay
+        return graph, output

@@ -84,7 +84,7 @@ class RowResults(RowTable):
         on_progress: Callable[[int], None] | None,
     ) -> None:
         total = len(prompts) * params.n
-        super().__init__(total, params, params.max_new_tokens, device)
+        super().__init__(total, params, min(params.max_new_tokens, max_model_len), device)
         self._on_progress = on_progress
         row = torch.arange(total + 1, device=device)
         prompt = params.first_prompt + row // params.n

@@ -35,7 +35,7 @@ class Piece:
 
 
 class Mapping:
-    """A file in shared memory, mapped; `path` is there until `unlink`, the memory until `close`."""
+    """A file in shared memory, mapped; `path` is there until `unlink`, the memory while this is."""
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self.size = path, size

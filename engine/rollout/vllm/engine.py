@@ -159,6 +159,7 @@ class VllmEngine:
         self._life.update()
         self._running()
         self._holder.release()
+        self._holder.forget()
         self._guard.refuse(f"its update to policy version {version} did not finish")
         self._begun = version
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +22,32 @@ from engine.rollout.vllm.workers import Channel, Watch
 Named = Iterable[tuple[str, Tensor]]
 
 
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A model's weights but its adapters, as they were: another value after any counted write."""
+
+    model: nn.Module
+    writes: tuple[tuple[int, int], ...]  # address and version of each
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Frozen:
+        frozen = (p for name, p in model.named_parameters() if ".lora_" not in name)
+        return cls(model, tuple((p.data_ptr(), p._version) for p in frozen))
+
+
 class Holder(ABC):
     """The weights of one engine."""
 
     def __init__(self, own_adapters: bool) -> None:
         self._own_adapters = own_adapters  # vLLM applies adapters itself
-        self._known: nn.Module | None = None  # whose frozen weights are here
+        self._known: Frozen | None = None  # what is here of a model with adapters
 
     shares_storage = False
 
     def take(self, model: nn.Module) -> None:
         """Hold `model`'s current weights; of a known model with adapters only these are new."""
-        known, self._known = self._known is model, None
+        frozen = Frozen.of(model) if sources.has_adapters(model) else None
+        known, self._known = frozen is not None and self._known == frozen, None
         if self._own_adapters and not sources.has_adapters(model):
             raise RolloutError(
                 "an engine with lora=adapter takes a model with adapters, and this one has no "
@@ -46,7 +61,7 @@ class Holder(ABC):
             self._load(sources.merged_weights(model, changed_only=known), whole=not known)
         else:
             self._take_plain(model)
-        self._known = model
+        self._known = frozen
 
     def load(self, named: Named) -> None:
         """Hold the whole tensors `named`, all of a model."""

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from engine import HybridActor, measure_switch_overhead
 from engine.config import LoRAConfig
-from engine.errors import EngineError
+from engine.errors import EngineError, StorageError
 from engine.models import add_adapters, load_model
 from engine.rollout.protocol import SamplingParams
 
@@ -224,3 +224,37 @@ def test_saved_weights_are_whole_and_can_be_loaded_anywhere(
 def test_adapters_of_a_spread_policy_are_sampled_with() -> None:
     (wanted,) = run_ranks(1, saved_and_loaded, "", {}, True)
     assert run_ranks(2, saved_and_loaded, "", {"fsdp_size": 2}, True) == [wanted] * 2
+
+
+def loaded_with_adapters(config: dict[str, Any]) -> list[list[int]]:
+    """What is sampled after another base and other adapters were loaded."""
+    policy, other = tiny_model("qwen2"), tiny_model("qwen2", seed=3)
+    for model in (policy, other):
+        add_adapters(model, LoRAConfig(rank=2), 0)
+    actor = HybridActor(policy, config)
+    before = actor.generate(**prompts(2), max_new_tokens=6).tolist()
+    actor.load_state_dict(other.state_dict())
+    after = actor.generate(**prompts(2), max_new_tokens=6).tolist()
+    assert after != before
+    return after
+
+
+def test_a_base_that_is_loaded_under_adapters_is_sampled_with() -> None:
+    (wanted,) = run_ranks(1, loaded_with_adapters, {})
+    assert run_ranks(2, loaded_with_adapters, {"fsdp_size": 2}) == [wanted] * 2
+
+
+def saved_over_a_file(file: str, config: dict[str, Any]) -> str:
+    with pytest.raises(StorageError) as error:
+        HybridActor(tiny_model("qwen2"), config).save_pretrained(file)
+    return str(error.value)
+
+
+def test_what_the_first_rank_can_t_write_is_an_error_of_all(tmp_path: Path) -> None:
+    file = tmp_path / "taken"
+    file.write_text("mine")
+    said = f"the model can't be written to {file}: it is a file; name a folder"
+    assert run_ranks(1, saved_over_a_file, str(file), {}) == [said]
+    found = run_ranks(2, saved_over_a_file, str(file), {"fsdp_size": 2})
+    assert found == [said, f"rank 0 of 2: {said}"]
+    assert file.read_text() == "mine"

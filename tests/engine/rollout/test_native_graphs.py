@@ -18,8 +18,9 @@ from torch import Tensor
 from engine.rollout.native import NativeEngine, graphs
 from engine.rollout.native import engine as native_engine
 from engine.rollout.native import stream as native_stream
-from engine.rollout.native.decoder import LlamaDecoder
+from engine.rollout.native.decoder import LlamaDecoder, can_graph
 from engine.rollout.native.graphs import FixedSteps
+from engine.rollout.native.weights import bind
 from engine.rollout.protocol import SamplingParams
 
 
@@ -129,4 +130,5 @@ def test_without_a_gpu_nothing_is_captured() -> None:
     prompts, params = make_prompts(4), with_n(2)
     plain = NativeEngine(build("qwen2"))
     asked = NativeEngine(build("qwen2"), cuda_graphs=True)
+    assert not can_graph(bind(build("qwen2")))
     assert texts(generated(asked, prompts, params)) == texts(generated(plain, prompts, params))

@@ -148,10 +148,12 @@ def test_samples_follow_the_truncated_distribution(
     assert float((seen - expected).abs().sum()) / 2 < 2.5 * (support / (6.3 * count)) ** 0.5
 
 
-def test_a_completion_ends_at_the_context(subject: Subject) -> None:
+@pytest.mark.parametrize("most", [8, 10**9])  # the latter: as many as there is room for
+def test_a_completion_ends_at_the_context(subject: Subject, most: int) -> None:
     prompt = make_prompts(1, seed=9)[0] * CONTEXT
     short, long = prompt[: CONTEXT - 3], prompt[: CONTEXT - 1]
-    completions = subject.engine.generate([short, long], SamplingParams(max_new_tokens=8, seed=1))
+    params = SamplingParams(max_new_tokens=most, seed=1)
+    completions = subject.engine.generate([short, long], params)
     assert [len(c.token_ids) for c in completions] == [3, 1]
     assert {c.finish_reason for c in completions} == {"length"}
 

@@ -115,6 +115,34 @@ def test_a_base_that_was_thrown_away_comes_back(merged_engine: tuple[VllmEngine,
 
 
 @needs_vllm
+def test_a_base_that_was_written_is_sent_again(merged_engine: tuple[VllmEngine, Any]) -> None:
+    """By `load_state_dict`, into a model that the engine knows."""
+    engine, model = merged_engine
+    engine.update_weights(model, engine.policy_version + 1)
+    state = {
+        name: 1.1 * t if t.is_floating_point() else t for name, t in model.state_dict().items()
+    }
+    model.load_state_dict(state)
+    assert error(engine, model) > 1e-2
+    engine.update_weights(model, engine.policy_version + 1)
+    assert error(engine, model) < 1e-4
+
+
+@needs_vllm
+def test_what_was_written_in_place_is_not_taken_for_the_model(
+    merged_engine: tuple[VllmEngine, Any],
+) -> None:
+    engine, model = merged_engine
+    engine.update_weights(model, engine.policy_version + 1)
+    engine.begin_update(engine.policy_version + 1)
+    for tensor in engine.storages().values():
+        tensor.mul_(1.5)
+    engine.weights_written(engine.policy_version + 1)
+    engine.update_weights(model, engine.policy_version + 1)
+    assert error(engine, model) < 1e-4
+
+
+@needs_vllm
 def test_a_plain_model_may_follow_one_with_adapters(merged_engine: tuple[VllmEngine, Any]) -> None:
     engine, model = merged_engine
     plain = build("qwen2")
