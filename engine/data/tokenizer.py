@@ -11,6 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.errors import ConfigError, ModelError
+from engine.hub import split_revision
 
 PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, END, USER, ASSISTANT)
@@ -82,7 +83,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not folder.exists() and (folder.is_absolute() or str(path).startswith(".")):
         raise ModelError(f"tokenizer folder {path} does not exist; check the path")
     try:
-        tokenizer = _loader(folder).from_pretrained(str(path))
+        name, revision = split_revision(path)
+        tokenizer = _loader(folder).from_pretrained(name, revision=revision or "main")
     except Exception as error:  # transformers raises many kinds for unreadable files
         raise ModelError(
             f"the tokenizer of {path} can't be loaded: {_first_line(error)}; give a folder saved "

@@ -25,6 +25,7 @@ from transformers import (
 
 from engine.config import ModelConfig
 from engine.errors import ConfigError, ModelError
+from engine.hub import is_hub_id, split_revision
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -81,7 +82,7 @@ def build_model(
 
 @one_at_a_time
 def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
-    """Load any Hugging Face causal LM from a folder or hub id.
+    """Load any Hugging Face causal LM from a folder or hub id (`owner/name`, or with `@revision`).
 
     An adapter's folder (peft's format) gives its base with the adapter merged into it. Raises
     ModelError when the folder lacks a configuration or weights, can't be read, or has weights for
@@ -92,9 +93,10 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     require_model_folder(path)
     if (base := adapter_base(path)) is not None:
         return _load_merged(Path(path), load_model(base, dtype))
+    name, revision = split_revision(path)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=_DTYPES[dtype], output_loading_info=True
+            name, revision=revision or "main", dtype=_DTYPES[dtype], output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(
@@ -108,11 +110,14 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
             f"model.path={str(path)!r} lacks {len(missing)} of the model's weights, first "
             f"{missing[0]!r}; give the folder of a whole causal language model"
         )
+    if revision is not None:  # for adapters, which say what they belong to
+        model.name_or_path = str(path)
     return model
 
 
 def adapter_base(path: str | Path) -> str | None:
-    """The model that an adapter's folder belongs to, by path or hub id; None for other folders.
+    """The model that an adapter's folder belongs to, by path or hub id (with the revision that it
+    names, if any); None for other folders.
 
     Raises ModelError when the folder doesn't say.
     """
@@ -120,14 +125,15 @@ def adapter_base(path: str | Path) -> str | None:
     if not config.is_file():
         return None
     try:
-        base = json.loads(config.read_text())["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError):
-        base = None
+        values = json.loads(config.read_text())
+        base, revision = values["base_model_name_or_path"], values.get("revision")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        base = revision = None
     if not base or base == str(path):
         raise ModelError(
             f"{config} names no base_model_name_or_path; write there which model the adapter is for"
         )
-    return str(base)
+    return f"{base}@{revision}" if revision and is_hub_id(str(base)) else str(base)
 
 
 def _load_merged(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
@@ -162,7 +168,7 @@ def require_model_folder(path: str | Path, setting: str = "model.path") -> None:
     """
     folder = Path(path)
     if not folder.exists():
-        if _looks_like_hub_id(str(path)):
+        if is_hub_id(path):
             return
         raise ModelError(
             f"{setting}={str(path)!r} does not exist; give a folder written by save_pretrained, "
@@ -242,16 +248,18 @@ def text_config(path: str | Path) -> Any:
     """
     if (base := adapter_base(path)) is not None:
         return text_config(base)
+    return whole_config(path).get_text_config()
+
+
+def whole_config(path: str | Path) -> Any:
+    """The transformers configuration of a model's folder or hub id; ModelError as `text_config`."""
+    name, revision = split_revision(path)
     try:
-        return AutoConfig.from_pretrained(str(path)).get_text_config()
+        return AutoConfig.from_pretrained(name, revision=revision or "main")
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"model.path={str(path)!r} has no configuration that can be read: {_first_line(error)}"
         ) from error
-
-
-def _looks_like_hub_id(value: str) -> bool:
-    return value.count("/") == 1 and not value.startswith((".", "/", "~")) and " " not in value
 
 
 def _first_line(error: Exception) -> str:

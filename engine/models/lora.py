@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
 from engine.errors import ConfigError
+from engine.hub import split_revision
 from engine.models.quantize import QuantizedLinear
 
 ADAPTER = "default"  # peft's name of the only one
@@ -62,7 +63,9 @@ def finish_adapters(model: PreTrainedModel, settings: Any) -> None:
     for parameter in adapter_parameters(model).values():
         parameter.data = parameter.data.float()
     base = Path(model.name_or_path or "")
-    settings.base_model_name_or_path = str(base.absolute() if base.is_dir() else base)
+    name, revision = split_revision(base)
+    settings.base_model_name_or_path = str(base.absolute()) if base.is_dir() else name
+    settings.revision = revision
     targets = settings.target_modules or ()
     settings.target_modules = targets if isinstance(targets, str) else sorted(targets)  # or a regex
 

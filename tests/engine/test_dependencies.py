@@ -86,8 +86,9 @@ def test_algorithms_stand_alone() -> None:
 
 @pytest.mark.parametrize("package", ["rollout", "models", "rewards", "data"])
 def test_packages_side_by_side_don_t_know_each_other(package: str) -> None:
-    # `storage.s3`: where S3 is, which all who read or write there must agree on.
-    shared = ("batch", "config", "errors", "algorithms", "storage.s3", package)
+    # `storage.s3` and `hub`: where S3 is, and what names a model on the hub, which all who read
+    # there must agree on.
+    shared = ("batch", "config", "errors", "algorithms", "storage.s3", "hub", package)
     known = tuple(f"engine.{name}" for name in shared)
     files = [
         module

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from engine.config.server import ServerConfig
 from engine.errors import ConfigError, RolloutError
+from engine.hub import split_revision
 from engine.rollout.server.client import Client, Refused
 from engine.rollout.server.wire import Drawn, Wanted, field, number
 
@@ -32,8 +33,9 @@ class TGIWire:
     def __init__(self, client: Client, settings: ServerConfig, policy: str) -> None:
         self._client = client
         source = settings.tokenizer or policy
+        name, revision = split_revision(source)
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(source)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(name, revision=revision or "main")
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"rollout.server.api='tgi' sends prompts as text and found no tokenizer in "

@@ -1,0 +1,64 @@
+"""Models on the Hugging Face hub: `owner/name`, or `owner/name@revision` (a branch, tag or commit).
+
+What lives here: reading such a name, and which commit it stands for now. Loading is the matter of
+`engine.models` and `engine.data`, which both take these names.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from engine.errors import ModelError
+
+SECONDS = 10.0  # the hub's, for one answer
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def is_hub_id(path: str | Path) -> bool:
+    """Whether a value looks like a model on the hub and not like a folder."""
+    name, _, _ = str(path).partition("@")
+    looks = name.count("/") == 1 and not name.startswith((".", "/", "~")) and " " not in name
+    return looks and not Path(path).exists()
+
+
+def split_revision(path: str | Path) -> tuple[str, str | None]:
+    """A hub id and its revision, None for the newest; a folder's path as it is.
+
+    >>> split_revision("Qwen/Qwen2.5-0.5B@main")
+    ('Qwen/Qwen2.5-0.5B', 'main')
+    """
+    if not is_hub_id(path):
+        return str(path), None
+    name, _, revision = str(path).partition("@")
+    return name, revision or None
+
+
+def pinned(path: str, setting: str = "model.path") -> str:
+    """A hub id with the commit that it stands for now, `owner/name@commit`; a folder as it is.
+
+    Without the hub, that of the newest copy in the hub's local cache. Raises ModelError where
+    neither has it.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    name, revision = split_revision(path)
+    if not is_hub_id(path) or _COMMIT.fullmatch(revision or ""):
+        return path
+    unavailable = (OSError, HTTPError, HFValidationError)  # network, permission, unknown id
+    try:
+        # Asked first because a download waits without end for a silent network. The file is what
+        # the cache remembers the branch by.
+        HfApi().model_info(name, revision=revision, timeout=SECONDS)
+        file = hf_hub_download(name, "config.json", revision=revision, etag_timeout=SECONDS)
+    except unavailable as error:
+        try:
+            file = hf_hub_download(name, "config.json", revision=revision, local_files_only=True)
+        except unavailable:
+            raise ModelError(
+                f"{setting}={path!r} is no folder, and neither the Hugging Face hub "
+                f"({type(error).__name__}) nor its cache here says which commit it is; check the "
+                "name, the network and HF_TOKEN, or give a folder or NAME@COMMIT"
+            ) from error
+    return f"{name}@{Path(file).parent.name}"
