@@ -52,8 +52,10 @@ IMAGE = image()
 
 # What computes: another version of one of these is another result.
 LIBRARIES = (
+    "bitsandbytes",
     "numpy",
     "pandas",
+    "peft",
     "tensordict",
     "tokenizers",
     "torch",

@@ -7,6 +7,7 @@ from typing import TypeVar
 from engine.config import ParallelConfig, PipelineConfig, PoolConfig, RLConfig
 from engine.errors import ConfigError
 from tasks.context import say
+from tasks.named import with_named_content
 from tasks.profiles import ONE_RANK, PROFILES, Profile
 
 C = TypeVar("C", bound=PipelineConfig)
@@ -18,11 +19,13 @@ _POLICY = ("actor", "rollout", "reference", "teacher", "critic")
 def fit(config: C, profile_name: str) -> C:
     """Return the settings with the profile's layout and GPUs where they leave both open.
 
-    Layout: `rl.actor.parallel`, where it is the default of one rank. GPUs: `rl.trainer.pools`,
-    where it is empty and rollout waits for training. With `rl.trainer.placement=auto` both stay
-    open for the engine's planner, which sees the machines at each start. Raises ConfigError for
-    settings that the profile's machines can't take.
+    And with `rl.named_content`, which stages are keyed by. Layout: `rl.actor.parallel`, where it
+    is the default of one rank. GPUs: `rl.trainer.pools`, where it is empty and rollout waits for
+    training. With `rl.trainer.placement=auto` both stay open for the engine's planner, which sees
+    the machines at each start. Raises ConfigError for settings that the profile's machines can't
+    take.
     """
+    config = with_named_content(config)
     profile = PROFILES[profile_name]
     if not profile.gpus:
         return config

@@ -10,7 +10,6 @@ import os
 import time
 import uuid
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import task
@@ -35,6 +34,7 @@ from tasks.context import (
 )
 from tasks.failure import note_opened
 from tasks.inputs import RLHFConfig
+from tasks.named import model_digest, with_commit
 from tasks.placement import fit
 from tasks.profiles import ProfileName
 
@@ -46,8 +46,8 @@ class Plan(NamedTuple):
     data: DataConfig
     source_digest: str  # what the source holds now
     start: ModelConfig
-    model_path: str  # the start model's folder; empty for one from scratch
-    start_digest: str  # content of that folder
+    model_path: str  # the start model's folder, or owner/name@commit; empty for one from scratch
+    start_digest: str  # content of that folder, or owner/name@commit
     context: int  # the model's limit in tokens
     sft: SFTConfig
     rl: RLConfig
@@ -82,7 +82,7 @@ def plan(
         note_opened(None)
         if lost := forget_lost():
             say(f"plan: results that were deleted from the disk are made again ({lost})")
-        merged = fit(merge(config, source, path, model, seed), profile.value)
+        merged = with_commit(fit(merge(config, source, path, model, seed), profile.value))
         digests = check(merged)
         context = context_of(merged.model)
         run = open_run(merged, digests, workflow)
@@ -149,7 +149,6 @@ def check_settings(config: RLHFConfig) -> None:
 def check(config: RLHFConfig) -> tuple[str, str]:
     """Check names, files and the tracking server; return the digests of data and start model."""
     from engine.data.sources import source_digest
-    from engine.lineage.manifest import tree_digest
     from engine.models import require_model_folder
     from engine.tracking import Tracker
 
@@ -158,8 +157,7 @@ def check(config: RLHFConfig) -> tuple[str, str]:
     model = ""
     if config.model.path:
         require_model_folder(config.model.path)
-        folder = Path(config.model.path)
-        model = tree_digest(folder) if folder.is_dir() else config.model.path
+        model = model_digest(config.model.path)
     Tracker(experiment=config.tracking.experiment).check()
     return data, model
 

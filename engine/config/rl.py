@@ -184,6 +184,9 @@ class RLConfig(Section):
     plugins: tuple[str, ...] = Field(
         (), description="Modules to import: your own estimators, losses and dataflows"
     )
+    named_content: str = Field(
+        "", description="Digest of your modules and the teacher, for the cache; workflows fill it"
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

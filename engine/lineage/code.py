@@ -1,11 +1,13 @@
-"""Which code is running: its git commit, and a digest of its sources that needs no git."""
+"""Which code is running: its git commit, and digests of sources, ours and a user's, without git."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import os
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import engine
@@ -32,6 +34,40 @@ def sources_digest(root: str | Path | None = None) -> str:
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         digest.update(f"{path.relative_to(base).as_posix()}\0{content}\n".encode())
     return digest.hexdigest()
+
+
+def modules_digest(names: Iterable[str]) -> str:
+    """Return the SHA-256 (hex) of the sources that modules come from; empty without any.
+
+    That is a module's file, or every *.py file of the package that it is in. Nothing is imported.
+    Ours are left out, which `sources_digest` has, as are modules that aren't found.
+    """
+    roots = sorted({name.partition(".")[0] for name in names} - set(PACKAGES))
+    lines = [
+        f"{root}\0{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+        for root in roots
+        for name, path in _files_of(root)
+    ]
+    return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else ""
+
+
+def _files_of(root: str) -> list[tuple[str, Path]]:
+    """The sources of a top-level module, by name below its folder."""
+    try:
+        spec = importlib.util.find_spec(root)
+    except (ImportError, ValueError):  # one that has no specification, such as __main__
+        spec = None
+    if spec is None:
+        return []
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = {
+        path.relative_to(folder).as_posix(): path
+        for folder in folders
+        for path in folder.rglob("*.py")
+    }
+    if not folders and spec.origin and Path(spec.origin).is_file():
+        files[Path(spec.origin).name] = Path(spec.origin)
+    return sorted(files.items())
 
 
 def code_version() -> str:

@@ -52,10 +52,11 @@ def test_another_image_is_another_version() -> None:
     assert version("image:1") != version("image:2")
 
 
-def test_another_library_is_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("library", ["torch", "peft", "bitsandbytes"])
+def test_another_library_is_another_version(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
     before, real = version(), metadata.version
-    assert f"torch=={real('torch')}" in library_versions()
-    monkeypatch.setattr(metadata, "version", lambda name: "0.0" if name == "torch" else real(name))
+    assert f"{library}=={real(library)}" in library_versions()
+    monkeypatch.setattr(metadata, "version", lambda name: "0.0" if name == library else real(name))
     assert version() != before
 
 
