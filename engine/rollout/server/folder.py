@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.errors import RolloutError
 
 _TAG = re.compile(r"policy-v\d+-[0-9a-f]{8}")
+_HALF = re.compile(r"\.writing-[0-9a-z_]{8}")  # what `mkdtemp` makes
 _SHARD_BYTES = 4 << 30
 _READ_BYTES = 16 << 20
 _KEPT = 2  # folders: a server may still be reading the one before
@@ -34,7 +35,9 @@ Weights = Iterable[tuple[str, Tensor]]
 class TaggedFolders:
     """Writes each version to a folder of its own below `root`, and removes the older ones.
 
-    Without a `root` it makes one on this machine, and removes it in the end.
+    A `root` belongs to one run at a time: folders of these names that an earlier one left there
+    count as older versions, and what it tore is removed. Without a `root` it makes one on this
+    machine, and removes it in the end.
     """
 
     def __init__(self, root: str) -> None:
@@ -42,12 +45,14 @@ class TaggedFolders:
             if root:
                 Path(root).mkdir(parents=True, exist_ok=True)
             self.root = Path(root or tempfile.mkdtemp(prefix="hybridflyte-weights-")).resolve()
+            if not root:
+                self.root.chmod(0o755)  # the server may run as another user
         except OSError as error:
             raise RolloutError(
                 f"rollout.server.weights_dir={root!r} can't be used: {error}; name a folder that "
                 f"trainer and server both can write and read"
             ) from error
-        self._written: list[Path] = []
+        self._written: list[Path] | None = None  # oldest first; None before the first write
         self._remove: Callable[[], object] | None = None
         if not root:  # at the latest when this process ends
             self._remove = weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
@@ -58,12 +63,14 @@ class TaggedFolders:
         It appears under its name only when it is whole. Raises RolloutError when the disk is full.
         """
         try:
+            if self._written is None:  # on the one rank that writes
+                self._written = _left_by_an_earlier_run(self.root)
             half = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.root))
             half.chmod(0o755)
             try:
                 _save(weights, half)
                 _save_configuration(model, half)
-                for path in half.iterdir():  # the server may run as another user
+                for path in half.iterdir():
                     path.chmod(0o644)
                 total = checksum(half)
                 target = self.root / f"policy-v{version}-{total}"
@@ -73,7 +80,7 @@ class TaggedFolders:
                     half.rename(target)
             finally:
                 shutil.rmtree(half, ignore_errors=True)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise RolloutError(
                 f"policy version {version} could not be written to {self.root}: {error}; free "
                 f"space there, or choose another rollout.server.weights_dir"
@@ -93,6 +100,19 @@ def find_tag(text: str) -> str | None:
     """The one tag in a server's answer; None if it has none, or more than one."""
     found = {match.group() for match in _TAG.finditer(text)}
     return found.pop() if len(found) == 1 else None
+
+
+def _left_by_an_earlier_run(root: Path) -> list[Path]:
+    """The versions in `root`, oldest first; what a crash left half written is removed."""
+    versions: list[Path] = []
+    for path in root.iterdir():
+        if path.is_symlink() or not path.is_dir():
+            continue
+        if _HALF.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        elif _TAG.fullmatch(path.name):
+            versions.append(path)
+    return sorted(versions, key=lambda path: path.stat().st_mtime_ns)
 
 
 def checksum(folder: Path) -> str:

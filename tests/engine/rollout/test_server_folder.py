@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,15 +82,72 @@ def test_a_folder_that_a_crash_tore_is_written_anew(tmp_path: Path) -> None:
     assert path.name.endswith(checksum(path))
 
 
+def test_a_disk_that_fills_up_is_an_error_of_ours_and_leaves_nothing(tmp_path: Path) -> None:
+    """A limit on file sizes, of which writes fail just as on a full disk."""
+    folders, model = TaggedFolders(str(tmp_path)), build("qwen2")
+    before = folders.write(merged_weights(model), model, 3)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(RolloutError, match=r"version 4 could not be written to .*File too la"):
+            folders.write(merged_weights(model), model, 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == [before]
+    assert folders.write(merged_weights(model), model, 4).is_dir(), "once there is space again"
+
+
 def test_weights_that_end_in_the_middle_leave_nothing(tmp_path: Path) -> None:
     def torn() -> Iterator[tuple[str, Tensor]]:
         yield from list(merged_weights(model))[:3]
-        raise OSError(28, "No space left on device")
+        raise OSError(5, "Input/output error")
 
     model = build("qwen2")
-    with pytest.raises(RolloutError, match=r"version 4 could not be written to .*No space left"):
+    with pytest.raises(RolloutError, match=r"version 4 could not be written to .*Input/output"):
         TaggedFolders(str(tmp_path)).write(torn(), model, 4)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_earlier_runs_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    model = build("qwen2")
+    ours = tmp_path / "weights"
+    for run in range(3):
+        folders = TaggedFolders(str(ours))
+        for version in range(3):
+            train(model, steps=1)
+            latest = folders.write(merged_weights(model), model, 10 * run + version)
+            os.utime(latest, ns=(0, run * 10 + version))
+    torn = Path(tempfile.mkdtemp(prefix=".writing-", dir=ours))  # as a crash leaves it
+    (torn / "model-00001.safetensors").write_bytes(b"x")
+    kept = {path.name for path in ours.iterdir() if path.name.startswith("policy-v")}
+    assert {name.split("-")[1] for name in kept} == {"v21", "v22"}
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    others = [".writing-notes", "policy-v1", "policy-v1-0a1b2c3d-mine", "checkpoint"]
+    for name in others:
+        (ours / name).mkdir()
+    (ours / "policy-v1-0a1b2c3d").write_text("a file")
+    (ours / "policy-v2-0a1b2c3d").symlink_to(elsewhere)
+    TaggedFolders(str(ours))
+    assert torn.is_dir(), "a rank that writes nothing removes nothing"
+    train(model, steps=1)
+    new = TaggedFolders(str(ours)).write(merged_weights(model), model, 30)
+    (before,) = (name for name in kept if name.startswith("policy-v22-"))
+    links = ["policy-v1-0a1b2c3d", "policy-v2-0a1b2c3d"]
+    assert {path.name for path in ours.iterdir()} == {new.name, before, *others, *links}
+    assert elsewhere.is_dir()
+
+
+def test_a_version_that_an_earlier_run_wrote_is_the_newest_when_written_again(
+    tmp_path: Path,
+) -> None:
+    model = build("qwen2")
+    first = TaggedFolders(str(tmp_path)).write(merged_weights(model), model, 1)
+    resumed = TaggedFolders(str(tmp_path))
+    assert resumed.write(merged_weights(model), model, 1) == first
+    train(model, steps=1)
+    second = resumed.write(merged_weights(model), model, 2)
+    assert set(tmp_path.iterdir()) == {first, second}
 
 
 def test_a_folder_that_can_t_be_made_is_named(tmp_path: Path) -> None:
@@ -102,6 +162,9 @@ def test_others_can_read_it(tmp_path: Path) -> None:
     path = TaggedFolders(str(tmp_path)).write(merged_weights(model), model, 0)
     assert path.stat().st_mode & 0o755 == 0o755
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o644}
+    own = TaggedFolders("")
+    assert own.root.stat().st_mode & 0o777 == 0o755
+    own.close()
 
 
 @given(st.text(max_size=40), st.integers(0, 10**9), st.binary(min_size=4, max_size=4), st.text())
