@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from engine.rollout.modes import evaluating
 from engine.rollout.native.rows import RowResults
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.requests import RolloutStats
@@ -125,15 +125,3 @@ class Sequences:
         output = self._model(input_ids=self._ids[:, -new:], attention_mask=self._mask, **inputs)
         logits: Tensor = output.logits if hasattr(output, "logits") else output
         return logits[:, -1]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Turn dropout off for the rollout, and put each module's mode back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

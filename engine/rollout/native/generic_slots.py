@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.rollout.modes import evaluating
 from engine.rollout.native.decoder import Prefilled
-from engine.rollout.native.generic import Sequences, evaluating
+from engine.rollout.native.generic import Sequences
 
 
 class GenericDecoder:

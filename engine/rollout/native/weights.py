@@ -156,7 +156,7 @@ def _merged(module: nn.Module) -> Weight:
 
     A quantised matrix is made dense here, once a binding.
     """
-    from peft.tuners.lora import Linear  # only models with adapters come here
+    from peft.tuners.lora import Linear  # plain projections do without it
 
     if type(module) is not Linear:
         return _base(module)

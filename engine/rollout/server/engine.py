@@ -89,6 +89,7 @@ class ServerEngine:
             undo.callback(self._hook.close)
             self._hook.check()
             self._deliverer = Deliverer(self._hook, settings.timeout_s)
+            undo.callback(self._deliverer.close)
             self._take(model, version=0)
             undo.pop_all()
 
@@ -152,6 +153,7 @@ class ServerEngine:
     def close(self) -> None:
         """Drop the connections; the server goes on. Safe to call twice."""
         self._guard.refuse("it was closed")
+        self._deliverer.close()
         self._hook.close()
         self._client.close()
 

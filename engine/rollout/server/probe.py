@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import RolloutError
+from engine.rollout.modes import evaluating
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.server.wire import Drawn, Wanted
 
@@ -58,12 +59,8 @@ def check_probe(model: nn.Module, wanted: Wanted, drawn: Drawn, tolerance: float
 def _logits(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """float32 `[len(tokens), V]`, of the positions that drew `tokens`."""
     device = model.get_input_embeddings().weight.device
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         logits = model(input_ids=torch.tensor([[*prompt, *tokens]], device=device)).logits[0]
-    finally:
-        model.train(training)
     rows: Tensor = logits[len(prompt) - 1 : -1].float().cpu()
     return rows
 

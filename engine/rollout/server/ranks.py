@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ class Deliverer:
 
     def __init__(self, hook: WeightHook, timeout_s: float) -> None:
         self._hook = hook
+        self._closed = False
         self._group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # A group of its own: loading may outlast the deadline of the trainer's, and rank 0's
@@ -33,6 +35,8 @@ class Deliverer:
 
         A model that is spread over the ranks is gathered, parameter by parameter.
         """
+        if self._closed:
+            raise RolloutError("the engine was closed; create it anew")
         weights = merged_weights(model)
         if self._group is None:
             self._hook.deliver(weights, model, version)
@@ -50,3 +54,11 @@ class Deliverer:
         if outcome[0] is None:
             raise RolloutError(f"{outcome[1]}")
         self._hook.tag = outcome[0]
+
+    def close(self) -> None:
+        """Give this rank's part of the group back, if there is one; safe to call twice."""
+        self._closed = True
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(ValueError):  # it ended with the default group
+                dist.destroy_process_group(group)

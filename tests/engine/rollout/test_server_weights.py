@@ -185,6 +185,49 @@ def test_a_fixed_policy_says_that_it_is_one(fake: FakeServer) -> None:
     engine.close()
 
 
+def test_modules_keep_their_modes_when_weights_arrive(fake: FakeServer) -> None:
+    model = build("qwen2").train()
+    frozen: Any = model.get_submodule("model.layers.0")
+    frozen.eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    engine = connect(fake, model)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    engine.close()
+
+
+def _rank_that_makes_engines(url: str) -> tuple[int, int]:
+    torch.set_num_threads(1)
+    model = build("qwen2")
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    before = len(groups)
+    for _ in range(2):
+        engine = connect(FakeServer(model, url=url), model)
+        torch.distributed.barrier()
+        engine.close()
+        engine.close()
+    return before, len(groups)
+
+
+def _rank_whose_groups_ended_first(url: str) -> None:
+    torch.set_num_threads(1)
+    model = build("qwen2")
+    engine = connect(FakeServer(model, url=url), model)
+    torch.distributed.barrier()
+    ours = torch.distributed.distributed_c10d._world.pg_map
+    torch.distributed.destroy_process_group(engine._deliverer._group)
+    engine.close()
+    assert len(ours) == 1, "the default group is another's"
+
+
+def test_an_engine_may_be_closed_after_its_group(fake: FakeServer) -> None:
+    run_ranks(2, _rank_whose_groups_ended_first, fake.url)
+
+
+def test_a_closed_engine_leaves_no_process_group(fake: FakeServer) -> None:
+    for before, after in run_ranks(2, _rank_that_makes_engines, fake.url):
+        assert before == after
+
+
 def _rank(url: str, folder: str) -> tuple[list[Any], str]:
     """One of two ranks: three versions, the last of which the server refuses to load."""
     torch.set_num_threads(1)
