@@ -8,12 +8,16 @@ that is not 2xx is the caller's mistake and final. All requests must be safe to 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any, TypeVar
+from urllib.parse import urljoin
 
 import httpx
 
@@ -22,7 +26,10 @@ from engine.errors import ConfigError, RolloutError
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 30.0
+_CLOSING_S = 10.0  # for connections to close, and for the thread to end
+_ADDRESS = "give a path on the server, or an address such as http://10.0.0.7:9000/reload"
 _SHOWN = 300  # characters of a server's answer that a message repeats
 
 
@@ -47,16 +54,19 @@ class Client:
         self._settings = settings
         self._headers = _authorization(settings.api_key_env)
         self._jitter = random.Random()  # the process's own generator is the trainer's
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
-            target=self._loop.run_forever, name="rollout-server", daemon=True
+            target=_serve, args=(self._loop,), name="rollout-server", daemon=True
         )
         self._thread.start()
-        try:
-            self._http = self._submit(self._open()).result()
-        except httpx.InvalidURL as error:
-            self._end()
-            raise ConfigError(f"rollout.server.url={self.url!r}: {error}") from None
+        with ExitStack() as undo:
+            undo.callback(self._end)
+            try:
+                self._http = self._submit(self._open()).result()
+            except httpx.InvalidURL as error:
+                raise ConfigError(f"rollout.server.url={self.url!r}: {error}") from None
+            undo.pop_all()
 
     async def _open(self) -> httpx.AsyncClient:
         most = httpx.Limits(
@@ -67,10 +77,26 @@ class Client:
             base_url=self.url, headers=self._headers, timeout=None, limits=most, trust_env=False
         )
 
+    def address(self, name: str, value: str) -> str:
+        """The whole URL that the setting `name` means: a path of this server, or one elsewhere.
+
+        Raises ConfigError for what is none.
+        """
+        try:
+            whole = urljoin(self.url + "/", value)
+            if httpx.URL(whole).scheme not in ("http", "https"):
+                raise ValueError("it is neither http:// nor https://")
+        except (httpx.InvalidURL, ValueError) as error:
+            raise ConfigError(
+                f"rollout.server.{name}={value!r} is no address: {error}; {_ADDRESS}"
+            ) from None
+        return whole
+
     def run(self, work: Callable[[], Awaitable[T]], doing: str) -> T:
         """Run `work` on the loop and return its result; RolloutError after `timeout_s`."""
-        if self._loop.is_closed():
-            raise RolloutError(f"{self.url} can't be used for {doing}: the engine was closed")
+        ended = f"{self.url} can't be used for {doing}: the engine was closed"
+        if self._closed:
+            raise RolloutError(ended)
 
         async def within() -> T:
             seconds = self._settings.timeout_s
@@ -90,8 +116,10 @@ class Client:
         future = self._submit(within())
         try:
             return future.result()
-        except BaseException:  # Ctrl-C as well: leave no request behind
+        except BaseException as error:  # Ctrl-C as well: leave no request behind
             future.cancel()
+            if self._closed and isinstance(error, RuntimeError | CancelledError):
+                raise RolloutError(ended) from None
             raise
 
     async def get(self, path: str) -> Any:
@@ -111,7 +139,8 @@ class Client:
     ) -> T:
         """What `read` finds in the answer to a request, which is tried again as the module says.
 
-        Raises Refused for an answer that is final, RolloutError when the last try fails.
+        Raises Refused for an answer that is final, ConfigError for what is no address, and
+        RolloutError when the last try fails.
         """
         tries, last = self._settings.max_retries + 1, _LAST_FAILURE.get()
         name = f"{method} {path if '://' in path else self.url + path}"
@@ -129,6 +158,8 @@ class Client:
             except TimeoutError:
                 seconds = self._settings.request_timeout_s
                 last.cause = f"no answer within rollout.server.request_timeout_s={seconds:g}"
+            except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+                raise ConfigError(f"{name} is no address: {error}; {_ADDRESS}") from None
             except httpx.HTTPError as error:
                 last.cause = f"{type(error).__name__}: {error}".rstrip(": ")
             except ValueError:
@@ -142,16 +173,35 @@ class Client:
         )
 
     def close(self) -> None:
-        """Drop all connections and end the thread; safe to call twice."""
-        if self._loop.is_closed():
+        """Drop all connections and end the thread; safe to call twice.
+
+        What does not end within some seconds is left to the end of the process, and logged.
+        """
+        if self._closed:
             return
-        self._submit(self._http.aclose()).result()
-        self._end()
+        self._closed = True
+        closing = self._submit(self._http.aclose())
+        try:
+            closing.result(_CLOSING_S)
+        except TimeoutError:
+            self._left(f"its connections were not closed within {_CLOSING_S:g} s")
+        except Exception as error:
+            self._left(f"its connections were not closed: {type(error).__name__}: {error}")
+        finally:
+            closing.cancel()
+            self._end()
 
     def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(_CLOSING_S)
+        if self._thread.is_alive():
+            self._left(
+                f"its thread did not end within {_CLOSING_S:g} s, as a callback such as "
+                f"on_progress holds it"
+            )
+
+    def _left(self, what: str) -> None:
+        _log.warning("%s: %s; it is left to the end of this process", self.url, what)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -163,6 +213,22 @@ class Client:
             return min(float(asked), _LONGEST_PAUSE_S)
         longest = min(_LONGEST_PAUSE_S, self._settings.backoff_s * 2.0**attempt)
         return self._jitter.uniform(0, longest)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped, end what is under way then, and close it."""
+    try:
+        loop.run_forever()
+        loop.run_until_complete(_end_tasks())
+    finally:
+        loop.close()
+
+
+async def _end_tasks() -> None:
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
 
 
 class _Last:
@@ -185,6 +251,11 @@ def _authorization(variable: str) -> dict[str, str]:
         raise ConfigError(
             f"rollout.server.api_key_env={variable!r} names an environment variable that is not "
             f"set; export the server's key in it, or leave api_key_env empty"
+        )
+    if not key.isascii() or not key.isprintable():  # the message does not repeat it
+        raise ConfigError(
+            f"rollout.server.api_key_env={variable!r}: the key in that environment variable has "
+            f"characters that HTTP can't send (not ASCII, or a line break); export it again"
         )
     return {"Authorization": f"Bearer {key}"}
 

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urljoin
 
 from torch import nn
 
@@ -116,9 +115,9 @@ class FolderHook:
     def __init__(self, client: Client, settings: ServerConfig) -> None:
         self.tag: str | None = None
         self._client = client
+        self._reload = client.address("reload_url", settings.reload_url)
+        self._version = client.address("version_url", settings.version_url)
         self._folders = TaggedFolders(settings.weights_dir)
-        self._reload = urljoin(client.url + "/", settings.reload_url)
-        self._version = urljoin(client.url + "/", settings.version_url)
 
     def check(self) -> None:
         self._client.run(self.served, "asking for the version of its weights")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
 from fake_server import (
     FakeServer,
@@ -21,9 +25,12 @@ from fake_server import (
 from rollout_models import build, make_prompts
 from server_process import free_port
 
+from engine.config.server import ServerConfig
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.server import ServerEngine
+from engine.rollout.server import client as client_module
+from engine.rollout.server.client import Client
 
 FAULTS: dict[str, tuple[Fault, str]] = {
     "500": (status(500, "CUDA out of memory"), "status 500: .*CUDA out of memory"),
@@ -51,6 +58,11 @@ def engine(fake: FakeServer) -> Iterator[ServerEngine]:
     engine.generate([[5]], SamplingParams(max_new_tokens=1))  # connections are up
     yield engine
     engine.close()
+
+
+def loops() -> list[threading.Thread]:
+    """The threads that clients' requests run on."""
+    return [thread for thread in threading.enumerate() if thread.name == "rollout-server"]
 
 
 def timed(fake: FakeServer, fault: Fault) -> ServerEngine:
@@ -139,6 +151,16 @@ def test_another_kind_of_server(fake: FakeServer) -> None:
         ({"url": ""}, "needs rollout.server.url"),
         ({"url": "http://host:port"}, "rollout.server.url='http://host:port': Invalid port"),
         ({"url": "host:80"}, "url='host:80'"),
+        (
+            {"version_url": "http://host:port/x"},
+            "version_url='http://host:port/x' is no addr",
+        ),
+        (
+            {"reload_url": "http://host:port/x"},
+            "reload_url='http://host:port/x' is no addr",
+        ),
+        ({"version_url": "http://[::1/x"}, "version_url='http://[^']*' is no address: .*IPv6"),
+        ({"version_url": "host:80/x"}, "version_url='host:80/x' is no address: it is neither http"),
         ({"weights": "ftp"}, r"weights='ftp' is unknown.*'folder', 'none', 'vllm'"),
         ({"reload_url": ""}, "needs rollout.server.reload_url"),
         ({"api": "tgi", "weights": "vllm", "reload_url": ""}, "these are vLLM's own endpoints"),
@@ -155,6 +177,7 @@ def test_bad_settings_are_refused(
     with pytest.raises(ConfigError, match=message):
         connect(fake, build("qwen2"), **options)
     assert fake.count("/reload") == 0
+    assert loops() == [], "no thread is left behind"
 
 
 def test_the_key_is_sent(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +186,92 @@ def test_the_key_is_sent(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> N
     assert {headers["Authorization"] for headers in fake.headers} == {"Bearer secret"}
 
 
+@pytest.mark.parametrize("key", ["clé", "secret\n", "a\x7fb"])
+def test_a_key_that_can_t_be_sent_is_refused_and_not_shown(
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("ROLLOUT_KEY", key)
+    with pytest.raises(ConfigError, match=r"api_key_env='ROLLOUT_KEY'.*not ASCII") as refusal:
+        connect(fake, build("qwen2"), api_key_env="ROLLOUT_KEY")
+    assert key not in str(refusal.value)
+    assert loops() == []
+
+
+def test_what_is_no_address_is_not_tried_again(fake: FakeServer) -> None:
+    client = Client(ServerConfig(url=fake.url, max_retries=1000, backoff_s=30.0, timeout_s=5.0))
+    for bad in ("http://host:port/x", "ftp://host/x"):
+        with pytest.raises(ConfigError, match=rf"GET {bad} is no address: .*give a path"):
+            client.run(lambda bad=bad: client.text("GET", bad), "a hook's question")
+    client.close()
+
+
+def test_no_thread_is_left_when_a_client_can_t_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**options: Any) -> None:
+        raise OSError("no sockets left")
+
+    monkeypatch.setattr(httpx, "AsyncClient", broken)
+    with pytest.raises(OSError, match="no sockets left"):
+        Client(ServerConfig(url="http://127.0.0.1:1"))
+    assert loops() == []
+
+
+def test_closing_waits_for_no_callback_that_hangs(
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client_module, "_CLOSING_S", 0.2)
+    held, released = threading.Event(), threading.Event()
+    failures: list[str] = []
+
+    def on_progress(done: int) -> None:
+        held.set()
+        released.wait(30)
+
+    def rollout() -> None:
+        try:
+            engine.generate([[5]], SamplingParams(max_new_tokens=1), on_progress)
+        except RolloutError as error:
+            failures.append(f"{error}")
+
+    engine = connect(fake, build("qwen2"))
+    (thread,) = loops()
+    work = threading.Thread(target=rollout, daemon=True)
+    work.start()
+    assert held.wait(10)
+    started = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        engine.close()
+        engine.close()
+    assert time.monotonic() - started < 5
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "its connections were not closed within 0.2 s; it is left to the end of" in said[0]
+    assert "its thread did not end within 0.2 s, as a callback such as on_progress" in said[1]
+    released.set()
+    thread.join(10)
+    work.join(10)
+    assert not thread.is_alive(), "it ends with the callback"
+    assert failures == [f"{fake.url} can't be used for a rollout: the engine was closed"]
+
+
+def test_connections_that_can_t_be_closed_are_named_and_the_thread_ends(
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(self: httpx.AsyncClient) -> None:
+        raise OSError("bad file descriptor")
+
+    client = Client(ServerConfig(url=fake.url))
+    monkeypatch.setattr(httpx.AsyncClient, "aclose", broken)
+    with caplog.at_level(logging.WARNING):
+        client.close()
+    assert "its connections were not closed: OSError: bad file descriptor" in caplog.text
+    assert loops() == []
+
+
 def test_a_closed_engine_serves_nothing(engine: ServerEngine) -> None:
     engine.close()
     engine.close()
     with pytest.raises(RolloutError, match="can't serve: it was closed"):
         engine.generate(PROMPTS, PARAMS)
+    with pytest.raises(RolloutError, match="the engine was closed"):
+        engine.update_weights(build("qwen2"), 1)
+    assert loops() == []
