@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
-from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 from engine.algorithms import advantages
 from engine.algorithms.correction import check_correction
 from engine.algorithms.kl import check_kind
-from engine.config import KLControlConfig, RLConfig
+from engine.config import RLConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows import choose_dataflow
 from engine.dataflows.needs import needs_of
@@ -22,12 +20,8 @@ from engine.plugins import import_plugins
 from engine.rewards import declared_components, resolve_reward
 from engine.rollout.protocol import check_engine
 from engine.rollout.server.settings import check_settings
-from engine.workers.options import (
-    advantage_options,
-    changed,
-    policy_loss_options,
-    preference_options,
-)
+from engine.trainers.without_effect import without_effect
+from engine.workers.options import advantage_options, policy_loss_options, preference_options
 
 
 def check_config(config: RLConfig, max_response_length: int | None = None) -> Dataflow:
@@ -56,7 +50,7 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     _check_pools(config, dataflow)
     if "teacher" in dataflow.roles:
         _check_teacher(config)
-    for setting, why in _without_effect(config, dataflow):
+    for setting, why in without_effect(config, dataflow):
         raise ConfigError(f"{setting} has no effect {why}; remove it")
     if config.trainer.threads > (os.cpu_count() or 1) * 4:
         raise ConfigError(
@@ -203,72 +197,3 @@ def _check_correction(config: RLConfig) -> None:
             "actor.old_log_probs=rollout with algorithm.rollout_correction: the correction "
             "compares the trainer's log-probs with those of sampling; set old_log_probs to auto"
         )
-
-
-def _without_effect(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
-    """Settings that were changed from their defaults although nothing reads them, and why."""
-    algorithm, actor, reward = config.algorithm, config.actor, config.reward
-    needs = needs_of(config, dataflow)
-    if not actor.use_kl_loss:
-        fields: tuple[str, ...] = (
-            _KL_LOSS if actor.kl_loss_coef else _KL_LOSS[1:]
-        )  # 0 says the same once more
-        yield from _settings("actor", actor, "without actor.use_kl_loss", fields)
-    if not algorithm.use_kl_in_reward:
-        why = "without algorithm.use_kl_in_reward"
-        yield from _settings("algorithm", algorithm, why, ("kl_penalty", "kl_ctrl"))
-    if algorithm.kl_ctrl.type == "fixed":
-        fields = tuple(set(KLControlConfig.model_fields) - {"type", "kl_coef"})
-        why = "with algorithm.kl_ctrl.type=fixed"
-        yield from _settings("algorithm.kl_ctrl", algorithm.kl_ctrl, why, fields)
-    if config.rollout.engine == "server":
-        why = "with rollout.engine=server, which was started with its own (see rollout.server)"
-        fields = ("max_num_seqs", "kv_cache_memory_mb")
-        yield from _settings("rollout", config.rollout, why, fields)
-    else:
-        why = f"with rollout.engine={config.rollout.engine}"
-        yield from _settings("rollout.server", config.rollout.server, why)
-    if "critic" not in needs.roles(dataflow):
-        why = f"with dataflow {dataflow.name}, which has no critic"
-        yield from _settings("critic", config.critic, why)
-    if not dataflow.pairs:
-        why = f"with dataflow {dataflow.name}, which makes no preference pairs"
-        yield from _settings("algorithm.preference", algorithm.preference, why)
-    if config.trainer.mode != "async":
-        why = f"with trainer.mode={config.trainer.mode}"
-        yield from _settings("trainer", config.trainer, why, _ASYNC)
-    if config.trainer.mode == "sync":
-        why = "with trainer.mode=sync"
-        yield from _settings("trainer", config.trainer, why, ("rollout_threads", "delta_sync"))
-        yield from _settings("rollout", config.rollout, why, ("dtype",))
-    if "teacher" not in dataflow.roles and algorithm.teacher:
-        yield f"algorithm.teacher={algorithm.teacher}", "without algorithm.dataflow=distillation"
-    if not algorithm.filter_groups.enable:
-        why = "without algorithm.filter_groups.enable"
-        if not dataflow.refills:
-            yield from _settings("algorithm.filter_groups", algorithm.filter_groups, why)
-    elif not dataflow.refills:
-        yield "algorithm.filter_groups.enable", f"with dataflow {dataflow.name}; use dapo"
-    if not algorithm.rollout_correction.enabled:
-        why = "without rollout_is or rollout_rs"
-        yield from _settings("algorithm.rollout_correction", algorithm.rollout_correction, why)
-    if not reward.overlong_buffer.enable:
-        why = "without reward.overlong_buffer.enable"
-        yield from _settings("reward.overlong_buffer", reward.overlong_buffer, why)
-    if algorithm.adv_estimator == "gdpo" and dataflow.uses_advantages:
-        why = "with adv_estimator=gdpo, which takes the reward's components as they are"
-        yield from _settings("reward", reward, why, ("clip", "whiten", "overlong_buffer"))
-        yield from _settings("reward", reward, f"{why} (gdpo_reward_weights)", ("weights",))
-        yield from _settings("algorithm", algorithm, why, ("use_kl_in_reward",))
-
-
-_ASYNC = ("staleness", "rollout_workers", "rollout_silence_s", "max_rollout_restarts")
-_KL_LOSS = ("kl_loss_coef", "kl_loss_type")
-
-
-def _settings(
-    section: str, config: BaseModel, why: str, fields: tuple[str, ...] | None = None
-) -> Iterator[tuple[str, str]]:
-    for field, value in changed(config, fields).items():
-        shown = "" if isinstance(value, BaseModel) else f"={value}"
-        yield f"{section}.{field}{shown}", why

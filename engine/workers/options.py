@@ -17,9 +17,9 @@ from engine.config import ActorConfig, AlgorithmConfig, PolicyLossConfig, Prefer
 from engine.errors import ConfigError
 
 _CLIP_FIELDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-_ACTOR_FIELDS = (*_CLIP_FIELDS, "tau_pos", "tau_neg")
+ACTOR_FIELDS = (*_CLIP_FIELDS, "tau_pos", "tau_neg")
 _LOSS_FIELDS = tuple(name for name in PolicyLossConfig.model_fields if name != "loss_mode")
-_ADVANTAGE_FIELDS = (
+ADVANTAGE_FIELDS = (
     "gamma",
     "lam",
     "whiten",
@@ -36,7 +36,7 @@ def policy_loss_options(config: ActorConfig) -> dict[str, Any]:
     """Options of `actor.policy_loss.loss_mode`; raise ConfigError for one without effect."""
     name = config.policy_loss.loss_mode
     read = losses.options(name)
-    options = _chosen(config, "actor", _ACTOR_FIELDS, name, read)
+    options = _chosen(config, "actor", ACTOR_FIELDS, name, read)
     options |= _chosen(config.policy_loss, "actor.policy_loss", _LOSS_FIELDS, name, read)
     losses.get_policy_loss(name).check_options(options)
     mode = losses.aggregation_mode(name, config.loss_agg_mode)
@@ -51,7 +51,7 @@ def policy_loss_options(config: ActorConfig) -> dict[str, Any]:
 def advantage_options(config: AlgorithmConfig) -> dict[str, Any]:
     """Options of `algorithm.adv_estimator`; raise ConfigError for one without effect."""
     name = config.adv_estimator
-    return _chosen(config, "algorithm", _ADVANTAGE_FIELDS, name, advantages.options(name))
+    return _chosen(config, "algorithm", ADVANTAGE_FIELDS, name, advantages.options(name))
 
 
 def preference_options(config: PreferenceConfig) -> dict[str, Any]:

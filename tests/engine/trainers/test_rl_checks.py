@@ -15,7 +15,11 @@ from engine.trainers.rl_checks import check_config
 CORRECTION = {"rollout_correction": {"rollout_is": "token"}}
 GDPO = {"adv_estimator": "gdpo"}
 APART = {"roles": ["rollout"]}
+PAIRS: dict[str, Any] = {"dataflow": "online_dpo"}
+AHEAD = {"mode": "one_step_off"}
 PARTS = {"name": "answer_and_format"}
+RS = {"rollout_rs_threshold": "0.5_2.0", "rollout_is_threshold": 3.0}
+SERVER: dict[str, Any] = {"engine": "server", "server": {"url": "http://127.0.0.1:8000"}}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +142,43 @@ PARTS = {"name": "answer_and_format"}
             {"algorithm": GDPO, "reward": PARTS | {"weights": {"format": 0.5}}},
             "gdpo_reward_weights",
         ),
+        (
+            {"algorithm": {"rollout_correction": {"rollout_rs": "token_k1", **RS}}},
+            "rollout_is_threshold=3.0 has no effect without rollout_is;",
+        ),
+        ({"rollout": {"vllm": {"sleep": 1}}}, "rollout.vllm.sleep=1 .*rollout.engine=native"),
+        ({"rollout": SERVER | {"vllm": {"sleep": 1}}}, "rollout.vllm.sleep=1 .*engine=server"),
+        ({"rollout": {"kv_cache_memory_mb": 999}}, "kv_cache_memory_mb=999 .*engine=native"),
+        (
+            {"rollout": {"tensor_parallel_size": 2}, "trainer": AHEAD},
+            "rollout.tensor_parallel_size=2 .*trainer.mode=one_step_off .*the sampler is one",
+        ),
+        *(
+            ({"algorithm": PAIRS, "actor": {name: value}}, f"actor.{name}={value} .*one of pairs")
+            for name, value in {
+                "clip_ratio": 0.3,
+                "entropy_coeff": 0.01,
+                "loss_agg_mode": "seq-mean-token-sum",
+                "old_log_probs": "trainer",
+                "kl_loss_coef": 0.1,
+                "kl_loss_type": "k1",
+            }.items()
+        ),
+        (
+            {"algorithm": PAIRS, "actor": {"policy_loss": {"loss_mode": "gspo"}}},
+            "actor.policy_loss.loss_mode=gspo .*one of pairs",
+        ),
+        (
+            {"algorithm": PAIRS | {"adv_estimator": "rloo"}},
+            "algorithm.adv_estimator=rloo .*has no advantages",
+        ),
+        (
+            {"algorithm": PAIRS | {"norm_adv_by_std_in_grpo": False}},
+            "norm_adv_by_std_in_grpo=False .*has no advantages",
+        ),
+        ({"algorithm": PAIRS | {"use_kl_in_reward": True}}, "use_kl_in_reward=True .*no advant"),
+        ({"algorithm": PAIRS | CORRECTION}, "rollout_correction.rollout_is=token .*no advantages"),
+        ({"algorithm": PAIRS, "reward": {"whiten": True}}, "reward.whiten=True .*no advantages"),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:
@@ -155,11 +196,54 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
         ({"algorithm": {"dataflow": "dapo", "filter_groups": {"max_num_gen_batches": 2}}}, "dapo"),
         ({"algorithm": {"dataflow": "online_dpo", "preference": {"beta": 0.2}}}, "online_dpo"),
         ({"algorithm": GDPO, "reward": PARTS}, "grpo"),
+        (
+            {"algorithm": PAIRS, "actor": {"use_kl_loss": False}, "reward": {"clip": [0.0, 1.0]}},
+            "online_dpo",
+        ),
+        ({"algorithm": PAIRS, "trainer": AHEAD}, "online_dpo"),
+        (
+            {
+                "algorithm": {"rollout_correction": {"rollout_is_threshold": 5.0}},
+                "trainer": AHEAD,
+            },
+            "grpo",
+        ),
+        (
+            {
+                "algorithm": {"filter_groups": {"enable": True, "metric": "reward"}},
+                "trainer": {"mode": "async"},
+            },
+            "dapo",
+        ),
+        ({"rollout": {"engine": "vllm", "kv_cache_memory_mb": 999, "vllm": {"sleep": 1}}}, "grpo"),
         ({"algorithm": GDPO, "reward": {"name": "tiny_engine:digits_and_brevity"}}, "grpo"),
     ],
 )
 def test_accepted(changes: dict[str, Any], dataflow: str) -> None:
     assert check_config(RLConfig.model_validate(changes)).name == dataflow
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": {"clip": [0.0, 1.0]}}, "reward.clip=.* from its teacher alone"),
+        ({"reward": {"overlong_buffer": {"enable": True}}}, "reward.overlong_buffer .*teacher al"),
+        ({"reward": {"whiten": True}}, "reward.whiten=True .*has no advantages"),
+        ({"algorithm": {"adv_estimator": "gae", "gamma": 0.5}}, "adv_estimator=gae .*no advant"),
+        ({"algorithm": {"use_kl_in_reward": True}}, "use_kl_in_reward=True .*no advantages"),
+        ({"algorithm": CORRECTION}, "rollout_correction.rollout_is=token .*no advantages"),
+    ],
+)
+def test_what_a_student_does_not_read_is_refused(
+    tiny_folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    algorithm = {"dataflow": "distillation", "teacher": str(tiny_folder)}
+    actor = {"use_kl_loss": False, "clip_ratio": 0.3, "old_log_probs": "trainer"}
+    student = {"algorithm": algorithm, "actor": actor}
+    assert check_config(RLConfig.model_validate(student)).name == "distillation"
+    settings = changes | {"algorithm": algorithm | changes.get("algorithm", {}), "actor": actor}
+    with pytest.raises(EngineError, match=message):
+        check_config(RLConfig.model_validate(settings))
 
 
 def test_plugins_register_estimators_and_losses(
