@@ -93,6 +93,7 @@ def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: _
         if not trainer.fit(checkpoint_dir=checkpoints):
             log.say(f"rl: all {trainer.step} steps are done already; nothing to train")
         saved.append(save(trainer.step))
+        trainer.write_timeline(folder / "timeline.json")
 
     checkpoints = checkpoint_folder(config, folder)
     run_attempts(make, work, checkpoints, config.rl.trainer.max_attempts)

@@ -78,6 +78,7 @@ def test_a_run_reports_validates_saves_and_records(
         "trainer.logger=['console','file','mlflow']",
         "trainer.project_name=ops",
         "trainer.experiment_name=tiny",
+        "trainer.timeline_steps=2",
     )
     assert main(arguments(place, tiny_folder, *more)) == 0
     out = capsys.readouterr().out
@@ -97,7 +98,11 @@ def test_a_run_reports_validates_saves_and_records(
         "metrics.jsonl",
         "step_2",
         "step_3",
+        "timeline.json",
     ]
+    events = json.loads((place / "out" / "timeline.json").read_text())["traceEvents"]
+    updates = [e for e in events if e["name"] == "actor.update" and e["ph"] == "X"]
+    assert [event["args"]["step"] for event in updates] == [1, 2]
     start = AutoModelForCausalLM.from_pretrained(tiny_folder).state_dict()
     end = AutoModelForCausalLM.from_pretrained(place / "out" / "step_3").state_dict()
     assert start.keys() == end.keys()
