@@ -7,6 +7,7 @@ writes (`engine.workers.state`), what a commit is (`store`). Knows groups by two
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from engine.checkpoint.store import Checkpoint, CheckpointStore, Draft
 from engine.checkpoint.tree import Snapshot, Tree, unite
 from engine.errors import CheckpointError, EngineError
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class SaveStats:
@@ -32,7 +35,7 @@ class SaveStats:
     tensor_bytes: int  # bytes of the tensors' elements: the least that could be written
 
     def as_metrics(self) -> dict[str, float]:
-        """For the tracker."""
+        """As metrics of a step, e.g. {"checkpoint/stall_s": 0.02}."""
         return {
             "checkpoint/stall_s": self.stall_s,
             "checkpoint/write_s": self.write_s,
@@ -72,18 +75,33 @@ class Saver:
         self._commit = Background("the commit of a checkpoint", 2 * timeout_s)  # ranks come first
         self._timeout_s, self._follower = timeout_s, follower
         self._snapshot = Snapshot()
+        self._asked: int | None = None  # step of the save that was asked for last
         self._in_flight = False
         self._gave_up = threading.Event()
         self._stall_s = 0.0
+        self._reported: SaveStats | None = None
+
+    @property
+    def owed(self) -> int | None:
+        """The step whose save was asked for last, unless that is known to be durable."""
+        done = self.stats.step if self.stats is not None else None
+        return self._asked if self._asked != done else None
+
+    def take_metrics(self) -> dict[str, float]:
+        """What the newest save cost whose commit ended since the last call; empty for none."""
+        stats, before = self.stats, self._reported
+        self._reported = stats
+        return stats.as_metrics() if stats is not None and stats is not before else {}
 
     def save(self, step: int, state: Tree, metrics: Mapping[str, float] | None = None) -> None:
         """Copy the state of all roles and the controller's `state`; the rest goes on beside.
 
-        Waits for the save before it, whose failure is raised here as CheckpointError: nothing of
-        `step` is saved then, and a further call may try again.
+        Waits for the save before it, whose failure costs a warning and not this save; only one
+        that hangs is raised, since a second can't begin beside it. Raises CheckpointError when
+        this one can't begin; a further call may try again.
         """
         begin = time.perf_counter()
-        self.wait()
+        self._clear_way(step)
         draft = self.store.begin(step)
         draft.metrics, draft.roles = dict(metrics or {}), self._ranks()
         try:
@@ -112,15 +130,23 @@ class Saver:
                 with contextlib.suppress(CheckpointError):  # the consequence of `error`
                     self._commit.wait()
                 raise error
-            self._commit.wait()
+        self._commit.wait()  # also one that hung when it was waited for before
         return self.last
 
-    def finish(self) -> Checkpoint | None:
-        """`wait`, and for what follows a commit: the end of a run."""
-        last = self.wait()
+    def break_off(self, limit_s: float) -> None:
+        """Give the save in flight `limit_s` seconds more: who asks for it leaves by an error.
+
+        Asks no rank, which may be gone. What goes wrong is said, and raised by nobody.
+        """
+        try:
+            self._commit.wait(limit_s)
+        except CheckpointError as error:
+            log.warning("the checkpoint of step %s may be lost: %s", self._asked, error)
+
+    def finish(self) -> None:
+        """Wait for what follows the commits: the end of a run."""
         if self._follower is not None:
             self._follower.wait()
-        return last
 
     def restore(self, checkpoint: Checkpoint) -> Tree:
         """Load all roles from a checkpoint; return the controller's state."""
@@ -128,6 +154,16 @@ class Saver:
             group.load_state(checkpoint.folder).result()
         self.last = checkpoint
         return checkpoint.state
+
+    def _clear_way(self, step: int) -> None:
+        """End the save before that of `step`."""
+        before, self._asked = self._asked, step
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if self._commit.busy:
+                raise
+            log.warning("no checkpoint at step %s: %s; step %d is being saved", before, error, step)
 
     def _ranks(self) -> dict[str, int]:
         return {role: group.world_size for role, group in self.groups.items()}

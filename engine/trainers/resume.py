@@ -113,7 +113,8 @@ def _changes(there: Any, here: dict[str, Any]) -> str:
 
 def _state(trainer: RLTrainer) -> dict[str, Any]:
     with trainer.pending() as pending:
-        queue = [one.tree() for one in pending.queued]
+        # Rollout has not begun yet where something is restored: a run that has just gone on.
+        queue = [one.tree() for one in (*trainer.restored, *pending.queued)]
         prompts = trainer.prompts.state_dict(again=pending.begun)
     return {
         "step": trainer.step,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 
@@ -28,10 +28,11 @@ from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo, StepResult
 from engine.dataflows.needs import needs_of
-from engine.errors import CheckpointError, PreemptedError, WorkerError
+from engine.errors import PreemptedError, WorkerError
 from engine.models import resolve_lora, text_config
 from engine.preemption import Notice
 from engine.trainers.auto import resolve_auto
+from engine.trainers.endings import last_save_kept, leave, settle
 from engine.trainers.layouts import check_layouts
 from engine.trainers.modes import MODES
 from engine.trainers.prompts import PromptStream
@@ -141,7 +142,8 @@ class RLTrainer:
         if self.step >= stop:
             log.warning("this run is at step %d of %d already; nothing to train", self.step, stop)
         with Notice(self.config.trainer.preemption_grace_s) as notice:
-            metrics = self._steps(stop, saver, notice)
+            with last_save_kept(saver, notice):
+                metrics = self._steps(stop, saver, notice)
             if saver is not None:
                 saver.finish()
         return metrics
@@ -153,14 +155,17 @@ class RLTrainer:
         with closing(steps):
             while self.step < stop:
                 metrics = self._one_unless(notice, steps)
+                if saver is not None:
+                    metrics |= saver.take_metrics()
                 self.on_step(self.step, stop, metrics)
                 self.history.append({"step": float(self.step)} | metrics)
                 due = self.step == stop or self.step % self.config.trainer.save_freq == 0
                 if saver is not None and (due or notice.came):
                     save(self, saver, metrics)
-                    metrics |= saver.stats.as_metrics() if saver.stats else {}
                 if notice.came and self.step < stop:
-                    self._leave(saver)
+                    leave(saver, self.step)
+            if saver is not None:
+                settle(saver, lambda: save(self, saver, metrics))
         return metrics
 
     def _one_unless(self, notice: Notice, steps: Generator[StepResult]) -> dict[str, float]:
@@ -174,20 +179,6 @@ class RLTrainer:
                 f"pre-empted in step {self.step + 1}, whose workers are gone; the run goes on from "
                 "its last checkpoint"
             ) from error
-
-    def _leave(self, saver: Saver | None) -> NoReturn:
-        """End after a notice, with this step saved."""
-        try:
-            saved = saver.wait() if saver is not None else None
-        except CheckpointError as error:
-            log.warning("step %d was not saved: %s", self.step, error)
-            saved = saver.last if saver is not None else None
-        raise PreemptedError(
-            f"pre-empted after step {self.step}; the run goes on from {saved.folder}"
-            if saved is not None
-            else f"pre-empted after step {self.step}, without a checkpoint folder: the run starts "
-            "again from the beginning"
-        )
 
     def resume(self, checkpoint_dir: str | Path) -> Checkpoint | None:
         """Go on from the newest good checkpoint of a folder; return it, or None without one."""

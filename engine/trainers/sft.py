@@ -25,6 +25,7 @@ from engine.errors import DataError
 from engine.models.forward import response_log_probs
 from engine.models.packing import apply_packing
 from engine.preemption import Notice
+from engine.trainers.endings import last_save_kept, leave, settle
 from engine.trainers.sft_checkpoints import Saves
 from engine.workers.micro import micro_batches
 from engine.workers.optim import Optimizer
@@ -97,9 +98,12 @@ class SFTTrainer:
             begin, metrics = saves.resume(resume_from)
             if begin >= total:
                 log.warning("the warm start is at step %d of %d already", begin, total)
-            with Notice(self.config.preemption_grace_s) as notice:
+            grace_s = self.config.preemption_grace_s
+            with Notice(grace_s) as notice, last_save_kept(saves.saver, notice):
                 steps = range(begin, total)
-                return self._train(train, validation, steps, optimizer, saves, notice) or metrics
+                found = self._train(train, validation, steps, optimizer, saves, notice) or metrics
+                settle(saves.saver, lambda: saves.save(total, found))
+                return found
 
     def _train(
         self,
@@ -131,8 +135,7 @@ class SFTTrainer:
             if step == total or step % self.config.save_freq == 0 or notice.came:
                 saves.save(step, metrics)
             if notice.came and step < total:
-                saves.leave(step)
-        saves.wait()
+                leave(saves.saver, step)
         return metrics
 
     def _settings(self, rows: int) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 from engine.checkpoint import Checkpoint, CheckpointStore, Saver, find_latest
 from engine.checkpoint.rng import process_rng, set_process_rng
 from engine.checkpoint.tree import Tree
-from engine.errors import CheckpointError, PreemptedError
+from engine.errors import CheckpointError
 from engine.models import has_adapters
 from engine.parallel.full import named_tensors
 from engine.workers.optim import Optimizer
@@ -40,13 +39,13 @@ class Saves:
         self._model, self._optimizer = model, optimizer
         self._settings = hashlib.sha256(settings.encode()).hexdigest()
         store = None if folder is None else CheckpointStore(folder, keep_last=keep_last)
-        self._saver = None if store is None else Saver(store, {})
+        self.saver = None if store is None else Saver(store, {})
 
     def resume(self, elsewhere: str | Path | None) -> tuple[int, dict[str, float]]:
         """Go on from the newest checkpoint, here or `elsewhere`; its step and metrics (0, none)."""
-        if self._saver is None:
+        if self.saver is None:
             return 0, {}
-        found = self._saver.store.latest()
+        found = self.saver.store.latest()
         moved = found is None and elsewhere is not None
         if moved and elsewhere is not None:
             found = find_latest(elsewhere)
@@ -60,7 +59,7 @@ class Saves:
 
     def save(self, step: int, metrics: dict[str, float]) -> None:
         """Begin to write a checkpoint; a failed one costs no training, and is said aloud."""
-        if self._saver is None:
+        if self.saver is None:
             return
         state: Tree = {
             "settings": self._settings,
@@ -70,23 +69,9 @@ class Saves:
             "rng": process_rng(),
         }
         try:
-            self._saver.save(step, state)
+            self.saver.save(step, state)
         except CheckpointError as error:
             log.warning("no checkpoint at step %d: %s; training goes on", step, error)
-
-    def wait(self) -> Checkpoint | None:
-        """Wait until the save in flight is durable; return the newest checkpoint of this run."""
-        return None if self._saver is None else self._saver.wait()
-
-    def leave(self, step: int) -> NoReturn:
-        """End after a pre-emption notice, with this step saved."""
-        try:
-            saved = self.wait()
-        except CheckpointError as error:
-            log.warning("step %d was not saved: %s", step, error)
-            saved = self._saver.last if self._saver else None
-        where = "the beginning" if saved is None else saved.folder
-        raise PreemptedError(f"pre-empted after step {step}; the warm start goes on from {where}")
 
     def _restore(self, checkpoint: Checkpoint) -> dict[str, float]:
         state, own = checkpoint.state, self._tensors()

@@ -21,10 +21,10 @@ from faulty_s3 import Faults, faulty_s3
 from tiny_engine import random_completions, tiny_model
 from transformers import PreTrainedModel
 
-from engine.checkpoint import CheckpointStore, find_latest
+from engine.checkpoint import Checkpoint, CheckpointStore, Draft, find_latest
 from engine.checkpoint.files import CheckpointStorageError, Folder
 from engine.config import SFTConfig
-from engine.errors import CheckpointError, PreemptedError, StorageError
+from engine.errors import CheckpointError, PreemptedError
 from engine.trainers.sft import Example, SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -118,17 +118,19 @@ def test_s3_that_is_busy_is_asked_again(
     assert torch.equal(final, undisturbed)
 
 
-def test_s3_that_fails_to_the_end_is_worth_another_attempt_which_loses_nothing(
-    faults: Faults, undisturbed: torch.Tensor, tmp_path: Path
+def test_s3_that_fails_to_the_end_costs_the_last_checkpoints_and_no_training(
+    faults: Faults, undisturbed: torch.Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = f"s3://faulty/{tmp_path.name}"
 
     def fail() -> None:
         faults.part, faults.status = "/step_", 403
 
-    with pytest.raises(CheckpointStorageError, match=r"can't be written: Not now") as caught:
-        run(root, {5: fail})
-    assert isinstance(caught.value, StorageError), "tasks try those again"
+    with caplog.at_level(logging.WARNING):
+        final, _ = run(root, {5: fail})
+    assert torch.equal(final, undisturbed)
+    assert f"the last step, {STEPS}, has NO CHECKPOINT: its save failed twice" in caplog.text
+    assert "can't be written: Not now" in caplog.text
     faults.part = ""
     found = find_latest(root)
     assert found is not None
@@ -136,6 +138,41 @@ def test_s3_that_fails_to_the_end_is_worth_another_attempt_which_loses_nothing(
     assert found.step in (3, 4)
     assert done == list(range(found.step + 1, STEPS + 1))
     assert torch.equal(final, undisturbed)
+
+
+def test_a_last_save_that_fails_once_is_tried_again(
+    undisturbed: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_commits(monkeypatch, [STEPS])
+    final, _ = run(tmp_path, save_freq=STEPS)
+    assert torch.equal(final, undisturbed)
+    found = find_latest(tmp_path)
+    assert found is not None
+    assert found.step == STEPS
+
+
+def test_a_failed_save_before_the_last_one_costs_not_the_last(
+    undisturbed: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_commits(monkeypatch, [STEPS // 2])
+    final, _ = run(tmp_path, save_freq=STEPS // 2)
+    assert torch.equal(final, undisturbed)
+    found = find_latest(tmp_path)
+    assert found is not None
+    assert found.step == STEPS
+
+
+def refuse_commits(monkeypatch: pytest.MonkeyPatch, steps: list[int]) -> None:
+    """Each step's commit once."""
+    commit = CheckpointStore.commit
+
+    def refusing(self: CheckpointStore, draft: Draft) -> Checkpoint:
+        if draft.step in steps:
+            steps.remove(draft.step)
+            raise CheckpointStorageError(f"S3 refused step {draft.step}")
+        return commit(self, draft)
+
+    monkeypatch.setattr(CheckpointStore, "commit", refusing)
 
 
 def test_a_slow_s3_delays_no_step(

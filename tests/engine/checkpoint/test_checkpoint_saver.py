@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -19,9 +20,10 @@ import torch
 from counting import CountingWorker, SilentWorker, counts, saver, set_all, start
 from fsspec.implementations.memory import MemoryFileSystem
 
-from engine.checkpoint import CheckpointStore, Saver, open_checkpoint
+from engine.checkpoint import Checkpoint, CheckpointStore, Draft, Saver, open_checkpoint
 from engine.checkpoint.background import Background
-from engine.checkpoint.saved import read_rank
+from engine.checkpoint.files import CheckpointStorageError
+from engine.checkpoint.saved import read_role
 from engine.controller.host import RoleSpec
 from engine.controller.launch import Placement, Pool, launch
 from engine.errors import CheckpointError
@@ -141,9 +143,11 @@ def fails_then_works(root: Path, caplog: pytest.LogCaptureFixture, match: str) -
         set_all(roles, 2)
         large = saver(store, roles)
         large.save(2, {})
+        large.save(3, {})
         with pytest.raises(CheckpointError, match=match):
-            large.save(3, {})
+            large.wait()
         assert "writing its state failed" in caplog.text
+        assert re.search(f"no checkpoint at step 2: .*{match}", caplog.text)
         found = store.latest()
         assert found is not None
         assert found.step == 1
@@ -199,6 +203,81 @@ def test_a_state_that_can_t_be_held_leaves_nothing_and_stops_nothing(tmp_path: P
         assert last.state["kl"] == 0.5
 
 
+class RefusingStore(CheckpointStore):
+    """Refuses the commits of some steps, each once; others may be held up at a gate."""
+
+    def __init__(self, root: Path, *refused: int, gate: threading.Event | None = None) -> None:
+        super().__init__(root)
+        self.refused, self.gate = list(refused), gate
+
+    def commit(self, draft: Draft) -> Checkpoint:
+        if draft.step in self.refused:
+            self.refused.remove(draft.step)
+            raise CheckpointStorageError(f"S3 refused step {draft.step}")
+        assert self.gate is None or self.gate.wait(20)
+        return super().commit(draft)
+
+
+def test_a_save_that_failed_costs_not_the_next_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start() as roles, caplog.at_level(logging.WARNING):
+        saving = saver(RefusingStore(tmp_path, 2), roles)
+        for step in (2, 4):
+            set_all(roles, step)
+            saving.save(step, {"step": step})
+        last = saving.wait()
+        assert last is not None
+        assert last.step == 4
+        assert saving.restore(last) == {"step": 4}
+        assert counts(roles) == [4, 4]
+    assert "no checkpoint at step 2: S3 refused step 2; step 4 is being saved" in caplog.text
+
+
+def test_a_commit_that_hangs_is_waited_for_again_before_the_next(tmp_path: Path) -> None:
+    gate = threading.Event()
+    saving = Saver(RefusingStore(tmp_path, gate=gate), {}, timeout_s=0.1)
+    saving.save(1, {})
+    for _ in range(2):  # a second commit can't begin beside it
+        with pytest.raises(CheckpointError, match=r"has not ended in 0\.2 s"):
+            saving.save(2, {})
+    assert saving.owed == 2
+    gate.set()
+    saving.break_off(20.0)
+    saving.save(2, {})
+    saving.break_off(20.0)
+    last = saving.wait()
+    assert last is not None
+    assert (last.step, saving.owed) == (2, None)
+
+
+def test_what_a_save_cost_is_told_once_and_after_its_commit(tmp_path: Path) -> None:
+    gate = threading.Event()
+    saving = Saver(RefusingStore(tmp_path, gate=gate), {})
+    assert saving.take_metrics() == {}
+    saving.save(1, {})
+    assert saving.take_metrics() == {}
+    gate.set()
+    saving.wait()
+    assert saving.stats is not None
+    assert saving.take_metrics() == saving.stats.as_metrics()
+    assert saving.take_metrics() == {}
+
+
+def test_who_leaves_by_an_error_gives_the_commit_a_deadline(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+    saving = Saver(RefusingStore(tmp_path, gate=gate), {})
+    saving.save(1, {})
+    with caplog.at_level(logging.WARNING):
+        saving.break_off(0.1)
+    assert "the checkpoint of step 1 may be lost: the commit of a checkpoint has" in caplog.text
+    threading.Timer(0.2, gate.set).start()
+    saving.break_off(20.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
 def test_a_rank_that_never_reports_ends_in_a_sentence(tmp_path: Path) -> None:
     with start(critic=SilentWorker) as roles:
         saving = saver(CheckpointStore(tmp_path), roles, timeout_s=0.3)
@@ -241,8 +320,7 @@ def test_two_ranks_on_ray_are_saved_and_loaded(ray_cluster: None, tmp_path: Path
         roles.actor.set(6).result()
         last = saving.wait()
         assert last is not None
-        ranks = [read_rank(last.folder, "actor", rank, 2)["count"] for rank in range(2)]
-        assert ranks == [5, 5]
+        assert [rank.get("count") for rank in read_role(last.folder, "actor")] == [5, 5]
         assert saving.restore(last) == {"step": 5}
         assert roles.actor.get().result() == 5
         roles.actor.save_state(str(tmp_path / "nowhere")).result()

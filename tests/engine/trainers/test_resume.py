@@ -17,7 +17,8 @@ import torch
 from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint import find_latest
+from engine.checkpoint import Checkpoint, CheckpointStore, Draft, find_latest
+from engine.checkpoint.files import CheckpointStorageError
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
 from engine.errors import CheckpointError, PreemptedError, WorkerError
@@ -122,7 +123,6 @@ def test_rollout_ahead_resumes_without_losing_a_prompt(
             first.fit(checkpoint_dir=tmp_path)
     assert len(seen) == 12
     del seen[8:]  # step 3 came after the last checkpoint
-    wait_for_a_checkpoint(tmp_path)
     with watched() as second:
         second.resume(tmp_path)
         kept = [one.done for one in second.restored]
@@ -136,6 +136,38 @@ def test_rollout_ahead_resumes_without_losing_a_prompt(
         second.fit(checkpoint_dir=tmp_path)
         assert second.step == 4
     assert sorted(seen) == sorted(row["prompt"][0]["content"] for row in arithmetic_rows(16))
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+def test_a_copied_checkpoint_keeps_what_was_sampled_ahead(
+    tiny_folder: Path, tmp_path: Path, mode: str
+) -> None:
+    """An attempt that ends before its own first save hands on all that it was given."""
+    run = {"mode": mode, "total_training_steps": 4}
+    with trainer(tiny_folder, trainer=run) as first:
+        first.on_step = _stop_after(3)
+        with pytest.raises(KeyboardInterrupt):
+            first.fit(checkpoint_dir=tmp_path / "a")
+    with trainer(tiny_folder, trainer=run) as second:
+        second.on_step = _stop_after(3)
+        with pytest.raises(KeyboardInterrupt):
+            second.fit(checkpoint_dir=tmp_path / "b", resume_from=tmp_path / "a")
+    given, copied = find_latest(tmp_path / "a"), find_latest(tmp_path / "b")
+    assert given is not None
+    assert copied is not None
+    assert copied.step == 2
+    for name in ("queue", "prompts"):
+        assert _plain(copied.state[name]) == _plain(given.state[name])
+    assert mode == "async" or len(copied.state["queue"]) == 1
+
+
+def _plain(tree: Any) -> Any:
+    """A tree whose tensors are lists."""
+    if isinstance(tree, dict):
+        return {key: _plain(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_plain(value) for value in tree]
+    return tree.tolist() if isinstance(tree, torch.Tensor) else tree
 
 
 def test_completions_that_were_begun_go_on_token_by_token(
@@ -204,14 +236,6 @@ def test_completions_that_were_begun_go_on_token_by_token(
                 assert (ours["token_versions"][0, length:][rest] >= begin).all()
                 gone_on += length
     assert gone_on
-
-
-def wait_for_a_checkpoint(root: Path) -> None:
-    """The commit of an interrupted run's last save, which goes on beside it."""
-    deadline = time.monotonic() + 30
-    while find_latest(root) is None:
-        assert time.monotonic() < deadline, "nothing was saved"
-        time.sleep(0.05)
 
 
 def _stop_after(step: int) -> Any:
@@ -304,6 +328,72 @@ def test_a_save_that_fails_costs_no_training(
         subject.fit(checkpoint_dir=tmp_path / "blocked")
         assert subject.step == 6
     assert "no checkpoint at step" in caplog.text
+
+
+@pytest.mark.parametrize("refused", [[2], [4], [4, 4]], ids=str)
+def test_a_refused_commit_costs_its_own_step_at_most(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: list[int]
+) -> None:
+    left, commit = list(refused), CheckpointStore.commit
+
+    def refusing(self: CheckpointStore, draft: Draft) -> Checkpoint:
+        if draft.step in left:
+            left.remove(draft.step)
+            raise CheckpointStorageError(f"S3 refused step {draft.step}")
+        return commit(self, draft)
+
+    monkeypatch.setattr(CheckpointStore, "commit", refusing)
+    with trainer(tiny_folder, trainer={"total_training_steps": 4}) as subject:
+        assert subject.fit(checkpoint_dir=tmp_path / "run")
+        subject.save(tmp_path / "model")
+    assert not left
+    found = find_latest(tmp_path / "run")
+    assert found is not None
+    assert found.step == (2 if refused == [4, 4] else 4)
+
+
+def test_a_save_is_durable_when_the_interrupt_after_it_arrives(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = CheckpointStore.commit
+
+    def slowly(self: CheckpointStore, draft: Draft) -> Checkpoint:
+        time.sleep(1.0)
+        return commit(self, draft)
+
+    monkeypatch.setattr(CheckpointStore, "commit", slowly)
+    with trainer(tiny_folder, trainer={"save_freq": 1}) as subject:
+        subject.on_step = _stop_after(2)
+        with pytest.raises(KeyboardInterrupt):
+            subject.fit(checkpoint_dir=tmp_path)
+        found = find_latest(tmp_path)
+    assert found is not None
+    assert found.step == 1
+
+
+def test_who_reports_a_step_sees_what_the_save_before_cost(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    seen: dict[int, set[str]] = {}
+
+    def on_step(step: int, total: int, metrics: dict[str, float]) -> None:
+        seen[step] = {name for name in metrics if name.startswith("checkpoint/")}
+        deadline = time.monotonic() + 30
+        while step == 3 and find_latest(tmp_path) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    with trainer(tiny_folder, trainer={"total_training_steps": 4}) as subject:
+        subject.on_step = on_step
+        subject.fit(checkpoint_dir=tmp_path)
+        told = [name for row in subject.history for name in row if name.startswith("checkpoint/")]
+    assert sorted(seen[3] | seen[4]) == [
+        "checkpoint/bytes",
+        "checkpoint/bytes_over_least",
+        "checkpoint/stall_s",
+        "checkpoint/write_s",
+    ]
+    assert not seen[1] | seen[2]
+    assert sorted(told) == sorted(seen[3] | seen[4]), "once, and in the history too"
 
 
 @pytest.mark.usefixtures("ray_cluster")
