@@ -110,6 +110,10 @@ class Folder:
         """Names of the folders in this one."""
         return sorted(_basename(e["name"]) for e in self._entries() if e["type"] == "directory")
 
+    def names(self) -> set[str]:
+        """Names of all that is in this folder: files, folders, links that lead nowhere too."""
+        return {_basename(entry["name"]) for entry in self._entries()}
+
     def create(self) -> None:
         """Make the folder and those above it; an object store needs none."""
         if self.is_local:
@@ -122,13 +126,13 @@ class Folder:
             fsync_tree(Path(self.path))
 
     def move(self, target: Folder) -> bool:
-        """Rename a local folder; return False, without effect, when the target is taken."""
+        """Rename a local folder; return False, without effect, when there is one there."""
         with self._writing(""):
             fsync(Path(self.path))
             try:
                 os.rename(self.path, target.path)
             except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                     return False
                 raise
             fsync(Path(target.path).parent)

@@ -100,8 +100,3 @@ def own_of(saved: list[SavedRank], rank: int, world_size: int, *, alike: bool) -
             f"{len(saved)} ranks saved it and this run has {world_size}; resume on {len(saved)}"
         )
     return saved[rank % len(saved)]
-
-
-def read_rank(uri: str, role: str, rank: int, world_size: int, *, alike: bool = False) -> Tree:
-    """One rank's whole state: `read_role` and `own_of` together."""
-    return own_of(read_role(uri, role), rank, world_size, alike=alike).tree()

@@ -210,7 +210,7 @@ class CheckpointStore:
         return name
 
     def _free_name(self, step: int) -> str:
-        taken = set(self.root.folders())
+        taken = self.root.names()
         name, attempt = f"step_{step}", 0
         while name in taken:
             attempt += 1

@@ -18,7 +18,7 @@ from s3_server import environment
 from engine.checkpoint import CheckpointStore, find_latest, open_checkpoint
 from engine.checkpoint.files import Folder
 from engine.checkpoint.layout import rank_stem, write_tree
-from engine.checkpoint.saved import read_rank
+from engine.checkpoint.saved import own_of, read_role
 from engine.checkpoint.tree import split
 from engine.errors import CheckpointError, DamagedCheckpointError
 
@@ -48,6 +48,11 @@ def save(store: CheckpointStore, step: int, ranks: int = 2, **metrics: float) ->
 def write_rank(folder: str, rank: int, ranks: int, step: int) -> None:
     tree = {"model": {"w": torch.full((300,), float(step + rank))}, "rank": rank}
     write_tree(Folder(folder), rank_stem("actor", rank, ranks), *split(tree))
+
+
+def read_rank(folder: str, rank: int, world_size: int, *, alike: bool = False) -> dict[str, Any]:
+    """What `rank` of the role takes back."""
+    return own_of(read_role(folder, "actor"), rank, world_size, alike=alike).tree()
 
 
 def names(root: str) -> list[str]:
@@ -86,7 +91,7 @@ def test_what_was_saved_is_found_and_read(root: str) -> None:
     assert found.state["step"] == 3
     assert found.state["generator"].tolist() == [3] * 5
     for rank in range(2):
-        tree = read_rank(found.folder, "actor", rank, 2)
+        tree = read_rank(found.folder, rank, 2)
         assert tree["rank"] == rank
         assert tree["model"]["w"].tolist() == [3.0 + rank] * 300
     assert open_checkpoint(f"{root}/step_2").state["step"] == 2
@@ -120,7 +125,7 @@ def test_damage_falls_back_to_the_one_before_aloud(
         found = store.latest()
     assert found is not None
     assert found.step == 1
-    assert read_rank(found.folder, "actor", 1, 2)["model"]["w"][0] == 2.0
+    assert read_rank(found.folder, 1, 2)["model"]["w"][0] == 2.0
     (line,) = [r.getMessage() for r in caplog.records if r.name.startswith("engine")]
     assert f"{root}/step_2" in line
     assert re.search(match, line), line
@@ -203,7 +208,7 @@ def test_an_error_in_the_block_leaves_nothing(root: str) -> None:
 
 def test_ranks_that_are_alike_share_states(root: str) -> None:
     found = save(CheckpointStore(root), 1)
-    assert [read_rank(found, "actor", r, 5, alike=True)["rank"] for r in range(5)] == [
+    assert [read_rank(found, r, 5, alike=True)["rank"] for r in range(5)] == [
         0,
         1,
         0,
@@ -211,7 +216,7 @@ def test_ranks_that_are_alike_share_states(root: str) -> None:
         0,
     ]
     with pytest.raises(CheckpointError, match=r"2 ranks saved it and this run has 5"):
-        read_rank(found, "actor", 4, 5)
+        read_rank(found, 4, 5)
 
 
 def test_wrong_places_are_named(tmp_path: Path) -> None:
@@ -222,6 +227,31 @@ def test_wrong_places_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file can't be written: File exists"):
         CheckpointStore(tmp_path / "file").begin(1)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["file", "dangling link", "link to a folder"])
+def test_a_name_that_something_else_has_is_passed_over(tmp_path: Path, kind: str) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    (tmp_path / "other").mkdir()
+    target = tmp_path / ("other" if kind == "link to a folder" else "nowhere")
+    if kind == "file":
+        (root / "step_5").write_text("notes")
+    else:
+        (root / "step_5").symlink_to(target)
+    store = CheckpointStore(root)
+    assert save(store, 5) == f"{root}/step_5.1"
+    assert save(store, 5) == f"{root}/step_5.2"
+    assert (root / "step_5").is_file() == (kind == "file")
+
+
+@pytest.mark.timeout(60)
+def test_a_target_that_can_t_be_renamed_to_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(CheckpointError, match=r"made can't be written: Not a directory; check"):
+        Folder(tmp_path / "made").move(Folder(tmp_path / "taken"))
 
 
 def test_a_killed_deletion_leaves_no_checkpoint_behind(tmp_path: Path) -> None:
