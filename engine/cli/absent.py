@@ -105,7 +105,7 @@ ABSENT: tuple[Absent, ...] = (
     _void("actor_rollout_ref.rollout.prompt_length", "set data.max_prompt_length"),
     _void("actor_rollout_ref.rollout.response_length", "set data.max_response_length"),
     _void("*.rollout_n", "it is actor_rollout_ref.rollout.n"),
-    _void("*.shuffle", "mini-batches keep their order"),
+    Absent("*.shuffle", "mini-batches are cut from shuffled rows", (True,), refused=False),
     _void("*.data_loader_seed", "set seed"),
     # The data.
     _void("data.return_*", "rows keep all their columns"),
@@ -187,8 +187,8 @@ ABSENT: tuple[Absent, ...] = (
     # The loop.
     _void("trainer.n_gpus_per_node", _SPREAD),
     _void("trainer.nnodes", "the nodes are those of the Ray cluster that RAY_ADDRESS names"),
-    _void("trainer.device", "roles run on CPU cores"),
-    _void("trainer.balance_batch", "there is one rank to balance"),
+    _void("trainer.device", "see rl.trainer.placement=auto, and gpus in rl.trainer.pools"),
+    _void("trainer.balance_batch", "ranks get equally many rows, in micro-batches cut by tokens"),
     _void("trainer.use_*", "there is one trainer"),
     Absent("trainer.resume_from_path", "a run resumes from trainer.default_local_dir by itself"),
     Absent("trainer.critic_warmup", "critic and policy start together", (0,)),
@@ -202,7 +202,10 @@ ABSENT: tuple[Absent, ...] = (
         "trainer.max_critic_ckpt_to_keep",
         "checkpoints are kept by rl.trainer.max_checkpoints_to_keep",
     ),
-    _void("trainer.del_local_ckpt_after_load", "nothing is loaded but the model"),
+    _void(
+        "trainer.del_local_ckpt_after_load",
+        "checkpoints are kept by rl.trainer.max_checkpoints_to_keep",
+    ),
     _void("trainer.esi_redundant_time", "saves come by trainer.save_freq"),
     _void("trainer.ray_wait_register_center_timeout", "set rl.trainer.start_timeout_s"),
     _void("ray_init*", "Ray is joined at RAY_ADDRESS, or started here"),

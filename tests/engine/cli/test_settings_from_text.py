@@ -199,6 +199,12 @@ def test_an_argument_holds_against_all_names_that_a_file_has_for_the_setting(
     assert at(resolve(file, [argument]).config, path) == value
 
 
+def test_shuffled_mini_batches_are_what_happens_here() -> None:
+    assert resolve(None, ["actor_rollout_ref.actor.shuffle=true"]).notices == []
+    [notice] = resolve(None, ["actor_rollout_ref.actor.shuffle=false"]).notices
+    assert notice.endswith("has no effect here: mini-batches are cut from shuffled rows")
+
+
 def test_print_config_is_read_back(tmp_path: Path) -> None:
     config = parsed(
         "data.train_files=a.parquet",
