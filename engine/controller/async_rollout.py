@@ -60,7 +60,7 @@ class AsyncRollout(RolloutLoop):
         """The trainer has new weights: workers load them between two decode steps."""
         with self._changed:
             self._weights = weights
-            self.admission, _ = self.admission.updated(weights.version)
+            self.admission = self.admission.updated(weights.version)
             self._act(*self.fleet.updated(weights.version, time.monotonic()))
 
     def metrics(self) -> dict[str, float]:

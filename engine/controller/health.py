@@ -14,10 +14,10 @@ The states of a worker, what leads out of each, and in brackets what is asked fo
     REPLACING   Replaced -> STARTING
     FAILED      final
 
-Each but DEAD and FAILED dies [Kill, Reissue] when its process ends, when a call passes its
-deadline, when too many calls raise, when the state's deadline passes, and when it is silent for too
-long (hung, SIGSTOP). It is then DEAD, or FAILED if its restart budget is spent. The fleet goes on
-while one worker isn't FAILED; after the last, [Stop] carries the first cause.
+Each but DEAD and FAILED dies [Kill, Reissue] when its process ends or a call on it gives no result
+(Died), when the state's deadline passes, and when it is silent for too long (hung, SIGSTOP). It is
+then DEAD, or FAILED if its restart budget is spent. The fleet goes on while one worker isn't
+FAILED; after the last, [Stop] carries the first cause.
 
 Invariants, after every event (`Fleet.check`, where a single value shows them):
 
@@ -38,9 +38,6 @@ from typing import Self
 
 from engine.controller.signals import (
     Action,
-    CallFailed,
-    CallFailure,
-    CallSucceeded,
     Died,
     Event,
     Heartbeat,
@@ -74,7 +71,6 @@ class HealthPolicy:
     dead_after: float = 20.0  # silence that makes it DEAD
     start_timeout: float = 300.0  # from Replace to Replaced, and again from there to Started
     sync_timeout: float = 120.0  # from SyncWeights to Synced, while it doesn't serve
-    max_errors: int = 3  # calls that raise, with no success between them, before it is DEAD
     max_restarts: int = 3  # restarts within `window`; at the next death it is FAILED
     window: float = 600.0  # deaths longer ago are forgotten if the worker has served since
     backoff: float = 1.0  # before the first restart; doubles with each death in the window
@@ -86,7 +82,7 @@ class HealthPolicy:
                 f"suspect_after={self.suspect_after} and dead_after={self.dead_after} leave a "
                 "silent worker no time to come back; set 0 < suspect_after < dead_after"
             )
-        for name in ("start_timeout", "sync_timeout", "max_errors", "window"):
+        for name in ("start_timeout", "sync_timeout", "window"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it has to be above 0")
         for name in ("max_restarts", "backoff", "backoff_max"):
@@ -108,7 +104,6 @@ class Worker:
     attempt: int = 0  # number of its process
     heard: float = 0.0  # last sign of life, in SERVING and SUSPECT
     version: int = -1  # of its weights; -1: the trainer's weights were never sent
-    errors: int = 0  # calls that raised since the last success
     served: bool = False  # whether this attempt has been SERVING
     deaths: tuple[Death, ...] = ()  # those that count against the restart budget
 
@@ -188,14 +183,6 @@ class Fleet:
                 pass
             case Died(cause), _:
                 return self._die(worker, cause, now)
-            case CallFailed(CallFailure.RAISED, _), _ if worker.errors + 1 < self.policy.max_errors:
-                worker = replace(worker, errors=worker.errors + 1)
-                # A failed transfer is tried again within the same deadline.
-                return worker, self._sync(worker) if worker.state is State.SYNCING else ()
-            case CallFailed(kind, cause), _:
-                return self._die(worker, f"call {kind}: {cause}", now)
-            case CallSucceeded(), _:
-                return replace(worker, errors=0), ()
             case Replaced(), State.REPLACING:
                 deadline = now + self.policy.start_timeout
                 return replace(worker, state=State.STARTING, deadline=deadline), ()

@@ -7,13 +7,6 @@ the events and does the actions is the caller's subject.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
-
-
-class CallFailure(StrEnum):
-    LOST = "lost"  # the process is gone
-    TIMEOUT = "timeout"  # no answer before the call's deadline
-    RAISED = "raised"  # the method raised; the process lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +27,8 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class CallSucceeded:
-    """A call on the worker gave its result."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallFailed:
-    """A call on the worker gave no result. The caller reissues the prompts of that call itself."""
-
-    kind: CallFailure
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
 class Died:
-    """The worker's process ended."""
+    """The worker's process ended, never came up, or gave no result for a call."""
 
     cause: str
 
@@ -58,7 +38,7 @@ class Replaced:
     """The process that Replace asked for exists; it isn't up yet."""
 
 
-Event = Started | Synced | Heartbeat | CallSucceeded | CallFailed | Died | Replaced
+Event = Started | Synced | Heartbeat | Died | Replaced
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Which groups asynchronous rollout may begin, and which of them the trainer may consume.
 
 A group is the n completions of one prompt. The trainer's version v is the number of its updates;
-an update consumes `batch` groups. A group is as old as its oldest token, and may be consumed at
-version v only if v - oldest <= η (`staleness`); η = 0 is synchronous on-policy training.
+an update consumes `batch` groups, also where it learns nothing from them. A group is as old as its
+oldest token, and may be consumed at version v only if v - oldest <= η (`staleness`); η = 0 is
+synchronous on-policy training.
 
 This is a pure state machine: `Admission` is a value, a transition returns the next one. Prompts,
 completions, threads, clocks and Ray are the caller's. A prompt is its position in the data stream
@@ -10,26 +11,23 @@ completions, threads, clocks and Ray are the caller's. A prompt is its position 
 given up is ignored. A key takes one way through the state:
 
     data stream ──start──> in flight ──finished──> queue ──take──> consumed
-                 ^             │ reissued, lost       │ updated (too old)
-                 └── again <───┴──────────────────────┘
+                 ^             │ lost
+                 └── again <───┘
 
 Admission (AReaL, arXiv:2505.24298, staleness-aware training): one more group is begun at version v
 only if ⌊(consumed + in flight + queued) / batch⌋ <= v + η. The rule counts groups and trusts that
-they are consumed in the order of their start. A slow group, overtaken by fast ones, can still get
-too old. What happens then is `Limits.wait`:
-
-- True: the trainer waits rather than make an update that pushes a group over its bound. So no
-  decoded token is thrown away, and slow (long) completions aren't sampled out of the data.
-- False: the trainer goes on; too old groups are dropped, and their prompts are sampled again.
+they are consumed in the order of their start. A slow group, overtaken by fast ones, could still get
+too old: so the trainer waits rather than make an update that pushes a group over its bound. No
+decoded token is thrown away, and slow (long) completions aren't sampled out of the data.
 
 Invariants, after every transition (`Admission.check`):
 
 1. No prompt is lost or doubled: each key that left the data stream is in exactly one place, or
    was consumed or rejected once.
-2. in flight + queued <= `queue_bound` <= (η + 1)·batch: what is begun has its place in the queue.
+2. in flight + queued <= (η + 1)·batch: what is begun has its place in the queue.
 3. All that is in flight or queued is within η now; so is all that is consumed.
 4. One batch is consumed an update: consumed is v·batch, or (v + 1)·batch while the update runs.
-5. With `wait`, what is in flight or queued can be consumed in time, oldest first, without a drop.
+5. What is in flight or queued can be consumed in time, oldest first.
 
 Liveness: while one worker with current weights lives and finishes what it begins, `take` gives a
 batch after finitely many transitions.
@@ -49,25 +47,16 @@ class Limits:
 
     batch: int  # groups an update consumes (train_batch_size), e.g. 32
     staleness: int  # η: versions a group's oldest token may be behind at consumption, e.g. 1
-    queue_bound: int | None = None  # groups begun and not consumed; None is (staleness + 1)·batch
     steps: int | None = None  # updates of the whole run; nothing is begun that they can't consume
-    wait: bool = True  # wait for a slow group before it gets too old, rather than drop it
 
     def __post_init__(self) -> None:
         for name, value, least in (
             ("batch", self.batch, 1),
             ("staleness", self.staleness, 0),
-            ("queue_bound", self.queue_bound, self.batch),
             ("steps", self.steps, 0),
         ):
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it has to be at least {least}")
-
-    @property
-    def places(self) -> int:
-        """Groups that may be in flight or queued at once."""
-        most = (self.staleness + 1) * self.batch
-        return most if self.queue_bound is None else min(self.queue_bound, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +93,7 @@ class Admission:
     again: tuple[int, ...] = ()  # keys to sample again before any new one, ascending
     in_flight: Mapping[int, Group] = field(default_factory=dict)  # by key
     queue: tuple[Group, ...] = ()  # finished, oldest first
-    dropped: int = 0  # groups given up because they got too old
-    reissued: int = 0  # groups given up because their worker or their call failed
+    reissued: int = 0  # groups given up because their worker died
     rejected: int = 0  # groups thrown away by request (failed reward, dynamic sampling)
     late: int = 0  # answers ignored because their attempt had been given up or had answered
 
@@ -121,7 +109,7 @@ class Admission:
         if self.limits.steps is not None:
             updates = min(updates, self.limits.steps)
         unconsumed = len(self.in_flight) + len(self.queue)
-        return min(updates * self.limits.batch - self.consumed, self.limits.places) - unconsumed
+        return updates * self.limits.batch - self.consumed - unconsumed
 
     def may_start(self, version: int, oldest: int | None = None) -> bool:
         """Whether a worker whose weights have `version` may begin one more group.
@@ -130,10 +118,9 @@ class Admission:
         group go on whose `oldest` token, of an earlier run, would be.
         """
         self._check_version(version)
-        others = self._ages() if self.limits.wait else []
         step = self.consumed // self.limits.batch
         age = version if oldest is None else min(version, oldest)
-        return self.room > 0 and self._in_time([*others, age], step)
+        return self.room > 0 and self._in_time([*self._ages(), age], step)
 
     def start(
         self, worker: str, version: int, oldest: int | None = None
@@ -159,15 +146,6 @@ class Admission:
             in_flight={**self.in_flight, ticket.key: group},
         )
         return state, ticket
-
-    def resumed(self, ticket: Ticket, version: int) -> Admission:
-        """An interrupted group goes on under weights `version`; its oldest token stays."""
-        group = self._current(ticket)
-        if group is None:
-            return self
-        self._check_version(version)
-        group = replace(group, newest=max(group.newest, version))
-        return replace(self, in_flight={**self.in_flight, ticket.key: group})
 
     def finished(self, ticket: Ticket, versions: Collection[int]) -> tuple[Admission, bool]:
         """All completions of a group are there; says whether the answer counts.
@@ -210,15 +188,13 @@ class Admission:
             return replace(self, late=self.late + 1)
         return replace(self._without({ticket.key}), rejected=self.rejected + 1)
 
-    def reissue(self, ticket: Ticket) -> Admission:
-        """Give one group in flight up (its call failed); its prompt is sampled again."""
-        group = self._current(ticket)
-        return self if group is None else self._give_up_in_flight([group])
-
     def lost(self, worker: str) -> tuple[Admission, tuple[Ticket, ...]]:
         """Give up all that `worker` had in flight (it died); returns what is sampled again."""
-        groups = [group for group in self.in_flight.values() if group.worker == worker]
-        return self._give_up_in_flight(groups), tuple(group.ticket for group in groups)
+        lost = [group.ticket for group in self.in_flight.values() if group.worker == worker]
+        keys = {ticket.key for ticket in lost}
+        again = tuple(sorted((*self.again, *keys)))
+        state = replace(self._without(keys), again=again, reissued=self.reissued + len(lost))
+        return state, tuple(lost)
 
     def take(self) -> tuple[Admission, tuple[Group, ...]]:
         """The batch for the next update, oldest first; empty if it isn't there yet."""
@@ -232,34 +208,21 @@ class Admission:
         if len(chosen) < size:
             return self, ()
         left = [group.oldest for group in (*rest, *self.in_flight.values())]
-        if self.limits.wait and not self._in_time(left, self.version + 1):
+        if not self._in_time(left, self.version + 1):
             return self, ()
         # The order of the queue and `updated` see to it; consumption is where it must hold.
         if self.version - chosen[0].oldest > self.limits.staleness:
             raise RolloutError(f"group {chosen[0]} is too old for version {self.version}")
         return replace(self, queue=rest, consumed=self.consumed + size), chosen
 
-    def updated(self, version: int) -> tuple[Admission, tuple[Ticket, ...]]:
-        """The trainer has made its update to `version`.
-
-        Returns the attempts given up because they got too old, queued or in flight: the caller
-        forgets their completions and aborts those still decoding. With `wait` there are none.
-        """
+    def updated(self, version: int) -> Admission:
+        """The trainer has made its update to `version`."""
         if version != self.version + 1 or not self.training:
             raise RolloutError(
                 f"version {version} can't follow version {self.version} "
                 f"{'with' if self.training else 'without'} a batch taken; an update is one take()"
             )
-        unconsumed = (*self.queue, *self.in_flight.values())
-        old = [g for g in unconsumed if version - g.oldest > self.limits.staleness]
-        state = replace(self._put_back(old), version=version, dropped=self.dropped + len(old))
-        return state, tuple(group.ticket for group in old)
-
-    def recovered(self) -> Admission:
-        """The state to resume from when workers and queue are gone: all is sampled again."""
-        if self.training:
-            raise RolloutError("a run resumes between updates; this state is within one")
-        return self._put_back([*self.queue, *self.in_flight.values()])
+        return replace(self, version=version)
 
     def check(self) -> None:
         """Raise RolloutError naming each invariant of the module's docstring that is broken."""
@@ -271,15 +234,14 @@ class Admission:
             "1: a key is in two places": len(set(keys)) == len(keys),
             "1: a key is lost or doubled": self.begun == self.consumed + self.rejected + len(keys)
             and all(0 <= key < self.begun for key in keys),
-            "2: more groups than places": len(groups) <= self.limits.places,
+            "2: more groups than places": len(groups) <= (bound + 1) * size,
             "2: more prompts than updates": len(keys)
             <= (self.version + bound + 1) * size - self.consumed,
             "3: a group is too old": all(self.version - g.oldest <= bound for g in groups),
             "3: a version is unknown": all(g.oldest <= g.newest <= self.version for g in groups),
             "4: not one batch an update": self.consumed % size == 0
             and step - self.version in (0, 1),
-            "5: a group can't be consumed in time": not self.limits.wait
-            or self._in_time(self._ages(), step),
+            "5: a group can't be consumed in time": self._in_time(self._ages(), step),
         }
         broken = [name for name, held in holds.items() if not held]
         if broken:
@@ -306,12 +268,4 @@ class Admission:
 
     def _without(self, keys: set[int]) -> Admission:
         in_flight = {key: group for key, group in self.in_flight.items() if key not in keys}
-        queue = tuple(group for group in self.queue if group.ticket.key not in keys)
-        return replace(self, in_flight=in_flight, queue=queue)
-
-    def _put_back(self, groups: Iterable[Group]) -> Admission:
-        keys = {group.ticket.key for group in groups}
-        return replace(self._without(keys), again=tuple(sorted((*self.again, *keys))))
-
-    def _give_up_in_flight(self, groups: list[Group]) -> Admission:
-        return replace(self._put_back(groups), reissued=self.reissued + len(groups))
+        return replace(self, in_flight=in_flight)

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.controller.health import Death, Fleet, HealthPolicy, State
+from engine.controller.health import Fleet, HealthPolicy, State
 from engine.controller.signals import (
     Action,
-    CallFailed,
-    CallFailure,
-    CallSucceeded,
     Died,
     Event,
     Heartbeat,
@@ -106,8 +103,8 @@ def test_a_hung_worker_is_suspected_then_replaced_and_its_late_signs_change_noth
     assert "no heartbeat for 20.0 s" in drive.fleet.workers["a"].deaths[0].cause
     drive.tick(21)
     before = drive.fleet
-    late: tuple[Event, ...] = (Heartbeat(), Started(), Synced(7), CallSucceeded(), Died("x"))
-    for event in (*late, CallFailed(CallFailure.LOST, "x"), Replaced()):
+    late: tuple[Event, ...] = (Heartbeat(), Started(), Synced(7), Died("x"), Replaced())
+    for event in late:
         assert drive.on("a", event, 22, attempt=0).fleet == before
         assert drive.did == ()
 
@@ -236,29 +233,6 @@ def test_an_update_is_no_sign_of_life() -> None:
     assert drive.tick(5).state("a") is State.SUSPECT
 
 
-@pytest.mark.parametrize("kind", [CallFailure.LOST, CallFailure.TIMEOUT])
-def test_a_lost_or_overdue_call_is_a_death(kind: CallFailure) -> None:
-    drive = Drive("a").serve("a", 0).on("a", CallFailed(kind, "generate"), 1)
-    assert drive.did == (Kill("a", 0), Reissue("a", 0))
-    assert drive.fleet.workers["a"].deaths == (Death(1, f"a: call {kind}: generate"),)
-
-
-def test_calls_that_raise_are_a_death_only_in_a_row() -> None:
-    drive, raised = Drive("a").serve("a", 0), CallFailed(CallFailure.RAISED, "ValueError")
-    for _ in range(3):
-        drive.on("a", raised, 1).on("a", raised, 1).on("a", CallSucceeded(), 1)
-        assert drive.fleet.serving == ("a",)
-    drive.on("a", raised, 1).on("a", raised, 1).on("a", raised, 1)
-    assert drive.did == (Kill("a", 0), Reissue("a", 0))
-
-
-def test_weights_that_failed_to_arrive_are_sent_again() -> None:
-    drive = Drive("a").on("a", Started(), 0)
-    drive.on("a", CallFailed(CallFailure.RAISED, "broken pipe"), 1)
-    assert drive.did == (SyncWeights("a", 0, 7),)
-    assert drive.tick(30).did == (Kill("a", 0), Reissue("a", 0)), "within the same deadline"
-
-
 def test_what_breaks_the_protocol_is_refused() -> None:
     drive = Drive("a").on("a", Started(), 0)
     with pytest.raises(WorkerError, match="trainer is at 7"):
@@ -291,7 +265,6 @@ def test_check_sees_what_is_broken() -> None:
         {"suspect_after": 0.0},
         {"start_timeout": 0.0},
         {"sync_timeout": -1.0},
-        {"max_errors": 0},
         {"window": 0.0},
         {"max_restarts": -1},
         {"backoff": -1.0},

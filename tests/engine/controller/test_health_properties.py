@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 from engine.controller.health import Fleet, HealthPolicy, State
 from engine.controller.signals import (
     Action,
-    CallFailed,
-    CallFailure,
-    CallSucceeded,
     Died,
     Event,
     Heartbeat,
@@ -38,8 +35,6 @@ EVENTS = st.sampled_from(
     [
         *(3 * [Started(), Synced(0), Heartbeat(), Replaced(), "tick", "updated"]),
         *(Synced(1), Synced(2)),  # versions behind the trainer's
-        CallSucceeded(),
-        *(CallFailed(kind, "y") for kind in CallFailure),
         Died("x"),
     ]
 )
@@ -109,12 +104,12 @@ class Cluster:
     never, until `calm`.
     """
 
-    def __init__(self, seed: int, staleness: int, wait: bool, faults: float, calm: float) -> None:
+    def __init__(self, seed: int, staleness: int, faults: float, calm: float) -> None:
         self.random, self.now, self.faults, self.calm = random.Random(seed), 0.0, faults, calm
         names = [f"w{i}" for i in range(self.random.randint(1, 4))]
         policy = replace(POLICY, max_restarts=6, sync_timeout=15)
         self.fleet = Fleet.begin(names, 0.0, policy, max_lag=staleness)
-        self.state = Admission(Limits(batch=3, staleness=staleness, wait=wait, steps=10))
+        self.state = Admission(Limits(batch=3, staleness=staleness, steps=10))
         self.processes = {(name, 0): self.spawn() for name in names}
         self.reissues: Counter[tuple[str, int]] = Counter()
         self.killed: list[tuple[float, tuple[str, int]]] = []
@@ -180,9 +175,8 @@ class Cluster:
             process.syncs.remove((arrival, version))
             process.version = max(process.version, version)
             self.tell(who, Synced(process.version))
-            for ticket, (_, versions) in process.groups.items():
+            for _, versions in process.groups.values():
                 versions.add(process.version)
-                self.state = self.state.resumed(ticket, process.version)
         for ticket, (end, versions) in list(process.groups.items()):
             if self.now >= end:
                 del process.groups[ticket]
@@ -201,10 +195,7 @@ class Cluster:
     def train(self) -> None:
         if self.now >= self.update_at:
             self.update_at = float("inf")
-            self.state, given_up = self.state.updated(self.state.version + 1)
-            for process in self.processes.values():
-                for ticket in given_up:
-                    process.groups.pop(ticket, None)
+            self.state = self.state.updated(self.state.version + 1)
             self.fleet, actions = self.fleet.updated(self.state.version, self.now)
             self.do(actions)
         if not self.state.training:
@@ -217,14 +208,13 @@ class Cluster:
 @given(
     seed=st.integers(0, 2**32),
     staleness=st.integers(0, 2),
-    wait=st.booleans(),
     faults=st.sampled_from([0.0, 0.01, 0.04, 0.1]),
 )
 @settings(max_examples=40, deadline=None)
 def test_a_supervised_run_loses_no_prompt_and_ends(
-    seed: int, staleness: int, wait: bool, faults: float
+    seed: int, staleness: int, faults: float
 ) -> None:
-    cluster = Cluster(seed, staleness, wait, faults, calm=150.0)
+    cluster = Cluster(seed, staleness, faults, calm=150.0)
     while cluster.state.version < 10 and not cluster.fleet.stopped:
         cluster.step()
         assert cluster.now < 2_000, f"neither done nor stopped: {cluster.fleet}"
@@ -244,7 +234,7 @@ def test_the_simulated_runs_break_and_recover() -> None:
     """The property above would say little if hardly a run had a death or saw its end."""
     deaths, late, done = 0, 0, 0
     for seed in range(20):
-        cluster = Cluster(seed, staleness=1, wait=False, faults=0.1, calm=150.0)
+        cluster = Cluster(seed, staleness=1, faults=0.1, calm=150.0)
         while cluster.state.version < 10 and not cluster.fleet.stopped:
             cluster.step()
         deaths += sum(cluster.reissues.values())

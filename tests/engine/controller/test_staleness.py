@@ -54,8 +54,7 @@ def test_without_staleness_it_is_synchronous_and_on_policy() -> None:
         assert keys(batch) == [3 * version, 3 * version + 1, 3 * version + 2]
         assert {(g.oldest, g.newest) for g in batch} == {(version, version)}
         assert not state.may_start(version), "nothing may be begun with weights about to change"
-        state, given_up = state.updated(version + 1)
-        assert given_up == ()
+        state = state.updated(version + 1)
         assert not state.may_start(version), "a worker with the old weights has to wait"
 
 
@@ -63,66 +62,29 @@ def test_an_interrupted_group_stays_as_old_as_its_oldest_token() -> None:
     state = Admission(Limits(batch=1, staleness=1))
     state, [first, second] = begin(state, 2)
     state, batch = finish(state, [first], 0).take()
-    state, _ = state.updated(1)
-    state = state.resumed(second, 1)
-    assert (state.in_flight[1].oldest, state.in_flight[1].newest) == (0, 1)
+    state = state.updated(1)
     state, batch = finish(state, [second], 0, 1).take()
     assert [(g.oldest, g.newest) for g in batch] == [(0, 1)]
 
 
-def overtaken(wait: bool) -> tuple[Admission, Ticket]:
-    """Version 2 of a run (batch 2, η 1) whose group 0 is slow: the next update would end it."""
-    state, [slow, *fast] = begin(Admission(Limits(batch=2, staleness=1, wait=wait)), 4)
-    state, _ = finish(state, fast, 0).take()
-    state, _ = state.updated(1)
-    state, fast = begin(state, 2, version=1)
-    return finish(state, fast, 1), slow
-
-
 def test_the_trainer_waits_for_a_group_before_it_gets_too_old() -> None:
-    state, slow = overtaken(wait=True)
+    state, [slow, *fast] = begin(Admission(Limits(batch=2, staleness=1)), 4)
+    state, _ = finish(state, fast, 0).take()
+    state = state.updated(1)
+    state, fast = begin(state, 2, version=1)
+    state = finish(state, fast, 1)
     assert len(state.queue) == 3
     assert state.take()[1] == ()
     state, batch = finish(state, [slow], 0, 1).take()
     assert keys(batch) == [0, 3]
-    state, given_up = state.updated(2)
-    state.check()
-    assert (given_up, state.dropped) == ((), 0)
-
-
-def test_without_waiting_a_group_that_got_too_old_is_sampled_again_and_counted() -> None:
-    state, slow = overtaken(wait=False)
-    state, batch = state.take()
-    assert keys(batch) == [3, 4]
-    state, given_up = state.updated(2)
-    state.check()
-    assert (given_up, state.dropped, state.again) == ((slow,), 1, (0,))
-    state, counts = state.finished(slow, {0, 1, 2})
-    assert (counts, state.late) == (False, 1)
-    state, [again] = begin(state, 1, version=2)
-    assert again.key == slow.key
-    assert again.attempt != slow.attempt
-    state, batch = finish(state, [again], 2).take()
-    assert keys(batch) == [5, 0]
-
-
-def test_a_queued_group_that_gets_too_old_is_dropped() -> None:
-    state = Admission(Limits(batch=1, staleness=1, wait=False))
-    state, [first] = begin(state, 1)
-    state, _ = finish(state, [first], 0).take()
-    state, _ = state.updated(1)
-    state, tickets = begin(state, 2, version=0)  # by a worker that is behind
-    state, batch = finish(state, tickets, 0).take()
-    state, given_up = state.updated(2)
-    state.check()
-    assert (keys(batch), given_up, state.queue) == ([1], (tickets[1],), ())
+    state.updated(2).check()
 
 
 def test_a_worker_behind_begins_nothing_that_can_t_be_consumed_in_time() -> None:
     state = Admission(Limits(batch=1, staleness=1))
     state, [first] = begin(state, 1)
     state, _ = finish(state, [first], 0).take()
-    state, _ = state.updated(1)
+    state = state.updated(1)
     state, _ = begin(state, 1, version=0)
     assert state.room == 1
     assert not state.may_start(0)
@@ -148,56 +110,28 @@ def test_a_dead_worker_s_prompts_are_sampled_again_and_its_late_answer_is_ignore
     assert keys(state.take()[1]) == [0, 1]
 
 
-def test_reissue_and_reject_concern_one_group() -> None:
+def test_reject_concerns_one_group_for_good() -> None:
     state, [a, b, c] = begin(Admission(Limits(batch=3, staleness=0)), 3)
-    state = state.reissue(a).reject(b)
+    state = state.reject(b)
     state.check()
-    assert (state.again, list(state.in_flight), state.rejected, state.room) == ((0,), [2], 1, 2)
-    assert state.reissue(a) == state
-    assert state.resumed(a, 0) == state
+    assert (state.again, list(state.in_flight), state.rejected, state.room) == ((), [0, 2], 1, 1)
     assert state.reject(b).late == 1
-    state, tickets = begin(state, 2)
-    assert [t.key for t in tickets] == [0, 3]
-    assert keys(finish(state, [c, *tickets], 0).take()[1]) == [0, 2, 3]
-
-
-def test_the_queue_s_bound_counts_what_is_in_flight() -> None:
-    state, tickets = begin(Admission(Limits(batch=2, staleness=5, queue_bound=3)), 3)
-    assert state.room == 0
-    state = finish(state, tickets, 0)
-    assert state.room == 0
-    state, _ = state.take()
-    assert state.room == 2
+    state, [new] = begin(state, 1)
+    assert new.key == 3
+    assert keys(finish(state, [a, c, new], 0).take()[1]) == [0, 2, 3]
 
 
 def test_nothing_is_begun_that_the_run_s_last_update_can_t_consume() -> None:
     state = Admission(Limits(batch=2, staleness=3, steps=2))
     state, tickets = begin(state, 4)
     assert state.room == 0
-    state = state.reissue(tickets[0])
-    assert state.room == 1
-
-
-def test_a_run_resumes_with_all_unconsumed_prompts_to_sample_again() -> None:
-    state, tickets = begin(Admission(Limits(batch=2, staleness=1)), 4)
-    state = finish(state, tickets[1:], 0)
-    state, batch = state.take()
-    with pytest.raises(RolloutError, match="between updates"):
-        state.recovered()
-    state, _ = state.updated(1)
-    state = state.recovered()
-    state.check()
-    assert (keys(batch), state.again, state.begun) == ([1, 2], (0, 3), 4)
-    state, tickets = begin(state, 3, version=1)
-    assert [t.key for t in tickets] == [0, 3, 4]
+    assert state.reject(tickets[0]).room == 1
 
 
 def test_what_breaks_the_protocol_is_refused() -> None:
     state, [ticket] = begin(Admission(Limits(batch=1, staleness=0)), 1)
     with pytest.raises(RolloutError, match="trainer is at 0"):
         state.may_start(1)
-    with pytest.raises(RolloutError, match="trainer is at 0"):
-        state.resumed(ticket, 1)
     with pytest.raises(RolloutError, match="trainer is at 0"):
         state.finished(ticket, {0, 1})
     with pytest.raises(RolloutError, match="version of each token"):
@@ -218,7 +152,6 @@ def test_what_breaks_the_protocol_is_refused() -> None:
     [
         ({"batch": 0, "staleness": 0}, "batch"),
         ({"batch": 1, "staleness": -1}, "staleness"),
-        ({"batch": 4, "staleness": 1, "queue_bound": 3}, "queue_bound"),
         ({"batch": 4, "staleness": 1, "steps": -1}, "steps"),
     ],
 )
