@@ -25,6 +25,7 @@ from engine.models import (
     check_vocabulary,
     load_model,
     require_model_folder,
+    save_policy,
     vocabulary_and_context,
 )
 from engine.models.load import adapter_base, whole_config
@@ -257,11 +258,14 @@ class HybridActor(nn.Module):
         return self.policy.load_state_dict(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
-        """Write the policy as transformers does; of many ranks, who call it together, the first."""
+        """Write the policy as transformers does; of many ranks, who call it together, the first.
+
+        Raises StorageError, on every rank, if it can't be written.
+        """
         if self._spread is not None:
             self._spread.save_pretrained(folder, **options)
         else:
-            self.policy.save_pretrained(folder, **options)
+            save_policy(self.policy, folder, options)
 
     def close(self) -> None:
         """End the rollout engine; the policy stays as it is."""
