@@ -124,4 +124,6 @@ def install() -> None:
         values[name] = lambda _=None: None  # one each: torch.compile's rules are by function
     for name, value in values.items():
         setattr(torch.cuda, name, value)
+    bindings: Any = torch._C
+    bindings._cuda_getCurrentRawStream = lambda _: 0  # bitsandbytes looks for it, on import
     torch.Tensor.cuda = lambda self, *_, **__: self.to("cuda")  # type: ignore[method-assign]
