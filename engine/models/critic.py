@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,16 @@ class CriticModel(nn.Module):
     def values(self, hidden: Tensor) -> Tensor:
         """Values `[B, L]` (float32) of the backbone's outputs `[B, L, H]`."""
         return head_values(self.head, hidden)
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The backbone, as a language model calls its own."""
+        return self.backbone
+
+    @property
+    def config(self) -> Any:
+        """The backbone's configuration."""
+        return self.backbone.config
 
     def get_output_embeddings(self) -> nn.Linear:
         """The value head, where a language model has its own."""

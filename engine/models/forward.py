@@ -186,8 +186,8 @@ def response_log_probs(
 def response_values(critic: CriticModel | nn.Module, batch: Batch) -> Tensor:
     """Values `[B, R]` of the states before each response token; 0 where there is no token."""
     seqs = left_align(batch)
-    if isinstance(critic, CriticModel) and takes_packed_rows(critic.backbone):
-        return read_values(critic.values(hidden_states(critic.backbone, seqs)), seqs, batch)
+    if isinstance(critic, CriticModel) and takes_packed_rows(critic):
+        return read_values(critic.values(hidden_states(critic, seqs)), seqs, batch)
     values: Any = critic(seqs.input_ids.to(next(critic.parameters()).device), None)
     return read_values(values, seqs, batch)
 
@@ -195,7 +195,8 @@ def response_values(critic: CriticModel | nn.Module, batch: Batch) -> Tensor:
 def hidden_states(model: nn.Module, seqs: Sequences, position_ids: Tensor | None = None) -> Tensor:
     """Outputs of the body's last norm `[B, L, H]`: what the head reads; padding's are anything.
 
-    `position_ids [B, L]` are those of columns that are a share of longer rows.
+    `model` is a language model or a critic. `position_ids [B, L]` are those of columns that are a
+    share of longer rows.
     """
     whole: Any = model
     body = whole.base_model

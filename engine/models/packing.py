@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.errors import ConfigError, DataError
+from engine.models.critic import CriticModel
 
 _NAME = "hybridflyte_packed"  # transformers' name of `_attention`
 _OWN = "unpacked_config"  # an attention module's attribute: its configuration as it was
@@ -64,7 +65,7 @@ def pack_rows(ids: Tensor, lengths: Tensor) -> PackedRows:
     return PackedRows(ids[present][None], columns[present][None], starts, longest)
 
 
-def apply_packing(model: PreTrainedModel) -> None:
+def apply_packing(model: PreTrainedModel | CriticModel) -> None:
     """Let `model`, in place, take packed rows by `packed_forward`; padded ones as before.
 
     Other models stay as they are, and so does one that it was applied to. Raises ConfigError where

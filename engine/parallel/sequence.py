@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.errors import ConfigError, WorkerError
@@ -34,12 +34,13 @@ _NAME = "hybridflyte_ulysses"  # transformers' name of `_attention`
 _SHARE = "sequence_share"  # an attention module's attribute
 
 
-def apply_ulysses(model: PreTrainedModel | Stage, ranks: Ranks) -> None:
+def apply_ulysses(model: nn.Module, ranks: Ranks) -> None:
     """Let `model`'s attention, in place, see the tokens of all `sp` ranks.
 
-    From then on the model takes what `split_tokens` gives. Call it before or after sharding, and
-    after the heads are spread over `tp`; other models of this process stay as they are, those that
-    share a configuration with this one too. One `sp` rank: nothing happens.
+    It is a language model, a critic, or a pipeline stage of either, with their `config`. From then
+    on the model takes what `split_tokens` gives. Call it before or after sharding, and after the
+    heads are spread over `tp`; other models of this process stay as they are, those that share a
+    configuration with this one too. One `sp` rank: nothing happens.
 
     Raises ConfigError for a model whose attention can't be spread over these ranks.
     """
@@ -48,8 +49,9 @@ def apply_ulysses(model: PreTrainedModel | Stage, ranks: Ranks) -> None:
         return
     found = [module for module in model.modules() if _is_attention(module)]
     _check_model(model, found, ranks)
-    share = _Share(group, ranks.size("sp"), ranks.index("sp"), model.config)
-    ours = copy.copy(model.config)
+    config: Any = model.config
+    share = _Share(group, ranks.size("sp"), ranks.index("sp"), config)
+    ours = copy.copy(config)
     ours._attn_implementation = _NAME
     for attention in found:  # the model itself keeps its configuration: no mask is made differently
         attention.__dict__ |= {"config": ours, _SHARE: share}
@@ -233,7 +235,7 @@ def _is_attention(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("is_causal", "layer_idx", "config"))
 
 
-def _check_model(model: PreTrainedModel | Stage, attentions: list[nn.Module], ranks: Ranks) -> None:
+def _check_model(model: Any, attentions: list[nn.Module], ranks: Ranks) -> None:
     """Raise ConfigError for attention that is not plain, or not divisible."""
     config = model.config.get_text_config()
     sp, across = ranks.size("sp"), ranks.size("sp", "tp")

@@ -199,7 +199,7 @@ class SpreadModel:
         ranks, config = self.ranks, self.config
         module: Any = model
         if config.packing:
-            apply_packing(getattr(module, "backbone", module))
+            apply_packing(module)
         if ranks.size("pp") > 1:
             module = stages.take_stage(model, ranks.index("pp"), ranks.size("pp"))
         layers = decoder_layers(module)
@@ -359,7 +359,7 @@ def decoder_layers(module: Any) -> list[nn.Module]:
     """The repeated layers of a model, a critic or a stage, in order."""
     if isinstance(module, stages.Stage):
         return module.layers
-    body = getattr(module, "backbone", None) or module.base_model
+    body = module.base_model
     count = body.config.get_text_config().num_hidden_layers
     found = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     return list(found[0]) if found else []

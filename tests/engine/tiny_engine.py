@@ -27,6 +27,7 @@ from engine.data.collate import collate_completions
 from engine.data.rows import rl_row
 from engine.data.tokenizer import train_tokenizer
 from engine.models import build_model, save_model
+from engine.workers.spread import SpreadModel
 
 VOCABULARY = 97
 _SHAPE: dict[str, Any] = {
@@ -113,6 +114,14 @@ def training_batch(rows: int, seed: int = 0) -> Batch:
         "values": noise(0.3),
         "returns": noise(1.0),
     }
+
+
+def fill_value_head(spread: SpreadModel) -> None:
+    """Let a new critic, who predicts 0 everywhere, tell states apart."""
+    whole = {name: tensor.clone() for name, tensor in spread.whole_tensors()}
+    head = whole["head.weight"]
+    head.copy_(torch.linspace(-0.2, 0.2, head.numel()).view_as(head))
+    spread.load_whole(whole)
 
 
 def arithmetic_rows(count: int) -> list[dict[str, Any]]:

@@ -217,7 +217,7 @@ def test_packed_rows_give_a_critic_s_values_too() -> None:
     batch = completions_batch(*random_completions(7))
     with torch.no_grad():
         wanted = response_values(critic, batch)
-        apply_packing(critic.backbone)
+        apply_packing(critic)
         seen = seen_tokens(critic.backbone)
         got = response_values(critic, batch)
     assert seen == [int(batch["attention_mask"].sum())]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
 from thorough import and_slow
-from tiny_engine import completions_batch, save_family
+from tiny_engine import completions_batch, fill_value_head, save_family
 from torch import Tensor
 
 from engine.batch import Batch
@@ -58,10 +58,16 @@ def course(folder: str, sizes: dict[str, int]) -> list[tuple[int, dict[str, Tens
     asked = [actor.log_probs, reference.log_probs]
     if config.parallel.pp == 1:
         asked.append(reference.full_kl)
-    if config.parallel.sp == 1:
-        critic = CriticConfig.model_validate({"max_tokens_per_micro_batch": BUDGET})
-        common = {"config": critic, "total_steps": 1, "seed": 0, "parallel": config.parallel}
-        asked.append(CriticWorker(context("critic"), model_path=folder, **common).values)
+    critic = CriticWorker(
+        context("critic"),
+        model_path=folder,
+        config=CriticConfig.model_validate({"max_tokens_per_micro_batch": BUDGET}),
+        total_steps=1,
+        seed=0,
+        parallel=config.parallel,
+    )
+    fill_value_head(critic.spread)
+    asked.append(critic.values)
     found = []
     for part in [mesh.share(rank).index] if sizes else range(2):
         batch = rows(part)

@@ -1,0 +1,97 @@
+"""The critic on many ranks: every layout gives values and trains as one rank does. Real gloo ranks.
+
+Layouts over `dp`, `fsdp`, `tp` and `pp` are the actor's too: what is here is of shared sequences,
+where the head reads each rank's own tokens alone, and of packed rows, which go through the body.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import run_ranks
+from thorough import and_slow
+from tiny_engine import fill_value_head, save_family, training_batch
+
+from engine.batch import Batch
+from engine.config import CriticConfig, ParallelConfig
+from engine.controller.shares import take_share
+from engine.parallel.layout import Layout
+from engine.workers.base import WorkerContext
+from engine.workers.critic import CriticWorker
+from engine.workers.mesh import Mesh
+
+ROWS, STEPS = 12, 2
+
+
+def course(folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    """Two updates: metrics, values before each and at the end, and the last weights, whole."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    spread = ParallelConfig.model_validate(parallel)
+    mesh = Mesh(tuple(Layout.of(spread).sizes.items()))
+    changes = {"optim": {"lr": 1e-2, "grad_clip": 0.3}, "max_tokens_per_micro_batch": 64}
+    worker = CriticWorker(
+        WorkerContext("critic", rank, world, mesh=mesh),
+        model_path=folder,
+        config=CriticConfig.model_validate(changes),
+        total_steps=STEPS,
+        seed=0,
+        parallel=spread,
+    )
+    fill_value_head(worker.spread)
+    share = mesh.share(rank)
+    batches = [take_share(training_batch(ROWS, seed=step), share)[0] for step in range(STEPS)]
+    values, metrics = [worker.values(batches[0])["values"]], []
+    for batch in batches:
+        metrics.append(worker.update(batch))
+        values.append(worker.values(batch)["values"])
+    whole = {name: t.clone() for name, t in worker.spread.whole_tensors()}
+    return {"metrics": metrics, "values": values, "weights": whole, "share": share}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_family("qwen2", tmp_path_factory.mktemp("critic")))
+
+
+@pytest.fixture(scope="module")
+def alone(folder: str) -> dict[str, Any]:
+    [result] = run_ranks(1, course, folder, {})
+    return result
+
+
+LAYOUTS: list[dict[str, Any]] = [{"sp": 2}]
+MORE: list[dict[str, Any]] = [
+    {"sp": 2, "activation_checkpointing": True, "offload_params": True},
+    {"fsdp": 2, "packing": True},
+    {"fsdp": 2, "sp": 2},
+    {"sp": 2, "tp": 2},
+    {"pp": 2, "sp": 2},
+]
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    and_slow(LAYOUTS, MORE),
+    ids=lambda p: " ".join(f"{k}={v}" for k, v in p.items()),
+)
+def test_every_layout_is_as_one_rank(
+    folder: str, alone: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    sizes = {k: v for k, v in parallel.items() if not isinstance(v, bool)}
+    results = run_ranks(Layout(**sizes).world_size, course, folder, parallel)
+    assert alone["values"][0].abs().max() > 0.1
+    for result in results:
+        for step in range(STEPS):
+            assert result["metrics"][step] == pytest.approx(
+                alone["metrics"][step], rel=2e-4, abs=2e-5
+            )
+        for name, tensor in alone["weights"].items():
+            # An Adam step moves a weight by up to lr = 1e-2, whatever its gradient's size.
+            torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-4, atol=1e-4)
+        for index, values in enumerate(alone["values"]):
+            wanted = take_share(Batch({"values": values}), result["share"])[0]["values"]
+            close = 1e-5 if index == 0 else 5e-4  # weights have moved
+            torch.testing.assert_close(result["values"][index], wanted, rtol=1e-4, atol=close)
