@@ -167,16 +167,19 @@ class Batch:
         tensors = {name: self[name][index] for name in self.names}
         return Batch(tensors, {k: v[where] for k, v in self.columns.items()})
 
-    def split(self, parts: int) -> list[Batch]:
-        """Split into `parts` runs of consecutive rows whose lengths differ by one at most.
+    def split(self, parts: int, unit: int = 1) -> list[Batch]:
+        """Split into `parts` runs of consecutive rows whose lengths differ by one unit at most.
 
-        Raises DataError when there are fewer rows than parts.
+        Units of `unit` rows stay whole. Raises DataError when there are fewer of them than parts.
         """
-        if not 1 <= parts <= len(self):
+        units = len(self) // unit
+        if not 1 <= parts <= units:
+            together = f" in units of {unit}" if unit > 1 else ""
             raise DataError(
-                f"can't split {len(self)} rows into {parts} parts; use more rows or fewer ranks"
+                f"can't split {len(self)} rows{together} into {parts} parts; use more rows or "
+                "fewer ranks"
             )
-        edges = [round(i * len(self) / parts) for i in range(parts + 1)]
+        edges = [unit * round(i * units / parts) for i in range(parts + 1)]
         return [self.rows(slice(a, b)) for a, b in pairwise(edges)]
 
     def minibatches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:

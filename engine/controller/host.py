@@ -128,7 +128,7 @@ class Host:
                 continue
             value = unite([join([next(flat) for _ in range(ranks)]) for ranks in item.ranks])
             if rule.splits and isinstance(value, Batch):
-                value, real = take_share(value, share, pad=rule.pad)
+                value, real = take_share(value, share, unit=rule.unit, pad=rule.pad)
                 counts.append((len(value), real))
             arguments.append(value)
         cut = len(arguments) - len(call.names)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from engine.batch import Batch
-from engine.errors import WorkerError
+from engine.errors import DataError, WorkerError
 from engine.workers.base import Metric
 from engine.workers.mesh import Share
 
@@ -22,16 +22,21 @@ class RankMetrics:
     values: dict[str, float | Metric]
 
 
-def take_share(batch: Batch, share: Share, *, pad: bool = False) -> tuple[Batch, int]:
+def take_share(
+    batch: Batch, share: Share, *, unit: int = 1, pad: bool = False
+) -> tuple[Batch, int]:
     """Return one rank's consecutive rows of `batch` and how many of them are real.
 
-    Padding comes after the batch's last row: its rows again, with `response_mask` 0.
+    Every `unit` rows stay together. Padding comes after the batch's last row: its rows again, with
+    `response_mask` 0. Raises DataError for rows that make no whole units.
     """
     rows, parts = len(batch), share.parts
-    if not pad or not rows or rows % parts == 0:
-        part = batch if parts == 1 else batch.split(parts)[share.index]
+    if rows % unit:
+        raise DataError(f"{rows} rows make no whole units of {unit}; give a multiple of it")
+    if not pad or not rows or rows % (parts * unit) == 0:
+        part = batch if parts == 1 else batch.split(parts, unit)[share.index]
         return part, len(part)
-    size = -(-rows // parts)
+    size = -(-rows // (parts * unit)) * unit
     index = torch.arange(share.index * size, (share.index + 1) * size)
     part = batch.rows(index % rows)
     if "response_mask" in batch:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine.config import LoRAConfig, ParallelConfig, RLConfig
+from engine.dataflows import choose_dataflow
 from engine.errors import ConfigError
 from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape, check_layout
@@ -117,6 +118,12 @@ def _check_actor(config: RLConfig, lora: LoRAConfig) -> None:
         raise ConfigError(
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} with trainer.mode=async: "
             "a rollout worker there is one process; set it to 1"
+        )
+    size, every = config.actor.ppo_mini_batch_size, 2 * layout.data_ranks
+    if choose_dataflow(config.algorithm).pairs and 0 < size < every:
+        raise ConfigError(
+            f"actor.ppo_mini_batch_size={size} holds no pair of completions for each of "
+            f"{layout.data_ranks} data-parallel ranks; set {every} or more, or 0 for all"
         )
     prompts = config.trainer.train_batch_size
     for name, size in (("completions of a step", prompts * rollout.n), ("prompts", prompts)):

@@ -106,11 +106,12 @@ class ActorWorker(TrainedWorker):
             batch = batch | {"old_log_probs": batch["rollout_log_probs"]}
         return self._optimize(batch, 1, self._accumulate)
 
-    @dispatch(Dispatch.DATA_PARALLEL_METRICS)
+    @dispatch(Dispatch.DATA_PARALLEL_METRICS, unit=2, pad=True)
     def update_pairs(self, batch: Batch) -> dict[str, float]:
         """Take the optimizer steps of one batch of pairs: rows 2i are chosen, 2i+1 rejected.
 
-        Reads `ref_log_probs [B, R]`, unless the preference loss knows no reference.
+        Reads `ref_log_probs [B, R]`, unless the preference loss knows no reference. How many pairs
+        a step has is the samples' matter, so there may be fewer of them than ranks.
         """
 
         def accumulate(mini: Batch) -> list[Metrics]:

@@ -35,6 +35,7 @@ class Rule:
 
     mode: Dispatch
     axes: tuple[str, ...] = DATA_AXES  # rows are split over these
+    unit: int = 1  # rows that stay together, e.g. 2 for pairs
     pad: bool = False  # rows are padded so that every rank gets equally many
     reads: frozenset[str] = frozenset()  # fields of a batch that it needs; none: all
     gives: frozenset[str] = frozenset()  # fields of its result; none: unknown
@@ -49,24 +50,25 @@ def dispatch(
     mode: Dispatch,
     *,
     axis: str | tuple[str, ...] = (),
+    unit: int = 1,
     pad: bool = False,
     reads: Iterable[str] = (),
     gives: Iterable[str] = (),
 ) -> Callable[[F], F]:
     """Mark a method as callable on a worker group.
 
-    `axis` names the mesh axes that rows are split over (default: "dp" and "fsdp"). With `pad`,
-    every rank gets equally many rows, at least one: rows are repeated with `response_mask` 0, and
-    what comes out for them is dropped. Without it shares differ by one row at most, and fewer rows
-    than ranks is a DataError.
+    `axis` names the mesh axes that rows are split over (default: "dp" and "fsdp"). Every
+    `unit` rows (2: pairs) go to one rank. With `pad`, every rank gets equally many units, at least
+    one: rows are repeated with `response_mask` 0, and what comes out for them is dropped. Without
+    it shares differ by one unit at most, and fewer units than ranks is a DataError.
 
     A method that names the fields it `reads` doesn't wait for pieces of a batch whose methods say
     that they `give` others: so reward, reference and critic run side by side.
     """
     axes = (axis,) if isinstance(axis, str) else axis
-    rule = Rule(mode, axes or DATA_AXES, pad, frozenset(reads), frozenset(gives))
-    if (axes or pad) and not rule.splits:
-        raise WorkerError(f"{mode} splits no rows; leave axis and pad away")
+    rule = Rule(mode, axes or DATA_AXES, unit, pad, frozenset(reads), frozenset(gives))
+    if (axes or pad or unit != 1) and not rule.splits:
+        raise WorkerError(f"{mode} splits no rows; leave axis, unit and pad away")
     if mode is Dispatch.AXIS and not axes:
         raise WorkerError('Dispatch.AXIS needs an axis, such as axis="tp"')
 

@@ -1,6 +1,7 @@
 """Gradients of preference losses on pairs of completions; what a pair's loss is, is `algorithms`'.
 
-A pair is two consecutive rows, chosen then rejected, and never parted by a micro-batch.
+A pair is two consecutive rows, chosen then rejected, and never parted by a micro-batch. Where
+neither has response tokens it is padding: it gets no pass and counts nowhere.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ def accumulate_pairs(
     reader: Reader,
     max_tokens: int,
 ) -> list[dict[str, Sum]]:
-    """Add the gradients of the mean loss over the pairs of all ranks; `batch` has 2N rows of them.
+    """Add the gradients of the mean loss over the real pairs of all ranks; `batch` has 2N rows.
 
     `reader`'s log-probs must be of the temperature that the reference's are. Returns metrics.
     """
     loss_function, options = get_pair_loss(config.loss), preference_options(config)
-    lengths = batch["attention_mask"].sum(1).view(-1, 2).max(1).values
-    pairs = spread.total(len(lengths))
+    real = batch["response_mask"].bool().any(1).view(-1, 2).any(1).nonzero().squeeze(1)
+    lengths = batch["attention_mask"].sum(1).view(-1, 2).max(1).values[real]
+    pairs = spread.total(len(real))
     micros = []
     # A micro-batch of N pairs has 2N rows, as wide as the longest.
     for index in token_budget_batches(lengths.tolist(), max(1, max_tokens // 2)):
-        first = 2 * torch.tensor(index)
+        first = 2 * real[index]
         micros.append(trim(batch.rows(torch.stack([first, first + 1], 1).flatten())))
 
     def loss(got: Outputs, micro: Batch) -> tuple[Tensor, dict[str, Sum]]:

@@ -43,7 +43,7 @@ class ReferenceWorker(Worker):
             self.spread = SpreadModel(model, ranks, parallel)
         context.shared[context.role] = self.spread
 
-    @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, gives=("ref_log_probs",))
+    @dispatch(Dispatch.DATA_PARALLEL, pad=True, reads=TOKENS, gives=("ref_log_probs",))
     def log_probs(self, batch: Batch) -> Batch:
         """`ref_log_probs [B, R]`."""
         return Batch({"ref_log_probs": self._outputs(batch, self.spread, None)["log_probs"]})

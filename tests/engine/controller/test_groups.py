@@ -280,6 +280,7 @@ def test_a_mesh_must_cover_the_ranks() -> None:
     [
         (Dispatch.AXIS, {}, "needs an axis"),
         (Dispatch.RANK_ZERO, {"pad": True}, "splits no rows"),
+        (Dispatch.ONE_TO_ALL, {"unit": 2}, "splits no rows"),
         (Dispatch.ONE_TO_ALL, {"axis": "tp"}, "splits no rows"),
     ],
 )

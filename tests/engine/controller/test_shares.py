@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import Batch
@@ -15,12 +15,15 @@ from engine.errors import DataError, PlacementError, WorkerError
 from engine.workers.base import Metric
 from engine.workers.mesh import Mesh
 
+quick = settings(deadline=None)  # a loaded machine is no fault of ours
+
 
 def batch(rows: int) -> Batch:
     tensors = {"x": torch.arange(rows), "response_mask": torch.ones(rows, 2)}
     return Batch(tensors, {"tag": list(range(rows))})
 
 
+@quick
 @given(rows=st.integers(1, 17), ranks=st.integers(1, 6), repeat=st.integers(1, 3))
 def test_padded_shares_are_equal_and_join_to_the_whole(rows: int, ranks: int, repeat: int) -> None:
     mesh = Mesh.of(dp=ranks)
@@ -37,6 +40,7 @@ def test_padded_shares_are_equal_and_join_to_the_whole(rows: int, ranks: int, re
     assert whole["response_mask"].min() == 1
 
 
+@quick
 @given(rows=st.integers(1, 17), ranks=st.integers(1, 6))
 def test_shares_without_padding_differ_by_one_row(rows: int, ranks: int) -> None:
     mesh = Mesh.of(dp=ranks)
@@ -48,6 +52,45 @@ def test_shares_without_padding_differ_by_one_row(rows: int, ranks: int) -> None
     assert all(len(part) == real for part, real in parts)
     assert {len(part) for part, _ in parts} <= {rows // ranks, -(-rows // ranks)}
     assert join([part for part, _ in parts])["x"].tolist() == list(range(rows))
+
+
+@quick
+@given(
+    units=st.integers(1, 17),
+    unit=st.integers(1, 3),
+    ranks=st.integers(1, 6),
+    pad=st.booleans(),
+)
+def test_units_of_rows_stay_together(units: int, unit: int, ranks: int, pad: bool) -> None:
+    mesh, whole = Mesh.of(dp=ranks), batch(units * unit)
+    if units < ranks and not pad:
+        with pytest.raises(DataError, match="use more rows or fewer ranks"):
+            take_share(whole, mesh.share(0), unit=unit)
+        return
+    shares = [take_share(whole, mesh.share(rank), unit=unit, pad=pad) for rank in range(ranks)]
+    for part, real in shares:
+        assert real % unit == 0
+        runs = part["x"].view(-1, unit)
+        assert torch.equal(runs, runs[:, :1] // unit * unit + torch.arange(unit))
+        assert part["response_mask"].sum(1).tolist() == [2.0] * real + [0.0] * (len(part) - real)
+    sizes = {len(part) // unit for part, _ in shares}
+    assert sizes <= ({-(-units // ranks)} if pad else {units // ranks, -(-units // ranks)})
+    kept = [drop_padding(part, len(part), real) for part, real in shares]
+    assert join(kept)["x"].tolist() == list(range(units * unit))
+
+
+def test_three_pairs_on_two_ranks() -> None:
+    mesh = Mesh.of(dp=2)
+    shares = [take_share(batch(6), mesh.share(rank), unit=2, pad=True) for rank in range(2)]
+    assert [(part["x"].tolist(), real) for part, real in shares] == [
+        ([0, 1, 2, 3], 4),
+        ([4, 5, 0, 1], 2),
+    ]
+
+
+def test_half_a_pair() -> None:
+    with pytest.raises(DataError, match="3 rows make no whole units of 2"):
+        take_share(batch(3), Mesh.of(dp=1).share(0), unit=2)
 
 
 def test_the_batch_that_is_padded_stays_as_it_was() -> None:
@@ -62,6 +105,7 @@ def test_padding_that_can_t_be_told_apart(result: object) -> None:
         drop_padding(result, 2, 1)
 
 
+@quick
 @given(
     parts=st.lists(
         st.tuples(st.integers(1, 9), st.floats(-10, 10), st.floats(0.5, 10)), min_size=1, max_size=5

@@ -158,6 +158,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"actor": {"parallel": {"fsdp": 2}}, "rollout": {"parts": 3}},
         r"rollout.parts=3 is more than the 2 prompts that each of 2 copies",
     ),
+    "pairs": (
+        {
+            "algorithm": {"dataflow": "online_dpo"},
+            "actor": {"parallel": {"fsdp": 2}, "ppo_mini_batch_size": 2},
+        },
+        r"ppo_mini_batch_size=2 holds no pair .*each of 2 data-parallel ranks; set 4 or more",
+    ),
     "rows": ({"actor": {"parallel": {"fsdp": 8}}}, r"prompts don't give each of the actor's 8"),
 }
 
