@@ -87,7 +87,7 @@ def alone(
 
 @pytest.mark.parametrize(
     ("parallel", "rollout_tp"),
-    [({"tp": 2}, 1), ({"fsdp": 2}, 2), ({"pp": 2}, 1)],
+    [({"tp": 2}, 1), ({"fsdp": 2}, 2), ({"pp": 2}, 1), ({"sp": 2}, 1)],
 )
 @pytest.mark.slow
 def test_ppo_on_two_ranks_is_ppo_on_one(
