@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -60,9 +60,18 @@ def engine(fake: FakeServer) -> Iterator[ServerEngine]:
     engine.close()
 
 
-def loops() -> list[threading.Thread]:
-    """The threads that clients' requests run on."""
-    return [thread for thread in threading.enumerate() if thread.name == "rollout-server"]
+Loops = Callable[[], list[threading.Thread]]
+
+
+@pytest.fixture
+def loops() -> Loops:
+    """The threads that requests of this test's clients run on; other files' engines have theirs."""
+
+    def running() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "rollout-server"]
+
+    before = running()
+    return lambda: [thread for thread in running() if thread not in before]
 
 
 def timed(fake: FakeServer, fault: Fault) -> ServerEngine:
@@ -172,7 +181,7 @@ def test_another_kind_of_server(fake: FakeServer) -> None:
     ],
 )
 def test_bad_settings_are_refused(
-    fake: FakeServer, options: dict[str, object], message: str
+    loops: Loops, fake: FakeServer, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         connect(fake, build("qwen2"), **options)
@@ -188,7 +197,7 @@ def test_the_key_is_sent(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("key", ["clé", "secret\n", "a\x7fb"])
 def test_a_key_that_can_t_be_sent_is_refused_and_not_shown(
-    fake: FakeServer, monkeypatch: pytest.MonkeyPatch, key: str
+    loops: Loops, fake: FakeServer, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     monkeypatch.setenv("ROLLOUT_KEY", key)
     with pytest.raises(ConfigError, match=r"api_key_env='ROLLOUT_KEY'.*not ASCII") as refusal:
@@ -205,7 +214,9 @@ def test_what_is_no_address_is_not_tried_again(fake: FakeServer) -> None:
     client.close()
 
 
-def test_no_thread_is_left_when_a_client_can_t_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_is_left_when_a_client_can_t_be_made(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(**options: Any) -> None:
         raise OSError("no sockets left")
 
@@ -216,7 +227,10 @@ def test_no_thread_is_left_when_a_client_can_t_be_made(monkeypatch: pytest.Monke
 
 
 def test_closing_waits_for_no_callback_that_hangs(
-    fake: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    loops: Loops,
+    fake: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(client_module, "_CLOSING_S", 0.2)
     held, released = threading.Event(), threading.Event()
@@ -254,7 +268,10 @@ def test_closing_waits_for_no_callback_that_hangs(
 
 
 def test_connections_that_can_t_be_closed_are_named_and_the_thread_ends(
-    fake: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    loops: Loops,
+    fake: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def broken(self: httpx.AsyncClient) -> None:
         raise OSError("bad file descriptor")
@@ -267,7 +284,7 @@ def test_connections_that_can_t_be_closed_are_named_and_the_thread_ends(
     assert loops() == []
 
 
-def test_a_closed_engine_serves_nothing(engine: ServerEngine) -> None:
+def test_a_closed_engine_serves_nothing(loops: Loops, engine: ServerEngine) -> None:
     engine.close()
     engine.close()
     with pytest.raises(RolloutError, match="can't serve: it was closed"):
