@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 import torch
 from faulty_s3 import Faults, faulty_s3
+from refused_commits import refuse_commits
 from tiny_engine import random_completions, tiny_model
 from transformers import PreTrainedModel
 
-from engine.checkpoint import Checkpoint, CheckpointStore, Draft, find_latest
-from engine.checkpoint.files import CheckpointStorageError, Folder
+from engine.checkpoint import CheckpointStore, find_latest
+from engine.checkpoint.files import Folder
 from engine.config import SFTConfig
 from engine.errors import CheckpointError, PreemptedError
 from engine.trainers.sft import Example, SFTTrainer
@@ -160,19 +161,6 @@ def test_a_failed_save_before_the_last_one_costs_not_the_last(
     found = find_latest(tmp_path)
     assert found is not None
     assert found.step == STEPS
-
-
-def refuse_commits(monkeypatch: pytest.MonkeyPatch, steps: list[int]) -> None:
-    """Each step's commit once."""
-    commit = CheckpointStore.commit
-
-    def refusing(self: CheckpointStore, draft: Draft) -> Checkpoint:
-        if draft.step in steps:
-            steps.remove(draft.step)
-            raise CheckpointStorageError(f"S3 refused step {draft.step}")
-        return commit(self, draft)
-
-    monkeypatch.setattr(CheckpointStore, "commit", refusing)
 
 
 def test_a_slow_s3_delays_no_step(

@@ -14,11 +14,11 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from refused_commits import refuse_commits
 from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint import Checkpoint, CheckpointStore, Draft, find_latest
-from engine.checkpoint.files import CheckpointStorageError
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
 from engine.errors import CheckpointError, PreemptedError, WorkerError
@@ -334,15 +334,8 @@ def test_a_save_that_fails_costs_no_training(
 def test_a_refused_commit_costs_its_own_step_at_most(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: list[int]
 ) -> None:
-    left, commit = list(refused), CheckpointStore.commit
-
-    def refusing(self: CheckpointStore, draft: Draft) -> Checkpoint:
-        if draft.step in left:
-            left.remove(draft.step)
-            raise CheckpointStorageError(f"S3 refused step {draft.step}")
-        return commit(self, draft)
-
-    monkeypatch.setattr(CheckpointStore, "commit", refusing)
+    left = list(refused)
+    refuse_commits(monkeypatch, left)
     with trainer(tiny_folder, trainer={"total_training_steps": 4}) as subject:
         assert subject.fit(checkpoint_dir=tmp_path / "run")
         subject.save(tmp_path / "model")
