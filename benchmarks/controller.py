@@ -18,9 +18,9 @@ import torch
 from training_case import make_trainer, quiet, write_model
 
 from engine.batch import Batch
-from engine.controller.host import RoleSpec
 from engine.controller.launch import Placement, Pool, launch
 from engine.controller.timeline import CONTROLLER, Span
+from engine.controller.worker_host import RoleSpec
 from engine.workers.base import Dispatch, Worker, dispatch
 
 

@@ -32,11 +32,11 @@ from engine.batch import Batch
 from engine.config import ActorConfig
 from engine.data.collate import collate_completions
 from engine.models import load_model
-from engine.workers import delta
+from engine.weight_transfer import delta
+from engine.weight_transfer.endpoints import WeightReceiver, WeightSender
+from engine.weight_transfer.policy_weights import pack_policy
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
-from engine.workers.sync import WeightReceiver, WeightSender
-from engine.workers.weights import pack_policy
 
 SIZES = {  # hidden, intermediate, layers, heads, kv heads, vocabulary
     "1M": (128, 384, 4, 4, 2, 512),

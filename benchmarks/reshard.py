@@ -32,17 +32,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from engine.config import ParallelConfig
 from engine.parallel.exchange import Exchange
 from engine.parallel.fsdp import shard_model
-from engine.parallel.full import full_parameters
+from engine.parallel.gather import full_parameters
 from engine.parallel.grouping import Grouping, contiguous, grouping
-from engine.parallel.holdings import Holdings
 from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.live import gather_holdings, local_tensors
-from engine.parallel.ranks import Ranks
+from engine.parallel.module_shards import gather_holdings, local_tensors
+from engine.parallel.pipeline_stages import layers_by_stage, take_stage
+from engine.parallel.process_groups import Ranks
 from engine.parallel.reshard import Plan, RankPlan, plan
+from engine.parallel.shard_map import Holdings
+from engine.parallel.sharding_specs import merge_stages, rollout_holdings, train_holdings
 from engine.parallel.shared import share_storage
-from engine.parallel.spreads import merge_stages, rollout_holdings, train_holdings
-from engine.parallel.stages import layers_by_stage, take_stage
-from engine.parallel.tensor import apply_tensor_parallel
+from engine.parallel.tensor_parallel import apply_tensor_parallel
 
 WORLD = 4
 DEADLINE_S = 600

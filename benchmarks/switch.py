@@ -26,8 +26,8 @@ from transformers import Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from engine import HybridActor, measure_switch_overhead
-from engine.hybrid.switch import StorageCounter
 from engine.rollout.protocol import create_engine
+from engine.runtime.switch_overhead import StorageCounter
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ spare_imports()
 
 if TYPE_CHECKING:
     from engine.data.loader import make_rl_data_loader
-    from engine.hybrid import HybridActor, measure_switch_overhead
     from engine.models import create_critic_model
+    from engine.runtime import HybridActor, measure_switch_overhead
     from engine.trainers.rl import RLTrainer
     from engine.trainers.sft import SFTTrainer
 
@@ -33,12 +33,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "HybridActor": "engine.hybrid",
+    "HybridActor": "engine.runtime",
     "RLTrainer": "engine.trainers.rl",
     "SFTTrainer": "engine.trainers.sft",
     "create_critic_model": "engine.models",
     "make_rl_data_loader": "engine.data.loader",
-    "measure_switch_overhead": "engine.hybrid",
+    "measure_switch_overhead": "engine.runtime",
 }
 
 

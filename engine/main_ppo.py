@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    from engine.cli.help_text import config_text, help_text
     from engine.cli.resolve import resolve
-    from engine.cli.show import config_text, help_text
 
     options = _parser().parse_intermixed_args(arguments)
     if options.help:

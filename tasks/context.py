@@ -134,8 +134,8 @@ class Stage:
 
     def parent(self, name: str, artifact: FlyteDirectory) -> Path:
         """Bring an input artifact to this machine and note it as a parent."""
-        from engine.artifacts import share
         from engine.lineage.manifest import read_manifest
+        from engine.storage.artifacts import share
 
         path = local_artifact(artifact)
         source = str(artifact.remote_source or artifact.path)
@@ -150,7 +150,7 @@ class Stage:
         On a Flyte cluster they are the task's intra-task checkpoints. Elsewhere it is one folder
         for the same inputs and sources, so that a run that is started again goes on.
         """
-        from engine.artifacts import home
+        from engine.storage.artifacts import home
 
         if on_cluster():
             return flyte_checkpoints()
@@ -182,8 +182,8 @@ class Stage:
 
     def publish(self, metrics: Mapping[str, float]) -> FlyteDirectory:
         """Write the manifest and move the folder to its place, and into the shared store."""
-        from engine.artifacts import Draft, publish
         from engine.lineage.manifest import read_manifest
+        from engine.storage.artifacts import Draft, publish
 
         seconds = time.perf_counter() - self.started
         self.tracked.log_metrics({"seconds": seconds, **metrics})
@@ -216,7 +216,7 @@ def stage(
     attempt_key: which of several stages of this kind in one run it is, e.g. "approved"; without it
     the second would count as another attempt of the first.
     """
-    from engine.artifacts import staging
+    from engine.storage.artifacts import staging
     from engine.tracking import Tracker
 
     with failures_as_sentences():
@@ -306,7 +306,7 @@ def link_to_mlflow(kind: str, tracker: Tracker, run_id: str) -> None:
 
 def local_artifact(artifact: FlyteDirectory) -> Path:
     """Bring an artifact to this machine; StorageError, with the way out, where it is gone."""
-    from engine.artifacts import local_path
+    from engine.storage.artifacts import local_path
 
     source = str(artifact.remote_source or artifact.path)
     if "://" in source and not source.startswith("s3://"):
@@ -320,7 +320,7 @@ def as_output(path: Path) -> FlyteDirectory:
     Where there is a shared store, by its address there: nothing is copied again. Elsewhere remote
     executions upload it.
     """
-    from engine.artifacts import share
+    from engine.storage.artifacts import share
 
     return FlyteDirectory(share(path))
 

@@ -47,9 +47,9 @@ def evaluate(
     import pandas as pd
 
     from engine.console import progress
+    from engine.evaluation.evaluate import evaluate_model
     from engine.evaluation.report import render_report
     from engine.evaluation.summary import summarise
-    from engine.evaluator import evaluate_model
     from tasks.schemas import EVALUATION_ROWS, check
 
     settings = {**decisive_settings(data, config), "seed": seed}

@@ -163,7 +163,7 @@ def _cause(error: FlyteError | None) -> str:
 
 def _sweep() -> None:
     """Remove what processes that died have left in this machine's staging folder."""
-    from engine.artifacts import home, staging
+    from engine.storage.artifacts import home, staging
 
     if (home() / ".staging").exists():
         with staging("failure"):

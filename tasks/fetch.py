@@ -49,10 +49,10 @@ def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
 
 def resolve(reference: str, name: str, experiment: str) -> Path:
     """Return the artifact folder of a model; an EngineError says why there is none."""
-    from engine.artifacts import local_path
     from engine.errors import ConfigError
     from engine.lineage.manifest import MANIFEST, verify
     from engine.models import require_model_folder
+    from engine.storage.artifacts import local_path
     from engine.tracking import Tracker
 
     if not reference:
@@ -79,11 +79,11 @@ def _registered(tracker: object, version: ModelVersion) -> Path:
     """
     import contextlib
 
-    from engine.artifacts import local_path, staging
-    from engine.disk import fsync_tree
     from engine.errors import LineageError, StorageError
     from engine.lineage.manifest import MANIFEST, read_manifest
     from engine.lineage.registry import ARTIFACT_TAG
+    from engine.storage.artifacts import local_path, staging
+    from engine.storage.fsync import fsync_tree
     from engine.tracking import Tracker
     from engine.tracking.registry import require_as_tagged
 
@@ -130,7 +130,7 @@ def _places(version: ModelVersion) -> list[Path | str]:
 
 def _named(kind: str, digest: str, manifest: str) -> tuple[Path, Path]:
     """An artifact's place, and the one for equal content with another manifest."""
-    from engine.artifacts import artifact_path
+    from engine.storage.artifacts import artifact_path
 
     place = artifact_path(kind, digest)
     return place, place.with_name(f"{place.name}-{manifest[:8]}")
@@ -152,8 +152,8 @@ def _downloaded(hub_id: str, name: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
-    from engine.artifacts import staging
     from engine.errors import ModelError
+    from engine.storage.artifacts import staging
 
     with staging("download") as draft:
         try:
@@ -175,8 +175,8 @@ def _downloaded(hub_id: str, name: str) -> Path:
 
 def _copied(folder: Path, source: str) -> Path:
     """Publish a copy of a folder without a manifest."""
-    from engine.artifacts import Draft, publish, staging
     from engine.lineage.manifest import Parent, tree_digest
+    from engine.storage.artifacts import Draft, publish, staging
 
     with staging("model") as draft:
         shutil.copytree(folder, draft, dirs_exist_ok=True)

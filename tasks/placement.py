@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from engine.config import ParallelConfig, PipelineConfig, PoolConfig, RLConfig
 from engine.errors import ConfigError
+from tasks.content_pinning import with_named_content
 from tasks.context import say
-from tasks.named import with_named_content
 from tasks.profiles import ONE_RANK, PROFILES, Profile
 
 C = TypeVar("C", bound=PipelineConfig)

@@ -24,6 +24,7 @@ from engine.config import (
     SFTConfig,
     digest,
 )
+from tasks.content_pinning import model_digest, with_commit
 from tasks.context import (
     IMAGE,
     SMALL,
@@ -34,7 +35,6 @@ from tasks.context import (
 )
 from tasks.failure import note_opened
 from tasks.inputs import RLHFConfig
-from tasks.named import model_digest, with_commit
 from tasks.placement import fit
 from tasks.profiles import ProfileName
 

@@ -64,8 +64,8 @@ def promote(
     from engine.promotion import Champions
     from engine.promotion.checks import require_untouched, require_whole_copy
     from engine.tracking import Tracker
-    from tasks.conclude import check_evidence
     from tasks.evaluate import require_same_settings
+    from tasks.finalize import check_evidence
 
     settings = {"promote": config.model_dump(mode="json"), "seed": seed}
     # Asked a second time, after consent, it is a stage of its own and no retry of the first.
@@ -276,7 +276,7 @@ def champion_rows(
     import pandas as pd
 
     from engine.errors import EngineError, LineageError
-    from engine.evaluator import evaluate_model
+    from engine.evaluation.evaluate import evaluate_model
     from engine.promotion.checks import require_whole_copy
 
     try:
@@ -316,10 +316,10 @@ def recorded_rows(case: Case, champion: ModelVersion, new: pd.DataFrame) -> pd.D
     """
     import pandas as pd
 
-    from engine.artifacts import local_path
     from engine.errors import LineageError
     from engine.evaluation.rows import prompt_digest
     from engine.lineage.manifest import verify
+    from engine.storage.artifacts import local_path
     from tasks.evaluate import decisive_settings, recorded_settings
 
     uri = champion.tags.get("evaluation_uri", "")

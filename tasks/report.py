@@ -97,8 +97,8 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
 
 def write_summary(run: RunContext, facts: dict[str, Any]) -> Path:
     """Write `runs/<run id>/summary.json` whole or not at all."""
-    from engine.artifacts import home
     from engine.errors import StorageError
+    from engine.storage.artifacts import home
 
     folder = home() / "runs" / run.run_id
     path = folder / "summary.json"

@@ -35,11 +35,11 @@ def review(artifact: str, against: str, store: str, verify_content: bool) -> Fly
     `against` (empty: nothing) is compared with it, and `store` (empty: the one it lies in) is
     searched. With `verify_content`, all that it was made from and that came of it is re-hashed.
     """
-    from engine.artifacts import home
     from engine.lineage.audit import audit
     from engine.lineage.compare import compare
     from engine.lineage.page import render_page, write_page
     from engine.lineage.review import review as look
+    from engine.storage.artifacts import home
 
     with failures_as_sentences():
         names = [against, artifact] if against else [artifact]

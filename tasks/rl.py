@@ -39,7 +39,7 @@ def rl(
     """Improve the warm start by reinforcement learning on the dataset's prompts."""
     import pandas as pd
 
-    from engine.cli.session import ray_session
+    from engine.cli.ray_session import ray_session
     from engine.cli.step_line import step_line
     from engine.data.loader import PromptLoader
     from engine.trainers.attempts import run_attempts

@@ -41,9 +41,9 @@ def rollback(
         alias: The alias to move.
         request: A second call with this id changes nothing; empty: the Flyte execution.
     """
-    from engine.artifacts import publish, staging
     from engine.lineage.manifest import Draft
     from engine.promotion import Champions
+    from engine.storage.artifacts import publish, staging
     from engine.tracking import Tracker
 
     with failures_as_sentences():

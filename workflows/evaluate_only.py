@@ -10,9 +10,9 @@ from flytekit import workflow
 from flytekit.types.directory import FlyteDirectory
 
 from tasks import failure  # by module: pyflyte can't list a handler's error input
-from tasks.conclude import conclude
 from tasks.evaluate import evaluate
 from tasks.fetch import fetch
+from tasks.finalize import conclude
 from tasks.inputs import RLHFConfig
 from tasks.plan import plan
 from tasks.preprocess import preprocess

@@ -23,17 +23,17 @@ from engine.config import (
     RLConfig,
 )
 from tasks import failure  # by module: pyflyte can't list a handler's error input
-from tasks.conclude import skipped
 from tasks.context import RunContext
 from tasks.evaluate import evaluate
 from tasks.fetch import fetch
+from tasks.finalize import skipped
+from tasks.ingest import take_in
 from tasks.inputs import RLHFConfig
-from tasks.kickoff import NewData
-from tasks.kickoff import kickoff as open_night
 from tasks.profiles import ProfileName
 from tasks.report import report
+from tasks.retraining_trigger import NewData
+from tasks.retraining_trigger import kickoff as open_night
 from tasks.rl import rl
-from tasks.take_in import take_in
 from workflows.approval import gate
 
 

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from engine.checkpoint.files import CheckpointStorageError
 from engine.errors import CheckpointError
+from engine.storage.folder import CheckpointStorageError
 
 log = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ from typing import Any
 import safetensors.torch
 from safetensors import SafetensorError
 
-from engine.checkpoint.files import FileSum, Folder
 from engine.checkpoint.shards import header, offsets, prefix
 from engine.checkpoint.tree import Tensors, Tree, byte_count, safetensors_bytes, unite
 from engine.errors import DamagedCheckpointError
+from engine.storage.folder import FileSum, Folder
 
 STATE, CHECKSUMS, MARKER = "state", "checksums.json", "COMPLETE"
 _RANK = re.compile(r"(?P<role>.+)-(?P<rank>\d{5})-of-(?P<world>\d{5})\.json")

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.checkpoint.files import Folder
 from engine.checkpoint.layout import MARKER, Marker
 from engine.errors import CheckpointError, ConfigError
+from engine.storage.folder import Folder
 
 log = logging.getLogger(__name__)
 

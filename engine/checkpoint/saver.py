@@ -1,7 +1,7 @@
 """Saving beside training: roles copy their state and go on; writing and commit follow.
 
 What lives here: one save in flight over all roles, and what it cost. What does not: how a role
-writes (`engine.workers.state`), what a commit is (`store`). Knows groups by two methods only.
+writes (`engine.workers.stateful`), what a commit is (`store`). Knows groups by two methods only.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.checkpoint.background import Background
-from engine.checkpoint.files import CheckpointStorageError, Folder
 from engine.checkpoint.layout import rank_stem
 from engine.checkpoint.store import Checkpoint, CheckpointStore, Draft
 from engine.checkpoint.tree import Snapshot, Tree, unite
 from engine.errors import CheckpointError, EngineError
+from engine.storage.folder import CheckpointStorageError, Folder
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ role and part, and a box's offset is written beside it. Then DCP loads them, und
     state = {"actor": {"model": dict(model.named_parameters())}}  # plain tensors, or DTensors
     torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceStorageReader("step_500"))
 
-Not here: which boxes a rank saves (`engine.workers.trained`), files and sums (`layout`).
+Not here: which boxes a rank saves (`engine.runtime.sharded_train_state`), files and checksums
+(`layout`).
 """
 
 from __future__ import annotations

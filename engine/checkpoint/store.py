@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from engine.checkpoint.files import FileSum, Folder
 from engine.checkpoint.layout import (
     CHECKSUMS,
     MARKER,
@@ -36,6 +35,7 @@ from engine.checkpoint.layout import (
 from engine.checkpoint.retention import Keep, abandoned, draft_name, kept, remove_checkpoint
 from engine.checkpoint.tree import Tree, split
 from engine.errors import CheckpointError, DamagedCheckpointError
+from engine.storage.folder import FileSum, Folder
 
 log = logging.getLogger(__name__)
 

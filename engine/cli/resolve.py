@@ -17,10 +17,10 @@ from typing import Any, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from engine.cli.absent import find_absent
-from engine.cli.keys import REWARD_FILES, VERL, Key
+from engine.cli.renamed_keys import REWARD_FILES, VERL, Key
 from engine.cli.reward_file import reward_name
 from engine.cli.settings import RunConfig
+from engine.cli.unsupported_keys import find_absent
 from engine.config import explain
 from engine.config.base import section_of
 from engine.errors import ConfigError

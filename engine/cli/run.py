@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.cli.data import Prompts, read_prompts
 from engine.cli.failures import details_kept
-from engine.cli.save import prepare, save_whole
-from engine.cli.session import ray_session, require_shared
+from engine.cli.model_folders import prepare, save_whole
+from engine.cli.ray_session import ray_session, require_shared
 from engine.cli.settings import RunConfig
 from engine.cli.step_line import step_line
 from engine.config import RLConfig
 from engine.console import human_time
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError
-from engine.lineage.store import home
+from engine.storage.locations import home
 from engine.trainers.attempts import run_attempts
 from engine.trainers.rl import RLTrainer
 from engine.trainers.rl_checks import check_config

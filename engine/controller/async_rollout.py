@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from engine.batch import Batch
-from engine.controller.processes import spans_of
-from engine.controller.published import Published
 from engine.controller.rollout_loop import RolloutLoop
+from engine.controller.rollout_processes import spans_of
 from engine.controller.timeline import Span
+from engine.controller.weight_publisher import Published
 from engine.errors import WorkerError
-from engine.rollout.begun import Begun, with_begun
+from engine.rollout.partial_groups import Begun, with_begun
 
 log = logging.getLogger(__name__)
 

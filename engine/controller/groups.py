@@ -16,8 +16,8 @@ from typing import Any, Self
 
 from engine.batch import Batch
 from engine.controller.futures import Future, LazyBatch, Stacked
-from engine.controller.host import Call, Pieces, Plain, RoleSpec
 from engine.controller.timeline import Recorder, Span
+from engine.controller.worker_host import Call, Pieces, Plain, RoleSpec
 from engine.errors import PlacementError
 from engine.workers.base import Dispatch, Rule, dispatch_rule
 from engine.workers.mesh import Mesh

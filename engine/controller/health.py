@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Self
 
-from engine.controller.signals import (
+from engine.controller.health_events import (
     Action,
     Died,
     Event,

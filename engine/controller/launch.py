@@ -14,10 +14,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from engine.controller.groups import Roles, WorkerGroup
-from engine.controller.host import Host, RoleSpec
 from engine.controller.local_groups import LocalGroup, LocalHost, take_spans
 from engine.controller.placement import Node, Placement, Pool, require_capacity
 from engine.controller.timeline import CONTROLLER, Recorder, Span, recording
+from engine.controller.worker_host import Host, RoleSpec
 from engine.errors import PlacementError
 
 __all__ = ["Placement", "Pool", "launch"]

@@ -18,9 +18,9 @@ from typing import Any
 from engine.batch import Batch
 from engine.controller.futures import Future, late
 from engine.controller.groups import WorkerGroup
-from engine.controller.host import Call, Host, RoleSpec
-from engine.controller.shares import join
+from engine.controller.row_sharding import join
 from engine.controller.timeline import Recorder, Span, span
+from engine.controller.worker_host import Call, Host, RoleSpec
 from engine.errors import WorkerError
 
 log = logging.getLogger(__name__)

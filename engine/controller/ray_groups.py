@@ -18,9 +18,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from engine.batch import Batch
 from engine.controller.futures import Future, late
 from engine.controller.groups import WorkerGroup
-from engine.controller.host import Call, Host, RoleSpec, meeting_point
-from engine.controller.shares import join
+from engine.controller.row_sharding import join
 from engine.controller.timeline import Recorder, span
+from engine.controller.worker_host import Call, Host, RoleSpec, meeting_point
 from engine.errors import EngineError, WorkerError
 
 log = logging.getLogger(__name__)

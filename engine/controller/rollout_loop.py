@@ -20,9 +20,7 @@ from engine.batch import Batch
 from engine.controller.futures import Future
 from engine.controller.groups import Roles
 from engine.controller.health import Fleet, HealthPolicy
-from engine.controller.processes import Process, Processes
-from engine.controller.published import Published
-from engine.controller.signals import (
+from engine.controller.health_events import (
     Action,
     Died,
     Event,
@@ -36,9 +34,11 @@ from engine.controller.signals import (
     Synced,
     SyncWeights,
 )
+from engine.controller.rollout_processes import Process, Processes
 from engine.controller.staleness import Admission, Limits, Ticket
+from engine.controller.weight_publisher import Published
 from engine.errors import EngineError, WeightSyncError, WorkerError
-from engine.rollout.begun import Begun, take_begun, with_begun
+from engine.rollout.partial_groups import Begun, take_begun, with_begun
 
 log = logging.getLogger(__name__)
 

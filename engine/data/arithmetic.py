@@ -21,10 +21,11 @@ from pathlib import Path
 import pandas as pd
 
 from engine.config import DataConfig
-from engine.data import problems, scenes
-from engine.data.problems import Problem, Step, deal_problems
+from engine.data import story_templates as scenes
+from engine.data import word_problems as problems
 from engine.data.rows import rl_row, sft_row
 from engine.data.sources import Splits, register_source
+from engine.data.word_problems import Problem, Step, deal_problems
 from engine.errors import DataError
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import pandas as pd
 
 from engine.config import DataConfig
-from engine.data.readers import list_files, parse_rows, read_bytes
 from engine.data.rows import normalise, rl_row, sft_row
 from engine.data.sources import Splits, register_source
 from engine.errors import DataError
+from engine.storage.readers import list_files, parse_rows, read_bytes
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_TIMEOUT_S = 10.0

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from engine.data.readers import read_rows
 from engine.data.rows import prompt_text, user_message
 from engine.data.templates import encode_prompt
 from engine.errors import ConfigError, DataError
+from engine.storage.readers import read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,7 +25,7 @@ from engine.controller.futures import Future, LazyBatch
 from engine.controller.timeline import span
 from engine.dataflows.needs import Needs
 from engine.errors import RewardError
-from engine.workers.options import advantage_options, policy_loss_options
+from engine.workers.algorithm_options import advantage_options, policy_loss_options
 
 
 @dataclass

@@ -17,8 +17,8 @@ from engine.console import quiet, table
 from engine.errors import ConfigError
 from engine.health.cluster import ray_nodes
 from engine.health.libraries import loaded, versions
-from engine.health.places import mlflow, output_folder, s3, shared_memory
 from engine.health.report import OPTIONAL, Expectation, Finding
+from engine.health.service_checks import mlflow, output_folder, s3, shared_memory
 
 HEALTHY, UNHEALTHY, WRONG_USAGE = 0, 1, 2
 

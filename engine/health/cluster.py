@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from engine.health.aside import run_aside
+from engine.health.isolated_probe import run_aside
 from engine.health.report import Finding
 
 # Ray waits for an absent cluster as long as it likes, hence in a process of its own.

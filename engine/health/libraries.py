@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from engine.health.aside import run_aside
+from engine.health.isolated_probe import run_aside
 from engine.health.report import NEEDED, OPTIONAL, Expectation, Finding
 
 # Named by another distribution, or not to be loaded: the engine knows nothing of Flyte.

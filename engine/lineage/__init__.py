@@ -9,7 +9,6 @@ one. `terminal`, `page` (with `layout`, `drawing`, `differences`, `markup`, `sty
 """
 
 from engine.lineage.code import code_version, sources_digest
-from engine.lineage.hashing import FileEntry, hash_file, tree_digest
 from engine.lineage.manifest import (
     Draft,
     Manifest,
@@ -18,6 +17,7 @@ from engine.lineage.manifest import (
     verify,
     write_manifest,
 )
+from engine.storage.hashing import FileEntry, hash_file, tree_digest
 
 __all__ = [
     "Draft",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, Graph, Node
-from engine.lineage.hashing import FileEntry
 from engine.lineage.manifest import SOURCE
 from engine.lineage.rows import RowChange, row_change
+from engine.storage.hashing import FileEntry
 
 ABSENT = "—"
 DATA = (SOURCE, "dataset")

@@ -18,10 +18,10 @@ from datetime import datetime
 from typing import Any
 
 from engine.errors import LineageError
-from engine.lineage.hashing import as_path, is_remote
 from engine.lineage.index import Index, Place
 from engine.lineage.manifest import SOURCE, Draft, Manifest, Parent, read_manifest
-from engine.lineage.store import artifact_path
+from engine.storage.hashing import as_path, is_remote
+from engine.storage.locations import artifact_path
 
 CHECKPOINT, MODEL_VERSION = "checkpoint", "model_version"
 

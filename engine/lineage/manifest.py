@@ -1,8 +1,8 @@
 """The manifest of an artifact folder: what it holds, what made it, and what it came from.
 
 What lives here: the model of `manifest.json`, writing, reading, and comparing it with its folder.
-What does not: hashing (`.hashing`), where artifacts are kept (`engine.artifacts`), walking parents
-(`.graph`), checking a whole graph (`.audit`).
+What does not: hashing and where artifacts are kept (`engine.storage`), walking parents (`.graph`),
+checking a whole graph (`.audit`).
 
 A manifest names its parents by the digest of their content and by that of their manifest.json, so
 an edit of a manifest's own words (its parents, configuration or metrics) shows in its children. The
@@ -23,10 +23,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from engine.disk import fsync
 from engine.errors import LineageError
 from engine.lineage.code import code_version, sources_digest
-from engine.lineage.hashing import (
+from engine.storage.fsync import fsync
+from engine.storage.hashing import (
     MANIFEST,
     SHA256,
     FileEntry,

@@ -17,8 +17,8 @@ from engine.errors import StorageError
 from engine.lineage.audit import Audit, Finding
 from engine.lineage.compare import Comparison, as_text, flatten
 from engine.lineage.differences import difference_tables
-from engine.lineage.drawing import draw, kind_class
 from engine.lineage.graph import Edge, Graph, Node
+from engine.lineage.graph_svg import draw, kind_class
 from engine.lineage.markup import attribute, element, table, text
 from engine.lineage.review import Review
 from engine.lineage.style import CSS, SCRIPT

@@ -15,14 +15,6 @@ from typing import TYPE_CHECKING
 
 from engine.errors import CheckpointError, LineageError, StorageError, TrackingError
 from engine.lineage.graph import CHECKPOINT, Graph, Node, Walker, artifact_node, source_node
-from engine.lineage.hashing import (
-    MANIFEST,
-    as_path,
-    hash_file,
-    is_remote,
-    read_bytes,
-    tree_digest,
-)
 from engine.lineage.index import Index, Place, default_roots, scan
 from engine.lineage.manifest import SOURCE, Manifest, Parent, read_manifest
 from engine.lineage.origin import read_origin
@@ -32,6 +24,14 @@ from engine.lineage.registry import (
     open_registry,
     version_node,
     version_parent,
+)
+from engine.storage.hashing import (
+    MANIFEST,
+    as_path,
+    hash_file,
+    is_remote,
+    read_bytes,
+    tree_digest,
 )
 
 if TYPE_CHECKING:
@@ -140,8 +140,8 @@ def _manifest_at(address: str) -> Manifest | None:
 
 def _checkpoint_at(address: str) -> Node | None:
     """Return the node of a complete checkpoint with what its stage was making; else None."""
-    from engine.checkpoint.files import Folder
     from engine.checkpoint.layout import read_marker
+    from engine.storage.folder import Folder
 
     try:
         read_bytes(f"{address}/{CHECKPOINT_MARKER}")

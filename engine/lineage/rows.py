@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.errors import LineageError
-from engine.lineage.hashing import read_bytes
+from engine.storage.hashing import read_bytes
 
 LARGEST = 256 << 20  # bytes of a file that is read for this
 

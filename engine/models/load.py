@@ -25,7 +25,7 @@ from transformers import (
 
 from engine.config import ModelConfig
 from engine.errors import ConfigError, ModelError
-from engine.hub import is_hub_id, split_revision
+from engine.storage.hub import is_hub_id, split_revision
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")

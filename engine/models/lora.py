@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
 from engine.errors import ConfigError
-from engine.hub import split_revision
 from engine.models.quantize import QuantizedLinear
+from engine.storage.hub import split_revision
 
 ADAPTER = "default"  # peft's name of the only one
 ALL_LINEAR = "all-linear"

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from engine.errors import ConfigError, ModelError, RolloutError
 from engine.parallel.boxes import Index
+from engine.parallel.comm_buckets import Bucket, Piece, Round, make_rounds
 from engine.parallel.reshard import RankPlan
-from engine.parallel.rounds import Bucket, Piece, Round, make_rounds
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from engine.config import ParallelConfig
-from engine.parallel.ranks import SHARD_AXES, Ranks
+from engine.parallel.process_groups import SHARD_AXES, Ranks
 
 T = TypeVar("T")
 

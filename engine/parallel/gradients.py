@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.parallel.fsdp import shards
 from engine.parallel.layout import AXES
-from engine.parallel.ranks import Ranks
+from engine.parallel.process_groups import Ranks
 
 BUCKET_ELEMENTS = 16 << 20  # of float32: 64 MiB
 

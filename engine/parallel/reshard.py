@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from engine.errors import ConfigError
 from engine.parallel.boxes import Box, Index, minus_all
-from engine.parallel.holdings import Held, Holdings
-from engine.parallel.moves import Kind, by_rank, choose_senders, make_kinds
+from engine.parallel.shard_map import Held, Holdings
+from engine.parallel.transfer_plan import Kind, by_rank, choose_senders, make_kinds
 
 Bytes = NDArray[np.int64]
 

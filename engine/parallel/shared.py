@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from engine.parallel.exchange import view
-from engine.parallel.live import Rename, named_parameters
+from engine.parallel.module_shards import Rename, named_parameters
 from engine.parallel.reshard import Kept, RankPlan
 
 

@@ -1,7 +1,7 @@
 """Planner: which layout a run gets on the machines that are there, what it costs, and why.
 
 Values and arithmetic, but for one function that asks Ray (`resources.read_cluster`). What a
-configuration leaves open, and how a plan becomes settings, is in `engine.trainers.auto`.
+configuration leaves open, and how a plan becomes settings, is in `engine.trainers.auto_placement`.
 """
 
 from engine.planner.explain import explain

@@ -32,7 +32,7 @@ def _plan(options: argparse.Namespace) -> str:
     from engine.dataflows import choose_dataflow
     from engine.dataflows.needs import needs_of
     from engine.models import text_config
-    from engine.trainers.auto import plan_for, workload
+    from engine.trainers.auto_placement import plan_for, workload
 
     lora = LoRAConfig(rank=options.lora_rank)
     config = parse_config(_settings(options)).rl

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.parallel.layout import ModelShape
-from engine.parallel.stages import layers_by_stage
+from engine.parallel.pipeline_stages import layers_by_stage
 from engine.planner import hardware
 from engine.planner.hardware import EFFICIENCY, FLOAT32_SHARE, STREAMED
 from engine.planner.memory import held, micro_tokens, sizes, stage_elements

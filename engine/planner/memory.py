@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.stages import layers_by_stage
+from engine.parallel.pipeline_stages import layers_by_stage
 from engine.planner.hardware import GIB
 from engine.planner.workload import Candidate, Workload
 

@@ -6,12 +6,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.artifacts import local_path
 from engine.errors import LineageError
 from engine.lineage.audit import audit
 from engine.lineage.manifest import SOURCE
 from engine.lineage.registry import ARTIFACT_TAG
 from engine.lineage.review import review
+from engine.storage.artifacts import local_path
 from engine.tracking.registry import ModelVersion, Registry, require_as_tagged
 
 DATASET = "dataset"

@@ -18,7 +18,7 @@ from typing import Any
 from engine.errors import LineageError, StorageError, TrackingError
 from engine.lineage.manifest import MANIFEST, tree_digest, verify
 from engine.lineage.registry import ARTIFACT_TAG, MANIFEST_TAG
-from engine.lineage.store import address
+from engine.storage.locations import address
 from engine.tracking import values
 from engine.tracking.connection import Connection
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import TrackingError
-from engine.lineage.store import home
+from engine.storage.locations import home
 from engine.tracking import values
 from engine.tracking.connection import Connection
 

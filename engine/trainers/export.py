@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from engine.checkpoint import find_latest
-from engine.checkpoint.files import Folder
 from engine.checkpoint.layout import MARKER
 from engine.checkpoint.retention import draft_name
-from engine.checkpoint.saved import SavedRank, read_role, read_values
+from engine.checkpoint.saved_state import SavedRank, read_role, read_values
 from engine.config import LoRAConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.models import has_adapters, policy_model, require_model_folder, save_model
+from engine.runtime.sharded_train_state import load_weights, start_fingerprint
+from engine.storage.folder import Folder
 from engine.storage.transfer import Item, upload
-from engine.workers.trained import load_weights, start_fingerprint
 
 if TYPE_CHECKING:
     from engine.trainers.rl_setup import Build

@@ -13,7 +13,7 @@ from engine.controller.timeline import span
 from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
 from engine.data.templates import encode_prompt
-from engine.rollout.begun import Begun, take_begun, with_begun
+from engine.rollout.partial_groups import Begun, take_begun, with_begun
 from engine.trainers.queue_state import plain
 
 

@@ -10,8 +10,8 @@ from engine.checkpoint import Checkpoint, CheckpointStore, Saver
 from engine.checkpoint.rng import process_rng, set_process_rng
 from engine.config import RLConfig
 from engine.errors import CheckpointError
+from engine.trainers.background_export import Exports
 from engine.trainers.export import start_of
-from engine.trainers.export_beside import Exports
 from engine.trainers.queue_state import Queued
 
 if TYPE_CHECKING:

@@ -31,15 +31,15 @@ from engine.dataflows.needs import needs_of
 from engine.errors import PreemptedError, WorkerError
 from engine.models import resolve_lora, text_config
 from engine.preemption import Notice
-from engine.trainers.auto import resolve_auto
-from engine.trainers.endings import last_save_kept, leave, settle
+from engine.trainers.auto_placement import resolve_auto
 from engine.trainers.layouts import check_layouts
-from engine.trainers.modes import MODES
 from engine.trainers.prompts import PromptStream
 from engine.trainers.queue_state import Pending, Queued, nothing_pending
 from engine.trainers.resume import make_saver, restore, save
 from engine.trainers.rl_checks import check_config, check_teacher
 from engine.trainers.rl_setup import Build, check_lora, effective, place, role_specs
+from engine.trainers.rollout_sources import MODES
+from engine.trainers.shutdown import last_save_kept, leave, settle
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,12 @@ from engine.plugins import import_plugins
 from engine.rewards import declared_components, resolve_reward
 from engine.rollout.protocol import check_engine
 from engine.rollout.server.settings import check_settings
-from engine.trainers.without_effect import without_effect
-from engine.workers.options import advantage_options, policy_loss_options, preference_options
+from engine.trainers.unused_settings import without_effect
+from engine.workers.algorithm_options import (
+    advantage_options,
+    policy_loss_options,
+    preference_options,
+)
 
 
 def check_config(config: RLConfig, max_response_length: int | None = None) -> Dataflow:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.config import ActorConfig, CriticConfig, LoRAConfig, RLConfig
-from engine.controller.host import RoleSpec
 from engine.controller.launch import Placement, Pool
+from engine.controller.worker_host import RoleSpec
 from engine.dataflows import choose_dataflow
 from engine.dataflows.needs import Needs
 from engine.errors import ConfigError

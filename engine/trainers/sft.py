@@ -25,11 +25,11 @@ from engine.errors import DataError
 from engine.models.forward import response_log_probs
 from engine.models.packing import apply_packing
 from engine.preemption import Notice
-from engine.trainers.endings import last_save_kept, leave, settle
+from engine.runtime.micro_batches import micro_batches
+from engine.runtime.optimizer import Optimizer
+from engine.runtime.sharded_model import device
 from engine.trainers.sft_checkpoints import Saves
-from engine.workers.micro import micro_batches
-from engine.workers.optim import Optimizer
-from engine.workers.spread import device
+from engine.trainers.shutdown import last_save_kept, leave, settle
 
 log = logging.getLogger(__name__)
 

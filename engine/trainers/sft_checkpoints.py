@@ -18,8 +18,8 @@ from engine.checkpoint.rng import process_rng, set_process_rng
 from engine.checkpoint.tree import Tree
 from engine.errors import CheckpointError
 from engine.models import has_adapters
-from engine.parallel.full import named_tensors
-from engine.workers.optim import Optimizer
+from engine.parallel.gather import named_tensors
+from engine.runtime.optimizer import Optimizer
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from engine.algorithms.kl import kl_estimate
 from engine.algorithms.metrics import Sum, finish, over_mask
 from engine.algorithms.skip import rows_with_gradient
 from engine.batch import TOKENS, Batch
-from engine.checkpoint.saved import SavedRank
+from engine.checkpoint.saved_state import SavedRank
 from engine.checkpoint.tree import Tree
 from engine.config import ActorConfig, LoRAConfig, PreferenceConfig
 from engine.data.tokenizer import load_tokenizer
@@ -25,16 +25,16 @@ from engine.models import policy_model, save_model
 from engine.models.forward import TokenOutputs
 from engine.parallel.layout import Layout
 from engine.plugins import import_plugins
+from engine.runtime.micro_batches import micro_batches
+from engine.runtime.mini_batches import minibatches
+from engine.runtime.pair_gradients import accumulate_pairs
+from engine.runtime.sharded_model import SpreadModel, form_ranks, trained_by
+from engine.runtime.sharded_train_state import TrainedState, TrainedWorker, start_fingerprint
+from engine.runtime.token_outputs import Outputs, TokenReader
+from engine.weight_transfer.endpoints import WeightSender
+from engine.weight_transfer.policy_weights import gathered, pack_policy
+from engine.workers.algorithm_options import policy_loss_options
 from engine.workers.base import Dispatch, WorkerContext, dispatch
-from engine.workers.micro import micro_batches
-from engine.workers.minibatches import minibatches
-from engine.workers.options import policy_loss_options
-from engine.workers.pairs import accumulate_pairs
-from engine.workers.readers import Outputs, TokenReader
-from engine.workers.spread import SpreadModel, form_ranks, trained_by
-from engine.workers.sync import WeightSender
-from engine.workers.trained import TrainedState, TrainedWorker, start_fingerprint
-from engine.workers.weights import gathered, pack_policy
 
 Metrics = dict[str, Sum]
 

@@ -12,12 +12,12 @@ from engine.batch import TOKENS, Batch
 from engine.config import CriticConfig, ParallelConfig
 from engine.models import create_critic_model, load_model
 from engine.parallel.layout import Layout
+from engine.runtime.micro_batches import micro_batches
+from engine.runtime.mini_batches import minibatches
+from engine.runtime.sharded_model import SpreadModel, form_ranks, trained_by
+from engine.runtime.sharded_train_state import TrainedState, TrainedWorker
+from engine.runtime.token_outputs import Outputs, ValueReader
 from engine.workers.base import Dispatch, WorkerContext, dispatch
-from engine.workers.micro import micro_batches
-from engine.workers.minibatches import minibatches
-from engine.workers.readers import Outputs, ValueReader
-from engine.workers.spread import SpreadModel, form_ranks, trained_by
-from engine.workers.trained import TrainedState, TrainedWorker
 
 
 class CriticWorker(TrainedWorker):

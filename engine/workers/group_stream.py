@@ -13,7 +13,7 @@ from engine.batch import Batch
 from engine.config import RolloutConfig
 from engine.data.collate import collate_completions, pad
 from engine.errors import RolloutError
-from engine.rollout.begun import Begun, take_begun
+from engine.rollout.partial_groups import Begun, take_begun
 from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams
 from engine.rollout.stream import Partial, PartialCompletion, StreamedCompletion, open_stream
 

@@ -9,10 +9,10 @@ from engine.batch import TOKENS, Batch
 from engine.config import ParallelConfig
 from engine.models import has_adapters, load_model
 from engine.parallel.layout import Layout
+from engine.runtime.micro_batches import micro_batches
+from engine.runtime.sharded_model import SpreadModel, form_ranks
+from engine.runtime.token_outputs import Outputs, ReferenceLogits, TokenReader
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
-from engine.workers.micro import micro_batches
-from engine.workers.readers import Outputs, ReferenceLogits, TokenReader
-from engine.workers.spread import SpreadModel, form_ranks
 
 
 class ReferenceWorker(Worker):

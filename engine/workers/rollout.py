@@ -14,12 +14,12 @@ from engine.data.templates import stop_token_ids
 from engine.data.tokenizer import load_tokenizer
 from engine.models import policy_model
 from engine.rollout.protocol import SamplingParams, check_version, create_engine
+from engine.runtime.rollout_weights import Mount, Shared, mount
+from engine.runtime.vllm_rollout_weights import mount_vllm
+from engine.weight_transfer.policy_weights import check_weights, load_policy
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.group_stream import GroupStream
-from engine.workers.mounted import Mount, Shared, mount
-from engine.workers.mounted_vllm import mount_vllm
-from engine.workers.state import StatefulWorker
-from engine.workers.weights import check_weights, load_policy
+from engine.workers.stateful import StatefulWorker
 
 
 class RolloutWorker(StatefulWorker):

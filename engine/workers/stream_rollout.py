@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.batch import Batch
-from engine.rollout.begun import Begun
+from engine.rollout.partial_groups import Begun
+from engine.weight_transfer.policy_weights import check_weights
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.group_stream import GroupStream
 from engine.workers.rollout import RolloutWorker
-from engine.workers.weights import check_weights
 
 
 @dataclass(frozen=True, slots=True)

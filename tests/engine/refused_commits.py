@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.checkpoint import Checkpoint, CheckpointStore
-from engine.checkpoint.files import CheckpointStorageError
 from engine.checkpoint.store import Draft
+from engine.storage.folder import CheckpointStorageError
 
 
 def refuse_commits(monkeypatch: pytest.MonkeyPatch, steps: list[int]) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from engine.batch import Batch
+from engine.weight_transfer.endpoints import WeightSender
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.rollout import RolloutWorker
 from engine.workers.stream_rollout import StreamRolloutWorker
-from engine.workers.sync import WeightSender
 
 FAULTS = ("flip", "stale", "exit")
 

@@ -20,8 +20,8 @@ from engine.health import Expectation
 from engine.health.__main__ import HEALTHY, UNHEALTHY, WRONG_USAGE, main
 from engine.health.cluster import ray_nodes
 from engine.health.libraries import judged_devices, loaded, versions
-from engine.health.places import mlflow, output_folder, s3, shared_memory
 from engine.health.report import Finding
+from engine.health.service_checks import mlflow, output_folder, s3, shared_memory
 
 GPU = {"name": "NVIDIA H100 80GB HBM3", "fault": ""}
 

@@ -10,7 +10,7 @@ import engine, sys
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 assert "HybridActor" in dir(engine)
 from engine import *
-assert HybridActor.__module__ == "engine.hybrid.actor"
+assert HybridActor.__module__ == "engine.runtime.hybrid_actor"
 try:
     engine.Nothing
 except AttributeError as error:

@@ -16,10 +16,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TESTS = [
-    "tests/engine/hybrid/test_gpu.py",
+    "tests/engine/runtime/test_gpu.py",
     "tests/engine/rollout/test_native_gpu.py",
     "tests/engine/models/test_packing.py",
-    "tests/engine/workers/test_delta.py",
+    "tests/engine/weight_transfer/test_delta.py",
 ]
 NEEDS_A_DEVICE = "not slices_decode and not graphs_pay and not is_fast"  # NCCL, and two clocks
 
@@ -98,6 +98,6 @@ def test_trainers_and_checkpoints_work_on_it(library: Path) -> None:
         library,
         "tests/engine/trainers/test_every_algorithm.py",
         "tests/engine/workers/test_worker_state.py",
-        "tests/engine/hybrid/test_generate.py",
-        "tests/engine/hybrid/test_one_storage.py",
+        "tests/engine/runtime/test_generate.py",
+        "tests/engine/runtime/test_one_storage.py",
     )

@@ -27,7 +27,7 @@ from engine.data.collate import collate_completions
 from engine.data.rows import rl_row
 from engine.data.tokenizer import train_tokenizer
 from engine.models import build_model, save_model
-from engine.workers.spread import SpreadModel
+from engine.runtime.sharded_model import SpreadModel
 
 VOCABULARY = 97
 _SHAPE: dict[str, Any] = {

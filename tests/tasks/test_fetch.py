@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.artifacts import Draft, publish, staging
 from engine.errors import LineageError
 from engine.lineage.manifest import read_manifest, verify
+from engine.storage.artifacts import Draft, publish, staging
 from engine.tracking import Tracker
 from tasks.fetch import resolve
 

@@ -21,19 +21,19 @@ import torch
 from flytekit.types.directory import FlyteDirectory
 
 import tasks.promote
-from engine.artifacts import Draft, publish, staging
 from engine.config import DataConfig, EvaluateConfig, GuardConfig, ModelConfig, PromoteConfig
 from engine.data.sources import load_splits
 from engine.data.tokenizer import train_tokenizer
+from engine.evaluation.evaluate import evaluate_model
 from engine.evaluation.summary import summarise
-from engine.evaluator import evaluate_model
 from engine.lineage.manifest import read_manifest
 from engine.models import build_model, save_model
 from engine.promotion import Champions
+from engine.storage.artifacts import Draft, publish, staging
 from engine.tracking import Tracker
-from tasks.conclude import open_promotion
 from tasks.context import RunContext, StageError
 from tasks.evaluate import decisive_settings, evaluate
+from tasks.finalize import open_promotion
 from tasks.inputs import RLHFConfig
 from tasks.preprocess import SPLITS
 from tasks.promote import promote, waits_for_approval

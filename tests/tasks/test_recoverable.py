@@ -12,13 +12,13 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 from s3_server import environment, s3_bucket
 
-from engine.artifacts import local_path
 from engine.config import DataConfig
-from engine.data.arrivals import open_window
+from engine.data.incremental_data import open_window
 from engine.data.sources import load_splits
 from engine.lineage import Draft
-from engine.lineage.hashing import hash_files
 from engine.lineage.origin import write_origin
+from engine.storage.artifacts import local_path
+from engine.storage.hashing import hash_files
 from tasks.context import StageError, failures_as_sentences, on_cluster
 
 NIGHT = datetime(2026, 11, 20, 2, tzinfo=UTC)

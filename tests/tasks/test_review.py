@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from flytekit import FlyteContextManager
 
-from engine.artifacts import home, publish, staging
 from engine.lineage import Draft, Parent, read_manifest
+from engine.storage.artifacts import home, publish, staging
 from tasks.context import StageError
 from tasks.review import review
 

@@ -13,7 +13,7 @@ import pytest
 from flyte_runs import REPOSITORY, Place
 from flytekit.interaction.click_types import DateTimeType
 
-from tasks.kickoff import check_kickoff
+from tasks.retraining_trigger import check_kickoff
 from workflows.versioning import image_digest
 
 README = REPOSITORY / "README.md"

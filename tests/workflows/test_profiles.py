@@ -12,7 +12,7 @@ from protobufs import IMAGE, Registered
 from engine.config import ParallelConfig
 from engine.errors import ConfigError
 from engine.parallel.layout import Layout
-from engine.trainers.auto import pins_of
+from engine.trainers.auto_placement import pins_of
 from engine.trainers.layouts import check_layouts
 from engine.trainers.rl_checks import check_config
 from tasks.inputs import RLHFConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from flyte_runs import REPOSITORY, Place
 
-from engine.artifacts import publish, staging
 from engine.lineage import Draft, read_manifest
+from engine.storage.artifacts import publish, staging
 from engine.tracking import Tracker
 
 WORKFLOW = REPOSITORY / "workflows" / "review.py"

@@ -18,11 +18,11 @@ from torch import nn
 from engine.errors import RolloutError
 from engine.rollout.native import generic
 from engine.rollout.native.decoder import LlamaDecoder, can_graph
+from engine.rollout.native.model_handle import Model, ServedModel
 from engine.rollout.native.rows import RowResults
 from engine.rollout.native.scheduler import Scheduler
-from engine.rollout.native.served import Model, ServedModel
-from engine.rollout.native.sliced import SlicedModel
 from engine.rollout.native.stream import NativeStream, StreamLimits
+from engine.rollout.native.tp_shards import SlicedModel
 from engine.rollout.native.weights import ModelWeights, Unsupported, bind
 from engine.rollout.protocol import Completion, SamplingParams, register_engine
 from engine.rollout.requests import RolloutStats, check_request, resolve_max_model_len

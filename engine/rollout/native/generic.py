@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from engine.rollout.modes import evaluating
+from engine.rollout.inference_mode import evaluating
 from engine.rollout.native.rows import RowResults
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.requests import RolloutStats

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.rollout.modes import evaluating
+from engine.rollout.inference_mode import evaluating
 from engine.rollout.native.decoder import Prefilled
 from engine.rollout.native.generic import Sequences
 

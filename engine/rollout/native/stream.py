@@ -18,8 +18,8 @@ from torch import nn
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.native.decoder import LlamaDecoder, can_graph
 from engine.rollout.native.generic_slots import GenericDecoder
-from engine.rollout.native.seating import StreamDecoder, plan_seating, seat
-from engine.rollout.native.served import ServedModel, whole
+from engine.rollout.native.model_handle import ServedModel, whole
+from engine.rollout.native.prefill_admission import StreamDecoder, plan_seating, seat
 from engine.rollout.native.slots import Slots, enough_to_admit
 from engine.rollout.native.stream_limits import StreamLimits
 from engine.rollout.native.stream_rows import Request, StreamRows

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import RolloutError
-from engine.rollout.modes import evaluating
+from engine.rollout.inference_mode import evaluating
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.server.wire import Drawn, Wanted
 

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from engine.config.server import ServerConfig
 from engine.errors import ConfigError, RolloutError
-from engine.hub import split_revision
 from engine.rollout.server.client import Client, Refused
 from engine.rollout.server.wire import Drawn, Wanted, field, number
+from engine.storage.hub import split_revision
 
 _REMEMBERED = 4096  # prompts whose text is kept; the completions of a group share one
 _NAN = re.compile(r"\bnan\b", re.IGNORECASE)  # PyTorch's words when it can't draw, passed on as 424

@@ -20,16 +20,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint import CheckpointStore, find_latest
-from engine.checkpoint.files import Folder
 from engine.config import ActorConfig, LoRAConfig, RLConfig
-from engine.controller.shares import take_share
+from engine.controller.row_sharding import take_share
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError, DamagedCheckpointError, ModelError
 from engine.export import main
 from engine.models import load_model, save_model
 from engine.parallel.layout import Layout
-from engine.trainers import export_beside
+from engine.storage.folder import Folder
+from engine.trainers import background_export as export_beside
 from engine.trainers.export import export_policy
 from engine.trainers.rl import RLTrainer
 from engine.workers.actor import ActorWorker

@@ -23,9 +23,9 @@ from tiny_engine import random_completions, tiny_model
 from transformers import PreTrainedModel
 
 from engine.checkpoint import CheckpointStore, find_latest
-from engine.checkpoint.files import Folder
 from engine.config import SFTConfig
 from engine.errors import CheckpointError, PreemptedError
+from engine.storage.folder import Folder
 from engine.trainers.sft import Example, SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.checkpoint.files import Folder
 from engine.checkpoint.layout import Marker
 from engine.checkpoint.retention import Keep, abandoned, draft_name, kept
 from engine.errors import ConfigError
+from engine.storage.folder import Folder
 
 
 def marker(sequence: int, step: int, value: float | None = None) -> Marker:

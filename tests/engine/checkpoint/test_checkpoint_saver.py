@@ -22,11 +22,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from engine.checkpoint import Checkpoint, CheckpointStore, Draft, Saver, open_checkpoint
 from engine.checkpoint.background import Background
-from engine.checkpoint.files import CheckpointStorageError
-from engine.checkpoint.saved import read_role
-from engine.controller.host import RoleSpec
+from engine.checkpoint.saved_state import read_role
 from engine.controller.launch import Placement, Pool, launch
+from engine.controller.worker_host import RoleSpec
 from engine.errors import CheckpointError
+from engine.storage.folder import CheckpointStorageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,11 +16,11 @@ import torch
 from s3_server import environment
 
 from engine.checkpoint import CheckpointStore, find_latest, open_checkpoint
-from engine.checkpoint.files import Folder
 from engine.checkpoint.layout import rank_stem, write_tree
-from engine.checkpoint.saved import own_of, read_role
+from engine.checkpoint.saved_state import own_of, read_role
 from engine.checkpoint.tree import split
 from engine.errors import CheckpointError, DamagedCheckpointError
+from engine.storage.folder import Folder
 
 
 @pytest.fixture(params=["disk", "memory", "s3"])

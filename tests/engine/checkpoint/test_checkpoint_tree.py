@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.files import Folder
 from engine.checkpoint.layout import read_tree, write_tree
 from engine.checkpoint.tree import Snapshot, safetensors_bytes, split, unite
 from engine.errors import CheckpointError
+from engine.storage.folder import Folder
 
 DTYPES = [
     torch.float64,

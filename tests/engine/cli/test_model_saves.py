@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cli.save import prepare, save_whole
+from engine.cli.model_folders import prepare, save_whole
 from engine.errors import ConfigError, StorageError
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.cli.absent import ABSENT
-from engine.cli.convert import NEVER
-from engine.cli.keys import VERL
+from engine.cli.help_text import config_text, help_text
+from engine.cli.renamed_keys import VERL
 from engine.cli.resolve import known_keys, own_paths, resolve
 from engine.cli.settings import RunConfig
-from engine.cli.show import config_text, help_text
+from engine.cli.unsupported_keys import ABSENT
+from engine.cli.value_conversion import NEVER
 from engine.errors import ConfigError
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from probe_worker import Probe
 
 from engine.batch import Batch
-from engine.controller.host import RoleSpec
 from engine.controller.launch import Placement, Pool, launch
+from engine.controller.worker_host import RoleSpec
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.controller.health import Fleet, HealthPolicy, State
-from engine.controller.signals import (
+from engine.controller.health_events import (
     Action,
     Died,
     Event,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.controller.health import Fleet, HealthPolicy, State
-from engine.controller.signals import (
+from engine.controller.health_events import (
     Action,
     Died,
     Event,

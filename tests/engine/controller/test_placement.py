@@ -12,9 +12,9 @@ import pytest
 import ray
 from probe_worker import Probe
 
-from engine.controller.host import RoleSpec
 from engine.controller.launch import Placement, Pool, init_options, launch
 from engine.controller.placement import Node, Strategy, require_capacity
+from engine.controller.worker_host import RoleSpec
 from engine.errors import PlacementError, WorkerError
 from engine.workers.base import Worker
 

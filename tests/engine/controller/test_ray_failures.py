@@ -18,8 +18,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from engine.batch import Batch
 from engine.controller.futures import LazyBatch
 from engine.controller.groups import Roles
-from engine.controller.host import Call, RoleSpec
 from engine.controller.launch import Placement, Pool, launch
+from engine.controller.worker_host import Call, RoleSpec
 from engine.errors import DataError, PlacementError, WorkerError
 from engine.workers.base import Worker
 

@@ -2,8 +2,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from engine.data.arithmetic import worked_answer
-from engine.data.problems import deal_problems
 from engine.data.tokenizer import train_tokenizer
+from engine.data.word_problems import deal_problems
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,10 @@ from engine.data.arithmetic import (
     styled_answer,
     worked_answer,
 )
-from engine.data.problems import LEVELS, Level, deal_problems
 from engine.data.rows import normalise, prompt_text
-from engine.data.scenes import SCENES
 from engine.data.sources import Splits, load_splits, source_digest
+from engine.data.story_templates import SCENES
+from engine.data.word_problems import LEVELS, Level, deal_problems
 from engine.errors import DataError
 
 MARK = re.compile(r"<<(\d+)([-+*])(\d+)=(\d+)>>(\d+)")

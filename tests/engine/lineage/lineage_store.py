@@ -8,9 +8,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from engine.artifacts import artifact_path, publish, staging
 from engine.lineage import Draft, FileEntry, Manifest, Parent, hash_file, read_manifest
-from engine.lineage.hashing import content_digest
+from engine.storage.artifacts import artifact_path, publish, staging
+from engine.storage.hashing import content_digest
 
 NASTY = "</script><img src=x onerror=alert(1)>&\"'"
 

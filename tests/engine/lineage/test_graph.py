@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from lineage_store import Run, edit, make, make_nights, make_run, parent
 
-from engine.artifacts import home
 from engine.checkpoint import CheckpointStore
 from engine.errors import LineageError
 from engine.lineage import Draft, Parent, read_manifest
@@ -18,6 +17,7 @@ from engine.lineage.index import Index, Place, scan
 from engine.lineage.origin import read_origin, write_origin
 from engine.lineage.review import Review
 from engine.lineage.review import review as look
+from engine.storage.artifacts import home
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lineage_store import edit, make, parent
 
-from engine.artifacts import home, publish, staging
 from engine.config import PipelineConfig
 from engine.config import digest as config_digest_of
 from engine.errors import LineageError
@@ -28,8 +27,9 @@ from engine.lineage import (
     write_manifest,
 )
 from engine.lineage.code import git_version
-from engine.lineage.hashing import content_digest
 from engine.lineage.manifest import differences
+from engine.storage.artifacts import home, publish, staging
+from engine.storage.hashing import content_digest
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from engine.models import (
     save_model,
 )
 from engine.models.forward import response_log_probs
-from engine.workers.optim import Optimizer
+from engine.runtime.optimizer import Optimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -33,7 +33,7 @@ from engine.models.forward import response_log_probs, token_outputs
 from engine.models.lora import merged_copy
 from engine.rollout.native.weights import Unsupported, bind
 from engine.rollout.protocol import SamplingParams, create_engine
-from engine.workers.optim import Optimizer
+from engine.runtime.optimizer import Optimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,9 +20,9 @@ from engine.models.forward import plain_readout, response_log_probs
 from engine.models.packing import PackedRows, apply_packing, pack_rows, packed_forward
 from engine.parallel.fsdp import call, shard_model
 from engine.parallel.layout import Layout
-from engine.parallel.ranks import Ranks
-from engine.parallel.tensor import apply_tensor_parallel
-from engine.parallel.vocab import VocabularyReadout
+from engine.parallel.process_groups import Ranks
+from engine.parallel.tensor_parallel import apply_tensor_parallel
+from engine.parallel.vocab_parallel import VocabularyReadout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

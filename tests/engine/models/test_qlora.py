@@ -38,11 +38,11 @@ from engine.models.quantize import (
 )
 from engine.parallel.fsdp import call, reshard, shard_model
 from engine.parallel.layout import Layout
-from engine.parallel.ranks import Ranks
+from engine.parallel.process_groups import Ranks
 from engine.rollout.native.weights import bind
 from engine.rollout.protocol import SamplingParams, create_engine
-from engine.workers.optim import Optimizer
-from engine.workers.weights import load_policy, pack_policy
+from engine.runtime.optimizer import Optimizer
+from engine.weight_transfer.policy_weights import load_policy, pack_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,11 +11,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engine.config import ParallelConfig
 from engine.parallel.fsdp import shard_model
-from engine.parallel.holdings import Holdings
 from engine.parallel.layout import Layout
-from engine.parallel.ranks import Ranks
-from engine.parallel.stages import take_stage
-from engine.parallel.tensor import apply_tensor_parallel
+from engine.parallel.pipeline_stages import take_stage
+from engine.parallel.process_groups import Ranks
+from engine.parallel.shard_map import Holdings
+from engine.parallel.tensor_parallel import apply_tensor_parallel
 
 EMPTY = -7.0  # what a rollout storage holds before, so that nothing is right by chance
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from engine.parallel.boxes import Box, Index
 from engine.parallel.grouping import Grouping, contiguous, grouping
-from engine.parallel.holdings import Held, Holdings, Spread
 from engine.parallel.layout import Layout, ModelShape
+from engine.parallel.pipeline_stages import split_layers
 from engine.parallel.reshard import Plan, Slice
-from engine.parallel.spreads import merge_stages, rollout_holdings, train_holdings
-from engine.parallel.stages import split_layers
+from engine.parallel.shard_map import Held, Holdings, Spread
+from engine.parallel.sharding_specs import merge_stages, rollout_holdings, train_holdings
 
 
 def decoder_shapes(model: ModelShape, biases: bool = False) -> dict[str, Index]:

@@ -22,10 +22,11 @@ from engine.batch import Batch
 from engine.config import LoRAConfig, OptimConfig, ParallelConfig
 from engine.models.forward import TokenOutputs, response_log_probs, token_outputs
 from engine.models.lora import add_adapters
-from engine.parallel import fsdp, full, gradients
+from engine.parallel import fsdp, gradients
+from engine.parallel import gather as full
 from engine.parallel.layout import Layout
-from engine.parallel.ranks import TOKEN_AXES, Ranks
-from engine.workers.optim import Optimizer
+from engine.parallel.process_groups import TOKEN_AXES, Ranks
+from engine.runtime.optimizer import Optimizer
 
 STEPS = 3
 ROWS = 11

@@ -19,12 +19,12 @@ from engine.errors import ConfigError, ModelError, RolloutError
 from engine.parallel.boxes import Box
 from engine.parallel.exchange import Exchange
 from engine.parallel.grouping import contiguous, grouping
-from engine.parallel.holdings import Held, Holdings, Spread
 from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.live import gather_holdings, local_tensors, tied_head
+from engine.parallel.module_shards import gather_holdings, local_tensors, tied_head
+from engine.parallel.pipeline_stages import layers_by_stage
 from engine.parallel.reshard import Plan, plan
-from engine.parallel.spreads import merge_stages, rollout_holdings, train_holdings
-from engine.parallel.stages import layers_by_stage
+from engine.parallel.shard_map import Held, Holdings, Spread
+from engine.parallel.sharding_specs import merge_stages, rollout_holdings, train_holdings
 
 
 def carry(

@@ -26,10 +26,11 @@ from engine.config import OptimConfig, ParallelConfig
 from engine.models.critic import create_critic_model
 from engine.models.forward import response_log_probs, response_values, token_outputs
 from engine.models.lora import BaseOfPolicy
-from engine.parallel import fsdp, full
+from engine.parallel import fsdp
+from engine.parallel import gather as full
 from engine.parallel.layout import Layout
-from engine.parallel.ranks import Ranks
-from engine.workers.optim import Optimizer
+from engine.parallel.process_groups import Ranks
+from engine.runtime.optimizer import Optimizer
 
 TWO = [Layout(dp=2), Layout(fsdp=2), Layout(sp=2)]
 FOUR = [Layout(dp=2, fsdp=2), Layout(fsdp=4), Layout(fsdp=2, sp=2), Layout(dp=2, sp=2)]

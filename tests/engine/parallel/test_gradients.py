@@ -27,10 +27,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from engine.config import OptimConfig, ParallelConfig
-from engine.parallel import fsdp, full, gradients
+from engine.parallel import fsdp, gradients
+from engine.parallel import gather as full
 from engine.parallel.layout import Layout
-from engine.parallel.ranks import TOKEN_AXES, Ranks
-from engine.workers.optim import Optimizer
+from engine.parallel.process_groups import TOKEN_AXES, Ranks
+from engine.runtime.optimizer import Optimizer
 
 SHAPES = [(7, 5), (3,), (5, 7), (1, 1), (40,), (2, 3)]
 

@@ -24,11 +24,11 @@ from reshard_cases import (
 from engine.errors import ConfigError, ModelError
 from engine.parallel.boxes import Box
 from engine.parallel.grouping import Grouping, contiguous, grouping
-from engine.parallel.holdings import Held, Holdings, Spread
 from engine.parallel.layout import Layout, ModelShape
+from engine.parallel.pipeline_stages import split_layers
 from engine.parallel.reshard import Plan, plan
-from engine.parallel.spreads import merge_stages, rollout_holdings, train_holdings
-from engine.parallel.stages import split_layers
+from engine.parallel.shard_map import Held, Holdings, Spread
+from engine.parallel.sharding_specs import merge_stages, rollout_holdings, train_holdings
 
 SLOW = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 TINY = ModelShape(4, 8, 4, 4, 32, 64, 128)

@@ -11,16 +11,16 @@ from gloo_ranks import run_ranks
 from live_layouts import storages, tiny, trained, wrong
 
 from engine.parallel.exchange import Exchange
-from engine.parallel.full import full_parameters
+from engine.parallel.gather import full_parameters
 from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.live import gather_holdings, local_tensors
-from engine.parallel.ranks import Ranks
+from engine.parallel.module_shards import gather_holdings, local_tensors
+from engine.parallel.pipeline_stages import layers_by_stage
+from engine.parallel.process_groups import Ranks
 from engine.parallel.reshard import RankPlan, plan
+from engine.parallel.sharding_specs import merge_stages, rollout_holdings
 from engine.parallel.shared import share_storage
-from engine.parallel.spreads import merge_stages, rollout_holdings
-from engine.parallel.stages import layers_by_stage
-from engine.parallel.tensor import apply_tensor_parallel
+from engine.parallel.tensor_parallel import apply_tensor_parallel
 
 
 def moved_in(layout: Layout, tp: int, dtype: torch.dtype, columns: bool) -> dict[str, Any]:

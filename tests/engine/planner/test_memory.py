@@ -13,7 +13,7 @@ from engine.models.forward import token_outputs
 from engine.parallel.layout import Layout, ModelShape
 from engine.planner.memory import activations, estimate, held, logits, sizes, stage_elements
 from engine.planner.workload import Candidate, Workload
-from engine.workers.optim import Optimizer
+from engine.runtime.optimizer import Optimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from mlflow_server import mlflow_server
 
-from engine.artifacts import Draft, publish, staging
+from engine.storage.artifacts import Draft, publish, staging
 from engine.tracking import Tracker
 
 

@@ -17,13 +17,13 @@ from engine.errors import ConfigError, RolloutError
 from engine.parallel.exchange import Exchange
 from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.live import gather_holdings, local_tensors
-from engine.parallel.ranks import Ranks
+from engine.parallel.module_shards import gather_holdings, local_tensors
+from engine.parallel.process_groups import Ranks
 from engine.parallel.reshard import plan
-from engine.parallel.spreads import rollout_holdings
+from engine.parallel.sharding_specs import rollout_holdings
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.vllm import VllmEngine
-from engine.workers.spread import SpreadModel
+from engine.runtime.sharded_model import SpreadModel
 
 pytestmark = [
     pytest.mark.slow,

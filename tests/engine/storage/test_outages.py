@@ -14,22 +14,22 @@ import fsspec
 import pytest
 from faulty_s3 import Faults, faulty_s3
 
-from engine.artifacts import home, publish, share, staging
 from engine.checkpoint import CheckpointStore
 from engine.config import DataConfig
-from engine.data.arrivals import open_window
-from engine.data.readers import read_rows
+from engine.data.incremental_data import open_window
 from engine.data.rows import rl_row
 from engine.data.sources import load_splits
 from engine.errors import DataError, LineageError, StorageError
 from engine.lineage import Draft, Parent, read_manifest, verify
 from engine.lineage.__main__ import main
 from engine.lineage.audit import audit
-from engine.lineage.hashing import hash_files
 from engine.lineage.origin import write_origin
 from engine.lineage.review import review
 from engine.promotion.checks import require_untouched
 from engine.storage import s3
+from engine.storage.artifacts import home, publish, share, staging
+from engine.storage.hashing import hash_files
+from engine.storage.readers import read_rows
 from engine.storage.s3 import from_environment
 
 ROOT = "s3://outage"

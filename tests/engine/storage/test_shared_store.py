@@ -17,13 +17,12 @@ import pytest
 import s3fs
 from faulty_s3 import Faults, faulty_s3
 
-from engine import artifact_store
-from engine.artifacts import home, local_path, publish, share, staging
 from engine.errors import ConfigError, LineageError, StorageError
 from engine.lineage import Draft, Parent, hash_file, read_manifest, verify
 from engine.lineage.__main__ import main
-from engine.lineage.store import address, copy_of, is_artifact
-from engine.storage import s3
+from engine.storage import artifact_store, s3
+from engine.storage.artifacts import home, local_path, publish, share, staging
+from engine.storage.locations import address, copy_of, is_artifact
 from engine.storage.s3 import Waits
 from engine.tracking import Tracker
 
@@ -172,7 +171,7 @@ def test_nobody_s_manifest_is_replaced(machine: Machine) -> None:
 
 PUBLISH = (
     "import sys\n"
-    "from engine.artifacts import publish, staging\n"
+    "from engine.storage.artifacts import publish, staging\n"
     "from engine.lineage import Draft\n"
     "from engine.storage import transfer\n"
     "transfer.PARALLEL = 1\n"
@@ -229,7 +228,7 @@ def test_killed_in_the_middle_nothing_looks_complete_and_the_next_call_ends_it(
 def test_two_processes_that_publish_the_same_agree(machine: Machine, tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
-        "from engine.artifacts import publish, staging\n"
+        "from engine.storage.artifacts import publish, staging\n"
         "from engine.lineage import Draft, read_manifest\n"
         "time.sleep(max(0, float(sys.argv[1]) - time.time()))\n"
         "for text in map(str, range(6)):\n"

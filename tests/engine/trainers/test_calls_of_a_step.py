@@ -23,8 +23,8 @@ from engine.dataflows import choose_dataflow
 from engine.dataflows.algo import Algo, StepResult
 from engine.dataflows.dynamic import DynamicSampling
 from engine.dataflows.needs import needs_of
-from engine.trainers.modes import Answers, _signal
 from engine.trainers.rl import RLTrainer
+from engine.trainers.rollout_sources import Answers, _signal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,12 +15,13 @@ from tiny_engine import arithmetic_rows
 
 from engine.config import RLConfig
 from engine.controller.async_rollout import AsyncRollout
-from engine.controller.host import RoleSpec
 from engine.controller.launch import Placement
-from engine.controller.published import Published, Publisher
+from engine.controller.weight_publisher import Published, Publisher
+from engine.controller.worker_host import RoleSpec
 from engine.data.loader import PromptLoader
 from engine.errors import ConfigError
-from engine.trainers import modes, rl_setup
+from engine.trainers import rl_setup
+from engine.trainers import rollout_sources as modes
 from engine.trainers.rl import RLTrainer
 from engine.trainers.rl_checks import check_config
 

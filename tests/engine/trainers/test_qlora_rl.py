@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.checkpoint import find_latest
-from engine.checkpoint.saved import read_role
+from engine.checkpoint.saved_state import read_role
 from engine.config import LoRAConfig, RLConfig, SFTConfig
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer

@@ -22,7 +22,7 @@ from engine.checkpoint import Checkpoint, CheckpointStore, Draft, find_latest
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
 from engine.errors import CheckpointError, PreemptedError, WorkerError
-from engine.rollout.begun import take_begun
+from engine.rollout.partial_groups import take_begun
 from engine.trainers.attempts import run_attempts
 from engine.trainers.prompts import PromptStream
 from engine.trainers.rl import RLTrainer

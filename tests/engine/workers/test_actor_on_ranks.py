@@ -14,7 +14,7 @@ from tiny_engine import save_family, training_batch, write_tiny_folder
 from torch import Tensor
 
 from engine.config import ActorConfig, LoRAConfig
-from engine.controller.shares import take_share
+from engine.controller.row_sharding import take_share
 from engine.models import load_model
 from engine.parallel.layout import Layout
 from engine.workers.actor import ActorWorker

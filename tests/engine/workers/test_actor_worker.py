@@ -16,12 +16,12 @@ from engine.batch import Batch
 from engine.config import ActorConfig, ParallelConfig, PreferenceConfig
 from engine.models import load_model
 from engine.parallel.layout import Layout
-from engine.parallel.ranks import Ranks
+from engine.parallel.process_groups import Ranks
+from engine.runtime.pair_gradients import accumulate_pairs
+from engine.runtime.sharded_model import SpreadModel
+from engine.runtime.token_outputs import TokenReader
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
-from engine.workers.pairs import accumulate_pairs
-from engine.workers.readers import TokenReader
-from engine.workers.spread import SpreadModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,11 @@ import torch
 from engine.algorithms import advantages, losses, preference
 from engine.config import ActorConfig, AlgorithmConfig, PolicyLossConfig, PreferenceConfig
 from engine.errors import ConfigError
-from engine.workers.options import advantage_options, policy_loss_options, preference_options
+from engine.workers.algorithm_options import (
+    advantage_options,
+    policy_loss_options,
+    preference_options,
+)
 
 
 def actor(loss_mode: str = "vanilla", **changes: object) -> ActorConfig:

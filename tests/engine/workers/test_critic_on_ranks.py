@@ -17,7 +17,7 @@ from tiny_engine import fill_value_head, save_family, training_batch
 
 from engine.batch import Batch
 from engine.config import CriticConfig, ParallelConfig
-from engine.controller.shares import take_share
+from engine.controller.row_sharding import take_share
 from engine.parallel.layout import Layout
 from engine.workers.base import WorkerContext
 from engine.workers.critic import CriticWorker

@@ -13,8 +13,8 @@ from tiny_engine import tiny_model
 from engine.batch import Batch
 from engine.config import RolloutConfig
 from engine.errors import RolloutError
-from engine.rollout.begun import Begun, take_begun, with_begun
 from engine.rollout.native import NativeEngine
+from engine.rollout.partial_groups import Begun, take_begun, with_begun
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.stream import PartialCompletion
 from engine.workers.group_stream import GroupStream

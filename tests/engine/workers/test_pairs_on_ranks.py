@@ -13,8 +13,8 @@ from tiny_engine import save_family, training_batch
 
 from engine.batch import Batch
 from engine.config import ActorConfig
-from engine.controller.host import Call, Host, Pieces, RoleSpec
-from engine.controller.shares import join
+from engine.controller.row_sharding import join
+from engine.controller.worker_host import Call, Host, Pieces, RoleSpec
 from engine.parallel.layout import Layout
 from engine.workers.actor import ActorWorker
 from engine.workers.mesh import Mesh

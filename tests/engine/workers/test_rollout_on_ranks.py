@@ -13,13 +13,13 @@ from tiny_engine import training_batch, write_tiny_folder
 
 from engine.batch import Batch
 from engine.config import ActorConfig, LoRAConfig, RolloutConfig
-from engine.controller.shares import take_share
+from engine.controller.row_sharding import take_share
 from engine.parallel.layout import Layout
+from engine.runtime.rollout_weights import Resharded, Shared, WithAdapters
 from engine.trainers.layouts import rollout_mesh
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
 from engine.workers.mesh import Mesh
-from engine.workers.mounted import Resharded, Shared, WithAdapters
 from engine.workers.rollout import RolloutWorker
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [5, 9], [21, 22], [7, 7, 7]]

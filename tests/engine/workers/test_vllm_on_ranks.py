@@ -13,8 +13,8 @@ from test_rollout_on_ranks import course, rows, same
 from tiny_engine import TINY_MODEL, write_tiny_folder
 
 from engine.parallel.layout import Layout
-from engine.workers.mounted import Shared, WithAdapters
-from engine.workers.mounted_vllm import IntoVllm
+from engine.runtime.rollout_weights import Shared, WithAdapters
+from engine.runtime.vllm_rollout_weights import IntoVllm
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"

@@ -24,7 +24,7 @@ from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
 from engine.workers.critic import CriticWorker
 from engine.workers.rollout import RolloutWorker
-from engine.workers.state import StatefulWorker
+from engine.workers.stateful import StatefulWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

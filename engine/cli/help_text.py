@@ -1,0 +1,138 @@
+"""`--help` and `--print-config`: the settings as text. Nothing is decided here."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from engine.cli.renamed_keys import REWARD_FILES, VERL, Key
+from engine.cli.settings import RunConfig
+from engine.cli.unsupported_keys import ABSENT
+from engine.config.base import section_of
+
+WIDTH = 100
+_USAGE = """\
+python -m engine.main_ppo [--config FILE] [--print-config] [key=value ...]
+
+Reinforcement learning on your own prompts: from a Hugging Face folder to a better one.
+
+  python -m engine.main_ppo data.train_files=train.parquet data.val_files=test.parquet \\
+      actor_rollout_ref.model.path=/models/Qwen2.5-0.5B actor_rollout_ref.actor.optim.lr=1e-6 \\
+      algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 trainer.total_epochs=1
+
+  --config FILE    YAML with the same keys, as sections or dotted; key=value overrides it
+  --print-config   print the configuration as --config reads it, and exit
+  --help           print this, and exit
+
+Keys are verl's where verl has the same thing. Beside them, each setting has this project's own
+path (as in engine/config/), with or without `rl.` in front: rl.actor.optim.lr, actor.optim.lr.
+Values are YAML: true, 1e-6, [a,b], null (the default). The defaults are this project's, made for
+small models, and not verl's: give a pretrained model its own learning rate.
+
+Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C.
+"""
+
+
+def help_text() -> str:
+    """All sections with their keys, defaults and meanings, and verl's keys that have no place."""
+    names = _verl_names()
+    parts = [_USAGE]
+    for title, model, prefix in _sections(RunConfig, ""):
+        rows = list(_rows(model, prefix, names))
+        if rows:
+            parts.append("\n".join([f"{title}: {_first_line(model)}", *rows, ""]))
+    files = "\n".join(
+        _entry(f"{p}, .name", "", "File and function: rl.reward") for p in REWARD_FILES
+    )
+    parts.append(f"reward from a file:\n{files}\n")
+    parts.append(
+        "\n".join(
+            [
+                "verl's keys that have no effect here, or only some values (null: any)",
+                *_absent(),
+                "",
+            ]
+        )
+    )
+    return "\n".join(parts)
+
+
+def config_text(config: RunConfig) -> str:
+    """The whole configuration as YAML that `--config` reads."""
+    values = config.model_dump(mode="json")
+    if config.run.total_epochs is not None:
+        del values["rl"]["trainer"]["total_training_steps"]  # known when the data are read
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel], str]]:
+    yield prefix.rstrip(".") or "top level", model, prefix
+    for name, info in model.model_fields.items():
+        section = section_of(info.annotation)
+        if section is not None:
+            yield from _sections(section, f"{prefix}{name}.")
+
+
+def _rows(model: type[BaseModel], prefix: str, names: dict[str, tuple[str, Key]]) -> Iterator[str]:
+    default = _default_section(prefix) or model()
+    for name, info in model.model_fields.items():
+        if section_of(info.annotation) is not None:
+            continue
+        path = f"{prefix}{name}"
+        key, target = names.get(path, (path.removeprefix("rl."), None))
+        said = [info.description or "", _choices(info), target.note if target else ""]
+        about = "; ".join(part for part in said if part)
+        yield _entry(key, _plain(getattr(default, name)), about)
+
+
+def _entry(key: str, default: str, about: str) -> str:
+    head = f"  {key}" + (f" = {default}" if default else "")
+    wrapped = textwrap.wrap(about, WIDTH - 56) or [""]
+    first = f"{head:<56}{wrapped.pop(0)}" if len(head) <= 54 else head
+    return "\n".join([first.rstrip(), *(" " * 56 + line for line in wrapped if line)])
+
+
+def _absent() -> Iterator[str]:
+    for entry in ABSENT:
+        only = f" (only {', '.join(map(_plain, entry.harmless))})" if entry.harmless else ""
+        kind = "refused" if entry.refused else "no effect"
+        yield _entry(entry.pattern + only, "", f"{kind}: {entry.say}")
+
+
+def _verl_names() -> dict[str, tuple[str, Key]]:
+    """The verl key to show for a path; the first of the table where there are several."""
+    names: dict[str, tuple[str, Key]] = {}
+    for name, key in VERL.items():
+        for path in (key.path,) if isinstance(key.path, str) else ():
+            names.setdefault(path, (name, key))
+    return names
+
+
+def _default_section(prefix: str) -> Any:
+    value: Any = RunConfig()
+    for name in filter(None, prefix.split(".")):
+        value = getattr(value, name)
+    return value
+
+
+def _choices(info: FieldInfo) -> str:
+    if get_origin(info.annotation) is not Literal:
+        return ""
+    return "one of " + ", ".join(map(str, get_args(info.annotation)))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, tuple):
+        value = list(value)
+    if value == "":
+        return "''"
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+
+
+def _first_line(model: type[BaseModel]) -> str:
+    return (model.__doc__ or "").strip().splitlines()[0]

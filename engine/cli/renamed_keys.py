@@ -1,0 +1,148 @@
+"""verl's keys that we have under another name, in another unit, or with other values.
+
+A table and nothing else. Keys with the same name and meaning on both sides (`algorithm.gamma`,
+`data.max_prompt_length`) need no entry. What we don't have is in `absent`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.cli import value_conversion as convert
+from engine.cli.value_conversion import Convert
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Where a key of verl's goes."""
+
+    path: str | tuple[str, ...]  # in RunConfig, e.g. "rl.actor.optim.lr"; several: one an item
+    convert: Convert = convert.same
+    times: str = ""  # path of a setting that the value is multiplied by, e.g. "rl.rollout.n"
+    note: str = ""  # what differs, for --help
+
+
+_N = "rl.rollout.n"
+_PROMPTS = "counts prompts (rl.*: completions)"
+_ACTOR, _CRITIC = "actor_rollout_ref.actor", "critic"
+
+# The optimizer's names, in which verl's versions differ.
+_OPTIM = {
+    "lr": "lr",
+    "weight_decay": "weight_decay",
+    "lr_warmup_steps_ratio": "warmup_ratio",
+    "lr_scheduler_type": "schedule",
+    "warmup_style": "schedule",
+    "min_lr_ratio": "min_lr_ratio",
+    "clip_grad": "grad_clip",
+}
+
+# Of the actor, where only the section's name differs.
+_ACTOR_SAME = (
+    "ppo_epochs",
+    "clip_ratio",
+    "clip_ratio_low",
+    "clip_ratio_high",
+    "clip_ratio_c",
+    "tau_pos",
+    "tau_neg",
+    "loss_agg_mode",
+    "loss_scale_factor",
+    "entropy_coeff",
+    "use_kl_loss",
+    "kl_loss_coef",
+    "kl_loss_type",
+    "policy_loss.loss_mode",
+    "policy_loss.clip_cov_ratio",
+    "policy_loss.clip_cov_lb",
+    "policy_loss.clip_cov_ub",
+    "policy_loss.kl_cov_ratio",
+    "policy_loss.ppo_kl_coef",
+    "policy_loss.dro_beta",
+)
+
+# How a model is spread, below the role's section: verl's names and ours.
+_SPREAD = {
+    "ulysses_sequence_parallel_size": "sp",
+    "megatron.tensor_model_parallel_size": "tp",
+    "megatron.pipeline_model_parallel_size": "pp",
+    "megatron.sequence_parallel": "sequence_parallel",
+}
+
+VERL: dict[str, Key] = {
+    **{f"{_ACTOR}.{name}": Key(f"rl.actor.parallel.{ours}") for name, ours in _SPREAD.items()},
+    **{f"{_CRITIC}.{name}": Key(f"rl.critic.parallel.{ours}") for name, ours in _SPREAD.items()},
+    "actor_rollout_ref.model.use_remove_padding": Key("rl.actor.parallel.packing"),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": Key(
+        "rl.actor.parallel.activation_checkpointing"
+    ),
+    f"{_CRITIC}.model.enable_gradient_checkpointing": Key(
+        "rl.critic.parallel.activation_checkpointing"
+    ),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": Key("rl.rollout.tensor_parallel_size"),
+    "data.train_files": Key("data.train_files", convert.listed),
+    "data.val_files": Key("data.val_files", convert.listed),
+    "data.train_batch_size": Key("rl.trainer.train_batch_size"),
+    "data.seed": Key("seed"),
+    "actor_rollout_ref.model.path": Key("model.path", convert.text),
+    "actor_rollout_ref.model.lora_rank": Key("model.lora.rank"),
+    "actor_rollout_ref.model.lora_alpha": Key("model.lora.alpha"),
+    "actor_rollout_ref.model.target_modules": Key("model.lora.target_modules"),
+    **{f"{_ACTOR}.{name}": Key(f"rl.actor.{name}") for name in _ACTOR_SAME},
+    **{f"{_ACTOR}.optim.{name}": Key(f"rl.actor.optim.{ours}") for name, ours in _OPTIM.items()},
+    f"{_ACTOR}.optim.betas": Key(
+        ("rl.actor.optim.beta1", "rl.actor.optim.beta2"), convert.pair, note="two numbers"
+    ),
+    f"{_ACTOR}.grad_clip": Key("rl.actor.optim.grad_clip"),
+    f"{_ACTOR}.ppo_mini_batch_size": Key("rl.actor.ppo_mini_batch_size", times=_N, note=_PROMPTS),
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": Key("rl.actor.max_tokens_per_micro_batch"),
+    "actor_rollout_ref.rollout.name": Key(
+        "rl.rollout.engine", convert.engine_name, note="native (or hf), vllm, server"
+    ),
+    "actor_rollout_ref.rollout.n": Key(_N),
+    "actor_rollout_ref.rollout.temperature": Key("rl.rollout.temperature"),
+    "actor_rollout_ref.rollout.top_k": Key(
+        "rl.rollout.top_k", convert.zero_is_off, note="0 or -1: off"
+    ),
+    "actor_rollout_ref.rollout.top_p": Key("rl.rollout.top_p"),
+    "actor_rollout_ref.rollout.max_num_seqs": Key("rl.rollout.max_num_seqs"),
+    **{f"{_CRITIC}.optim.{name}": Key(f"rl.critic.optim.{ours}") for name, ours in _OPTIM.items()},
+    f"{_CRITIC}.optim.betas": Key(
+        ("rl.critic.optim.beta1", "rl.critic.optim.beta2"), convert.pair, note="two numbers"
+    ),
+    f"{_CRITIC}.grad_clip": Key("rl.critic.optim.grad_clip"),
+    f"{_CRITIC}.ppo_mini_batch_size": Key("rl.critic.ppo_mini_batch_size", times=_N, note=_PROMPTS),
+    f"{_CRITIC}.ppo_max_token_len_per_gpu": Key("rl.critic.max_tokens_per_micro_batch"),
+    "algorithm.filter_groups.metric": Key(
+        "rl.algorithm.filter_groups.metric", convert.group_metric
+    ),
+    "algorithm.rollout_correction.bypass_mode": Key(
+        "rl.actor.old_log_probs", convert.bypass, note="true: rollout, false: auto"
+    ),
+    **{
+        f"{section}.{name}": Key(f"rl.reward.overlong_buffer.{name}")
+        for section in (
+            "reward_model.overlong_buffer",
+            "reward_model.reward_kwargs.overlong_buffer_cfg",
+            "reward.reward_kwargs.overlong_buffer_cfg",
+        )
+        for name in ("enable", "len", "penalty_factor")
+    },
+    "trainer.test_freq": Key(
+        "rl.trainer.test_freq", convert.never_below_one, note="-1: only first and last"
+    ),
+    "trainer.total_epochs": Key("run.total_epochs"),
+    "trainer.val_before_train": Key("run.val_before_train"),
+    "trainer.save_freq": Key("run.save_freq"),
+    "trainer.resume_mode": Key("run.resume_mode"),
+    "trainer.default_local_dir": Key("run.default_local_dir", convert.text),
+    "trainer.project_name": Key("run.project_name", convert.text),
+    "trainer.experiment_name": Key("run.experiment_name", convert.text),
+    "trainer.logger": Key("run.logger", convert.loggers),
+}
+
+# A file and a function in it; together they are `reward.name` (see `reward_file`).
+REWARD_FILES = {
+    f"{section}.path": f"{section}.name"
+    for section in ("custom_reward_function", "reward.custom_reward_function")
+}

@@ -1,0 +1,252 @@
+"""Pipeline stages: which layers each has, and the module that holds them.
+
+A stage is cut out of a whole model; its parameters keep the names they have there. A matrix that
+is both embedding and head is in the first stage and in the last: here the two copies' gradients are
+made one. Passing micro-batches from stage to stage is `pipeline`'s matter.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.integrations.peft import PeftAdapterMixin
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from engine.errors import ConfigError, WorkerError
+from engine.parallel.gradients import settle
+from engine.parallel.layout import ModelShape
+from engine.parallel.process_groups import Ranks
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # one decoder: same parts, same order
+
+
+def split_layers(layers: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
+    """Deal `layers` to `stages` in order, so that the heaviest stage is as light as can be.
+
+    `first` and `last` are what the end stages carry besides, in layers' worth. Each stage gets one
+    layer at least. Raises ConfigError when there are too few.
+
+    >>> split_layers(8, 3, last=2.0)
+    [range(0, 3), range(3, 6), range(6, 8)]
+    """
+    if not 1 <= stages <= layers:
+        raise ConfigError(
+            f"pp={stages} stages can't be made of {layers} layers; choose pp from 1 to {layers}"
+        )
+    loads = [1.0] * stages
+    loads[0] += first
+    loads[-1] += last
+    counts = [1] * stages
+    for _ in range(layers - stages):
+        lightest = loads.index(min(loads))
+        loads[lightest] += 1
+        counts[lightest] += 1
+    starts = [sum(counts[:stage]) for stage in range(stages + 1)]
+    return [range(starts[stage], starts[stage + 1]) for stage in range(stages)]
+
+
+def layers_by_stage(shape: ModelShape, stages: int) -> list[range]:
+    """The layers of each stage of a model, the head's work weighed against a layer's."""
+    attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+    layer = attention + 3 * shape.hidden * shape.intermediate
+    return split_layers(shape.layers, stages, last=shape.vocab * shape.hidden / layer)
+
+
+class Stage(nn.Module, PeftAdapterMixin):
+    """A run of a decoder's layers; the first stage has the embedding too, the last norm and head.
+
+    `forward(ids [B, L] long)` on the first, `forward(hidden [B, L, H])` on the others, returns
+    hidden states [B, L, H], normed on the last. Rows start at column 0 and have their padding last:
+    causal attention alone keeps it out. `position_ids` [B, L] are for a share of longer rows.
+    """
+
+    def __init__(self, config: Any, index: int, stages: int, decoder: str, head: str) -> None:
+        super().__init__()
+        self.config, self.index, self.stages = config, index, stages
+        self.first, self.last = index == 0, index == stages - 1
+        self._decoder_name, self._head_name = decoder, head
+        self.tied: tuple[str, ...] = ()  # see `tied_across_stages`
+        self._tied_alike = False  # whether the other end was asked how it keeps its copy
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """This stage's decoder layers, in order."""
+        decoder: Any = self.get_submodule(self._decoder_name)
+        return list(decoder.layers.values())
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        """Their numbers in the whole model."""
+        decoder: Any = self.get_submodule(self._decoder_name)
+        return [int(number) for number in decoder.layers]
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """The embedding; None on all stages but the first."""
+        name = f"{self._decoder_name}.embed_tokens"
+        return self.get_submodule(name) if self.first else None
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The head, a critic's value head too; None on all stages but the last."""
+        return self.get_submodule(self._head_name) if self.last else None
+
+    def forward(self, inputs: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        decoder: Any = self.get_submodule(self._decoder_name)
+        hidden: Tensor = decoder.embed_tokens(inputs) if self.first else inputs
+        # The width is read from the inputs: between them, modules may share out the columns.
+        if position_ids is None:
+            position_ids = torch.arange(inputs.shape[1], device=inputs.device)[None]
+        rotary = decoder.rotary_emb(hidden, position_ids)
+        masks = self._masks(hidden.dtype, inputs)
+        for number, layer in zip(self.layer_numbers, self.layers, strict=True):
+            hidden = layer(
+                hidden,
+                attention_mask=masks[self._kind(number)],
+                position_embeddings=rotary,
+                position_ids=position_ids,
+                past_key_values=None,
+                use_cache=False,
+            )
+        return decoder.norm(hidden) if self.last else hidden.contiguous()
+
+    def _kind(self, number: int) -> str:
+        """What a layer attends to, as its configuration has it."""
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is not None:
+            return str(kinds[number])
+        sliding = self.config.model_type == "mistral" and self.config.sliding_window is not None
+        return "sliding_attention" if sliding else "full_attention"
+
+    def _masks(self, dtype: torch.dtype, inputs: Tensor) -> dict[str, Any]:
+        """Attention masks by kind; None where the attention kernel is causal by itself."""
+        make = {
+            "full_attention": create_causal_mask,
+            "sliding_attention": create_sliding_window_causal_mask,
+        }
+        shape = (*inputs.shape[:2], 1)  # only dtype and the first two sizes are read
+        like = torch.empty(1, dtype=dtype, device=inputs.device).expand(shape)
+        kinds = {self._kind(number) for number in self.layer_numbers}
+        return {
+            kind: make[kind](
+                config=self.config, inputs_embeds=like, attention_mask=None, past_key_values=None
+            )
+            for kind in kinds
+        }
+
+
+def take_stage(model: nn.Module, stage: int, stages: int) -> Stage:
+    """Cut one stage out of a whole causal language model, or critic of a `backbone` and a `head`.
+
+    The stage has the model's own modules: let go of `model` and what is of other stages is freed.
+    Where embedding and head are tied, first and last stage each have the matrix, under the
+    embedding's and the head's name. Raises ConfigError for a family other than Llama, Mistral,
+    Qwen2 and Qwen3.
+    """
+    critic = _is_critic(model)
+    whole: Any = model.backbone if critic else model.base_model
+    config = whole.config
+    if config.model_type not in _FAMILIES:
+        raise ConfigError(
+            f"a model of type {config.model_type!r} can't be cut into pp={stages} stages, only "
+            f"{', '.join(_FAMILIES)} can; set pp to 1 and spread it by fsdp"
+        )
+    layers = layers_by_stage(ModelShape.of(config), stages)[stage]
+    names = ("backbone", "head") if critic else ("model", "lm_head")
+    cut = Stage(config, stage, stages, *names)
+    decoder = nn.Module()
+    if cut.first:
+        decoder.embed_tokens = whole.embed_tokens
+    decoder.layers = nn.ModuleDict({str(number): whole.layers[number] for number in layers})
+    if cut.last:
+        decoder.norm = whole.norm
+    decoder.rotary_emb = whole.rotary_emb
+    cut.add_module(names[0], decoder)
+    if cut.last:
+        cut.add_module(names[1], model.get_submodule(names[1]))
+    cut.tied = _tied(model, cut, names)
+    _keep_adapters(model, cut)
+    return cut.train(model.training)
+
+
+def _is_critic(model: nn.Module) -> bool:
+    return hasattr(model, "backbone")
+
+
+def _tied(model: Any, cut: Stage, names: tuple[str, str]) -> tuple[str, ...]:
+    """Names of this stage's copy of a matrix that embedding and head are, in two stages."""
+    if _is_critic(model) or cut.stages == 1:
+        return ()
+    ends: tuple[Any, Any] = (model.get_input_embeddings(), model.get_output_embeddings())
+    if getattr(ends[0], "weight", None) is not getattr(ends[1], "weight", None):
+        return ()
+    if cut.first:
+        return (f"{names[0]}.embed_tokens.weight",)
+    return (f"{names[1]}.weight",) if cut.last else ()
+
+
+def _keep_adapters(model: nn.Module, cut: Stage) -> None:
+    """Let the adapters that are in the layers be switched on the stage as on the model."""
+    if getattr(model, "peft_config", None):
+        cut.peft_config = model.peft_config  # type: ignore[assignment]
+        cut._hf_peft_config_loaded = True
+
+
+def tied_across_stages(stage: nn.Module) -> set[str]:
+    """Names of this stage's parameters of which another stage has a copy: none, or one."""
+    return set(stage.tied) if isinstance(stage, Stage) else set()
+
+
+def counted_elsewhere(stage: nn.Module) -> set[nn.Parameter]:
+    """Parameters that a global gradient norm finds in another stage already."""
+    if not isinstance(stage, Stage) or stage.first:
+        return set()
+    return {stage.get_parameter(name) for name in stage.tied}
+
+
+@torch.no_grad()
+def sum_tied_gradients(stage: Stage, ranks: Ranks) -> None:
+    """Add up the gradients of a tied matrix's two copies, in both, to the same bits.
+
+    Every rank of the first and the last stage calls it, after its gradients are whole otherwise
+    (`Pipeline.run`, FSDP) and before they are clipped. Sharded gradients must be so alike: ranks of
+    one pipeline hold the same rows. Raises WorkerError where they don't.
+    """
+    for name in stage.tied:
+        parameter = stage.get_parameter(name)
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        settle([parameter])
+        mine = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        if not stage._tied_alike:
+            _require_alike(parameter.grad, mine, name, ranks)
+            stage._tied_alike = True
+        mine.add_(_swap(mine, ranks))
+
+
+def _require_alike(gradient: Tensor, local: Tensor, name: str, ranks: Ranks) -> None:
+    """Raise WorkerError unless the other copy is spread over its ranks as this one is."""
+    placements = gradient.placements if isinstance(gradient, DTensor) else ()
+    spread = f"{tuple(gradient.shape)} as {placements}, here {tuple(local.shape)} {local.dtype}"
+    mark = torch.tensor([zlib.crc32(spread.encode())], device=local.device)
+    if int(_swap(mark, ranks)) != int(mark):
+        raise WorkerError(
+            f"the gradient of {name!r}, tied to a matrix in another stage, is {spread}, and its "
+            "counterpart is not; shard embedding and head alike, or untie them"
+        )
+
+
+def _swap(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """Send `tensor` to the pipeline's other end; return what comes from there."""
+    group, other = ranks.group("pp"), ranks.size("pp") - 1 - ranks.index("pp")
+    tensor, received = tensor.contiguous(), torch.empty_like(tensor).contiguous()
+    sends = dist.P2POp(dist.isend, tensor, group=group, group_peer=other)
+    receives = dist.P2POp(dist.irecv, received, group=group, group_peer=other)
+    for work in dist.batch_isend_irecv([sends, receives]):
+        work.wait()
+    return received

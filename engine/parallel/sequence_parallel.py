@@ -1,0 +1,267 @@
+"""Ulysses sequence parallelism (arXiv:2309.14509): one sequence's tokens shared by the `sp` ranks.
+
+Every rank runs all layers on its own stretch of tokens. Only attention needs the others': one
+all-to-all turns "my tokens, all heads" into "all tokens, my heads", and another one back. Here is
+that attention, and how tokens are split before the model and brought together after it. Who calls
+it, and the loss, are the workers' matter.
+
+Gradients. Every `sp` rank computes the same whole loss and calls `backward()` on it, unscaled.
+`gather_tokens` and `merge_tokens` hand each rank the gradient of its own tokens, once; so the sum
+of a parameter's gradients over TOKEN_AXES is the gradient on one rank, for every parameter that is
+used BEFORE them. What comes after them is computed by all `sp` ranks alike, and a parameter there
+would count `sp` times: apply the head to a rank's own tokens (`own_tokens`) and merge log-probs.
+That also spreads the logits, the largest of all activations.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from engine.errors import ConfigError, WorkerError
+from engine.parallel.pipeline_stages import Stage
+from engine.parallel.process_groups import Ranks
+
+_NAME = "hybridflyte_ulysses"  # transformers' name of `_attention`
+_SHARE = "sequence_share"  # an attention module's attribute
+
+
+def apply_ulysses(model: nn.Module, ranks: Ranks) -> None:
+    """Let `model`'s attention, in place, see the tokens of all `sp` ranks.
+
+    It is a language model, a critic, or a pipeline stage of either, with their `config`. From then
+    on the model takes what `split_tokens` gives. Call it before or after sharding, and after the
+    heads are spread over `tp`; other models of this process stay as they are, those that share a
+    configuration with this one too. One `sp` rank: nothing happens.
+
+    Raises ConfigError for a model whose attention can't be spread over these ranks.
+    """
+    group = ranks.group("sp")
+    if group is None:
+        return
+    found = [module for module in model.modules() if _is_attention(module)]
+    _check_model(model, found, ranks)
+    config: Any = model.config
+    share = _Share(group, ranks.size("sp"), ranks.index("sp"), config)
+    ours = copy.copy(config)
+    ours._attn_implementation = _NAME
+    for attention in found:  # the model itself keeps its configuration: no mask is made differently
+        attention.__dict__ |= {"config": ours, _SHARE: share}
+
+
+def split_tokens(ids: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """This rank's stretch of `ids` [B, L] and its positions, both [B, L' / sp] long.
+
+    Rows start at column 0 and have their padding last: causal attention alone keeps padding out,
+    so L is filled up, to the next multiple L' of `sp` · `tp`, with id 0: tensor parallelism may
+    share out a rank's stretch once more.
+    """
+    size, index, tp = ranks.size("sp"), ranks.index("sp"), ranks.size("tp")
+    length = math.ceil(ids.shape[1] / (size * tp)) * tp
+    padded = nn.functional.pad(ids, (0, length * size - ids.shape[1]))
+    start = index * length
+    positions = torch.arange(start, start + length, device=ids.device).expand(len(ids), length)
+    return padded[:, start : start + length].contiguous(), positions.contiguous()
+
+
+def gather_tokens(local: Tensor, ranks: Ranks) -> Tensor:
+    """All ranks' tokens, [B, L/sp, …] → [B, L, …], L being a multiple of `sp`.
+
+    Backward gives each rank its own stretch of the gradient: all ranks must compute the same from
+    the result, and use no parameter on the way (see the top of this file).
+    """
+    group = ranks.group("sp")
+    if group is None:
+        return local
+    gathered: Tensor = _Gather.apply(local, group, ranks.size("sp"), ranks.index("sp"))
+    return gathered
+
+
+def own_tokens(positions: Tensor, length: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """Which of the tokens at whole-row columns `positions` [N] lie on this rank, of `length` each.
+
+    Returns their indices in `positions` [M] and their columns in this rank's stretch [M]; every
+    token is one rank's, and M may be 0.
+    """
+    start = ranks.index("sp") * length
+    mine = ((positions >= start) & (positions < start + length)).nonzero().squeeze(1)
+    return mine, positions[mine] - start
+
+
+def merge_tokens(values: Tensor, ranks: Ranks) -> Tensor:
+    """The sum over `sp` of `values`, of any shape; a rank's are 0 where a token isn't its own.
+
+    >>> mine, columns = own_tokens(positions, hidden.shape[1], ranks)       # doctest: +SKIP
+    >>> picked = log_probs_of(head(hidden[rows[mine], columns]), targets[mine])
+    >>> log_probs = merge_tokens(picked.new_zeros(N).index_put((mine,), picked), ranks)
+
+    Backward hands the gradient on as it is.
+    """
+    group = ranks.group("sp")
+    if group is None:
+        return values
+    merged: Tensor = _Merge.apply(values, group)
+    return merged
+
+
+class _Share:
+    """What an attention module must know of its ranks. Copies of a module have it in common."""
+
+    def __init__(self, group: dist.ProcessGroup, size: int, index: int, config: Any) -> None:
+        self.group, self.size, self.index = group, size, index
+        self.config = config  # as it was, with the attention that each rank computes
+        self._seen: weakref.ref[Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Share:
+        return self  # process groups can't be copied
+
+    def check(self, query: Tensor, key: Tensor, mask: Any, positions: Tensor | None) -> None:
+        """Raise WorkerError for inputs that are not a stretch of left-aligned rows."""
+        if mask is not None or key.shape[2] != query.shape[2]:
+            raise WorkerError(
+                f"a model shared by sp={self.size} ranks got an attention mask or a cache; give it "
+                "whole left-aligned rows, split by split_tokens, and use_cache=False"
+            )
+        if positions is None or (self._seen is not None and self._seen() is positions):
+            return
+        first, wanted = int(positions[0, 0]), self.index * query.shape[2]
+        if first != wanted:
+            raise WorkerError(
+                f"rank {self.index} of sp={self.size} got tokens from position {first}, its own "
+                f"start at {wanted}; pass on both results of split_tokens"
+            )
+        self._seen = weakref.ref(positions)  # once a pass: reading it waits for the device
+
+
+class _LocalHeads:
+    """An attention module as the kernel sees it: with this rank's heads only."""
+
+    def __init__(self, module: nn.Module, config: Any, groups: int) -> None:
+        self._module, self.config, self.num_key_value_groups = module, config, groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention [B, L/sp, heads, d] of queries [B, heads, L/sp, d] to all tokens before them."""
+    share: _Share = getattr(module, _SHARE)
+    share.check(query, key, attention_mask, options.pop("position_ids", None))
+    size = share.size
+    repeats = math.lcm(key.shape[1], size) // key.shape[1]  # each rank needs whole kv heads
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    heads, kv_heads = query.shape[1] // size, key.shape[1] // size
+    parts = [t.unflatten(1, (size, -1)) for t in (query, key, value)]  # [B, sp, h, L/sp, d] each
+    sent = torch.cat(parts, 2).movedim(1, 0).contiguous()
+    got = _Exchange.apply(sent, share.group)  # [sp, B, h, L/sp, d]; 0: whose tokens
+    whole = got.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, h, L, d]
+    query, key, value = whole.split([heads, kv_heads, kv_heads], 1)
+    kernel: Any = ALL_ATTENTION_FUNCTIONS[share.config._attn_implementation]
+    local = _LocalHeads(module, share.config, heads // kv_heads)
+    out: Tensor = kernel(local, query, key, value, None, **options)[0]  # [B, L, h, d]
+    sent = out.unflatten(1, (size, -1)).movedim(1, 0).contiguous()  # [sp, B, L/sp, h, d]
+    got = _Exchange.apply(sent, share.group)  # 0: whose heads
+    return got.permute(1, 2, 0, 3, 4).flatten(2, 3), None
+
+
+AttentionInterface.register(_NAME, _attention)
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of equal parts along dimension 0: part i of the result is rank i's part for me."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchange(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _exchange(grads[0].contiguous(), ctx.group), None  # an exchange undoes itself
+
+
+def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    got = torch.empty_like(parts)
+    dist.all_to_all_single(got, parts, group=group)
+    return got
+
+
+class _Gather(torch.autograd.Function):
+    """Stretches [B, l, …] of all ranks, end to end; backward: this rank's of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup, size: int, index: int) -> Tensor:
+        ctx.stretch = slice(index * local.shape[1], (index + 1) * local.shape[1])
+        parts = local.new_empty(size * len(local), *local.shape[1:])
+        dist.all_gather_single(parts, local.contiguous(), group=group)
+        return parts.unflatten(0, (size, -1)).movedim(0, 1).flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0][:, ctx.stretch].contiguous(), None, None, None
+
+
+class _Merge(torch.autograd.Function):
+    """A sum over ranks whose gradient is that of each of its terms."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in ("is_causal", "layer_idx", "config"))
+
+
+def _check_model(model: Any, attentions: list[nn.Module], ranks: Ranks) -> None:
+    """Raise ConfigError for attention that is not plain, or not divisible."""
+    config = model.config.get_text_config()
+    sp, across = ranks.size("sp"), ranks.size("sp", "tp")
+    name = f"{config.model_type} (sp={sp})"
+    kind = config._attn_implementation
+    if config.num_attention_heads % across:
+        raise ConfigError(
+            f"sp · tp = {across} does not divide the {config.num_attention_heads} attention heads "
+            f"of this {config.model_type} model; choose a divisor of it"
+        )
+    layers = len(model.layers) if isinstance(model, Stage) else config.num_hidden_layers
+    if len(attentions) != layers or any(
+        getattr(module, "sinks", None) is not None for module in attentions
+    ):
+        raise ConfigError(
+            f"the attention of {name} is not that of a plain decoder; use sp=1, and tp or fsdp"
+        )
+    default = getattr(config, "sliding_window", None)  # Mistral's layers have it from there
+    windows = any(getattr(module, "sliding_window", default) for module in attentions)
+    if kind != "sdpa" and not kind.startswith("flash"):
+        raise ConfigError(
+            f"the model {name} was loaded with attn_implementation={kind!r}, which needs a mask of "
+            "all tokens; use 'sdpa'"
+        )
+    if windows and kind == "sdpa":
+        raise ConfigError(
+            f"the model {name} has sliding-window attention, for which sdpa needs a mask of all "
+            "tokens; use attn_implementation='flash_attention_2', or sp=1"
+        )

@@ -1,0 +1,228 @@
+"""How a layout spreads a model's parameters: holdings from sizes alone, without a model or ranks.
+
+Names are those of transformers' Llama, Mistral, Qwen2 and Qwen3 models. A tied head is not a
+parameter of its own: "…embed_tokens.weight" is on the first stage and on the last. What a live
+model really holds `live` reads.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from engine.errors import ConfigError
+from engine.parallel.boxes import Box, Index, chunk
+from engine.parallel.grouping import Grouping
+from engine.parallel.layout import Layout, ModelShape
+from engine.parallel.shard_map import Held, Holdings, Spread
+
+Shapes = Mapping[str, Index]
+Stages = Sequence[Sequence[int]]
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_HEADS = ("q_proj", "k_proj", "v_proj")  # shared by heads, along rows
+_ROWS = (*_HEADS, "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_COLUMNS = ("o_proj", "down_proj")
+_VOCABULARY = ("embed_tokens", "lm_head")
+_FUSED = {"qkv_proj": _HEADS, "gate_up_proj": ("gate_proj", "up_proj")}  # in vLLM, in this order
+_VLLM_PADDING = 64  # vLLM rounds the vocabulary up to a multiple of it
+
+
+def train_holdings(
+    shapes: Shapes,
+    layout: Layout,
+    model: ModelShape,
+    stages: Stages | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Holdings:
+    """Training ranks' holdings: stages, then tensor parallel shares, then FSDP2's chunks of rows.
+
+    shapes: whole parameters by name. stages: each pipeline stage's layers; one stage if None.
+    Ranks of `fsdp` and `sp` share the rows of what tensor parallelism left; `dp` ranks are copies.
+    Raises ConfigError where names or stages do not fit the layout.
+    """
+    stage_of = _stage_of(shapes, _checked(stages, layout.pp, model.layers), model.tied)
+    shards = layout.fsdp * layout.sp
+    known: dict[tuple[object, ...], tuple[Held, ...]] = {}
+
+    def held(shape: Index, dim: int | None, on: tuple[int, ...]) -> tuple[Held, ...]:
+        key = (shape, dim, on)
+        if key not in known:
+            found: dict[Box, list[int]] = defaultdict(list)
+            for rank in range(layout.world_size):
+                at = layout.coordinates(rank)
+                if at["pp"] not in on:
+                    continue
+                box = chunk(Box.whole(shape), dim, layout.tp, at["tp"])
+                box = chunk(box, 0, shards, at["fsdp"] * layout.sp + at["sp"])
+                if box.elements:
+                    found[box].append(rank)
+            known[key] = tuple(Held(box, (0,) * len(shape), tuple(r)) for box, r in found.items())
+        return known[key]
+
+    spreads = {
+        name: Spread(shape, name, held(shape, split_dim(name, shape, layout.tp), stage_of[name]))
+        for name, shape in shapes.items()
+    }
+    return Holdings(layout.world_size, spreads, dict.fromkeys(shapes, dtype))
+
+
+def rollout_holdings(
+    shapes: Shapes,
+    grouping: Grouping,
+    model: ModelShape,
+    dtype: torch.dtype,
+    stages: Stages | None = None,
+    fused: bool = False,
+) -> Holdings:
+    """What rollout ranks must hold: whole layers of their stage, cut by `grouping.tp`.
+
+    stages: each rollout stage's layers. fused: as vLLM stores them, with the rows of q, k and v in
+    one tensor, those of gate and up in another, and the vocabulary rounded up to 64 before it is
+    cut (rows beyond it have no source and stay as they are). A key head is on several ranks where
+    there are more ranks than key heads. Raises ConfigError where names or sizes do not fit.
+    """
+    _check_rollout(grouping, model)
+    stage_of = _stage_of(shapes, _checked(stages, grouping.pp, model.layers), model.tied)
+    places = [grouping.place(rank) for rank in range(grouping.world_size)]
+    known: dict[tuple[object, ...], tuple[Held, ...]] = {}
+
+    def cut(kind: str, shape: Index, dim: int | None, tp: int) -> Box:
+        whole = Box.whole(shape)
+        if kind in _VOCABULARY:
+            unit = _VLLM_PADDING if fused else 1
+            width = math.ceil(math.ceil(shape[0] / unit) * unit / grouping.tp)
+            return _rows(whole, tp * width, width)
+        if kind in ("k_proj", "v_proj") and grouping.tp > model.kv_heads:
+            return chunk(whole, 0, model.kv_heads, tp * model.kv_heads // grouping.tp)
+        return chunk(whole, dim, grouping.tp, tp)
+
+    def held(name: str, shape: Index) -> tuple[Held, ...]:
+        kind, dim = _kind(name), split_dim(name, shape, grouping.tp)
+        before = _before(name, shapes) if fused else ()
+        key = (kind, shape, dim, before, stage_of[name])
+        if key not in known:
+            found: dict[tuple[Box, int], list[int]] = defaultdict(list)
+            for rank, place in enumerate(places):
+                if place.pp not in stage_of[name]:
+                    continue
+                box = cut(kind, shape, dim, place.tp)
+                above = [cut(k, s, 0, place.tp).size[0] for k, s in before]
+                if box.elements:
+                    found[box, sum(above)].append(rank)
+            rest = (0,) * (len(shape) - 1)
+            known[key] = tuple(
+                Held(box, (row, *rest) if shape else (), tuple(r))
+                for (box, row), r in found.items()
+            )
+        return known[key]
+
+    spreads = {
+        name: Spread(shape, _fused_name(name) if fused else name, held(name, shape))
+        for name, shape in shapes.items()
+    }
+    return Holdings(grouping.world_size, spreads, dict.fromkeys(shapes, dtype))
+
+
+def merge_stages(stages: Stages, count: int) -> list[list[int]]:
+    """Join neighbouring training stages into `count` rollout stages."""
+    if len(stages) % count:
+        raise ConfigError(
+            f"{len(stages)} training stages can't be joined into {count}; choose a divisor"
+        )
+    step = len(stages) // count
+    return [
+        [layer for stage in stages[i : i + step] for layer in stage]
+        for i in range(0, len(stages), step)
+    ]
+
+
+def split_dim(name: str, shape: Index, tp: int) -> int | None:
+    """The dimension that tensor parallelism cuts; None for what all its ranks hold whole."""
+    kind = _kind(name)
+    if kind in _ROWS:
+        return 0
+    if kind in _COLUMNS:
+        return 1 if len(shape) > 1 else None  # their biases are added once, after the sum
+    if tp > 1 and len(shape) > 1:
+        raise ConfigError(
+            f"parameter {name!r} {list(shape)} has no tensor parallel rule; use tp=1 for this model"
+        )
+    return None
+
+
+def _kind(name: str) -> str:
+    """The module's own name, e.g. "q_proj" of "model.layers.0.self_attn.q_proj.weight"."""
+    pieces = name.split(".")
+    return pieces[-2] if len(pieces) > 1 else name
+
+
+def _before(name: str, shapes: Shapes) -> tuple[tuple[str, Index], ...]:
+    """Kind and shape of what lies above a parameter in vLLM's fused tensor."""
+    kind = _kind(name)
+    for parts in _FUSED.values():
+        if kind in parts:
+            above = parts[: parts.index(kind)]
+            return tuple((part, shapes[name.replace(kind, part)]) for part in above)
+    return ()
+
+
+def _fused_name(name: str) -> str:
+    kind = _kind(name)
+    for whole, parts in _FUSED.items():
+        if kind in parts:
+            return name.replace(kind, whole)
+    return name
+
+
+def _rows(box: Box, start: int, count: int) -> Box:
+    start = min(start, box.size[0])
+    return Box((start, *box.offset[1:]), (min(count, box.size[0] - start), *box.size[1:]))
+
+
+def _checked(stages: Stages | None, count: int, layers: int) -> Stages:
+    stages = [range(layers)] if stages is None else stages
+    if len(stages) != count or sorted(n for stage in stages for n in stage) != list(range(layers)):
+        raise ConfigError(
+            f"stages {[list(stage) for stage in stages]} are not {layers} layers over {count} "
+            "stages; give each layer to one stage"
+        )
+    return stages
+
+
+def _stage_of(shapes: Iterable[str], stages: Stages, tied: bool) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter."""
+    of_layer = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+    last = len(stages) - 1
+    found: dict[str, tuple[int, ...]] = {}
+    for name in shapes:
+        layer = _LAYER.search(name)
+        if layer is None:
+            first = _kind(name) == "embed_tokens"
+            found[name] = (0,) if first and not (tied and last) else (0, last) if first else (last,)
+        elif int(layer[1]) in of_layer:
+            found[name] = (of_layer[int(layer[1])],)
+        else:
+            raise ConfigError(
+                f"parameter {name!r} is of layer {layer[1]}, but the stages have {len(of_layer)} "
+                "layers; give the model's own configuration"
+            )
+    return found
+
+
+def _check_rollout(grouping: Grouping, model: ModelShape) -> None:
+    tp, kv = grouping.tp, model.kv_heads
+    for what, count in (("attention heads", model.heads), ("MLP rows", model.intermediate)):
+        if count % tp:
+            raise ConfigError(
+                f"rollout tp={tp} does not divide the model's {count} {what}; choose a divisor"
+            )
+    if kv % tp and tp % kv:
+        raise ConfigError(
+            f"rollout tp={tp} neither divides the model's {kv} key heads nor is a multiple of "
+            "them; choose another tp"
+        )

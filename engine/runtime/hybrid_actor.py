@@ -1,0 +1,338 @@
+"""`HybridActor`: one causal language model to train and to sample from, without a reload between.
+
+It is the policy's module tree under another root, with a rollout engine beside it. Reading
+`generate`'s arguments is the matter of `generation.py`, measuring the switch that of `switch.py`,
+and being on many ranks that of `spread.py` and `peers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from engine.data.tokenizer import load_tokenizer
+from engine.errors import ConfigError, EngineError, RolloutError
+from engine.models import (
+    check_vocabulary,
+    load_model,
+    require_model_folder,
+    save_policy,
+    vocabulary_and_context,
+)
+from engine.models.load import adapter_base, whole_config
+from engine.rollout.protocol import (
+    Completion,
+    RolloutEngine,
+    SamplingParams,
+    check_engine,
+    create_engine,
+)
+from engine.runtime.generate_arguments import read_call
+from engine.runtime.hybrid_config import HybridConfig
+from engine.runtime.launcher_ranks import meet
+from engine.runtime.sharded_policy import SpreadPolicy
+
+
+class HybridActor(nn.Module):
+    """A policy and its rollout engine over the same weights.
+
+    Parameters, buffers, their names and `state_dict` are the policy's; what an `nn.Module` has not
+    (`config`, `save_pretrained`, …) is the policy's too.
+
+    >>> actor = HybridActor.from_pretrained(path, hybrid_config={"tp_size": 1})
+    >>> sequences = actor.generate(input_ids=ids, attention_mask=mask, max_new_tokens=32)
+    >>> actor.train()
+    >>> actor(input_ids=sequences, labels=sequences).loss.backward()
+    """
+
+    policy: PreTrainedModel
+    engine: RolloutEngine
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        hybrid_config: dict[str, Any] | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        rollout_engine: str = "native",
+        rollout_options: dict[str, Any] | None = None,
+    ) -> None:
+        """Take a transformers causal LM as it is, and start a rollout engine over it.
+
+        On many ranks (torchrun, or a process group that is there already) each comes with the same
+        policy and keeps its share; `hybrid_config` is as in `HybridConfig`. `rollout_options` are
+        those of `engine.rollout.protocol.create_engine`: `max_num_seqs`, `max_model_len`,
+        `kv_cache_memory_mb`, `seed`. Raises ConfigError and RolloutError as it does, ConfigError
+        for a layout that can't be, and ModelError if the tokenizer has tokens that the model lacks.
+        """
+        super().__init__()
+        sizes = HybridConfig.of(hybrid_config)
+        _check_rollout(rollout_engine, sizes)
+        world_size, on_node = meet()
+        layout = sizes.check(policy.config, world_size, on_node)
+        self.tokenizer = tokenizer
+        if tokenizer is not None:
+            check_vocabulary(policy.config.get_text_config().vocab_size, tokenizer, "the actor")
+        self._spread: SpreadPolicy | None = None
+        if world_size > 1:
+            self._spread = SpreadPolicy(policy, layout, sizes.rollout_tp)
+        # Not registered as a child, which would put "policy." before every name. The root holds
+        # the very dictionaries of the policy, so whatever changes in one changes in the other.
+        self.__dict__["policy"] = policy
+        for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[shared] = getattr(policy, shared)
+        self.training = policy.training
+        options = dict(rollout_options or {})
+        context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+        self._max_model_len = int(options.get("max_model_len") or context or 0)
+        self.engine = _start_engine(rollout_engine, self._rollout_model, options)
+        self._version = self.engine.policy_version
+        self._seen = _writes(policy.parameters())
+        self._closed = False
+        self._trained = False  # whether weights may have changed in a way `_writes` doesn't show
+        self.received_bytes = 0  # by this rank in the latest switch to rollout
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        hybrid_config: dict[str, Any] | None = None,
+        *,
+        dtype: str | torch.dtype = "float32",
+        device: str | torch.device | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        rollout_engine: str = "native",
+        rollout_options: dict[str, Any] | None = None,
+    ) -> Self:
+        """Load any causal LM from a folder or hub id.
+
+        `dtype` is float32 or bfloat16; `device` None leaves the model on the CPU, and on many ranks
+        it must be None: each has its own. The tokenizer is that of `path`, where it has one, unless
+        another is given. Raises ConfigError for a wrong `hybrid_config`, dtype or engine and
+        ModelError for a folder that is no whole model or whose tokenizer doesn't fit it, before
+        weights are read.
+        """
+        sizes = HybridConfig.of(hybrid_config)
+        _check_rollout(rollout_engine, sizes)
+        world_size, on_node = meet()
+        sizes.layout(world_size, on_node)
+        name = str(dtype).removeprefix("torch.")
+        if name not in ("float32", "bfloat16"):
+            raise ConfigError(f"dtype={name!r} is not supported; use 'float32' or 'bfloat16'")
+        if device is not None and world_size > 1:
+            raise ConfigError(
+                f"device={str(device)!r} with {world_size} ranks: each takes the device of its "
+                "LOCAL_RANK, or the CPU; leave device out"
+            )
+        require_model_folder(path, "path")
+        vocabulary, _ = vocabulary_and_context(path)
+        if world_size > 1:
+            config = whole_config(adapter_base(path) or path)
+            sizes.check(config, world_size, on_node)
+        loaded = _tokenizer(path, tokenizer)
+        if loaded is not None:
+            check_vocabulary(vocabulary, loaded, str(path))
+        policy = load_model(path, name)
+        if device is not None:
+            policy.to(device)  # type: ignore[arg-type]  # a str is fine
+        return cls(
+            policy,
+            hybrid_config,
+            tokenizer=loaded,
+            rollout_engine=rollout_engine,
+            rollout_options=rollout_options,
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The policy's own forward pass, with its arguments and outputs.
+
+        On many ranks each passes its rows (ranks that differ in tp only: the same rows); all call
+        it together, and backward leaves the gradients' mean over those that had rows of their own.
+        """
+        self._trained |= torch.is_grad_enabled()
+        if self._spread is not None:
+            return self._spread.forward(*args, **kwargs)
+        return self.policy(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, as on any module; no weight moves."""
+        self.policy.train(mode)
+        self.training = mode
+        self._trained |= mode
+        return self
+
+    def to_rollout(self) -> Self:
+        """Turn to sampling: `eval()`, and the engine ready for its first token.
+
+        `generate` needs no such call; this is for doing the work of the switch at a chosen time.
+        """
+        self.eval()
+        self.refresh()
+        prepare = getattr(self.engine, "prepare", None)
+        if prepare is not None:
+            prepare()
+        return self
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Complete left-padded prompts: `[batch · num_return_sequences, prompt + new]`, int64.
+
+        Takes `input_ids` (or `inputs`) and `attention_mask`, both `[batch, prompt]`,
+        `max_new_tokens` or `max_length`, `do_sample`, `temperature`, `top_k`, `top_p`,
+        `num_return_sequences`, `eos_token_id` and `pad_token_id`, with transformers' defaults, the
+        model's `generation_config` included. Rows are padded on the right after their end token,
+        to the longest. Draws come from torch's global generator. The mode stays as it is, and
+        dropout is off. Raises ConfigError for any other argument and for values out of range,
+        DataError for inputs that are not left-padded prompts.
+        """
+        call, problem = None, None
+        try:
+            self._check_open()
+            call = read_call(self.policy, self._max_model_len, inputs, generation_config, kwargs)
+        except EngineError as error:
+            problem = error
+        self._agree(problem)
+        assert call is not None
+        return call.sequences(self.rollout(call.prompts, call.params))
+
+    def rollout(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
+        """Complete token lists with the newest weights, with log-probs and policy version.
+
+        On many ranks all call it together, each with its own prompts, and gets their completions.
+        """
+        self.refresh()
+        if self._spread is None:
+            return self.engine.generate(prompts, params)
+        task = self._spread.peers.share_out(prompts, params)
+        done, problem = list[Completion](), None
+        try:
+            done = self.engine.generate(task.prompts, task.params)
+        except EngineError as error:
+            problem = error
+        self._agree(problem)
+        return self._spread.peers.collect(task, done)
+
+    def refresh(self) -> None:
+        """Make the rollout engine serve the newest weights; `generate` does it by itself.
+
+        The policy version rises if weights may have changed since the last call: after a forward
+        pass with gradients, `train()`, `load_state_dict`, or a write that autograd counts.
+        """
+        self._check_open()
+        if self._spread is not None:
+            self._spread.reshard()
+        parameters = list(self.policy.parameters())
+        changed = self._trained or _writes(parameters) != self._seen
+        if self._spread is not None:
+            changed = self._spread.peers.any(changed)
+            self.received_bytes = self._spread.refresh()
+        self._version += changed
+        # Always, not only then: a write through `.data` or by a fused optimizer goes uncounted,
+        # and an update without news costs next to nothing where storage is shared.
+        self.engine.update_weights(self._rollout_model, self._version)
+        self._seen, self._trained = _writes(parameters), self.training
+
+    @property
+    def policy_version(self) -> int:
+        """How often the weights may have changed; completions carry it."""
+        return self._version
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The policy's, names included."""
+        return self.policy.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the policy's weights, also whole ones on many ranks; the next rollout has them."""
+        self._trained = True
+        if self._spread is not None:
+            return self._spread.load_state_dict(*args, **kwargs)
+        return self.policy.load_state_dict(*args, **kwargs)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Write the policy as transformers does; of many ranks, who call it together, the first.
+
+        Raises StorageError, on every rank, if it can't be written.
+        """
+        if self._spread is not None:
+            self._spread.save_pretrained(folder, **options)
+        else:
+            save_policy(self.policy, folder, options)
+
+    def close(self) -> None:
+        """End the rollout engine; the policy stays as it is."""
+        self._closed = True
+        self.engine.close()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            policy = self.__dict__.get("policy")
+            if policy is None:
+                raise
+            return getattr(policy, name)
+
+    @property
+    def _rollout_model(self) -> Any:
+        """What the rollout engine decodes with."""
+        return self.policy if self._spread is None else self._spread.mount.model
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutError("the actor was closed and samples no more; create another one")
+
+    def _agree(self, problem: EngineError | None) -> None:
+        """Raise this rank's problem, or that of another rank."""
+        if self._spread is not None:
+            self._spread.peers.agree(problem)
+        elif problem is not None:
+            raise problem
+
+
+def _writes(parameters: Iterable[Tensor]) -> tuple[int, int]:
+    """A value that differs once a parameter was replaced, or written where autograd counts."""
+    found = list(parameters)
+    return hash(tuple(map(id, found))), sum(p._version for p in found)
+
+
+def _check_rollout(engine: str, sizes: HybridConfig) -> None:
+    """Raise ConfigError for a rollout engine that isn't there, or can't do what is asked."""
+    check_engine(engine)
+    if engine != "native" and sizes.rollout_tp > 1:
+        raise ConfigError(
+            f"rollout_engine={engine!r} decodes an actor's whole model on each rank; set "
+            f"hybrid_config's rollout_tp_size to 1 (it is {sizes.rollout_tp}), or use 'native'"
+        )
+
+
+def _start_engine(name: str, model: Any, options: dict[str, Any]) -> RolloutEngine:
+    try:
+        return create_engine(name, model, **options)
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise ConfigError(
+            f"rollout_options don't fit rollout_engine={name!r}: {error}; leave it out"
+        ) from None
+
+
+def _tokenizer(
+    path: str | Path, given: PreTrainedTokenizerBase | str | Path | None
+) -> PreTrainedTokenizerBase | None:
+    """The given one, or that of the model's folder; None for a folder without one."""
+    if given is None:
+        names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+        folder = Path(path)
+        if folder.is_dir() and not any((folder / name).exists() for name in names):
+            return None
+        return load_tokenizer(path)
+    return load_tokenizer(given) if isinstance(given, str | Path) else given

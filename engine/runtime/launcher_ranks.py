@@ -1,0 +1,49 @@
+"""The ranks that a launcher such as torchrun started this process with."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from engine.errors import ConfigError
+from engine.parallel.process_groups import join
+
+MEETING_TIMEOUT_S = 120.0
+
+
+def meet() -> tuple[int, int]:
+    """Join the ranks of this launch, if there are others; ranks in all, and on this machine.
+
+    Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) the default process group
+    is made if the program has not made one. Raises ConfigError for an environment that is not
+    whole and WorkerError when the others don't come.
+    """
+    world_size = _whole_number("WORLD_SIZE", 1)
+    if not dist.is_initialized() and world_size > 1:
+        missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"the environment has WORLD_SIZE={world_size} and no {', '.join(missing)}; start "
+                "the program with torchrun, or unset WORLD_SIZE for one rank"
+            )
+        if torch.cuda.is_available():
+            torch.cuda.set_device(_whole_number("LOCAL_RANK", 0) % torch.cuda.device_count())
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        join(address, _whole_number("RANK", 0), world_size, MEETING_TIMEOUT_S)
+    if not dist.is_initialized():
+        return 1, 1
+    world_size = dist.get_world_size()
+    return world_size, _whole_number("LOCAL_WORLD_SIZE", world_size)
+
+
+def _whole_number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text or default)
+    except ValueError:
+        raise ConfigError(
+            f"the environment has {name}={text!r}, which is no whole number; start the program "
+            "with torchrun, or unset it"
+        ) from None

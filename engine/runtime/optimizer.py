@@ -1,0 +1,224 @@
+"""Optimizer, learning-rate schedule and one clipped step: the same for SFT, actor and critic.
+
+The same on one rank and on many, where each updates what it stores: AdamW is elementwise. Summing
+gradients over ranks comes before, and is not done here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from engine.config import OptimConfig
+from engine.errors import CheckpointError, EngineError
+from engine.parallel import fsdp, gradients
+from engine.parallel.process_groups import Ranks
+
+_PART_ELEMENTS = (
+    64 << 20
+)  # whose moments are on the device at a time, where they wait in CPU memory
+
+
+class Optimizer:
+    """AdamW whose schedule advances once an optimizer step.
+
+    Biases, norms and other vectors get no weight decay. Build it when the model's parameters are
+    spread over `ranks`, who then take every step together. With `offload`, moments wait in CPU
+    memory and are on the device only while their parameters are updated. Those `counted_elsewhere`
+    are updated, but another pipeline stage's copy of them counts in the gradient norm.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        total_steps: int,
+        ranks: Ranks | None = None,
+        *,
+        offload: bool = False,
+        counted_elsewhere: Collection[nn.Parameter] = frozenset(),
+    ) -> None:
+        fsdp.reshard(model)
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(self._named.values())
+        self._counted_elsewhere = counted_elsewhere
+        self._model, self._ranks, self._offload = model, ranks, offload
+        self._stored = {name: self._stored_part(p) for name, p in self._named.items()}
+        matrices = [p for p in self._stored.values() if p.dim() >= 2]
+        vectors = [p for p in self._stored.values() if p.dim() < 2]
+        groups: list[dict[str, Any]] = [{"params": matrices}] if matrices else []
+        if vectors:
+            groups.append({"params": vectors, "weight_decay": 0.0})
+        self._adam = torch.optim.AdamW(
+            groups,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._adam, lambda step: learning_rate_factor(step, total_steps, config)
+        )
+        self._clip = config.grad_clip
+        self.lr = self._next_lr()  # of the latest step; before any, of the first
+
+    def _next_lr(self) -> float:
+        return float(self._schedule.get_last_lr()[0])
+
+    def _stored_part(self, parameter: nn.Parameter) -> Tensor:
+        """What AdamW works on: the parameter, or a view of what this rank stores of it.
+
+        A view's gradient is set part by part, so that only that part's moments are needed.
+        """
+        view = self._offload or isinstance(parameter, DTensor)
+        return gradients.local(parameter) if view else parameter
+
+    def zero_gradients(self) -> None:
+        """Give every parameter a gradient of 0: an update that nothing pulls at."""
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def clear_gradients(self) -> None:
+        """Forget gradients, as before a step's first backward."""
+        for parameter in (*self.parameters, *self._stored.values()):
+            parameter.grad = None
+
+    def step(self) -> float:
+        """Clip, update, clear gradients; return the global gradient norm before clipping.
+
+        Raises EngineError, on all ranks alike, when the norm is not finite: the weights are left as
+        they were.
+        """
+        self.lr = self._next_lr()
+        norm = self._clip_gradients()
+        if not math.isfinite(norm):
+            self.clear_gradients()
+            raise EngineError(
+                f"the gradient norm is {norm}: training has diverged; lower optim.lr "
+                f"(now {self.lr:.2e}) or look for bad rewards or data"
+            )
+        for names in self._parts():
+            self._update(names)
+        self._schedule.step()
+        self.clear_gradients()
+        fsdp.reshard(self._model)  # weights that a pass without backward gathered are old now
+        return norm
+
+    def _clip_gradients(self) -> float:
+        if self._ranks is None or self._ranks.mesh is None:
+            return float(nn.utils.clip_grad_norm_(self.parameters, self._clip))
+        return gradients.clip(self.parameters, self._ranks, self._clip, self._counted_elsewhere)
+
+    def _parts(self) -> Iterator[list[str]]:
+        """Names of the parameters that are updated together."""
+        if not self._offload:
+            yield list(self._named)
+            return
+        part: list[str] = []
+        size = 0
+        for name, stored in self._stored.items():
+            if part and size + stored.numel() > _PART_ELEMENTS:
+                yield part
+                part, size = [], 0
+            part.append(name)
+            size += stored.numel()
+        if part:
+            yield part
+
+    def _update(self, names: list[str]) -> None:
+        """Let AdamW, which leaves alone what has no gradient, see the gradients of `names`."""
+        for name in names:
+            parameter, stored = self._named[name], self._stored[name]
+            if stored is not parameter and parameter.grad is not None:
+                stored.data = gradients.local(parameter)  # it may have been moved since
+                stored.grad = gradients.local(parameter.grad)
+        self._move_moments(names, to_device=True)
+        self._adam.step()
+        for name in names:
+            self._stored[name].grad = None
+        if self._offload:
+            self._move_moments(names, to_device=False)
+
+    def offload(self) -> None:
+        """Move the moments into CPU memory, as before a rollout; the next step brings them back."""
+        self._move_moments(list(self._named), to_device=False)
+
+    def load(self) -> None:
+        """Bring the moments back to the device now, unless they always wait in CPU memory."""
+        if not self._offload:
+            self._move_moments(list(self._named), to_device=True)
+
+    def _move_moments(self, names: list[str], *, to_device: bool) -> None:
+        for name in names:
+            stored = self._stored[name]
+            state = self._adam.state.get(stored, {})
+            for key, moment in state.items():
+                if moment.dim():  # the step count stays
+                    state[key] = moment.to(stored.device) if to_device else _to_cpu(moment)
+
+    def state_dict(self) -> dict[str, Any]:
+        """AdamW's moments by parameter name and the schedule's step; no copies.
+
+        On many ranks they are the moments of what this rank stores.
+        """
+        adam = self._adam.state
+        return {
+            "moments": {name: dict(adam[p]) for name, p in self._stored.items() if p in adam},
+            "updates": self._schedule.last_epoch,
+            "lr": self.lr,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`, copying its tensors; rates follow the present configuration.
+
+        Raises CheckpointError, before anything has changed, for moments of another model.
+        """
+        for name, moments in state["moments"].items():
+            wanted = list(self._stored[name].shape) if name in self._stored else None
+            if wanted != list(moments["exp_avg"].shape):
+                raise CheckpointError(
+                    f"the saved optimizer has moments of shape {list(moments['exp_avg'].shape)} "
+                    f"for {name!r}, the model {wanted or 'no such parameter'}; resume with the "
+                    "model that was saved"
+                )
+        self._adam.state.clear()
+        for name, moments in state["moments"].items():
+            stored = self._stored[name]
+            self._adam.state[stored] = {
+                key: torch.empty_like(value, device=stored.device).copy_(value)
+                for key, value in moments.items()
+            }
+            if self._offload:
+                self._move_moments([name], to_device=False)
+        self._schedule.last_epoch = state["updates"]
+        rates = [
+            base * factor(state["updates"])
+            for base, factor in zip(self._schedule.base_lrs, self._schedule.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self._adam.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self._schedule._last_lr = rates
+        self.lr = state["lr"]
+
+
+def _to_cpu(moment: Tensor) -> Tensor:
+    if moment.device.type == "cpu":
+        return moment
+    return torch.empty_like(moment, device="cpu", pin_memory=True).copy_(moment)
+
+
+def learning_rate_factor(step: int, total_steps: int, config: OptimConfig) -> float:
+    """Share of the peak learning rate at `step` (0-based): linear warm-up, then the schedule."""
+    warmup = max(1, round(config.warmup_ratio * total_steps)) if config.warmup_ratio > 0 else 0
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    shape = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape

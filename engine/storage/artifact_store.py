@@ -1,0 +1,70 @@
+"""Artifacts in the shared store: complete there by their manifest, which is written last.
+
+What lives here: `put` and `get` of one artifact at one address. What does not: when that is done
+(`artifacts`), where the store is (`locations`), moving files (`transfer`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.errors import LineageError, StorageError
+from engine.lineage.manifest import MANIFEST, Manifest, parse_manifest, verify
+from engine.storage.s3 import QUICK, Objects
+from engine.storage.transfer import Item, download, upload
+
+
+def put(folder: Path, uri: str) -> bytes:
+    """Make `uri` hold a published folder; return the bytes of the manifest that stands there.
+
+    An artifact of equal content and making that is there keeps its manifest, because children know
+    it, and gets back what it lacks. Cut off anywhere, this leaves no manifest where there was none,
+    and a second call sends what is missing. Raises StorageError when S3 refuses, or another
+    artifact is there.
+    """
+    data = (folder / MANIFEST).read_bytes()
+    manifest = parse_manifest(data, str(folder))
+    objects = Objects(uri, QUICK)
+    standing = _standing(objects, manifest)
+    upload(folder, uri, _items(manifest), f"upload {manifest.kind} {manifest.digest[:12]}")
+    if standing is not None:
+        return standing
+    if objects.write(MANIFEST, data, only_new=True):
+        return data
+    # Another process has published the same since: whose manifest was first counts for both.
+    return _standing(objects, manifest) or data
+
+
+def get(uri: str, folder: Path, data: bytes) -> None:
+    """Fetch the artifact at `uri`, whose manifest's bytes are `data`, into `folder`, checked.
+
+    Raises StorageError when S3 refuses or a file is missing, LineageError when one differs.
+    """
+    manifest = parse_manifest(data, f"{uri}/{MANIFEST}")
+    folder.mkdir(parents=True, exist_ok=True)
+    download(uri, folder, _items(manifest), f"download {manifest.kind} {manifest.digest[:12]}")
+    (folder / MANIFEST).write_bytes(data)
+    verify(folder)
+
+
+def _standing(objects: Objects, manifest: Manifest) -> bytes | None:
+    """The manifest that is there, None where there is none; nobody else's is ever replaced."""
+    try:
+        data = objects.read(MANIFEST)
+    except FileNotFoundError:
+        return None
+    try:
+        theirs = parse_manifest(data, f"{objects.uri}/{MANIFEST}")
+    except LineageError as error:
+        raise StorageError(f"{error}; remove it, and publish again") from error
+    if theirs.files != manifest.files or theirs.making != manifest.making:
+        raise StorageError(
+            f"{objects.uri} holds another artifact ({theirs.kind} {theirs.digest[:12]}, made "
+            f"{theirs.created_at:%Y-%m-%d %H:%M}); it stays as it is; publish again, and if it "
+            f"still stands there, see `python -m engine.lineage verify {objects.uri}`"
+        )
+    return data
+
+
+def _items(manifest: Manifest) -> list[Item]:
+    return [Item(name, file.size, file.sha256) for name, file in manifest.files.items()]

@@ -1,0 +1,288 @@
+"""`trainer.placement: auto`: from the machines that Ray reports now to settings that say it all.
+
+Asked anew at each start, so that an attempt which finds fewer or more workers than the one before
+is laid out for those, and goes on from its checkpoint (`resume`: layouts and budgets may differ).
+What the user has set to other than its default stays. How layouts are priced is `engine.planner`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from engine.config import LoRAConfig, ParallelConfig, PoolConfig, RLConfig
+from engine.controller.launch import Pool
+from engine.controller.placement import require_capacity
+from engine.dataflows import choose_dataflow
+from engine.dataflows.needs import Needs
+from engine.errors import ConfigError, EngineError
+from engine.models import text_config
+from engine.parallel.layout import AXES, Layout, ModelShape
+from engine.parallel.tensor_parallel import FAMILIES
+from engine.planner import Candidate, Cluster, Pins, Plan, Workload, explain, read_cluster, search
+from engine.planner.resources import Share
+from engine.trainers.layouts import check_layouts, pool_size
+
+_COLOCATED = ("actor", "rollout", "reference", "teacher", "critic")
+_BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
+_DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0}
+
+
+def resolve_auto(
+    config: RLConfig,
+    roles: Collection[str],
+    needs: Needs,
+    *,
+    model_path: str,
+    lora: LoRAConfig,
+    dtype: str,
+    max_response_length: int,
+    max_model_len: int,
+    cluster: Callable[[], Cluster] | None = None,
+) -> RLConfig:
+    """The settings with layout, budget and pools for the machines that are there now.
+
+    `roles` are those that the run starts. Prints the choice and why. Settings with another
+    placement come back as they are. Raises ConfigError for a model that the planner can't price,
+    or settings that leave no layout, and PlacementError where none fits.
+    """
+    if config.trainer.placement != "auto":
+        return config
+    work = workload(
+        config,
+        roles,
+        needs,
+        text_config(model_path),
+        lora=lora,
+        dtype=dtype,
+        max_response_length=max_response_length,
+        max_model_len=max_model_len,
+    )
+    plan = plan_for(config, work, roles, (cluster or read_cluster)(), lora)
+    print(explain(plan), flush=True)
+    return applied(config, plan.chosen.candidate, plan.chosen.share, roles)
+
+
+def plan_for(
+    config: RLConfig, work: Workload, roles: Collection[str], cluster: Cluster, lora: LoRAConfig
+) -> Plan:
+    """Search what the settings leave open, within what the trainer takes."""
+    mode, nodes = config.trainer.mode, [machine.node for machine in cluster.machines]
+    pools = config.trainer.pools
+    wanted = next((pool.gpus for pool in pools if "actor" in pool.roles), 1.0)
+    usable = cluster if wanted else cluster.without_gpus()
+    if usable.gpus and mode == "async":
+        raise ConfigError(
+            "trainer.placement=auto with trainer.mode=async on GPUs: processes of asynchronous "
+            "rollout take CPU cores; set trainer.mode=one_step_off, or trainer.placement=ray"
+        )
+    if usable.gpus and mode == "one_step_off" and not pools:
+        if usable.gpus < 2:
+            raise ConfigError(
+                "trainer.placement=auto with trainer.mode=one_step_off wants a GPU for the trainer "
+                "and one for rollout, and there is one; set trainer.mode=sync"
+            )
+        usable = usable.less_gpus(1)
+    half = config.trainer.rollout_threads or max(1, int(_cores(usable)) // 2)
+    beside = 0.0 if usable.gpus else float(work.samplers * half)
+
+    def admits(candidate: Candidate, share: Share) -> str:
+        try:
+            settings = applied(config, candidate, share, roles)
+            check_layouts(settings, lora)
+            _check_rows(settings, candidate)
+            sized = [
+                Pool(world_size=pool_size(pool.roles, settings), **dict(pool))
+                for pool in settings.trainer.pools
+            ]
+            require_capacity(sized, nodes)
+        except EngineError as error:
+            return str(error).splitlines()[0]
+        return ""
+
+    return search(work, usable, pins_of(config), admits, beside)
+
+
+def applied(
+    config: RLConfig, candidate: Candidate, share: Share, roles: Collection[str]
+) -> RLConfig:
+    """The settings that a candidate stands for, placed on Ray."""
+    changes: dict[str, Any] = {axis: getattr(candidate.layout, axis) for axis in AXES}
+    for name in ("offload_params", "offload_optimizer", "activation_checkpointing"):
+        changes[name] = getattr(candidate, name)
+    tokens = {"max_tokens_per_micro_batch": candidate.tokens}
+    parallel = config.actor.parallel.model_copy(update=changes)
+    actor = config.actor.model_copy(update={"parallel": parallel} | _open(config.actor, tokens))
+    critic = config.critic
+    if "critic" in roles:
+        critic = critic.model_copy(update=_open(critic, tokens))
+    placed: dict[str, Any] = {"placement": "ray"}
+    rollout = config.rollout
+    if config.trainer.mode == "sync":
+        rollout = rollout.model_copy(update={"tensor_parallel_size": candidate.rollout_tp})
+    else:
+        placed["rollout_threads"] = _sampler_threads(config, share)
+    placed["pools"] = config.trainer.pools or _pools(config, share, roles)
+    trainer = config.trainer.model_copy(update=placed)
+    return config.model_copy(
+        update={"actor": actor, "critic": critic, "rollout": rollout, "trainer": trainer}
+    )
+
+
+def pins_of(config: RLConfig) -> Pins:
+    """What differs from its default, and so is the user's."""
+    parallel, plain = config.actor.parallel, ParallelConfig()
+    axes = {axis: getattr(parallel, axis) for axis in AXES}
+    tokens = config.actor.max_tokens_per_micro_batch
+    return Pins(
+        axes={axis: size for axis, size in axes.items() if size != getattr(plain, axis)},
+        rollout_tp=config.rollout.tensor_parallel_size
+        if config.rollout.tensor_parallel_size > 1
+        else None,
+        tokens=tokens if _open(config.actor, {"max_tokens_per_micro_batch": 0}) == {} else None,
+        offload_params=parallel.offload_params,
+        offload_optimizer=parallel.offload_optimizer,
+        activation_checkpointing=parallel.activation_checkpointing,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def workload(
+    config: RLConfig,
+    roles: Collection[str],
+    needs: Needs,
+    model_config: Any,
+    *,
+    lora: LoRAConfig,
+    dtype: str,
+    max_response_length: int,
+    max_model_len: int,
+) -> Workload:
+    """One step of the run as sizes; raises ConfigError for a model that isn't a dense decoder."""
+    shape, kind = _shape(model_config), model_config.model_type
+    actor, trainer, rollout = config.actor, config.trainer, config.rollout
+    stored = _DTYPES[dtype]
+    own = config.critic.parallel
+    rows = choose_dataflow(config.algorithm).rows_an_update(config)
+    mini = actor.ppo_mini_batch_size
+    windows = getattr(model_config, "sliding_window", None)
+    passes = int(needs.old_log_probs) + int(needs.reference) + int("teacher" in roles)
+    full_kl = actor.use_kl_loss and actor.kl_loss_type == "full"
+    vllm = rollout.engine == "vllm"
+    samplers = {"one_step_off": 1, "async": trainer.rollout_workers}.get(trainer.mode, 0)
+    teacher = config.algorithm.teacher
+    return Workload(
+        shape,
+        trainer.train_batch_size,
+        rollout.n,
+        max(1, max_model_len - max_response_length),
+        max_response_length,
+        weight_bytes=stored,
+        base_bytes=_BASE_BYTES[lora.quantize],
+        compute_bytes=_DTYPES[actor.parallel.compute_dtype] or stored,
+        adapters=_adapters(shape, lora),
+        quantized=bool(lora.quantize),
+        reference="reference" in roles and not lora.rank,
+        teacher=_shape(text_config(teacher)) if "teacher" in roles else None,
+        critic="" if "critic" not in roles else Layout.of(own) if own else "as actor",
+        actor_epochs=actor.ppo_epochs,
+        critic_epochs=config.critic.ppo_epochs,
+        updates=-(-rows // mini) if mini else 1,
+        passes=passes,
+        full_kl=full_kl or needs.ref_kl,
+        decodes=rollout.engine != "server",
+        decode_rows=rollout.max_num_seqs,
+        kv_cache=rollout.kv_cache_memory_mb << 20 if vllm else 0,
+        samplers=samplers,
+        sampler_bytes=_DTYPES[rollout.dtype] or stored,
+        families=kind in FAMILIES and not lora.rank,
+        cuts_sequences=kind in FAMILIES and not lora.rank and not windows,
+        runs_ahead=trainer.mode != "sync",
+    )
+
+
+def _shape(model_config: Any) -> ModelShape:
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if getattr(model_config, name, None):
+            raise ConfigError(
+                f"trainer.placement=auto can't price a mixture of experts (model type "
+                f"{model_config.model_type!r}); set actor.parallel, and trainer.placement=ray"
+            )
+    try:
+        return ModelShape.of(model_config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"trainer.placement=auto can't price this model: {error}, and trainer.placement=ray"
+        ) from error
+
+
+def _adapters(shape: ModelShape, lora: LoRAConfig) -> int:
+    """Elements of adapters on all linear layers, or on those that are named."""
+    if not lora.rank:
+        return 0
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    wide, hidden = shape.intermediate, shape.hidden
+    sides = {
+        "q_proj": hidden + queries,
+        "k_proj": hidden + keys,
+        "v_proj": hidden + keys,
+        "o_proj": queries + hidden,
+        "gate_proj": hidden + wide,
+        "up_proj": hidden + wide,
+        "down_proj": wide + hidden,
+    }
+    named = lora.target_modules
+    chosen = sides.values() if isinstance(named, str) else [sides.get(n, 0) for n in named]
+    return shape.layers * lora.rank * sum(chosen)
+
+
+def _open(section: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Those of `values` that the section has at its defaults."""
+    fields = type(section).model_fields
+    return {k: v for k, v in values.items() if getattr(section, k) == fields[k].default}
+
+
+def _pools(config: RLConfig, share: Share, roles: Collection[str]) -> tuple[PoolConfig, ...]:
+    """The policy's roles together on each rank, the reward beside, a sampler apart."""
+    cpus = share.cpus
+    if config.trainer.threads:
+        cpus = min(cpus, max(1.0, config.trainer.threads // share.per_machine))
+    policy = tuple(role for role in _COLOCATED if role in roles)
+    pools = [
+        PoolConfig(roles=policy, cpus=cpus, gpus=share.gpus),
+        PoolConfig(roles=("reward",), cpus=0.0),
+    ]
+    if "sampler" in roles:
+        threads = float(_sampler_threads(config, share))
+        pools.append(PoolConfig(roles=("sampler",), cpus=threads, gpus=share.gpus))
+    return tuple(pools)
+
+
+def _sampler_threads(config: RLConfig, share: Share) -> int:
+    """Cores of a process that only decodes: a rank's, on a GPU; else half of its machine's."""
+    if config.trainer.rollout_threads:
+        return config.trainer.rollout_threads
+    samplers = config.trainer.rollout_workers if config.trainer.mode == "async" else 1
+    return max(1, int(share.cpus) if share.gpus else int(share.beside) // samplers)
+
+
+def _cores(cluster: Cluster) -> float:
+    """Of the machine that has most."""
+    return max(machine.cpus for machine in cluster.machines)
+
+
+def _check_rows(config: RLConfig, candidate: Candidate) -> None:
+    """What fails later only: mini-batches that a rank has no rows for."""
+    layout = candidate.layout
+    learned = choose_dataflow(config.algorithm).rows_an_update(config)
+    every = config.trainer.train_batch_size * config.rollout.n
+    for rows, size in (
+        (learned, config.actor.ppo_mini_batch_size),
+        (every, config.critic.ppo_mini_batch_size),
+    ):
+        count = -(-rows // size) if size else 1
+        if rows // layout.data_ranks < count:
+            raise ConfigError(
+                f"{rows} completions on {layout.data_ranks} data-parallel ranks are too few for "
+                f"{count} mini-batches; raise ppo_mini_batch_size"
+            )

@@ -1,0 +1,72 @@
+"""What settings only name: made a part of them, so that it is in cache keys and manifests.
+
+A model on the hub gets the commit that it is loaded at, code and folders get a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TypeVar
+
+from engine.config import PipelineConfig, RLConfig
+
+C = TypeVar("C", bound=PipelineConfig)
+
+
+def with_named_content(config: C) -> C:
+    """Return the settings with `rl.named_content` and the teacher's commit filled in.
+
+    Raises ModelError for a teacher on the hub whose commit can't be found out.
+    """
+    from engine.storage.hub import pinned
+
+    rl = config.rl
+    if rl.algorithm.teacher:
+        teacher = pinned(rl.algorithm.teacher, "rl.algorithm.teacher")
+        algorithm = rl.algorithm.model_copy(update={"teacher": teacher})
+        rl = rl.model_copy(update={"algorithm": algorithm})
+    rl = rl.model_copy(update={"named_content": named_content(rl)})
+    return config.model_copy(update={"rl": rl})
+
+
+def with_commit(config: C) -> C:
+    """Return the settings with `model.path`, where it is a hub id, at the commit it stands for.
+
+    Raises ModelError where neither the hub nor its local cache says which.
+    """
+    from engine.storage.hub import pinned
+
+    model = config.model.model_copy(update={"path": pinned(config.model.path)})
+    return config.model_copy(update={"model": model})
+
+
+def named_content(rl: RLConfig) -> str:
+    """Digest of the modules of reward, dataflow and plugins, and of a teacher's folder; or empty.
+
+    What those modules import from elsewhere is not in it.
+    """
+    from engine.lineage.code import modules_digest
+    from engine.lineage.manifest import tree_digest
+
+    paths = [name for name in (rl.reward.name, rl.algorithm.dataflow) if ":" in name]
+    code = modules_digest([*rl.plugins, *(path.partition(":")[0] for path in paths)])
+    teacher = Path(rl.algorithm.teacher)
+    weights = tree_digest(teacher) if rl.algorithm.teacher and teacher.is_dir() else ""
+    found = f"{code}\0{weights}"
+    return hashlib.sha256(found.encode()).hexdigest() if code or weights else ""
+
+
+def model_digest(path: str) -> str:
+    """Digest of a model's folder, with that of the base of an adapter's; a pinned id as it is."""
+    from engine.lineage.manifest import tree_digest
+    from engine.models.load import adapter_base
+    from engine.storage.hub import pinned
+
+    if not Path(path).is_dir():
+        return path
+    own, base = tree_digest(Path(path)), adapter_base(path)
+    if base is None:
+        return own
+    under = model_digest(pinned(base, f"the base of model.path={path!r}"))
+    return hashlib.sha256(f"{own}\0{under}".encode()).hexdigest()

@@ -1,0 +1,91 @@
+"""A layout's process groups on real gloo ranks."""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import run_ranks
+
+from engine.errors import WorkerError
+from engine.parallel.layout import AXES, Layout
+from engine.parallel.process_groups import Ranks, join
+
+
+def members(layout: Layout, axes: tuple[str, ...]) -> tuple[list[int], int, int]:
+    """Who this rank sums with, its number among them, and the largest of their ranks."""
+    ranks = Ranks.form(layout)
+    mine = torch.zeros(layout.world_size)
+    mine[ranks.rank] = 1
+    together = ranks.sum_over(mine, axes)
+    assert mine.sum() == 1  # what went in is as it was
+    who = together.nonzero().flatten().tolist()
+    return who, ranks.index(*axes), ranks.max_over(ranks.rank, axes)
+
+
+@pytest.mark.parametrize("layout", [Layout(fsdp=2, tp=2), Layout(pp=2, dp=2), Layout(dp=2, sp=2)])
+def test_groups_are_those_of_the_layout(layout: Layout) -> None:
+    for axes in [("dp", "fsdp"), ("fsdp", "sp"), ("tp",), ("pp",), AXES]:
+        expected = {rank: group for group in layout.groups(*axes) for rank in group}
+        for rank, (who, index, largest) in enumerate(run_ranks(4, members, layout, axes)):
+            assert who == expected[rank]
+            assert who[index] == rank
+            assert largest == max(who)
+
+
+def test_a_rank_alone_needs_no_process_group() -> None:
+    ranks = Ranks.form(Layout())
+    assert ranks.group("tp", "dp") is None
+    assert ranks.sum_over(torch.tensor(3.0), ["dp"]) == 3
+    assert ranks.max_over(7, ["dp"]) == 7
+
+
+def test_ranks_that_have_not_met_are_named() -> None:
+    with pytest.raises(WorkerError, match="fsdp=2 needs 2 ranks, 1 have met"):
+        Ranks.form(Layout(fsdp=2))
+
+
+def test_a_rank_that_never_comes_ends_the_wait() -> None:
+    with pytest.raises(WorkerError, match=r"could not meet the others at 127\.0\.0\.1:\d+ within"):
+        join("127.0.0.1:29617", 0, 2, timeout_s=1.0)
+
+
+DEADLINE_S = 2.0
+
+
+def waits_alone(address: str, axes: tuple[str, ...]) -> tuple[float, str]:
+    """Rank 0 sums over `axes`, all others are alive and stay away: its seconds and the error."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    join(address, rank, world_size, DEADLINE_S)
+    ranks = Ranks.form(Layout(dp=2, fsdp=2))
+    group = ranks.group(*axes)  # all ranks make the group
+    store = dist.distributed_c10d._get_default_store()
+    if rank:
+        store.wait(["rank 0 is done"], timedelta(seconds=30))
+        return 0.0, ""
+    assert group is not None
+    started = time.perf_counter()
+    try:
+        ranks.sum_over(torch.ones(1), axes)
+        text = ""
+    except RuntimeError as error:
+        text = str(error)
+    seconds = time.perf_counter() - started
+    store.set("rank 0 is done", "")
+    return seconds, text
+
+
+@pytest.mark.parametrize("axes", [("dp",), ("fsdp",), ("dp", "fsdp")])
+def test_every_group_has_the_deadline_that_the_ranks_joined_with(axes: tuple[str, ...]) -> None:
+    """Torch gives a mesh's groups its own 30 minutes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    seconds, text = run_ranks(4, waits_alone, address, axes)[0]
+    assert "imed out" in text
+    assert DEADLINE_S / 2 < seconds < 20

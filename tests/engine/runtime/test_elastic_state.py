@@ -1,0 +1,161 @@
+"""A checkpoint of one layout goes on under another: fewer ranks, more, or cut otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import run_ranks
+from thorough import and_slow
+from tiny_engine import save_family, training_batch
+from torch import Tensor
+
+from engine.checkpoint import CheckpointStore
+from engine.checkpoint.saved_state import read_role
+from engine.config import ActorConfig, CriticConfig, LoRAConfig
+from engine.controller.row_sharding import take_share
+from engine.parallel.layout import Layout
+from engine.workers.actor import ActorWorker
+from engine.workers.base import WorkerContext
+from engine.workers.critic import CriticWorker
+from engine.workers.mesh import Mesh
+
+ROWS, BEFORE, AFTER = 8, 2, 2
+OPTIM = {"lr": 1e-2, "warmup_ratio": 0.3, "schedule": "cosine"}
+
+
+def worker(folder: str, role: str, parallel: dict[str, Any], lora: int) -> Any:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    values = {"optim": OPTIM, "parallel": parallel}
+    config = ActorConfig.model_validate(values | {"use_kl_loss": False})
+    mesh = Mesh(tuple(Layout.of(config.parallel).sizes.items()))
+    context = WorkerContext(role, rank, world, mesh=mesh)
+    common: dict[str, Any] = {"model_path": folder, "total_steps": 8, "seed": 0}
+    if role == "critic":
+        critic = CriticConfig.model_validate(values)
+        return CriticWorker(context, config=critic, parallel=config.parallel, **common)
+    return ActorWorker(
+        context, config=config, temperature=1.0, lora=LoRAConfig(rank=lora), **common
+    )
+
+
+def train(one: Any, begin: int, count: int) -> list[dict[str, float]]:
+    share = one.context.mesh.share(one.context.rank)
+    batches = [training_batch(ROWS, seed=step) for step in range(begin, begin + count)]
+    return [one.update(take_share(batch, share)[0]) for batch in batches]
+
+
+def first_half(folder: str, draft: str, role: str, parallel: dict[str, Any], lora: int) -> None:
+    one = worker(folder, role, parallel, lora)
+    train(one, 0, BEFORE)
+    one.save_state(draft)
+    one.wait_saved()
+
+
+def second_half(
+    folder: str, saved: str, role: str, parallel: dict[str, Any], lora: int
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    one = worker(folder, role, parallel, lora)
+    one.load_state(saved)
+    metrics = train(one, BEFORE, AFTER)
+    return metrics, {name: t.clone() for name, t in one.spread.whole_tensors()}
+
+
+def whole(folder: str, role: str, lora: int) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    one = worker(folder, role, {}, lora)
+    metrics = train(one, 0, BEFORE + AFTER)[BEFORE:]
+    return metrics, {name: t.clone() for name, t in one.spread.whole_tensors()}
+
+
+def size(parallel: dict[str, Any]) -> int:
+    return Layout(**parallel).world_size
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_family("qwen2", tmp_path_factory.mktemp("elastic")))
+
+
+def save(
+    folder: str, root: Path, role: str, parallel: dict[str, Any], lora: int = 0
+) -> tuple[str, int]:
+    """A checkpoint's folder, and the bytes of tensors in it."""
+    store = CheckpointStore(root)
+    draft = store.begin(BEFORE)
+    draft.roles = {role: size(parallel)}
+    run_ranks(size(parallel), first_half, folder, draft.folder, role, parallel, lora)
+    return store.commit(draft).folder, draft.tensor_bytes
+
+
+CASES: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
+    ("actor", {"fsdp": 4}, {"fsdp": 2}, 0),
+    ("actor", {"fsdp": 4}, {}, 0),
+    ("actor", {"fsdp": 4}, {"tp": 2}, 0),
+    ("actor", {"fsdp": 2, "tp": 2}, {"pp": 2}, 0),
+    ("critic", {"fsdp": 4}, {"tp": 2}, 0),
+]
+MORE: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
+    ("actor", {"pp": 2, "tp": 2}, {"fsdp": 2, "sp": 2}, 0),
+    ("actor", {}, {"dp": 2, "fsdp": 2}, 0),
+    ("actor", {"fsdp": 2, "tp": 2}, {"dp": 2}, 4),
+]
+
+
+@pytest.mark.parametrize(("role", "wrote", "reads", "lora"), and_slow(CASES, MORE))
+def test_another_layout_goes_on_where_one_stopped(
+    folder: str,
+    tmp_path: Path,
+    role: str,
+    wrote: dict[str, Any],
+    reads: dict[str, Any],
+    lora: int,
+) -> None:
+    metrics, weights = run_ranks(1, whole, folder, role, lora)[0]
+    saved, written = save(folder, tmp_path, role, wrote, lora)
+    results = run_ranks(size(reads), second_half, folder, saved, role, reads, lora)
+    for found, tensors in results:
+        for step, wanted in enumerate(metrics):
+            for name, value in wanted.items():
+                assert found[step][name] == pytest.approx(value, rel=2e-4, abs=2e-5), name
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-4, atol=2e-4)
+    trained = [t for n, t in weights.items() if not lora or ".lora_" in n]
+    # Weights and both moments once, whatever number of ranks has a copy; counts and RNGs besides.
+    least = 3 * sum(t.nbytes for t in trained)
+    assert least <= written < least + 40_000 * size(wrote)
+
+
+def test_the_same_layout_goes_on_bit_for_bit(folder: str, tmp_path: Path) -> None:
+    parallel = {"fsdp": 2}
+    saved, _ = save(folder, tmp_path, "actor", parallel)
+    again, _ = save(folder, tmp_path / "again", "actor", parallel)
+    one, two = (
+        run_ranks(2, second_half, folder, at, "actor", parallel, 0) for at in (saved, again)
+    )
+    for (ours, tensors), (theirs, others) in zip(one, two, strict=True):
+        assert ours == theirs
+        assert all(torch.equal(t, others[name]) for name, t in tensors.items())
+    whole_run = run_ranks(2, uninterrupted, folder, parallel)
+    for (ours, tensors), (theirs, others) in zip(one, whole_run, strict=True):
+        assert ours == theirs
+        assert all(torch.equal(t, others[name]) for name, t in tensors.items())
+
+
+def uninterrupted(
+    folder: str, parallel: dict[str, Any]
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    one = worker(folder, "actor", parallel, 0)
+    metrics = train(one, 0, BEFORE + AFTER)[BEFORE:]
+    return metrics, {name: t.clone() for name, t in one.spread.whole_tensors()}
+
+
+def test_no_rank_writes_what_another_has(folder: str, tmp_path: Path) -> None:
+    saved, _ = save(folder, tmp_path, "actor", {"dp": 2, "fsdp": 2})
+    ranks = read_role(saved, "actor")
+    counts = [len(rank.get("boxes")) for rank in ranks]
+    assert counts[0] == counts[1] > 0
+    assert counts[2:] == [0, 0]  # the second replica

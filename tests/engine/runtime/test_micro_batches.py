@@ -1,0 +1,53 @@
+"""Micro-batches: every row once, within the budget, and the same numbers after trimming."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_engine import completions_batch, random_completions, tiny_model, training_batch
+
+from engine.models.forward import response_log_probs
+from engine.runtime.micro_batches import micro_batches, trim
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 12), seed=st.integers(0, 1000), budget=st.integers(1, 120))
+def test_every_row_once_and_within_the_budget(rows: int, seed: int, budget: int) -> None:
+    batch = training_batch(rows, seed)
+    seen: list[int] = []
+    for index, micro in micro_batches(batch, budget):
+        lengths = micro["attention_mask"].sum(1)
+        assert len(micro) == 1 or len(micro) * int(lengths.max()) <= budget
+        seen += index.tolist()
+        p, r = micro["prompts"].shape[1], micro["responses"].shape[1]
+        present = batch["response_mask"][index].bool()
+        assert p == int(batch["attention_mask"][index, : batch["prompts"].shape[1]].sum(1).max())
+        assert r == int(present.sum(1).max())
+        for name in ("advantages", "returns", "responses"):
+            assert torch.equal(micro[name], batch[name][index, :r]), name
+            assert micro[name].shape == (len(index), r)
+    assert sorted(seen) == list(range(rows))
+
+
+def test_trimmed_log_probs_equal_untrimmed_ones() -> None:
+    model = tiny_model("qwen2")
+    batch = completions_batch(*random_completions(10))
+    with torch.no_grad():
+        whole = response_log_probs(model, batch, 1.0)
+        for index, micro in micro_batches(batch, 30):
+            part = response_log_probs(model, micro, 1.0)
+            width = part.shape[1]
+            torch.testing.assert_close(part, whole[index, :width], atol=1e-5, rtol=0)
+            assert whole[index, width:].eq(0).all()
+
+
+def test_trim_cuts_both_outsides() -> None:
+    batch = completions_batch([[1, 2, 3], [4]], [[5], [6, 7]])
+    short = trim(batch.rows([1]))
+    assert short["input_ids"].tolist() == [[4, 6, 7]]
+    assert short["prompts"].tolist() == [[4]]
+    assert short["group_ids"].tolist() == [1]

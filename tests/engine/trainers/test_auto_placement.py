@@ -1,0 +1,179 @@
+"""`trainer.placement: auto`: settings made of what Ray reports, and a run that is laid out anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from tiny_engine import arithmetic_rows
+
+from engine.config import LoRAConfig, RLConfig
+from engine.data.loader import PromptLoader
+from engine.dataflows import choose_dataflow
+from engine.dataflows.needs import needs_of
+from engine.errors import ConfigError, PlacementError
+from engine.planner import Cluster, Machine
+from engine.planner.hardware import GIB
+from engine.planner.memory import RUNTIME
+from engine.trainers import auto_placement as auto
+from engine.trainers.layouts import layout_of
+from engine.trainers.resume import run_settings
+from engine.trainers.rl import RLTrainer
+
+RESPONSE, LONGEST = 6, 40
+
+
+def settings(**sections: Any) -> RLConfig:
+    values: dict[str, Any] = {
+        "actor": {"optim": {"lr": 5e-3, "weight_decay": 0.0, "warmup_ratio": 0.0}},
+        "rollout": {"n": 2},
+        "reward": {"name": "tiny_engine:digit_share"},
+        "trainer": {
+            "total_training_steps": 3,
+            "train_batch_size": 4,
+            "placement": "auto",
+            "start_timeout_s": 240.0,
+        },
+    }
+    for section, content in sections.items():
+        values[section] = values.get(section, {}) | content
+    return RLConfig.model_validate(values)
+
+
+def cores(count: int, memory: int, machines: int = 1) -> Cluster:
+    return Cluster(tuple(Machine(f"m{i}", float(count), memory) for i in range(machines)))
+
+
+def gpus(count: int, gib: float) -> Cluster:
+    return Cluster((Machine("m", 32.0, 900 * GIB, count, int(gib * GIB), "H100"),))
+
+
+def resolved(folder: Path, config: RLConfig, cluster: Cluster, rank: int = 0) -> RLConfig:
+    dataflow = choose_dataflow(config.algorithm)
+    needs = needs_of(config, dataflow)
+    ahead = {"sampler"} if config.trainer.mode == "one_step_off" else set()
+    return auto.resolve_auto(
+        config,
+        needs.roles(dataflow) | ahead,
+        needs,
+        model_path=str(folder),
+        lora=LoRAConfig(rank=rank),
+        dtype="float32",
+        max_response_length=RESPONSE,
+        max_model_len=LONGEST,
+        cluster=lambda: cluster,
+    )
+
+
+def tight(folder: Path, config: RLConfig) -> Cluster:
+    """Two machines of a core each, with so little memory that one rank alone doesn't fit."""
+    for more in range(9, 40):
+        cluster = cores(1, RUNTIME + int(1.25**more * 1000), machines=2)
+        try:
+            found = resolved(folder, config, cluster)
+        except PlacementError:
+            continue
+        assert layout_of("actor", found).world_size == 2
+        return cluster
+    raise AssertionError("one rank always fits")
+
+
+def test_a_laptop_runs_as_without_auto(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings()
+    found = resolved(tiny_folder, config, cores(2, 4 * GIB))
+    [policy, reward] = found.trainer.pools
+    assert (policy.roles, policy.cpus) == (("actor", "rollout", "reference"), 2.0)
+    assert (reward.roles, reward.cpus) == (("reward",), 0.0)
+    assert found.trainer.placement == "ray"
+    assert found.actor == config.actor
+    assert found.rollout == config.rollout
+    said = capsys.readouterr().out
+    assert "auto found 1 machine, 2 cores, 4.0 GiB for workers" in said
+    assert "chosen  one rank" in said
+    untouched = settings(trainer={"placement": "ray"})
+    assert resolved(tiny_folder, untouched, cores(2, 4 * GIB)) is untouched
+
+
+def test_gpus_get_a_rank_each_and_what_is_set_stays(tiny_folder: Path) -> None:
+    set_here = {"parallel": {"tp": 2}, "max_tokens_per_micro_batch": 128}
+    found = resolved(tiny_folder, settings(actor=set_here), gpus(2, 40))
+    assert found.actor.parallel.tp == 2
+    assert found.actor.max_tokens_per_micro_batch == 128
+    assert found.trainer.pools[0].gpus == 1.0
+    critic = {"parallel": {"fsdp": 2}, "max_tokens_per_micro_batch": 512}
+    ppo = settings(algorithm={"adv_estimator": "gae"}, critic=critic)
+    found = resolved(tiny_folder, ppo, gpus(2, 40))
+    assert found.critic == ppo.critic
+    assert layout_of("actor", found).world_size == 2
+
+
+def test_pools_that_are_set_stay_and_bound_the_layout(tiny_folder: Path) -> None:
+    pools = [
+        {"roles": ["actor", "rollout", "reference"], "cpus": 1, "gpus": 1},
+        {"roles": ["reward"], "gpus": 3},
+    ]
+    config = settings(trainer={"pools": pools})
+    found = resolved(tiny_folder, config, gpus(4, 40))
+    assert found.trainer.pools == config.trainer.pools
+    assert layout_of("actor", found).world_size == 1
+    with pytest.raises(ConfigError, match=r"no valid layout .* can't hold the placement"):
+        resolved(tiny_folder, settings(trainer={"pools": pools}), gpus(3, 40))
+
+
+def test_rollout_that_runs_ahead_has_its_own_place(tiny_folder: Path) -> None:
+    ahead = settings(trainer={"mode": "one_step_off"})
+    found = resolved(tiny_folder, ahead, gpus(2, 40)).trainer.pools
+    assert [pool.gpus for pool in found] == [1.0, 0.0, 1.0]
+    found = resolved(tiny_folder, ahead, cores(4, 8 * GIB)).trainer.pools
+    assert [pool.cpus for pool in found] == [2.0, 0.0, 2.0]
+    with pytest.raises(ConfigError, match=r"there is one; set trainer.mode=sync"):
+        resolved(tiny_folder, ahead, gpus(1, 40))
+    with pytest.raises(ConfigError, match="asynchronous rollout take CPU cores"):
+        resolved(tiny_folder, settings(trainer={"mode": "async"}), gpus(2, 40))
+
+
+def test_adapters_and_mini_batches_bound_the_layout(tiny_folder: Path) -> None:
+    few = settings(actor={"ppo_mini_batch_size": 2, "parallel": {"dp": 4}})
+    with pytest.raises(ConfigError, match="too few for 4 mini-batches"):
+        resolved(tiny_folder, few, gpus(4, 40))
+    layout = layout_of("actor", resolved(tiny_folder, settings(), gpus(2, 40), rank=4))
+    assert layout.tp * layout.pp * layout.sp == 1
+
+
+def test_another_plan_is_the_same_run(tiny_folder: Path) -> None:
+    config = settings()
+    one = resolved(tiny_folder, config, cores(2, 4 * GIB))
+    two = resolved(tiny_folder, config, tight(tiny_folder, config))
+    assert layout_of("actor", one) != layout_of("actor", two)
+    assert run_settings(one, RESPONSE, 0) == run_settings(two, RESPONSE, 0)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.slow
+def test_a_restart_on_other_machines_is_laid_out_anew_and_goes_on(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings()
+
+    def run(steps: int) -> tuple[RLTrainer, int]:
+        loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), 4, 0)
+        with RLTrainer(
+            tiny_folder, config, loader, max_response_length=RESPONSE, max_model_len=LONGEST
+        ) as trainer:
+            trainer.fit(steps, tmp_path / "run")
+            return trainer, trainer.roles.actor.world_size
+
+    first, ranks = run(1)  # on what the real Ray has
+    assert (first.step, ranks) == (1, 1)
+    # The same Ray, reported as two machines on which one rank alone doesn't fit.
+    small = tight(tiny_folder, config)
+    monkeypatch.setattr(auto, "read_cluster", lambda: small)
+    second, ranks = run(1)
+    assert (second.step, ranks) == (2, 2)
+    assert [row["step"] for row in second.history] == [1.0, 2.0]
+    assert second.history[0] == first.history[0]
+    assert all(row["actor/grad_norm"] > 0 for row in second.history)

@@ -1,0 +1,84 @@
+"""What settings only name is in what stages are keyed by."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import digest
+from tasks.content_pinning import model_digest, with_commit, with_named_content
+from tasks.inputs import RLHFConfig
+from tasks.placement import fit
+
+RAISES = "raise RuntimeError('imported')\n"
+
+
+@pytest.fixture
+def plug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the Python path."""
+    folder = tmp_path / "plug"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    return folder
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    importlib.invalidate_caches()
+
+
+@pytest.mark.parametrize(
+    ("section", "file"),
+    [
+        ({"reward": {"name": "one_file:reward"}}, "one_file.py"),
+        ({"algorithm": {"dataflow": "one_file:step"}}, "one_file.py"),
+        ({"plugins": ["one_file"]}, "one_file.py"),
+        ({"plugins": ["package_of.losses"]}, "package_of/inner/helper.py"),
+    ],
+)
+def test_an_edited_module_is_another_configuration(
+    plug: Path, section: dict[str, Any], file: str
+) -> None:
+    write(plug / "package_of" / "__init__.py", RAISES)
+    write(plug / file, RAISES)
+    config = RLHFConfig.model_validate({"rl": section})
+    before = digest(fit(config, "laptop").rl)
+    assert before == digest(fit(config, "laptop").rl)
+    write(plug / file, RAISES + "# edited\n")
+    assert digest(fit(config, "laptop").rl) != before
+
+
+def test_what_is_in_the_sources_anyway_or_not_there_adds_nothing() -> None:
+    for section in ({}, {"plugins": ["nowhere_at_all"]}, {"plugins": ["engine.rewards.call"]}):
+        config = RLHFConfig.model_validate({"rl": section})
+        assert with_named_content(config).rl.named_content == ""
+    # Of a recorded configuration, the digest of back then does not count.
+    recorded = RLHFConfig.model_validate({"rl": {"named_content": "of back then"}})
+    assert with_named_content(recorded).rl.named_content == ""
+
+
+def test_a_teacher_s_weights_count(tmp_path: Path) -> None:
+    write(tmp_path / "teacher" / "model.safetensors", "weights")
+    rl = {"algorithm": {"teacher": str(tmp_path / "teacher")}}
+    config = RLHFConfig.model_validate({"rl": rl})
+    before = with_named_content(config)
+    write(tmp_path / "teacher" / "model.safetensors", "others")
+    assert with_named_content(config) != before
+
+
+def test_a_start_model_is_its_files_and_its_base(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    write(base / "model.safetensors", "weights")
+    write(adapter / "adapter_config.json", f'{{"base_model_name_or_path": "{base}"}}')
+    config = RLHFConfig.model_validate({"model": {"path": str(adapter)}})
+    assert with_commit(config) == config
+    before = model_digest(str(adapter))
+    assert before == model_digest(str(adapter))
+    write(base / "model.safetensors", "others")
+    assert model_digest(str(adapter)) != before
+    pinned = f"owner/name@{'a' * 40}"
+    assert model_digest(pinned) == pinned

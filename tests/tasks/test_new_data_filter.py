@@ -1,0 +1,193 @@
+"""A night's new rows: what of them is news, and that rows which keep the contract can be stored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from engine.config import DataConfig, RetrainConfig
+from engine.data.incremental_data import Window, open_window
+from engine.data.sources import load_splits
+from engine.errors import DataError
+from engine.tracking.registry import ModelVersion
+from tasks.ingest import mix
+from tasks.new_data_filter import find_news
+from tasks.preprocess import SPLITS, check_contract, write_split
+from tasks.retraining_trigger import NewData, why_not
+from tasks.schemas import RL_PROMPTS, check
+
+NIGHT = datetime(2100, 1, 1, tzinfo=UTC)
+CONFIG = RetrainConfig(minimum_rows=8, replay=0.5)
+Row = dict[str, Any]
+
+
+def row(question: str, truth: Any = "7", **columns: Any) -> Row:
+    """A row as a writer might send it; a column that is None is not there."""
+    made = {
+        "data_source": "arithmetic",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"index": 0},
+        **columns,
+    }
+    return {name: value for name, value in made.items() if value is not None}
+
+
+@pytest.fixture
+def former(tmp_path: Path) -> Path:
+    """The champion's dataset."""
+    sizes = {"sft_size": 16, "train_size": 16, "validation_size": 4, "test_size": 12}
+    splits = load_splits(DataConfig.model_validate(sizes), 0)
+    folder = tmp_path / "former"
+    folder.mkdir()
+    for name, frame in splits.frames().items():
+        write_split(frame, folder / f"{name}.parquet")
+    return folder
+
+
+def asked(former: Path, split: str) -> list[tuple[str, str]]:
+    """Question and ground truth of each row of a split."""
+    frame = pd.read_parquet(former / f"{split}.parquet")
+    pairs = zip(frame["prompt"], frame["reward_model"], strict=True)
+    return [(prompt[0]["content"], rule["ground_truth"]) for prompt, rule in pairs]
+
+
+def arrive(folder: Path, *files: list[Row]) -> Window:
+    """Write a file for each list of rows; return what is new."""
+    day = folder / "arrivals" / "2099-12-31"
+    day.mkdir(parents=True)
+    for number, rows in enumerate(files):
+        text = "".join(json.dumps(one) + "\n" for one in rows)
+        (day / f"{number}.jsonl").write_text(text)
+    return open_window(str(day.parent), NIGHT, [], 30)
+
+
+def take(former: Path, window: Window, config: RetrainConfig = CONFIG) -> pd.DataFrame:
+    """Mix, check and store a night's dataset, as the task does; return `train` as it is read."""
+    news = NewData(
+        prefix=window.prefix, files=list(window.new), dataset=str(former), dataset_digest=""
+    )
+    splits = mix(former, news, config, 0)
+    check_contract(splits)
+    night = former.with_name(f"{former.name}-night")
+    night.mkdir()
+    for name in SPLITS:
+        write_split(getattr(splits, name), night / f"{name}.parquet")
+    return pd.read_parquet(night / "train.parquet")
+
+
+QUESTIONS = [f"What is new {n} plus 7?" for n in range(10)]
+KINDS: dict[str, Callable[[str, int], Row]] = {
+    "no extra_info": lambda question, n: row(question, extra_info=None),
+    "an empty extra_info": lambda question, n: row(question, extra_info={}),
+    "extra_info in some": lambda question, n: row(question, extra_info={} if n % 2 else None),
+    "a number as ground truth": lambda question, n: row(question, 7),
+    "a float as ground truth": lambda question, n: row(question, 7.0),
+    "both": lambda question, n: row(question, "7" if n % 2 else 7),
+    "a text as index": lambda question, n: row(question, extra_info={"index": f"a{n}"}),
+    "mixed": lambda question, n: row(question, extra_info={"index": n if n % 2 else [n, "b"]}),
+    "deep": lambda question, n: row(question, extra_info={"more": {"a": n if n % 2 else "b"}}),
+    "empty inside": lambda question, n: row(question, extra_info={"more": {}}),
+    "a huge number": lambda question, n: row(question, extra_info={"index": 1 << 70}),
+    "more in the rule": lambda question, n: row(
+        question, reward_model={"style": n, "ground_truth": "7"}
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("replay", [0.0, 0.5])
+def test_rows_that_keep_the_contract_are_taken_in_beside_any_others(
+    former: Path, tmp_path: Path, kind: str, replay: float
+) -> None:
+    rows = [KINDS[kind](question, n) for n, question in enumerate(QUESTIONS)]
+    check(pd.DataFrame([one | {"extra_info": one.get("extra_info", {})} for one in rows]),
+          RL_PROMPTS, "alone")  # fmt: skip
+    train = take(former, arrive(tmp_path, rows), RetrainConfig(replay=replay))
+    assert len(train) == (20 if replay else 10)
+    check(train, RL_PROMPTS, "train")
+    mine = train[: len(QUESTIONS)]
+    assert [prompt[0]["content"] for prompt in mine["prompt"]] == QUESTIONS
+    assert {rule["ground_truth"] for rule in mine["reward_model"]} == {"7"}
+
+
+def test_the_night_after_reads_what_the_night_before_wrote(former: Path, tmp_path: Path) -> None:
+    take(former, arrive(tmp_path / "one", [row(q, extra_info=None) for q in QUESTIONS]),
+         RetrainConfig(replay=0.0))  # fmt: skip
+    again = [row(f"And {q}", extra_info={"index": f"b{n}"}) for n, q in enumerate(QUESTIONS)]
+    night = former.with_name("former-night")
+    train = take(night, arrive(tmp_path / "two", again))
+    assert len(train) == 20
+    assert train["extra_info"][3] == {"index": "b3"}
+
+
+def test_mixed_fields_become_text_and_others_stay(former: Path, tmp_path: Path) -> None:
+    rows = [row(q, extra_info={"index": f"a{n}", "weight": n / 2}) for n, q in enumerate(QUESTIONS)]
+    train = take(former, arrive(tmp_path, rows))
+    assert train["extra_info"][4]["index"] == "a4"
+    assert train["extra_info"][4]["weight"] == 2.0
+    assert train["extra_info"][12]["index"].isdecimal()
+
+
+def test_what_parquet_can_not_hold_is_a_sentence(tmp_path: Path) -> None:
+    frame = pd.DataFrame([row("one"), row("two", extra_info={"index": "b"})])
+    with pytest.raises(
+        DataError, match=r"^train can't be written as Parquet .* of one type in all"
+    ):
+        write_split(frame, tmp_path / "train.parquet")
+
+
+def test_rows_that_break_the_contract_are_named(former: Path, tmp_path: Path) -> None:
+    rows = [row(q, extra_info=1 if n == 3 else {"a": 1}) for n, q in enumerate(QUESTIONS)]
+    with pytest.raises(DataError, match=r"'extra_info' must be a dictionary.* row 3 has 1"):
+        take(former, arrive(tmp_path, rows))
+
+
+def champion() -> ModelVersion:
+    return ModelVersion("policy", "3", "run", "models/3", {}, ())
+
+
+def reason(former: Path, window: Window) -> str:
+    return why_not(window, find_news(former, window), CONFIG, champion())
+
+
+def test_what_is_held_out_or_trained_on_already_is_no_news(former: Path, tmp_path: Path) -> None:
+    known = [row(question.upper(), truth) for question, truth in asked(former, "train")]
+    held_out = [row(question) for question, _ in asked(former, "test")]
+    window = arrive(tmp_path, held_out, known)
+    news = find_news(former, window)
+    assert (len(news.fresh), news.left_out) == (0, 28)
+    said = reason(former, window)
+    assert said.startswith("0 new problems since version 3 became champion (28 more are repeated,")
+    assert said.endswith("fewer than retrain.minimum_rows=8")
+    with pytest.raises(DataError, match=r"none of the 28 new problems of .* is left to train on"):
+        take(former, window)
+
+
+def test_the_count_is_what_the_dataset_keeps(former: Path, tmp_path: Path) -> None:
+    held_out = [row(question) for question, _ in asked(former, "validation")]
+    question, truth = asked(former, "train")[0]
+    corrected = row(question, f"{truth}0")
+    new = [row(q) for q in QUESTIONS[:6]]
+    window = arrive(tmp_path / "few", new + held_out, [*new, corrected])
+    assert "7 new problems since version 3 became champion (10 more" in reason(former, window)
+    window = arrive(tmp_path / "enough", [*new, row(QUESTIONS[6]), corrected])
+    assert reason(former, window) == ""
+    train = take(former, window, RetrainConfig(replay=0.4))
+    assert len(train) == 8 + 5
+    truths = [rule["ground_truth"] for prompt, rule in zip(train["prompt"], train["reward_model"],
+              strict=True) if prompt[0]["content"] == question]  # fmt: skip
+    assert truths == [f"{truth}0"], "the answer that it replaces is gone"
+
+
+def test_a_row_without_a_prompt_is_named(former: Path, tmp_path: Path) -> None:
+    for number, rows in enumerate(([{"text": "?"}], [row("one"), row("two", prompt=None)])):
+        with pytest.raises(DataError, match=r"a row of the new data in .* has no prompt"):
+            find_news(former, arrive(tmp_path / str(number), rows))
