@@ -79,12 +79,12 @@ def _laid_out(rl: RLConfig, profile: Profile) -> RLConfig:
 def _pools(rl: RLConfig, profile: Profile) -> tuple[PoolConfig, ...]:
     """The policy's roles on one GPU a rank, the reward beside them on a core."""
     from engine.dataflows import choose_dataflow
-    from engine.dataflows.needs import needs_of
+    from engine.dataflows.required_passes import RequiredPasses
     from engine.plugins import import_plugins
 
     import_plugins(rl.plugins)
     dataflow = choose_dataflow(rl.algorithm)
-    roles = needs_of(rl, dataflow).roles(dataflow)
+    roles = RequiredPasses.of(rl, dataflow).roles(dataflow)
     cpus = max(1, profile.cpus // profile.gpus - 1)
     policy = tuple(role for role in _POLICY if role in roles)
     beside = tuple(sorted(roles - set(policy)))  # the reward, at least

@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from engine.batch import Batch
-from engine.controller.futures import Future, LazyBatch, Stacked
 from engine.controller.timeline import Recorder, Span
 from engine.controller.worker_host import Call, Pieces, Plain, RoleSpec
 from engine.errors import PlacementError
+from engine.futures import ConcatFuture, Future, LazyBatch
 from engine.workers.base import Dispatch, Rule, dispatch_rule
 from engine.workers.mesh import Mesh
 
@@ -102,7 +102,7 @@ def _fields(piece: Batch | Future) -> frozenset[str]:
 
 
 def _parts(piece: Batch | Future) -> Sequence[Batch | Future]:
-    return piece.parts if isinstance(piece, Stacked) else [piece]
+    return piece.parts if isinstance(piece, ConcatFuture) else [piece]
 
 
 class Roles:

@@ -129,7 +129,9 @@ def _launch_ray(
         for spec in held:
             groups[spec.name] = RayGroup(spec, ranks, placement.call_timeout_s, recorder, sent)
     # A reference to the answer of rank 0: its pool's ranks wait for it, the controller doesn't.
-    points = {at: actors[at].meeting_point.remote() for at in set(first) if first.count(at) > 1}
+    points = {
+        at: actors[at].rendezvous_address.remote() for at in set(first) if first.count(at) > 1
+    }
     built = [a.build.remote(points.get(at, "")) for a, at in zip(actors, first, strict=True)]
     wait(
         {ref: f"{n}its start" for ref, n in zip(built, names, strict=True)},

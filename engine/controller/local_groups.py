@@ -16,12 +16,12 @@ from concurrent import futures
 from typing import Any
 
 from engine.batch import Batch
-from engine.controller.futures import Future, late
 from engine.controller.groups import WorkerGroup
 from engine.controller.row_sharding import join
 from engine.controller.timeline import Recorder, Span, span
 from engine.controller.worker_host import Call, Host, RoleSpec
 from engine.errors import WorkerError
+from engine.futures import Future, late
 
 log = logging.getLogger(__name__)
 Work = tuple[Callable[[], Any], "futures.Future[Any]"]

@@ -16,12 +16,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from engine.batch import Batch
-from engine.controller.futures import Future, late
 from engine.controller.groups import WorkerGroup
 from engine.controller.row_sharding import join
 from engine.controller.timeline import Recorder, span
-from engine.controller.worker_host import Call, Host, RoleSpec, meeting_point
+from engine.controller.worker_host import Call, Host, RoleSpec, rendezvous_address
 from engine.errors import EngineError, WorkerError
+from engine.futures import Future, late
 
 log = logging.getLogger(__name__)
 Sent = MutableMapping[Batch, Any]  # batches of the controller's that are in the object store
@@ -30,9 +30,9 @@ Sent = MutableMapping[Batch, Any]  # batches of the controller's that are in the
 class RayHost(Host):
     """A host that is a Ray actor."""
 
-    def meeting_point(self) -> str:
+    def rendezvous_address(self) -> str:
         """A free port of this process's node, "host:port", for its pool's ranks to meet at."""
-        return meeting_point(ray.util.get_node_ip_address())
+        return rendezvous_address(ray.util.get_node_ip_address())
 
 
 class RayFuture:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from engine.batch import Batch
-from engine.controller.futures import Future
 from engine.controller.groups import Roles
 from engine.controller.health import Fleet, HealthPolicy
 from engine.controller.health_events import (
@@ -38,6 +37,7 @@ from engine.controller.rollout_processes import Process, Processes
 from engine.controller.staleness import Admission, Limits, Ticket
 from engine.controller.weight_publisher import Published
 from engine.errors import EngineError, WeightSyncError, WorkerError
+from engine.futures import Future
 from engine.rollout.partial_groups import Begun, take_begun, with_begun
 
 log = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass
 
-from engine.controller.futures import Future
 from engine.controller.groups import Roles, WorkerGroup
 from engine.controller.timeline import Span
 from engine.errors import WorkerError
+from engine.futures import Future
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ class RankMetrics:
     values: dict[str, float | Metric]
 
 
-def take_share(
+def shard_rows(
     batch: Batch, share: Share, *, unit: int = 1, pad: bool = False
 ) -> tuple[Batch, int]:
     """Return one rank's consecutive rows of `batch` and how many of them are real.

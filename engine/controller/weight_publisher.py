@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.controller.futures import Future
 from engine.controller.groups import WorkerGroup
+from engine.futures import Future
 
 
 @dataclass(frozen=True, slots=True)

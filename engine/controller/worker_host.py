@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.batch import Batch
-from engine.controller.futures import unite
-from engine.controller.row_sharding import RankMetrics, drop_padding, join, take_share
+from engine.controller.row_sharding import RankMetrics, drop_padding, join, shard_rows
 from engine.controller.timeline import Recorder, Span
 from engine.errors import EngineError, WorkerError
+from engine.futures import unite
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch_rule
 from engine.workers.mesh import Mesh
 
@@ -128,7 +128,7 @@ class Host:
                 continue
             value = unite([join([next(flat) for _ in range(ranks)]) for ranks in item.ranks])
             if rule.splits and isinstance(value, Batch):
-                value, real = take_share(value, share, unit=rule.unit, pad=rule.pad)
+                value, real = shard_rows(value, share, unit=rule.unit, pad=rule.pad)
                 counts.append((len(value), real))
             arguments.append(value)
         cut = len(arguments) - len(call.names)
@@ -173,7 +173,7 @@ class Host:
             ).with_traceback(error.__traceback__) from error
 
 
-def meeting_point(host: str) -> str:
+def rendezvous_address(host: str) -> str:
     """Return "host:port" with a port that is free now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))

@@ -21,10 +21,10 @@ from engine.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
 from engine.algorithms.masked import keep, masked_mean
 from engine.batch import Batch
 from engine.config import RLConfig
-from engine.controller.futures import Future, LazyBatch
 from engine.controller.timeline import span
-from engine.dataflows.needs import Needs
+from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import RewardError
+from engine.futures import Future, LazyBatch
 from engine.workers.algorithm_options import advantage_options, policy_loss_options
 
 
@@ -42,7 +42,7 @@ class Algo:
     def __init__(
         self,
         config: RLConfig,
-        needs: Needs,
+        needs: RequiredPasses,
         *,
         max_response_length: int,
         seed: int = 0,
@@ -121,7 +121,7 @@ class Algo:
         index = [where[group] for group in rows["group_ids"].tolist()]
         return Batch({"baseline_rewards": reward[index]})
 
-    def towards_teacher(self, lazy: LazyBatch) -> Batch:
+    def distillation_advantages(self, lazy: LazyBatch) -> Batch:
         """`advantages [B, R]` = log π_teacher − log π: their policy gradient is that of the
         reverse KL from the teacher, token by token."""
         batch = lazy.resolve()

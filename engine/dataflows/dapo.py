@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from engine.batch import Batch
-from engine.controller.futures import LazyBatch
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult
-from engine.dataflows.dynamic import DynamicSampling
-from engine.dataflows.passes import policy_passes, sampled_and_scored
+from engine.dataflows.dynamic_sampling import DynamicSampling
 from engine.dataflows.registry import register_dataflow
+from engine.dataflows.stages import add_log_probs, generate_and_score
+from engine.futures import LazyBatch
 
 
 @register_dataflow(
@@ -19,7 +19,7 @@ def dapo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     """One step: sample until enough groups have signal, then learn as GRPO does."""
     sampling = DynamicSampling(algo, wanted=len(prompts))
     for asked in sampling.rounds(prompts):
-        sampling.add(sampled_and_scored(roles, asked, algo))
-    batch = policy_passes(roles, LazyBatch(sampling.batch()), algo)
+        sampling.add(generate_and_score(roles, asked, algo))
+    batch = add_log_probs(roles, LazyBatch(sampling.batch()), algo)
     batch |= algo.advantages(batch)
     return StepResult(batch, [roles.actor.update(batch)])

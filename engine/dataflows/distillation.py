@@ -6,8 +6,8 @@ from __future__ import annotations
 from engine.batch import Batch
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult
-from engine.dataflows.passes import policy_passes, sampled_and_scored
 from engine.dataflows.registry import register_dataflow
+from engine.dataflows.stages import add_log_probs, generate_and_score
 
 
 @register_dataflow(
@@ -18,8 +18,8 @@ def distillation(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
 
     The reward is not learned from; it tells how good the student is.
     """
-    batch = sampled_and_scored(roles, prompts, algo)
+    batch = generate_and_score(roles, prompts, algo)
     batch |= roles.teacher.log_probs(batch)
-    batch = policy_passes(roles, batch, algo)
-    batch |= algo.towards_teacher(batch)
+    batch = add_log_probs(roles, batch, algo)
+    batch |= algo.distillation_advantages(batch)
     return StepResult(batch, [roles.actor.update(batch)])

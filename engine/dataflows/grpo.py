@@ -5,14 +5,14 @@ from __future__ import annotations
 from engine.batch import Batch
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult
-from engine.dataflows.passes import policy_passes, sampled_and_scored
 from engine.dataflows.registry import register_dataflow
+from engine.dataflows.stages import add_log_probs, generate_and_score
 
 
 @register_dataflow("grpo", roles={"actor", "rollout", "reward"}, optional={"reference"})
 def grpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     """One step: sample groups, score them, learn from the differences within each group."""
-    batch = sampled_and_scored(roles, prompts, algo)
-    batch = policy_passes(roles, batch, algo)
+    batch = generate_and_score(roles, prompts, algo)
+    batch = add_log_probs(roles, batch, algo)
     batch |= algo.advantages(batch)
     return StepResult(batch, [roles.actor.update(batch)])

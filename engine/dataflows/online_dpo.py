@@ -5,12 +5,12 @@ from __future__ import annotations
 from engine.algorithms.preference import get_pair_loss
 from engine.batch import Batch
 from engine.config import RLConfig
-from engine.controller.futures import LazyBatch
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult
-from engine.dataflows.best_and_worst import best_and_worst
-from engine.dataflows.passes import sampled_and_scored
+from engine.dataflows.preference_pairs import preference_pairs
 from engine.dataflows.registry import register_dataflow
+from engine.dataflows.stages import generate_and_score
+from engine.futures import LazyBatch
 
 
 def _compares(config: RLConfig) -> bool:
@@ -27,8 +27,8 @@ def _compares(config: RLConfig) -> bool:
 )
 def online_dpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     """One step: sample groups, score them, learn to prefer each group's best to its worst."""
-    batch = sampled_and_scored(roles, prompts, algo)
-    pairs = LazyBatch(best_and_worst(batch, algo))
+    batch = generate_and_score(roles, prompts, algo)
+    pairs = LazyBatch(preference_pairs(batch, algo))
     if not len(pairs):
         return StepResult(batch)
     if algo.needs.ref_log_probs:

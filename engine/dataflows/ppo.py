@@ -5,8 +5,8 @@ from __future__ import annotations
 from engine.batch import Batch
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult
-from engine.dataflows.passes import policy_passes, sampled_and_scored
 from engine.dataflows.registry import register_dataflow
+from engine.dataflows.stages import add_log_probs, generate_and_score
 
 
 @register_dataflow(
@@ -17,8 +17,8 @@ from engine.dataflows.registry import register_dataflow
 )
 def ppo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     """One step: sample, then reward, critic and reference side by side, then both updates."""
-    batch = sampled_and_scored(roles, prompts, algo)
+    batch = generate_and_score(roles, prompts, algo)
     batch |= roles.critic.values(batch)
-    batch = policy_passes(roles, batch, algo)
+    batch = add_log_probs(roles, batch, algo)
     batch |= algo.advantages(batch)
     return StepResult(batch, [roles.critic.update(batch), roles.actor.update(batch)])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from engine.batch import Batch
-from engine.controller.futures import LazyBatch
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult
-from engine.dataflows.passes import policy_passes
 from engine.dataflows.registry import register_dataflow
+from engine.dataflows.stages import add_log_probs
+from engine.futures import LazyBatch
 
 
 @register_dataflow(
@@ -22,7 +22,7 @@ def remax(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     greedy = LazyBatch(roles.rollout.generate_greedy(prompts))
     batch |= roles.reward.score(batch)
     greedy |= roles.reward.score(greedy)
-    batch = policy_passes(roles, batch, algo)
+    batch = add_log_probs(roles, batch, algo)
     batch |= algo.baseline(batch, greedy)
     batch |= algo.advantages(batch)
     return StepResult(batch, [roles.actor.update(batch)])

@@ -30,14 +30,14 @@ def _plan(options: argparse.Namespace) -> str:
     # Above this room; needed by the command alone.
     from engine.config import LoRAConfig, parse_config
     from engine.dataflows import choose_dataflow
-    from engine.dataflows.needs import needs_of
+    from engine.dataflows.required_passes import RequiredPasses
     from engine.models import text_config
     from engine.trainers.auto_placement import plan_for, workload
 
     lora = LoRAConfig(rank=options.lora_rank)
     config = parse_config(_settings(options)).rl
     dataflow = choose_dataflow(config.algorithm)
-    needs = needs_of(config, dataflow)
+    needs = RequiredPasses.of(config, dataflow)
     roles = needs.roles(dataflow)
     work = workload(
         config,

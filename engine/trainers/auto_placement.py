@@ -14,7 +14,7 @@ from engine.config import LoRAConfig, ParallelConfig, PoolConfig, RLConfig
 from engine.controller.launch import Pool
 from engine.controller.placement import require_capacity
 from engine.dataflows import choose_dataflow
-from engine.dataflows.needs import Needs
+from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError, EngineError
 from engine.models import text_config
 from engine.parallel.layout import AXES, Layout, ModelShape
@@ -31,7 +31,7 @@ _DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0}
 def resolve_auto(
     config: RLConfig,
     roles: Collection[str],
-    needs: Needs,
+    needs: RequiredPasses,
     *,
     model_path: str,
     lora: LoRAConfig,
@@ -150,7 +150,7 @@ def pins_of(config: RLConfig) -> Pins:
 def workload(
     config: RLConfig,
     roles: Collection[str],
-    needs: Needs,
+    needs: RequiredPasses,
     model_config: Any,
     *,
     lora: LoRAConfig,

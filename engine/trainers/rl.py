@@ -21,14 +21,14 @@ from engine.algorithms.masked import Groups
 from engine.batch import Batch
 from engine.checkpoint import Checkpoint, Saver, open_checkpoint
 from engine.config import LoRAConfig, RLConfig
-from engine.controller.futures import LazyBatch
 from engine.controller.launch import launch
 from engine.controller.timeline import Span, write_trace
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo, StepResult
-from engine.dataflows.needs import needs_of
+from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import PreemptedError, WorkerError
+from engine.futures import LazyBatch
 from engine.models import resolve_lora, text_config
 from engine.preemption import Notice
 from engine.trainers.auto_placement import resolve_auto
@@ -70,7 +70,7 @@ class RLTrainer:
         lora = resolve_lora(model_path, lora or LoRAConfig())
         check_lora(lora, config)
         mode = config.trainer.mode
-        needs = needs_of(effective(config), self.dataflow)
+        needs = RequiredPasses.of(effective(config), self.dataflow)
         roles = needs.roles(self.dataflow) | ({"sampler"} if mode == "one_step_off" else set())
         config = resolve_auto(
             config,

@@ -12,8 +12,8 @@ from engine.algorithms.kl import check_kind
 from engine.config import RLConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows import choose_dataflow
-from engine.dataflows.needs import needs_of
 from engine.dataflows.registry import Dataflow
+from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError
 from engine.models import require_model_folder
 from engine.plugins import import_plugins
@@ -167,7 +167,7 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
     pools = config.trainer.pools
     if not pools:
         return
-    wanted = needs_of(config, dataflow).roles(dataflow) | (
+    wanted = RequiredPasses.of(config, dataflow).roles(dataflow) | (
         {"sampler"} if config.trainer.mode == "one_step_off" else set()
     )
     placed = [role for pool in pools for role in pool.roles]

@@ -11,7 +11,7 @@ from engine.config import ActorConfig, CriticConfig, LoRAConfig, RLConfig
 from engine.controller.launch import Placement, Pool
 from engine.controller.worker_host import RoleSpec
 from engine.dataflows import choose_dataflow
-from engine.dataflows.needs import Needs
+from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError
 from engine.trainers.layouts import mesh_of, parallel_of, pool_size
 
@@ -46,7 +46,7 @@ class Build:
 
     model_path: str
     config: RLConfig
-    needs: Needs
+    needs: RequiredPasses
     roles: frozenset[str]
     max_response_length: int
     max_model_len: int

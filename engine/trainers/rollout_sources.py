@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from engine.batch import Batch
 from engine.controller.async_rollout import AsyncRollout
-from engine.controller.futures import Future, Ready
 from engine.controller.groups import Roles
 from engine.controller.health import HealthPolicy
 from engine.controller.launch import launch
@@ -28,6 +27,7 @@ from engine.controller.staleness import Limits
 from engine.controller.weight_publisher import Published, Publisher
 from engine.dataflows.algo import StepResult
 from engine.errors import WeightSyncError
+from engine.futures import Future, Ready
 from engine.trainers.queue_state import Pending, Queued, nothing_pending
 from engine.trainers.rl_setup import stream_placement, stream_spec
 

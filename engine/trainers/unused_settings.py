@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from pydantic import BaseModel
 
 from engine.config import KLControlConfig, RLConfig
-from engine.dataflows.needs import needs_of
 from engine.dataflows.registry import Dataflow
+from engine.dataflows.required_passes import RequiredPasses
 from engine.trainers.rl_setup import effective
 from engine.workers.algorithm_options import ACTOR_FIELDS, ADVANTAGE_FIELDS, changed
 
@@ -85,7 +85,7 @@ def _of_the_mode(config: RLConfig) -> Unread:
 
 def _of_the_dataflow(config: RLConfig, dataflow: Dataflow) -> Unread:
     algorithm = config.algorithm
-    if "critic" not in needs_of(config, dataflow).roles(dataflow):
+    if "critic" not in RequiredPasses.of(config, dataflow).roles(dataflow):
         why = f"with dataflow {dataflow.name}, which has no critic"
         yield from _settings("critic", config.critic, why)
     if not dataflow.pairs:

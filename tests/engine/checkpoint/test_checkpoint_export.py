@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.checkpoint import CheckpointStore, find_latest
 from engine.config import ActorConfig, LoRAConfig, RLConfig
-from engine.controller.row_sharding import take_share
+from engine.controller.row_sharding import shard_rows
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError, DamagedCheckpointError, ModelError
@@ -58,7 +58,7 @@ def trained(
         dtype=model["dtype"],
         lora=LoRAConfig.model_validate(model["lora"]),
     )
-    worker.update(take_share(training_batch(8), mesh.share(rank))[0])
+    worker.update(shard_rows(training_batch(8), mesh.share(rank))[0])
     worker.save_state(draft)
     worker.wait_saved()
     worker.save(out)

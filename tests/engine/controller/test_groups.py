@@ -16,12 +16,12 @@ from probe_worker import Probe
 
 from engine.batch import Batch
 from engine.controller import ray_groups
-from engine.controller.futures import LazyBatch, Ready
 from engine.controller.groups import Roles, WorkerGroup
 from engine.controller.launch import Placement, Pool, launch
 from engine.controller.local_groups import LocalGroup, LocalHost
 from engine.controller.worker_host import Host, RoleSpec
 from engine.errors import DataError, PlacementError, WorkerError
+from engine.futures import LazyBatch, Ready
 from engine.workers.base import Dispatch, dispatch
 from engine.workers.mesh import Mesh
 

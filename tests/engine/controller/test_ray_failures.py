@@ -16,11 +16,11 @@ from probe_worker import Probe
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from engine.batch import Batch
-from engine.controller.futures import LazyBatch
 from engine.controller.groups import Roles
 from engine.controller.launch import Placement, Pool, launch
 from engine.controller.worker_host import Call, RoleSpec
 from engine.errors import DataError, PlacementError, WorkerError
+from engine.futures import LazyBatch
 from engine.workers.base import Worker
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

@@ -15,7 +15,7 @@ from engine.controller.row_sharding import (
     drop_padding,
     join,
     reduce_metrics,
-    take_share,
+    shard_rows,
 )
 from engine.errors import DataError, PlacementError, WorkerError
 from engine.workers.base import Metric
@@ -35,7 +35,7 @@ def test_padded_shares_are_equal_and_join_to_the_whole(rows: int, ranks: int, re
     mesh = Mesh.of(dp=ranks)
     parts = []
     for rank in range(ranks):
-        part, real = take_share(batch(rows), mesh.share(rank), pad=True)
+        part, real = shard_rows(batch(rows), mesh.share(rank), pad=True)
         assert len(part) == math.ceil(rows / ranks)
         assert part["response_mask"].sum() == 2 * real
         result = part.rows(torch.arange(len(part)).repeat_interleave(repeat))
@@ -52,9 +52,9 @@ def test_shares_without_padding_differ_by_one_row(rows: int, ranks: int) -> None
     mesh = Mesh.of(dp=ranks)
     if rows < ranks:
         with pytest.raises(DataError, match="use more rows or fewer ranks"):
-            take_share(batch(rows), mesh.share(0))
+            shard_rows(batch(rows), mesh.share(0))
         return
-    parts = [take_share(batch(rows), mesh.share(rank)) for rank in range(ranks)]
+    parts = [shard_rows(batch(rows), mesh.share(rank)) for rank in range(ranks)]
     assert all(len(part) == real for part, real in parts)
     assert {len(part) for part, _ in parts} <= {rows // ranks, -(-rows // ranks)}
     assert join([part for part, _ in parts])["x"].tolist() == list(range(rows))
@@ -71,9 +71,9 @@ def test_units_of_rows_stay_together(units: int, unit: int, ranks: int, pad: boo
     mesh, whole = Mesh.of(dp=ranks), batch(units * unit)
     if units < ranks and not pad:
         with pytest.raises(DataError, match="use more rows or fewer ranks"):
-            take_share(whole, mesh.share(0), unit=unit)
+            shard_rows(whole, mesh.share(0), unit=unit)
         return
-    shares = [take_share(whole, mesh.share(rank), unit=unit, pad=pad) for rank in range(ranks)]
+    shares = [shard_rows(whole, mesh.share(rank), unit=unit, pad=pad) for rank in range(ranks)]
     for part, real in shares:
         assert real % unit == 0
         runs = part["x"].view(-1, unit)
@@ -87,7 +87,7 @@ def test_units_of_rows_stay_together(units: int, unit: int, ranks: int, pad: boo
 
 def test_three_pairs_on_two_ranks() -> None:
     mesh = Mesh.of(dp=2)
-    shares = [take_share(batch(6), mesh.share(rank), unit=2, pad=True) for rank in range(2)]
+    shares = [shard_rows(batch(6), mesh.share(rank), unit=2, pad=True) for rank in range(2)]
     assert [(part["x"].tolist(), real) for part, real in shares] == [
         ([0, 1, 2, 3], 4),
         ([4, 5, 0, 1], 2),
@@ -96,12 +96,12 @@ def test_three_pairs_on_two_ranks() -> None:
 
 def test_half_a_pair() -> None:
     with pytest.raises(DataError, match="3 rows make no whole units of 2"):
-        take_share(batch(3), Mesh.of(dp=1).share(0), unit=2)
+        shard_rows(batch(3), Mesh.of(dp=1).share(0), unit=2)
 
 
 def test_the_batch_that_is_padded_stays_as_it_was() -> None:
     whole = batch(3)
-    take_share(whole, Mesh.of(dp=2).share(1), pad=True)
+    shard_rows(whole, Mesh.of(dp=2).share(1), pad=True)
     assert whole["response_mask"].min() == 1
 
 

@@ -13,11 +13,11 @@ from tiny_engine import training_batch
 from engine.algorithms import advantages
 from engine.batch import Batch
 from engine.config import AlgorithmConfig, RLConfig
-from engine.controller.futures import LazyBatch, Ready
 from engine.dataflows import choose_dataflow
 from engine.dataflows.algo import Algo
-from engine.dataflows.needs import needs_of
+from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError
+from engine.futures import LazyBatch, Ready
 
 PROMPTS = Batch({"group_ids": torch.arange(4)})
 
@@ -84,7 +84,7 @@ def settings(**sections: Any) -> RLConfig:
 
 
 def algo_of(config: RLConfig, **options: Any) -> Algo:
-    needs = needs_of(config, choose_dataflow(config.algorithm))
+    needs = RequiredPasses.of(config, choose_dataflow(config.algorithm))
     return Algo(config, needs, max_response_length=7, **options)
 
 
@@ -204,7 +204,7 @@ def test_every_estimator_has_a_dataflow(name: str) -> None:
         ({"dataflow": "remax", "adv_estimator": "gae"}, "a critic that gives values"),
         ({"dataflow": "grop"}, "algorithm.dataflow='grop' is unknown"),
         ({"dataflow": "nowhere:step"}, "can't be imported"),
-        ({"dataflow": "engine.dataflows.dynamic:DynamicSampling"}, "is not registered"),
+        ({"dataflow": "engine.dataflows.dynamic_sampling:DynamicSampling"}, "is not registered"),
     ],
 )
 def test_dataflows_that_can_t_run_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -7,9 +7,9 @@ import torch
 from test_dataflow_steps import algo_of, scored, settings
 
 from engine.batch import Batch
-from engine.controller.futures import LazyBatch
-from engine.dataflows.best_and_worst import best_and_worst
-from engine.dataflows.dynamic import DynamicSampling
+from engine.dataflows.dynamic_sampling import DynamicSampling
+from engine.dataflows.preference_pairs import preference_pairs
+from engine.futures import LazyBatch
 
 PROMPTS = Batch({"group_ids": torch.arange(4)})
 
@@ -95,7 +95,7 @@ def test_pairs_are_a_group_s_best_and_worst() -> None:
     failed[3] = True
     batch = batch | {"token_level_scores": scores, "group_ids": groups, "reward_failed": failed}
     algo = algo_of(settings(algorithm={"dataflow": "online_dpo"}))
-    pairs = best_and_worst(LazyBatch(batch), algo)
+    pairs = preference_pairs(LazyBatch(batch), algo)
     assert pairs["token_level_scores"].sum(1).tolist() == [3.0, 1.0, 4.0, 0.0]
     assert algo.take_metrics() == {
         "preference/pairs": 2.0,

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.checkpoint import CheckpointStore
 from engine.checkpoint.saved_state import read_role
 from engine.config import ActorConfig, CriticConfig, LoRAConfig
-from engine.controller.row_sharding import take_share
+from engine.controller.row_sharding import shard_rows
 from engine.parallel.layout import Layout
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
@@ -46,7 +46,7 @@ def worker(folder: str, role: str, parallel: dict[str, Any], lora: int) -> Any:
 def train(one: Any, begin: int, count: int) -> list[dict[str, float]]:
     share = one.context.mesh.share(one.context.rank)
     batches = [training_batch(ROWS, seed=step) for step in range(begin, begin + count)]
-    return [one.update(take_share(batch, share)[0]) for batch in batches]
+    return [one.update(shard_rows(batch, share)[0]) for batch in batches]
 
 
 def first_half(folder: str, draft: str, role: str, parallel: dict[str, Any], lora: int) -> None:

@@ -12,7 +12,7 @@ from tiny_engine import arithmetic_rows
 from engine.config import LoRAConfig, RLConfig
 from engine.data.loader import PromptLoader
 from engine.dataflows import choose_dataflow
-from engine.dataflows.needs import needs_of
+from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError, PlacementError
 from engine.planner import Cluster, Machine
 from engine.planner.hardware import GIB
@@ -52,7 +52,7 @@ def gpus(count: int, gib: float) -> Cluster:
 
 def resolved(folder: Path, config: RLConfig, cluster: Cluster, rank: int = 0) -> RLConfig:
     dataflow = choose_dataflow(config.algorithm)
-    needs = needs_of(config, dataflow)
+    needs = RequiredPasses.of(config, dataflow)
     ahead = {"sampler"} if config.trainer.mode == "one_step_off" else set()
     return auto.resolve_auto(
         config,

@@ -17,12 +17,12 @@ from tiny_engine import arithmetic_rows
 
 from engine.batch import Batch
 from engine.config import RLConfig
-from engine.controller.futures import Future, LazyBatch, Ready
 from engine.data.loader import PromptLoader
 from engine.dataflows import choose_dataflow
 from engine.dataflows.algo import Algo, StepResult
-from engine.dataflows.dynamic import DynamicSampling
-from engine.dataflows.needs import needs_of
+from engine.dataflows.dynamic_sampling import DynamicSampling
+from engine.dataflows.required_passes import RequiredPasses
+from engine.futures import Future, LazyBatch, Ready
 from engine.trainers.rl import RLTrainer
 from engine.trainers.rollout_sources import Answers, _signal
 
@@ -132,7 +132,7 @@ def keeps(metric: str, scores: list[float], lengths: list[int], failed: list[boo
             "trainer": {"mode": "async"},
         }
     )
-    needs = needs_of(config, choose_dataflow(config.algorithm))
+    needs = RequiredPasses.of(config, choose_dataflow(config.algorithm))
     algo = Algo(config, needs, max_response_length=8)
     mask = (torch.arange(8) < torch.tensor(lengths)[:, None]).float()
     on_last = torch.zeros_like(mask)

@@ -10,7 +10,7 @@ from tiny_engine import save_family, training_batch
 from engine.config import ActorConfig, RLConfig
 from engine.controller.launch import Pool
 from engine.dataflows import choose_dataflow
-from engine.dataflows.needs import needs_of
+from engine.dataflows.required_passes import RequiredPasses
 from engine.trainers.rl_checks import check_config
 from engine.trainers.rl_setup import (
     Build,
@@ -32,7 +32,7 @@ def config(**changes: Any) -> RLConfig:
 
 def build(settings: RLConfig, roles: frozenset[str] = ALL) -> Build:
     settings = effective(settings)
-    needs = needs_of(settings, choose_dataflow(settings.algorithm))
+    needs = RequiredPasses.of(settings, choose_dataflow(settings.algorithm))
     return Build("folder", settings, needs, roles, 6, 40, seed=3)
 
 

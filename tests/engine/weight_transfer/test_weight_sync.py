@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.config import ActorConfig, LoRAConfig, RolloutConfig
-from engine.controller.row_sharding import take_share
+from engine.controller.row_sharding import shard_rows
 from engine.errors import WeightSyncError, WorkerError
 from engine.models import adapter_parameters, load_model
 from engine.parallel.layout import Layout
@@ -453,7 +453,7 @@ def followed(folder: str, parallel: dict[str, int], lora: int) -> bool:
     if there:
         there.load_weights(first)
     for seed in (1, 2):
-        trained.update(take_share(training_batch(8, seed=seed), mesh.share(rank))[0])
+        trained.update(shard_rows(training_batch(8, seed=seed), mesh.share(rank))[0])
         trained.weights()
         if there:
             assert there.load_weights(trained.weights_delta()) == seed

@@ -14,7 +14,7 @@ from tiny_engine import save_family, training_batch, write_tiny_folder
 from torch import Tensor
 
 from engine.config import ActorConfig, LoRAConfig
-from engine.controller.row_sharding import take_share
+from engine.controller.row_sharding import shard_rows
 from engine.models import load_model
 from engine.parallel.layout import Layout
 from engine.workers.actor import ActorWorker
@@ -38,7 +38,7 @@ def published(folder: str, parallel: dict[str, Any], out: str, lora: int) -> Ten
         seed=0,
         lora=LoRAConfig(rank=lora),
     )
-    worker.update(take_share(training_batch(ROWS), mesh.share(rank))[0])
+    worker.update(shard_rows(training_batch(ROWS), mesh.share(rank))[0])
     worker.save(out)
     packed = worker.weights()
     assert packed["policy_version"].tolist() == [1]
@@ -74,7 +74,7 @@ def course(folder: str, parallel: dict[str, Any], changes: dict[str, Any]) -> di
     for step in range(STEPS):
         batch = training_batch(ROWS, seed=step)
         batch["advantages"][[0, 3, 4]] = 0.0  # skipped, unevenly over ranks
-        mine, _ = take_share(batch, share)
+        mine, _ = shard_rows(batch, share)
         log_probs.append(worker.log_probs(mine)["old_log_probs"])
         metrics.append(worker.update(mine))
     whole = {name: t.clone() for name, t in worker.spread.whole_tensors()}

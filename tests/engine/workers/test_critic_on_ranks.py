@@ -17,7 +17,7 @@ from tiny_engine import fill_value_head, save_family, training_batch
 
 from engine.batch import Batch
 from engine.config import CriticConfig, ParallelConfig
-from engine.controller.row_sharding import take_share
+from engine.controller.row_sharding import shard_rows
 from engine.parallel.layout import Layout
 from engine.workers.base import WorkerContext
 from engine.workers.critic import CriticWorker
@@ -42,7 +42,7 @@ def course(folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
     )
     fill_value_head(worker.spread)
     share = mesh.share(rank)
-    batches = [take_share(training_batch(ROWS, seed=step), share)[0] for step in range(STEPS)]
+    batches = [shard_rows(training_batch(ROWS, seed=step), share)[0] for step in range(STEPS)]
     values, metrics = [worker.values(batches[0])["values"]], []
     for batch in batches:
         metrics.append(worker.update(batch))
@@ -92,6 +92,6 @@ def test_every_layout_is_as_one_rank(
             # An Adam step moves a weight by up to lr = 1e-2, whatever its gradient's size.
             torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-4, atol=1e-4)
         for index, values in enumerate(alone["values"]):
-            wanted = take_share(Batch({"values": values}), result["share"])[0]["values"]
+            wanted = shard_rows(Batch({"values": values}), result["share"])[0]["values"]
             close = 1e-5 if index == 0 else 5e-4  # weights have moved
             torch.testing.assert_close(result["values"][index], wanted, rtol=1e-4, atol=close)

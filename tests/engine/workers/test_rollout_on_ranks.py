@@ -13,7 +13,7 @@ from tiny_engine import training_batch, write_tiny_folder
 
 from engine.batch import Batch
 from engine.config import ActorConfig, LoRAConfig, RolloutConfig
-from engine.controller.row_sharding import take_share
+from engine.controller.row_sharding import shard_rows
 from engine.parallel.layout import Layout
 from engine.runtime.rollout_weights import Resharded, Shared, WithAdapters
 from engine.trainers.layouts import rollout_mesh
@@ -61,7 +61,7 @@ def course(
     share = sampling.share(rank)
     samples = []
     for step in range(2):
-        mine, _ = take_share(prompts, share)
+        mine, _ = shard_rows(prompts, share)
         done = rollout.generate(mine)
         tokens = done["responses"] * done["response_mask"].long()
         samples.append(
@@ -70,7 +70,7 @@ def course(
                 for t, p in zip(tokens, done["rollout_log_probs"], strict=True)
             ]
         )
-        actor.update(take_share(training_batch(ROWS, seed=step), training.share(rank))[0])
+        actor.update(shard_rows(training_batch(ROWS, seed=step), training.share(rank))[0])
     mounted = rollout.mounted
     rollout.close()
     moved = mounted.moved.received if isinstance(mounted, Resharded) else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.batch import Batch
-from engine.controller.futures import Future, LazyBatch, Ready, late, unite
+from engine.futures import Future, LazyBatch, Ready, late, unite
 
 
 class Counted(Ready):

@@ -1,14 +1,14 @@
-"""Passes over a sampled batch that depend on the settings: none is made that nothing reads."""
+"""Stages that several algorithms share; a pass that nothing reads is left out."""
 
 from __future__ import annotations
 
 from engine.batch import Batch
-from engine.controller.futures import LazyBatch, Stacked
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo
+from engine.futures import ConcatFuture, LazyBatch
 
 
-def sampled_and_scored(roles: Roles, prompts: Batch, algo: Algo) -> LazyBatch:
+def generate_and_score(roles: Roles, prompts: Batch, algo: Algo) -> LazyBatch:
     """Sample and score; with `rollout.parts`, finished parts are scored while others decode."""
     count = min(algo.config.rollout.parts, len(prompts))
     if count == 1:
@@ -17,10 +17,10 @@ def sampled_and_scored(roles: Roles, prompts: Batch, algo: Algo) -> LazyBatch:
     roles.rollout.begin(prompts)
     parts = [roles.rollout.next_part(left) for left in range(count, 0, -1)]
     scores = [roles.reward.score_part(part) for part in parts]
-    return LazyBatch(Stacked(parts), Stacked(scores))
+    return LazyBatch(ConcatFuture(parts), ConcatFuture(scores))
 
 
-def policy_passes(roles: Roles, batch: LazyBatch, algo: Algo) -> LazyBatch:
+def add_log_probs(roles: Roles, batch: LazyBatch, algo: Algo) -> LazyBatch:
     """Add what the loss and the reward compare with: the reference's and the old log-probs."""
     if algo.needs.ref_log_probs:
         batch |= roles.reference.log_probs(batch)

@@ -44,7 +44,7 @@ class Ready:
         return True
 
 
-class Stacked:
+class ConcatFuture:
     """The rows of several futures, one after the other, as one future."""
 
     def __init__(self, parts: Sequence[Future]) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from engine.algorithms.dynamic_sampling import Refill, first_groups, refill_decision
 from engine.batch import Batch
-from engine.controller.futures import LazyBatch
 from engine.dataflows.algo import Algo
+from engine.futures import LazyBatch
 
 
 class DynamicSampling:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from engine.batch import Batch
-from engine.controller.futures import LazyBatch
 from engine.dataflows.algo import Algo
+from engine.futures import LazyBatch
 
 
-def best_and_worst(lazy: LazyBatch, algo: Algo) -> Batch:
+def preference_pairs(lazy: LazyBatch, algo: Algo) -> Batch:
     """Rows 2i and 2i+1: the best and the worst completion of a group, by shaped reward.
 
     A group whose rewards are all the same gives no pair; of equals the first one is taken. Rows
