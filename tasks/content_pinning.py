@@ -46,8 +46,8 @@ def named_content(rl: RLConfig) -> str:
 
     What those modules import from elsewhere is not in it.
     """
-    from engine.lineage.code import modules_digest
-    from engine.lineage.manifest import tree_digest
+    from engine.storage.code_version import modules_digest
+    from engine.storage.hashing import tree_digest
 
     paths = [name for name in (rl.reward.name, rl.algorithm.dataflow) if ":" in name]
     code = modules_digest([*rl.plugins, *(path.partition(":")[0] for path in paths)])
@@ -59,8 +59,8 @@ def named_content(rl: RLConfig) -> str:
 
 def model_digest(path: str) -> str:
     """Digest of a model's folder, with that of the base of an adapter's; a pinned id as it is."""
-    from engine.lineage.manifest import tree_digest
     from engine.models.load import adapter_base
+    from engine.storage.hashing import tree_digest
     from engine.storage.hub import pinned
 
     if not Path(path).is_dir():

@@ -36,12 +36,12 @@ from engine.errors import (
     TrackingError,
     WorkerError,
 )
-from engine.lineage.code import sources_digest
+from engine.storage.code_version import sources_digest
 from tasks.images import image
 from tasks.literal_types import remember_types
 
 if TYPE_CHECKING:
-    from engine.lineage.manifest import Parent
+    from engine.storage.manifest import Parent
     from engine.tracking import Tracker
     from engine.tracking.stage import StageRun
 
@@ -134,8 +134,8 @@ class Stage:
 
     def parent(self, name: str, artifact: FlyteDirectory) -> Path:
         """Bring an input artifact to this machine and note it as a parent."""
-        from engine.lineage.manifest import read_manifest
         from engine.storage.artifacts import share
+        from engine.storage.manifest import read_manifest
 
         path = local_artifact(artifact)
         source = str(artifact.remote_source or artifact.path)
@@ -150,7 +150,7 @@ class Stage:
         On a Flyte cluster they are the task's intra-task checkpoints. Elsewhere it is one folder
         for the same inputs and sources, so that a run that is started again goes on.
         """
-        from engine.storage.artifacts import home
+        from engine.storage.locations import home
 
         if on_cluster():
             return flyte_checkpoints()
@@ -160,8 +160,8 @@ class Stage:
 
     def note_origin(self, checkpoints: Checkpoints) -> None:
         """Write beside the checkpoints what they are being made from, for lineage."""
-        from engine.lineage.manifest import Draft
         from engine.lineage.origin import write_origin
+        from engine.storage.manifest import Draft
 
         draft = Draft(
             kind=self.kind,
@@ -182,8 +182,8 @@ class Stage:
 
     def publish(self, metrics: Mapping[str, float]) -> FlyteDirectory:
         """Write the manifest and move the folder to its place, and into the shared store."""
-        from engine.lineage.manifest import read_manifest
-        from engine.storage.artifacts import Draft, publish
+        from engine.storage.artifacts import publish
+        from engine.storage.manifest import Draft, read_manifest
 
         seconds = time.perf_counter() - self.started
         self.tracked.log_metrics({"seconds": seconds, **metrics})

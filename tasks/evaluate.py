@@ -22,7 +22,7 @@ from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
     from engine.console import Progress
-    from engine.lineage.manifest import Manifest
+    from engine.storage.manifest import Manifest
 
 
 @on_profiles(

@@ -163,7 +163,8 @@ def _cause(error: FlyteError | None) -> str:
 
 def _sweep() -> None:
     """Remove what processes that died have left in this machine's staging folder."""
-    from engine.storage.artifacts import home, staging
+    from engine.storage.artifacts import staging
+    from engine.storage.locations import home
 
     if (home() / ".staging").exists():
         with staging("failure"):

@@ -50,9 +50,10 @@ def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
 def resolve(reference: str, name: str, experiment: str) -> Path:
     """Return the artifact folder of a model; an EngineError says why there is none."""
     from engine.errors import ConfigError
-    from engine.lineage.manifest import MANIFEST, verify
     from engine.models import require_model_folder
     from engine.storage.artifacts import local_path
+    from engine.storage.hashing import MANIFEST
+    from engine.storage.manifest import verify
     from engine.tracking import Tracker
 
     if not reference:
@@ -80,12 +81,12 @@ def _registered(tracker: object, version: ModelVersion) -> Path:
     import contextlib
 
     from engine.errors import LineageError, StorageError
-    from engine.lineage.manifest import MANIFEST, read_manifest
-    from engine.lineage.registry import ARTIFACT_TAG
     from engine.storage.artifacts import local_path, staging
     from engine.storage.fsync import fsync_tree
+    from engine.storage.hashing import MANIFEST
+    from engine.storage.manifest import read_manifest
     from engine.tracking import Tracker
-    from engine.tracking.registry import require_as_tagged
+    from engine.tracking.registry import ARTIFACT_TAG, require_as_tagged
 
     assert isinstance(tracker, Tracker)
     for place in _places(version):
@@ -118,7 +119,7 @@ def _registered(tracker: object, version: ModelVersion) -> Path:
 
 def _places(version: ModelVersion) -> list[Path | str]:
     """Where the artifact of a version may lie; nowhere for what was registered as none of ours."""
-    from engine.lineage.registry import ARTIFACT_TAG, MANIFEST_TAG
+    from engine.tracking.registry import ARTIFACT_TAG, MANIFEST_TAG
 
     wanted = ("artifact_kind", ARTIFACT_TAG, MANIFEST_TAG)
     kind, digest, manifest = (version.tags.get(tag, "") for tag in wanted)
@@ -130,7 +131,7 @@ def _places(version: ModelVersion) -> list[Path | str]:
 
 def _named(kind: str, digest: str, manifest: str) -> tuple[Path, Path]:
     """An artifact's place, and the one for equal content with another manifest."""
-    from engine.storage.artifacts import artifact_path
+    from engine.storage.locations import artifact_path
 
     place = artifact_path(kind, digest)
     return place, place.with_name(f"{place.name}-{manifest[:8]}")
@@ -139,7 +140,7 @@ def _named(kind: str, digest: str, manifest: str) -> tuple[Path, Path]:
 def _manifest_of_whole(folder: Path) -> str:
     """The digest of a whole artifact's manifest; empty where there is none, or a damaged one."""
     from engine.errors import LineageError
-    from engine.lineage.manifest import verify
+    from engine.storage.manifest import verify
 
     try:
         return verify(folder).own_digest
@@ -175,8 +176,9 @@ def _downloaded(hub_id: str, name: str) -> Path:
 
 def _copied(folder: Path, source: str) -> Path:
     """Publish a copy of a folder without a manifest."""
-    from engine.lineage.manifest import Parent, tree_digest
-    from engine.storage.artifacts import Draft, publish, staging
+    from engine.storage.artifacts import publish, staging
+    from engine.storage.hashing import tree_digest
+    from engine.storage.manifest import Draft, Parent
 
     with staging("model") as draft:
         shutil.copytree(folder, draft, dirs_exist_ok=True)

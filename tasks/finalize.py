@@ -48,7 +48,7 @@ def open_promotion(
     seed: int,
 ) -> PromotionPlan:
     """Check that the evaluation is of this model on this data, as configured; open the run."""
-    from engine.lineage.manifest import read_manifest
+    from engine.storage.manifest import read_manifest
     from engine.tracking import Tracker
     from tasks.evaluate import require_same_settings
 
@@ -71,7 +71,7 @@ def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:
     Returns the dataset's digest. Whether files were changed since is checked by `promote`.
     """
     from engine.errors import LineageError
-    from engine.lineage.manifest import read_manifest
+    from engine.storage.manifest import read_manifest
 
     evidence = read_manifest(evaluation)
     if evidence.kind != "evaluation":
@@ -94,7 +94,7 @@ def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
 def conclude(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
     """Write the artifact's metrics to the MLflow run and end it; hand the artifact on."""
-    from engine.lineage.manifest import read_manifest
+    from engine.storage.manifest import read_manifest
     from engine.tracking import Tracker
 
     with failures_as_sentences():

@@ -53,9 +53,9 @@ def take_in(
     """Read the new problems, mix in replay, and write the dataset of this night."""
     from engine.data.tokenizer import load_tokenizer
     from engine.errors import LineageError
-    from engine.lineage.manifest import read_manifest
     from engine.models import vocabulary_and_context
     from engine.storage.artifacts import local_path
+    from engine.storage.manifest import read_manifest
 
     settings = {
         "data": data.model_dump(mode="json"),
@@ -89,7 +89,7 @@ def mix(former: Path, news: NewData, config: RetrainConfig, seed: int) -> Splits
     from engine.data.incremental_data import Window
     from engine.data.sources import Splits
     from engine.errors import DataError
-    from engine.lineage.manifest import json_digest
+    from engine.storage.manifest import json_digest
 
     splits = {name: pd.read_parquet(former / f"{name}.parquet") for name in SPLITS}
     found = find_news(former, Window(news.prefix, tuple(news.files)))

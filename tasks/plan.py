@@ -171,7 +171,7 @@ def context_of(model: ModelConfig) -> int:
 
 def open_run(config: RLHFConfig, digests: tuple[str, str], workflow: str = "rlhf") -> RunContext:
     """Start the parent run in MLflow."""
-    from engine.lineage.code import code_version
+    from engine.storage.code_version import code_version
     from engine.tracking import Tracker
 
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"

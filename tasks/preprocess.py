@@ -75,7 +75,7 @@ def write_splits(
     Returns what was measured of them: rows a split, longest prompt in tokens. Raises as
     `fit_to_context` and `write_split` do.
     """
-    from engine.lineage.manifest import Parent
+    from engine.storage.manifest import Parent
 
     splits, lengths = fit_to_context(splits, tokenizer, data, context)
     for name in SPLITS:
@@ -164,7 +164,7 @@ def fit_to_context(
 
 def log_inputs(tracked: object, folder: Path, splits: Splits) -> None:
     """Record each split as an MLflow dataset input under its content digest."""
-    from engine.lineage.manifest import hash_file
+    from engine.storage.hashing import hash_file
     from engine.tracking.stage import StageRun
 
     assert isinstance(tracked, StageRun)

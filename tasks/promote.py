@@ -35,8 +35,8 @@ from tasks.context import (
 if TYPE_CHECKING:
     import pandas as pd
 
-    from engine.lineage.manifest import Manifest, Parent
     from engine.promotion import Champions, Decision
+    from engine.storage.manifest import Manifest, Parent
     from engine.tracking import Tracker
     from engine.tracking.registry import ModelVersion
 
@@ -60,9 +60,9 @@ def promote(
 
     approved_by: who agreed, for `promote.approval=required`; without it such a promotion waits.
     """
-    from engine.lineage.manifest import read_manifest
     from engine.promotion import Champions
     from engine.promotion.checks import require_untouched, require_whole_copy
+    from engine.storage.manifest import read_manifest
     from engine.tracking import Tracker
     from tasks.evaluate import require_same_settings
     from tasks.finalize import check_evidence
@@ -222,7 +222,7 @@ def conclude_stage(
     gain: list[float] | None = None,
 ) -> FlyteDirectory:
     """Write the decision with the champion that it was made against, and publish the artifact."""
-    from engine.lineage.manifest import read_manifest
+    from engine.storage.manifest import read_manifest
 
     this = case.this
     parent = parent_of(former) if former else None
@@ -248,7 +248,7 @@ def conclude_stage(
 
 def parent_of(champion: ModelVersion) -> Parent | None:
     """The artifact that a champion was registered from, as a parent; None when it has no tags."""
-    from engine.lineage.manifest import Parent
+    from engine.storage.manifest import Parent
 
     tags = champion.tags
     if not tags.get("artifact_digest"):
@@ -318,8 +318,8 @@ def recorded_rows(case: Case, champion: ModelVersion, new: pd.DataFrame) -> pd.D
 
     from engine.errors import LineageError
     from engine.evaluation.rows import prompt_digest
-    from engine.lineage.manifest import verify
     from engine.storage.artifacts import local_path
+    from engine.storage.manifest import verify
     from tasks.evaluate import decisive_settings, recorded_settings
 
     uri = champion.tags.get("evaluation_uri", "")

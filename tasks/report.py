@@ -56,7 +56,7 @@ def report(
 
 def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> dict[str, Any]:
     """Collect the run's facts from its artifacts."""
-    from engine.lineage.manifest import read_manifest
+    from engine.storage.manifest import read_manifest
     from tasks.evaluate import read_comparison
 
     manifests = {name: read_manifest(folder) for name, folder in folders.items()}
@@ -98,7 +98,7 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
 def write_summary(run: RunContext, facts: dict[str, Any]) -> Path:
     """Write `runs/<run id>/summary.json` whole or not at all."""
     from engine.errors import StorageError
-    from engine.storage.artifacts import home
+    from engine.storage.locations import home
 
     folder = home() / "runs" / run.run_id
     path = folder / "summary.json"

@@ -169,7 +169,7 @@ def dataset_of(champion: ModelVersion) -> tuple[str, str]:
     Raises LineageError when its manifest is not the one that was registered, or names none.
     """
     from engine.errors import LineageError
-    from engine.lineage.manifest import read_manifest
+    from engine.storage.manifest import read_manifest
 
     name = f"{champion.name} version {champion.version}"
     address = champion.tags.get("artifact_uri", "")
@@ -197,7 +197,7 @@ def read_ledger(dataset: Path) -> list[Arrival]:
 
     Raises LineageError where the dataset was changed.
     """
-    from engine.lineage.manifest import verify
+    from engine.storage.manifest import verify
 
     verify(dataset)
     path = dataset / LEDGER

@@ -39,7 +39,7 @@ def review(artifact: str, against: str, store: str, verify_content: bool) -> Fly
     from engine.lineage.compare import compare
     from engine.lineage.page import render_page, write_page
     from engine.lineage.review import review as look
-    from engine.storage.artifacts import home
+    from engine.storage.locations import home
 
     with failures_as_sentences():
         names = [against, artifact] if against else [artifact]

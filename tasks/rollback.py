@@ -18,7 +18,7 @@ from flytekit.types.directory import FlyteDirectory
 from tasks.context import IMAGE, SMALL, as_output, failures_as_sentences, on_cluster, say, shown
 
 if TYPE_CHECKING:
-    from engine.lineage.manifest import Parent
+    from engine.storage.manifest import Parent
     from engine.tracking import Tracker
 
 
@@ -41,9 +41,9 @@ def rollback(
         alias: The alias to move.
         request: A second call with this id changes nothing; empty: the Flyte execution.
     """
-    from engine.lineage.manifest import Draft
     from engine.promotion import Champions
     from engine.storage.artifacts import publish, staging
+    from engine.storage.manifest import Draft
     from engine.tracking import Tracker
 
     with failures_as_sentences():

@@ -22,7 +22,7 @@ from click.core import ParameterSource
 
 from engine.console import quiet
 from engine.errors import EngineError
-from engine.lineage.code import project_root
+from engine.storage.code_version import project_root
 from tasks.images import VARIABLES
 from workflows.versioning import version_of
 

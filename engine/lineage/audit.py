@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, LineageError, StorageError, TrackingError
 from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, Node, artifact_node
-from engine.lineage.manifest import MANIFEST, SOURCE, differences, read_manifest
-from engine.lineage.registry import ARTIFACT_TAG, MANIFEST_TAG, recorded_manifests
-from engine.storage.hashing import as_path, hash_file, is_remote, tree_digest
+from engine.lineage.registry import recorded_manifests
+from engine.storage.hashing import MANIFEST, as_path, hash_file, is_remote, tree_digest
+from engine.storage.manifest import SOURCE, differences, read_manifest
+from engine.tracking.registry import ARTIFACT_TAG, MANIFEST_TAG
 
 if TYPE_CHECKING:
     from engine.lineage.review import Review

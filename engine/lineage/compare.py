@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, Graph, Node
-from engine.lineage.manifest import SOURCE
 from engine.lineage.rows import RowChange, row_change
 from engine.storage.hashing import FileEntry
+from engine.storage.manifest import SOURCE
 
 ABSENT = "—"
 DATA = (SOURCE, "dataset")

@@ -19,9 +19,9 @@ from typing import Any
 
 from engine.errors import LineageError
 from engine.lineage.index import Index, Place
-from engine.lineage.manifest import SOURCE, Draft, Manifest, Parent, read_manifest
 from engine.storage.hashing import as_path, is_remote
 from engine.storage.locations import artifact_path
+from engine.storage.manifest import SOURCE, Draft, Manifest, Parent, read_manifest
 
 CHECKPOINT, MODEL_VERSION = "checkpoint", "model_version"
 

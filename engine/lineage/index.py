@@ -15,9 +15,9 @@ from functools import cached_property
 from pathlib import Path
 
 from engine.errors import LineageError
-from engine.lineage.manifest import Manifest, Parent, read_manifest
 from engine.storage.hashing import MANIFEST, READERS, as_path, file_system, is_remote, unreadable
 from engine.storage.locations import ARTIFACTS, home, shared_store
+from engine.storage.manifest import Manifest, Parent, read_manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from engine.errors import LineageError, StorageError
-from engine.lineage.code import code_version, sources_digest
-from engine.lineage.manifest import Draft
+from engine.storage.code_version import code_version, sources_digest
 from engine.storage.fsync import fsync
 from engine.storage.hashing import as_path, file_system, is_remote, read_bytes
+from engine.storage.manifest import Draft
 from engine.storage.s3 import passes
 
 ORIGIN = "origin.json"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from engine.errors import LineageError, TrackingError
 from engine.lineage.graph import MODEL_VERSION, Node
-from engine.lineage.manifest import Parent
+from engine.storage.manifest import Parent
+from engine.tracking.registry import ARTIFACT_TAG, MANIFEST_TAG
 
 if TYPE_CHECKING:
     from engine.tracking import Tracker
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 PREFIX = "models:/"
 PAGE = 1000
 MODELS = 100  # the most that MLflow returns at once
-ARTIFACT_TAG = "artifact_digest"
-MANIFEST_TAG = "manifest_digest"
 
 
 def open_registry(needed: bool) -> Tracker | None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from engine.errors import CheckpointError, LineageError, StorageError, TrackingError
 from engine.lineage.graph import CHECKPOINT, Graph, Node, Walker, artifact_node, source_node
 from engine.lineage.index import Index, Place, default_roots, scan
-from engine.lineage.manifest import SOURCE, Manifest, Parent, read_manifest
 from engine.lineage.origin import read_origin
 from engine.lineage.registry import (
     all_versions,
@@ -33,6 +32,7 @@ from engine.storage.hashing import (
     read_bytes,
     tree_digest,
 )
+from engine.storage.manifest import SOURCE, Manifest, Parent, read_manifest
 
 if TYPE_CHECKING:
     from engine.tracking import Tracker

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from engine.errors import LineageError
 from engine.lineage.audit import audit
-from engine.lineage.manifest import SOURCE
-from engine.lineage.registry import ARTIFACT_TAG
 from engine.lineage.review import review
 from engine.storage.artifacts import local_path
-from engine.tracking.registry import ModelVersion, Registry, require_as_tagged
+from engine.storage.manifest import SOURCE
+from engine.tracking.registry import ARTIFACT_TAG, ModelVersion, Registry, require_as_tagged
 
 DATASET = "dataset"
 

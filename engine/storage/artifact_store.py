@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.errors import LineageError, StorageError
-from engine.lineage.manifest import MANIFEST, Manifest, parse_manifest, verify
+from engine.storage.hashing import MANIFEST
+from engine.storage.manifest import Manifest, parse_manifest, verify
 from engine.storage.s3 import QUICK, Objects
 from engine.storage.transfer import Item, download, upload
 

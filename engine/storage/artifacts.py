@@ -21,18 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.errors import LineageError, StorageError
-from engine.lineage.manifest import (
-    MANIFEST,
-    Draft,
-    Manifest,
-    read_manifest,
-    tree_digest,
-    verify,
-    write_manifest,
-)
 from engine.storage import artifact_store
 from engine.storage.fsync import fsync, fsync_tree
-from engine.storage.hashing import file_system, hash_file
+from engine.storage.hashing import MANIFEST, file_system, hash_file, tree_digest
 from engine.storage.locations import (
     HOME_VARIABLE,
     address,
@@ -41,6 +32,7 @@ from engine.storage.locations import (
     home,
     is_artifact,
 )
+from engine.storage.manifest import Draft, Manifest, read_manifest, verify, write_manifest
 
 RERUN_HINT = "run again with --overwrite-cache (or `make clean-cache`)"
 
@@ -343,15 +335,3 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-__all__ = [
-    "Draft",
-    "artifact_path",
-    "home",
-    "local_path",
-    "publish",
-    "share",
-    "staging",
-    "tree_digest",
-]

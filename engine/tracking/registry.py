@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import LineageError, StorageError, TrackingError
-from engine.lineage.manifest import MANIFEST, tree_digest, verify
-from engine.lineage.registry import ARTIFACT_TAG, MANIFEST_TAG
+from engine.storage.hashing import MANIFEST, tree_digest
 from engine.storage.locations import address
+from engine.storage.manifest import verify
 from engine.tracking import values
 from engine.tracking.connection import Connection
 
+ARTIFACT_TAG = "artifact_digest"
+MANIFEST_TAG = "manifest_digest"
 MODELS_FOLDER = "models"
 READY_SECONDS = 60
 

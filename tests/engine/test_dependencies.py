@@ -135,10 +135,11 @@ def test_the_hybrid_actor_is_above_its_parts_and_below_the_controller() -> None:
 ABOVE = {
     "checkpoint": ("errors", "storage"),
     "planner": ("errors", "parallel", "controller.placement", "controller.launch"),
+    "storage": ("errors", "console"),
+    "tracking": ("errors", "storage"),
     "lineage": ("errors", "storage", "tracking", "checkpoint"),
-    "storage": ("errors", "console", "lineage.manifest"),
     "promotion": (
-        *("errors", "config", "storage.artifacts", "lineage", "tracking"),
+        *("errors", "config", "storage", "lineage", "tracking"),
         *("evaluation.metrics", "evaluation.rows", "data.rows"),
     ),
     "health": ("errors", "console", "storage", "tracking.connection"),
@@ -164,7 +165,7 @@ def test_a_room_knows_of_the_others_what_it_needs(room: str) -> None:
         ("planner", ("engine.trainers.auto_placement",)),
         ("promotion", ()),
         ("health", ()),
-        ("lineage", ("engine.cli", "engine.promotion", "engine.storage", "engine.tracking")),
+        ("lineage", ("engine.promotion",)),
     ],
 )
 def test_a_room_is_known_to_few(room: str, users: tuple[str, ...]) -> None:

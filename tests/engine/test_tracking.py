@@ -23,11 +23,11 @@ from postgres import postgres
 from thorough import and_slow
 
 from engine.errors import LineageError, StorageError, TrackingError
-from engine.lineage import Draft, verify
 from engine.lineage.__main__ import main as lineage_command
 from engine.promotion import Champions
 from engine.promotion.lock import Terms
 from engine.storage.artifacts import publish, staging
+from engine.storage.manifest import Draft, verify
 from engine.tracking import Tracker
 from engine.tracking.values import flatten, name, parameters
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import LineageError
-from engine.lineage.manifest import read_manifest, verify
-from engine.storage.artifacts import Draft, publish, staging
+from engine.storage.artifacts import publish, staging
+from engine.storage.manifest import Draft, read_manifest, verify
 from engine.tracking import Tracker
 from tasks.fetch import resolve
 

@@ -26,10 +26,10 @@ from engine.data.sources import load_splits
 from engine.data.tokenizer import train_tokenizer
 from engine.evaluation.evaluate import evaluate_model
 from engine.evaluation.summary import summarise
-from engine.lineage.manifest import read_manifest
 from engine.models import build_model, save_model
 from engine.promotion import Champions
-from engine.storage.artifacts import Draft, publish, staging
+from engine.storage.artifacts import publish, staging
+from engine.storage.manifest import Draft, read_manifest
 from engine.tracking import Tracker
 from tasks.context import RunContext, StageError
 from tasks.evaluate import decisive_settings, evaluate

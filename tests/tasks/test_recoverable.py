@@ -15,10 +15,10 @@ from s3_server import environment, s3_bucket
 from engine.config import DataConfig
 from engine.data.incremental_data import open_window
 from engine.data.sources import load_splits
-from engine.lineage import Draft
 from engine.lineage.origin import write_origin
 from engine.storage.artifacts import local_path
 from engine.storage.hashing import hash_files
+from engine.storage.manifest import Draft
 from tasks.context import StageError, failures_as_sentences, on_cluster
 
 NIGHT = datetime(2026, 11, 20, 2, tzinfo=UTC)

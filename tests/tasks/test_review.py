@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from flytekit import FlyteContextManager
 
-from engine.lineage import Draft, Parent, read_manifest
-from engine.storage.artifacts import home, publish, staging
+from engine.storage.artifacts import publish, staging
+from engine.storage.locations import home
+from engine.storage.manifest import Draft, Parent, read_manifest
 from tasks.context import StageError
 from tasks.review import review
 

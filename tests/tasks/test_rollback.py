@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.lineage.manifest import read_manifest
 from engine.promotion import Champions
-from engine.storage.artifacts import Draft, publish, staging
+from engine.storage.artifacts import publish, staging
+from engine.storage.manifest import Draft, read_manifest
 from engine.tracking import Tracker
 from tasks.context import StageError
 from tasks.rollback import rollback

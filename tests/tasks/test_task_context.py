@@ -20,7 +20,7 @@ from mlflow import MlflowClient
 from s3_server import flyte_variables, s3_server
 
 from engine.errors import DataError
-from engine.lineage.manifest import read_manifest
+from engine.storage.manifest import read_manifest
 from engine.storage.s3 import from_environment
 from engine.tracking import Tracker
 from tasks.context import (

@@ -8,7 +8,7 @@ import pytest
 from attempts import prepared_inputs
 from flyte_runs import Place
 
-from engine.lineage.manifest import read_manifest
+from engine.storage.manifest import read_manifest
 from tasks.context import Stage
 
 

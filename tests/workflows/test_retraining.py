@@ -22,8 +22,9 @@ import pytest
 from flyte_runs import PYFLYTE, REPOSITORY, Outcome, Place, merge, settings
 
 from engine.data.rows import rl_row
-from engine.lineage.manifest import hash_file, read_manifest
 from engine.promotion import Champions
+from engine.storage.hashing import hash_file
+from engine.storage.manifest import read_manifest
 from engine.tracking import Tracker
 
 WORKFLOW = str(REPOSITORY / "workflows" / "retraining.py")

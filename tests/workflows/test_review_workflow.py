@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from flyte_runs import REPOSITORY, Place
 
-from engine.lineage import Draft, read_manifest
 from engine.storage.artifacts import publish, staging
+from engine.storage.manifest import Draft, read_manifest
 from engine.tracking import Tracker
 
 WORKFLOW = REPOSITORY / "workflows" / "review.py"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from flyte_runs import ON_RAY, REPOSITORY, STAGES, Finished, Place, settings
 
-from engine.lineage.manifest import verify
+from engine.storage.manifest import verify
 
 
 @pytest.fixture(scope="module")

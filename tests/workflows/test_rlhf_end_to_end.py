@@ -19,7 +19,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from engine.config import digest
-from engine.lineage.manifest import hash_file, read_manifest, verify
+from engine.storage.hashing import hash_file
+from engine.storage.manifest import read_manifest, verify
 from tasks.inputs import RLHFConfig
 from tasks.schemas import EVALUATION_ROWS, check, check_disjoint
 

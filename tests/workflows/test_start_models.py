@@ -13,7 +13,7 @@ import torch
 from flyte_runs import REPOSITORY, STAGES, WORKFLOW, Outcome, Place, settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.lineage.manifest import tree_digest
+from engine.storage.hashing import tree_digest
 
 REAL_GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 ONE_STEP = {"rl": {"trainer": {"total_training_steps": 1}}}

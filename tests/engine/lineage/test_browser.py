@@ -9,10 +9,10 @@ import pytest
 from browser import Page, browser, find_chromium
 from lineage_store import NASTY, make, make_nights, make_run, parent
 
-from engine.lineage import Parent
 from engine.lineage.audit import audit
 from engine.lineage.page import render_page
 from engine.lineage.review import review
+from engine.storage.manifest import Parent
 
 PROGRAM = find_chromium()
 pytestmark = pytest.mark.skipif(

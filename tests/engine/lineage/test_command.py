@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from lineage_store import Run, edit, make_run
 
-from engine.lineage import hash_file, read_manifest
 from engine.lineage.__main__ import main
+from engine.storage.hashing import hash_file
+from engine.storage.manifest import read_manifest
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,13 @@ from lineage_store import Run, edit, make, make_nights, make_run, parent
 
 from engine.checkpoint import CheckpointStore
 from engine.errors import LineageError
-from engine.lineage import Draft, Parent, read_manifest
 from engine.lineage.graph import Graph, Node, Walker, artifact_node, reach
 from engine.lineage.index import Index, Place, scan
 from engine.lineage.origin import read_origin, write_origin
 from engine.lineage.review import Review
 from engine.lineage.review import review as look
-from engine.storage.artifacts import home
+from engine.storage.locations import home
+from engine.storage.manifest import Draft, Parent, read_manifest
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,12 @@ from s3_server import environment, s3_server
 
 from engine.checkpoint import CheckpointStore
 from engine.errors import LineageError
-from engine.lineage import Draft, hash_file, read_manifest, verify
 from engine.lineage.__main__ import main
 from engine.lineage.origin import write_origin
 from engine.lineage.review import review
-from engine.storage.artifacts import home
-from engine.storage.hashing import hash_files
+from engine.storage.hashing import hash_file, hash_files
+from engine.storage.locations import home
+from engine.storage.manifest import Draft, read_manifest, verify
 
 STORE = "s3://lineage/raw/artifacts"
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from lineage_store import NASTY, Run, make, make_nights, make_run, parent
 
-from engine.lineage import Parent
 from engine.lineage.audit import audit
 from engine.lineage.compare import compare
 from engine.lineage.markup import element, table, text
 from engine.lineage.page import render_page
 from engine.lineage.review import review
+from engine.storage.manifest import Parent
 
 VOID = {"meta", "link", "input", "br"}
 

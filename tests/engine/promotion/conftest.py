@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from mlflow_server import mlflow_server
 
-from engine.storage.artifacts import Draft, publish, staging
+from engine.storage.artifacts import publish, staging
+from engine.storage.manifest import Draft
 from engine.tracking import Tracker
 
 

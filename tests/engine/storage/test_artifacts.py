@@ -16,9 +16,11 @@ import pytest
 from s3_server import s3_bucket
 
 from engine.errors import LineageError, StorageError
-from engine.lineage import Draft, read_manifest, tree_digest, verify
 from engine.storage import artifacts
-from engine.storage.artifacts import artifact_path, home, local_path, publish, staging
+from engine.storage.artifacts import local_path, publish, staging
+from engine.storage.hashing import tree_digest
+from engine.storage.locations import artifact_path, home
+from engine.storage.manifest import Draft, read_manifest, verify
 
 DRAFT = Draft(kind="dataset", config={"rows": 2}, metrics={"rows": 2.0})
 
@@ -129,8 +131,9 @@ def test_a_really_full_disk_leaves_nothing(writer: str, tmp_path: Path) -> None:
     """A file system of 1 MiB, mounted in a namespace of the child alone."""
     home().mkdir()
     code = (
-        "from engine.storage.artifacts import home, publish, staging\n"
-        "from engine.lineage import Draft\n"
+        "from engine.storage.artifacts import publish, staging\n"
+        "from engine.storage.locations import home\n"
+        "from engine.storage.manifest import Draft\n"
         "try:\n"
         "    with staging('sft') as folder:\n"
         f"        {FILL[writer]}\n"
@@ -189,7 +192,7 @@ def test_two_processes_publishing_the_same_content_agree() -> None:
     code = (
         "import sys, time\n"
         "from engine.storage.artifacts import publish, staging\n"
-        "from engine.lineage import Draft\n"
+        "from engine.storage.manifest import Draft\n"
         "time.sleep(max(0, float(sys.argv[1]) - time.time()))\n"
         "for text in map(str, range(40)):\n"
         "    with staging('sft') as folder:\n"

@@ -20,15 +20,16 @@ from engine.data.incremental_data import open_window
 from engine.data.rows import rl_row
 from engine.data.sources import load_splits
 from engine.errors import DataError, LineageError, StorageError
-from engine.lineage import Draft, Parent, read_manifest, verify
 from engine.lineage.__main__ import main
 from engine.lineage.audit import audit
 from engine.lineage.origin import write_origin
 from engine.lineage.review import review
 from engine.promotion.checks import require_untouched
 from engine.storage import s3
-from engine.storage.artifacts import home, publish, share, staging
+from engine.storage.artifacts import publish, share, staging
 from engine.storage.hashing import hash_files
+from engine.storage.locations import home
+from engine.storage.manifest import Draft, Parent, read_manifest, verify
 from engine.storage.readers import read_rows
 from engine.storage.s3 import from_environment
 

@@ -18,11 +18,12 @@ import s3fs
 from faulty_s3 import Faults, faulty_s3
 
 from engine.errors import ConfigError, LineageError, StorageError
-from engine.lineage import Draft, Parent, hash_file, read_manifest, verify
 from engine.lineage.__main__ import main
 from engine.storage import artifact_store, s3
-from engine.storage.artifacts import home, local_path, publish, share, staging
-from engine.storage.locations import address, copy_of, is_artifact
+from engine.storage.artifacts import local_path, publish, share, staging
+from engine.storage.hashing import hash_file
+from engine.storage.locations import address, copy_of, home, is_artifact
+from engine.storage.manifest import Draft, Parent, read_manifest, verify
 from engine.storage.s3 import Waits
 from engine.tracking import Tracker
 
@@ -172,7 +173,7 @@ def test_nobody_s_manifest_is_replaced(machine: Machine) -> None:
 PUBLISH = (
     "import sys\n"
     "from engine.storage.artifacts import publish, staging\n"
-    "from engine.lineage import Draft\n"
+    "from engine.storage.manifest import Draft\n"
     "from engine.storage import transfer\n"
     "transfer.PARALLEL = 1\n"
     "with staging('rl') as folder:\n"
@@ -229,7 +230,7 @@ def test_two_processes_that_publish_the_same_agree(machine: Machine, tmp_path: P
     code = (
         "import sys, time\n"
         "from engine.storage.artifacts import publish, staging\n"
-        "from engine.lineage import Draft, read_manifest\n"
+        "from engine.storage.manifest import Draft, read_manifest\n"
         "time.sleep(max(0, float(sys.argv[1]) - time.time()))\n"
         "for text in map(str, range(6)):\n"
         "    with staging('sft') as folder:\n"

@@ -16,20 +16,11 @@ from lineage_store import edit, make, parent
 from engine.config import PipelineConfig
 from engine.config import digest as config_digest_of
 from engine.errors import LineageError
-from engine.lineage import (
-    Draft,
-    FileEntry,
-    code_version,
-    read_manifest,
-    sources_digest,
-    tree_digest,
-    verify,
-    write_manifest,
-)
-from engine.lineage.code import git_version
-from engine.lineage.manifest import differences
-from engine.storage.artifacts import home, publish, staging
-from engine.storage.hashing import content_digest
+from engine.storage.artifacts import publish, staging
+from engine.storage.code_version import code_version, git_version, sources_digest
+from engine.storage.hashing import FileEntry, content_digest, tree_digest
+from engine.storage.locations import home
+from engine.storage.manifest import Draft, differences, read_manifest, verify, write_manifest
 
 
 @pytest.fixture(autouse=True)

@@ -24,18 +24,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from engine.errors import LineageError
-from engine.lineage.code import code_version, sources_digest
+from engine.storage.code_version import code_version, sources_digest
 from engine.storage.fsync import fsync
 from engine.storage.hashing import (
     MANIFEST,
     SHA256,
     FileEntry,
-    as_path,
     content_digest,
-    hash_file,
     hash_files,
     read_bytes,
-    tree_digest,
 )
 
 SCHEMA_VERSION = 2
@@ -222,23 +219,3 @@ def differences(folder: str | Path, manifest: Manifest) -> list[str]:
                 f"{computed[:12]}; the manifest was edited"
             )
     return faults
-
-
-__all__ = [
-    "MANIFEST",
-    "SOURCE",
-    "Draft",
-    "FileEntry",
-    "Manifest",
-    "Parent",
-    "as_path",
-    "content_digest",
-    "differences",
-    "hash_file",
-    "hash_files",
-    "parse_manifest",
-    "read_manifest",
-    "tree_digest",
-    "verify",
-    "write_manifest",
-]

@@ -8,9 +8,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from engine.lineage import Draft, FileEntry, Manifest, Parent, hash_file, read_manifest
-from engine.storage.artifacts import artifact_path, publish, staging
-from engine.storage.hashing import content_digest
+from engine.storage.artifacts import publish, staging
+from engine.storage.hashing import FileEntry, content_digest, hash_file
+from engine.storage.locations import artifact_path
+from engine.storage.manifest import Draft, Manifest, Parent, read_manifest
 
 NASTY = "</script><img src=x onerror=alert(1)>&\"'"
 
