@@ -24,14 +24,14 @@ rlhf: env  ## run the main job with its defaults: data, warm start, RL, evaluati
 gsm8k: env  ## run a few steps of the main job on real GSM8K (GSM8K=folder; without it ../shared/data/gsm8k or the hub's)
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --source gsm8k --path $(or $(GSM8K),$(wildcard ../shared/data/gsm8k),openai/gsm8k) --config workflows/configs/gsm8k_smoke.yaml
 
-test: env  ## check style and types, then run the test suite
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+test: env  ## check style, then types beside the test suite
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/mypy >$(VENV)/mypy.log 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest -n 2 --dist worksteal; tests=$$?; \
+	wait $$types || { cat $(VENV)/mypy.log; tests=1; }; exit $$tests
 
-test-slow: env  ## run the tests that take minutes
-	@$(BIN)/python -m pytest -m slow --timeout=1800
+test-slow: env  ## run the tests that take minutes, and each property on many examples
+	@HYPOTHESIS_PROFILE=many $(BIN)/python -m pytest -m "slow or hypothesis" --timeout=1800
 
 lint: env  ## check style and types only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_engine import completions_batch, random_completions
 
 from engine.batch import FIELDS, Batch
 from engine.errors import DataError
-
-quick = settings(max_examples=40, deadline=None)
 
 
 def numbered(rows: int) -> Batch:
@@ -34,7 +32,6 @@ def row_numbers(batch: Batch) -> list[int]:
     return numbers
 
 
-@quick
 @given(rows=st.integers(1, 40), data=st.data())
 def test_split_and_concat_are_inverse(rows: int, data: st.DataObject) -> None:
     parts = numbered(rows).split(data.draw(st.integers(1, rows)))
@@ -50,7 +47,6 @@ def test_split_refuses_empty_parts(parts: int) -> None:
         numbered(3).split(parts)
 
 
-@quick
 @given(rows=st.integers(1, 30), data=st.data())
 def test_rows_by_index_mask_and_slice(rows: int, data: st.DataObject) -> None:
     batch = numbered(rows)
@@ -61,7 +57,6 @@ def test_rows_by_index_mask_and_slice(rows: int, data: st.DataObject) -> None:
     assert row_numbers(batch.rows(slice(1, None, 2))) == list(range(1, rows, 2))
 
 
-@quick
 @given(rows=st.integers(1, 30), size=st.integers(1, 40), seed=st.none() | st.integers(0, 99))
 def test_minibatches_hold_every_row_once(rows: int, size: int, seed: int | None) -> None:
     generator = None if seed is None else torch.Generator().manual_seed(seed)

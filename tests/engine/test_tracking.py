@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -39,11 +40,11 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One SQLite store for the module; its first opening takes seconds of migrations."""
-    uri = f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
-    Tracker(uri).check()
-    return uri
+def database(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> str:
+    """One SQLite store for the module."""
+    store = tmp_path_factory.mktemp("store") / "mlflow.db"
+    shutil.copy(mlflow_store, store)
+    return f"sqlite:///{store}"
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,8 @@ REFERENCE = f"models:/{NAME}/1"
 
 
 @pytest.fixture
-def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
+def tracker(tmp_path: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
+    shutil.copy(mlflow_store, tmp_path)
     monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     return Tracker()

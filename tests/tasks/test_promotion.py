@@ -149,18 +149,10 @@ def digest(artifact: Path) -> str:
     return read_manifest(artifact).digest
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow store whose migrations, which take seconds, are done."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    _ = Tracker(uri=f"sqlite:///{path}").client
-    return path
-
-
 @pytest.fixture
-def bench(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def bench(tmp_path: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     torch.set_num_threads(1)
-    shutil.copy(store, tmp_path / "mlflow.db")
+    shutil.copy(mlflow_store, tmp_path / "mlflow.db")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "hybridflyte"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")

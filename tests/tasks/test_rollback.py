@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ NAME = "policy"
 
 
 @pytest.fixture
-def champions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Champions:
+def champions(tmp_path: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch) -> Champions:
     """A model of two versions, of which the second is champion after the first."""
+    shutil.copy(mlflow_store, tmp_path)
     monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     tracker = Tracker()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import shutil
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -67,8 +68,10 @@ def test_other_sources_are_another_version(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture(scope="module")
-def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+def uri(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> str:
+    store = tmp_path_factory.mktemp("store") / "mlflow.db"
+    shutil.copy(mlflow_store, store)
+    return f"sqlite:///{store}"
 
 
 @pytest.fixture

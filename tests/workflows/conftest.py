@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from flyte_runs import ON_RAY, WORKFLOW, Finished, Place, settings
+from filelock import FileLock
+from flyte_runs import ON_RAY, WORKFLOW, Finished, Outcome, Place, settings
+from once import MakeOnce
 from protobufs import Registered, serialised
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    place, config = Place(tmp_path_factory.mktemp("finished")), settings(ON_RAY)
-    started = time.monotonic()
-    outcome = place.pyflyte("run", str(WORKFLOW), "rlhf", "--config", config)
-    assert outcome.code == 0, outcome.text
-    return Finished(place, outcome, config, time.monotonic() - started)
+def finished_run(make_once: MakeOnce) -> Finished:
+    config = settings(ON_RAY)
+
+    def write(folder: Path) -> None:
+        started = time.monotonic()
+        outcome = Place(folder).pyflyte("run", str(WORKFLOW), "rlhf", "--config", config)
+        assert outcome.code == 0, outcome.text
+        facts = asdict(outcome) | {"seconds": time.monotonic() - started}
+        folder.with_suffix(".json").write_text(json.dumps(facts))
+
+    folder = make_once("finished", write)
+    facts = json.loads(folder.with_suffix(".json").read_text())
+    seconds = facts.pop("seconds")
+    return Finished(Place(folder), Outcome(**facts), config, seconds)
+
+
+@pytest.fixture
+def finished(finished_run: Finished) -> Iterator[Finished]:
+    """A finished run; one test at a time reads it, since some run again in its place."""
+    with FileLock(finished_run.place.root.with_suffix(".use")):
+        yield finished_run
 
 
 @pytest.fixture(scope="session")
-def new_place(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Place]:
-    """Make fresh places, with an MLflow store each; its migrations, which take 5 s, run once."""
-    from engine.tracking.connection import Connection
-
-    store = tmp_path_factory.mktemp("store") / "mlflow.db"
-    _ = Connection(f"sqlite:///{store}").client
+def new_place(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Callable[[], Place]:
+    """Make fresh places, with an MLflow store each."""
 
     def make() -> Place:
         place = Place(tmp_path_factory.mktemp("place"))
-        shutil.copy(store, place.root / "mlflow.db")
+        shutil.copy(mlflow_store, place.root / "mlflow.db")
         return place
 
     return make

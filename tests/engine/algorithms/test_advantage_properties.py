@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from engine.algorithms import advantages
 from engine.algorithms.advantages import AdvantageInputs, get_advantage
 from engine.algorithms.masked import reward_to_go
 
-EXAMPLES = settings(max_examples=25, deadline=None)
 SEEDS = st.integers(0, 2**31)
 OUTCOME = ("gpg", "grpo", "grpo_passk", "opo", "rloo", "reinforce_plus_plus_baseline")
 """Estimators whose advantage is relative to the group: a constant added to all scores is lost."""
@@ -57,7 +56,6 @@ def _garbage(inputs: AdvantageInputs, seed: int) -> AdvantageInputs:
 
 
 @pytest.mark.parametrize("name", advantages.names())
-@EXAMPLES
 @given(SEEDS)
 def test_garbage_outside_the_mask_changes_no_bit(name: str, seed: int) -> None:
     inputs = random_inputs(seed)
@@ -71,7 +69,6 @@ def test_garbage_outside_the_mask_changes_no_bit(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", advantages.names())
-@EXAMPLES
 @given(SEEDS)
 def test_permuting_rows_and_renaming_groups_permutes_the_result(name: str, seed: int) -> None:
     inputs = random_inputs(seed)
@@ -88,7 +85,6 @@ def test_permuting_rows_and_renaming_groups_permutes_the_result(name: str, seed:
 
 
 @pytest.mark.parametrize("name", advantages.names())
-@EXAMPLES
 @given(SEEDS)
 def test_completions_without_tokens_have_no_say(name: str, seed: int) -> None:
     inputs = random_inputs(seed)
@@ -112,7 +108,6 @@ def _shifted(inputs: AdvantageInputs, by: float) -> AdvantageInputs:
 
 
 @pytest.mark.parametrize("name", [n for n in OUTCOME if n != "gpg"])
-@EXAMPLES
 @given(SEEDS, st.floats(-5, 5))
 def test_group_relative_advantages_ignore_a_shift(name: str, seed: int, by: float) -> None:
     inputs = random_inputs(seed, min_group=3)
@@ -122,7 +117,6 @@ def test_group_relative_advantages_ignore_a_shift(name: str, seed: int, by: floa
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_passk", "maxrl"])
-@EXAMPLES
 @given(SEEDS, st.floats(0.5, 20))
 def test_normalised_advantages_ignore_a_scale(name: str, seed: int, by: float) -> None:
     inputs = random_inputs(seed, min_group=3)
@@ -134,7 +128,6 @@ def test_normalised_advantages_ignore_a_scale(name: str, seed: int, by: float) -
 
 
 @pytest.mark.parametrize("name", ["rloo", "opo", "gpg", "remax", "optimal_token_baseline"])
-@EXAMPLES
 @given(SEEDS, st.floats(0.5, 20))
 def test_linear_advantages_scale_with_rewards(name: str, seed: int, by: float) -> None:
     inputs = random_inputs(seed, min_group=3)
@@ -189,7 +182,6 @@ def test_low_precision_and_integer_rewards_are_computed_in_float32(name: str) ->
     assert got.isfinite().all()
 
 
-@EXAMPLES
 @given(SEEDS, st.floats(0, 1))
 def test_gae_with_lambda_one_is_the_return_minus_the_value(seed: int, gamma: float) -> None:
     inputs = random_inputs(seed)
@@ -200,7 +192,6 @@ def test_gae_with_lambda_one_is_the_return_minus_the_value(seed: int, gamma: flo
     torch.testing.assert_close(out.returns, discounted * mask)
 
 
-@EXAMPLES
 @given(SEEDS, st.floats(0, 1))
 def test_gae_with_lambda_zero_is_the_one_step_error(seed: int, gamma: float) -> None:
     inputs = dataclasses.replace(random_inputs(seed), response_mask=torch.ones(9, 6))
@@ -212,7 +203,6 @@ def test_gae_with_lambda_zero_is_the_one_step_error(seed: int, gamma: float) -> 
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax", "optimal_token_baseline"])
-@EXAMPLES
 @given(SEEDS)
 def test_a_masked_turn_changes_nothing_for_the_tokens_around_it(name: str, seed: int) -> None:
     whole = dataclasses.replace(random_inputs(seed), response_mask=torch.ones(9, 6))
@@ -229,7 +219,6 @@ def test_a_masked_turn_changes_nothing_for_the_tokens_around_it(name: str, seed:
     torch.testing.assert_close(after.returns[:, columns], before.returns)
 
 
-@EXAMPLES
 @given(SEEDS)
 def test_rloo_is_its_leave_one_out_form(seed: int) -> None:
     inputs = random_inputs(seed, min_group=3)
@@ -242,7 +231,6 @@ def test_rloo_is_its_leave_one_out_form(seed: int) -> None:
         assert got[row].item() == pytest.approx((scores[row] - scores[others].mean()).item())
 
 
-@EXAMPLES
 @given(SEEDS)
 def test_gdpo_with_one_component_is_whitened_grpo(seed: int) -> None:
     inputs = random_inputs(seed, min_group=3)
@@ -252,7 +240,6 @@ def test_gdpo_with_one_component_is_whitened_grpo(seed: int) -> None:
     torch.testing.assert_close(gdpo, (grpo - grpo.mean()) / grpo.std(), rtol=1e-6, atol=1e-7)
 
 
-@EXAMPLES
 @given(SEEDS)
 def test_opo_with_equal_lengths_is_dr_grpo(seed: int) -> None:
     inputs = dataclasses.replace(random_inputs(seed), response_mask=torch.ones(9, 6))
@@ -261,7 +248,6 @@ def test_opo_with_equal_lengths_is_dr_grpo(seed: int) -> None:
     torch.testing.assert_close(opo, dr_grpo)
 
 
-@EXAMPLES
 @given(SEEDS)
 def test_maxrl_sums_to_the_gradient_of_the_successes(seed: int) -> None:
     """With binary scores the positive part of a group adds up to its number of failures."""

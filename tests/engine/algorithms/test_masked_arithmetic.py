@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.algorithms import masked
@@ -87,7 +87,6 @@ def test_rows_left_out_have_no_say() -> None:
     assert groups.sum(torch.stack([x, x], 1)).tolist() == [[4.0, 4.0], [0.0, 0.0]]
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(-3, 3), st.floats(-100, 100, width=32)), min_size=1, max_size=12)
 )
@@ -103,7 +102,6 @@ def test_group_statistics_agree_with_the_statistics_module(rows: list[tuple[int,
         assert stds[row].item() == pytest.approx(expected, abs=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.floats(-1e6, 1e6, width=32), st.integers(1, 9))
 def test_the_mean_of_equal_rows_is_exact(value: float, count: int) -> None:
     groups = Groups.of(torch.zeros(count, dtype=torch.long))

@@ -77,7 +77,7 @@ class Problem:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", losses.names())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(SEEDS)
 def test_any_cut_into_micro_batches_gives_the_same(name: str, mode: str, seed: int) -> None:
     problem = Problem(seed)
@@ -113,7 +113,7 @@ def test_averaging_ranks_with_joined_denominators_gives_the_same(name: str, mode
 
 
 @pytest.mark.parametrize("name", losses.names())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(SEEDS)
 def test_garbage_outside_the_mask_changes_no_bit(name: str, seed: int) -> None:
     problem = Problem(seed)
@@ -212,7 +212,7 @@ def _gradient(name: str, problem: Problem, mode: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", losses.names())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(SEEDS)
 def test_at_ratio_one_every_loss_is_reinforce(name: str, seed: int) -> None:
     problem = Problem(seed)
@@ -221,7 +221,6 @@ def test_at_ratio_one_every_loss_is_reinforce(name: str, seed: int) -> None:
     torch.testing.assert_close(_gradient(name, problem, mode), expected, rtol=1e-10, atol=1e-12)
 
 
-@settings(max_examples=20, deadline=None)
 @given(SEEDS)
 def test_gspo_has_the_gradient_of_its_sequence_form(seed: int) -> None:
     problem = Problem(seed)
@@ -250,7 +249,7 @@ def test_gspo_has_the_gradient_of_its_sequence_form(seed: int) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", losses.names())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(SEEDS)
 def test_skipping_rows_without_gradient_keeps_the_gradient(name: str, mode: str, seed: int) -> None:
     problem = Problem(seed, zero_some_advantages=True)

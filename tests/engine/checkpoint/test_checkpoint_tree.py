@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.checkpoint.layout import read_tree, write_tree
@@ -70,7 +70,6 @@ def assert_equal(one: Any, other: Any) -> None:
         assert type(one) is type(other)
 
 
-@settings(max_examples=150, deadline=None)
 @given(trees)
 def test_a_tree_comes_back_bit_for_bit(tree: dict[str, Any]) -> None:
     values, groups = Snapshot().take(tree)

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.controller.health import Fleet, HealthPolicy, State
@@ -48,7 +48,6 @@ EVENTS = st.sampled_from(
     ),
     max_lag=st.integers(0, 2),
 )
-@settings(max_examples=80, deadline=None)
 def test_invariants_hold_in_any_order_of_events(
     events: list[tuple[Any, str, int, float]], max_lag: int
 ) -> None:
@@ -210,7 +209,6 @@ class Cluster:
     staleness=st.integers(0, 2),
     faults=st.sampled_from([0.0, 0.01, 0.04, 0.1]),
 )
-@settings(max_examples=40, deadline=None)
 def test_a_supervised_run_loses_no_prompt_and_ends(
     seed: int, staleness: int, faults: float
 ) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import Batch
@@ -21,15 +21,12 @@ from engine.errors import DataError, PlacementError, WorkerError
 from engine.workers.base import Metric
 from engine.workers.mesh import Mesh
 
-quick = settings(deadline=None)  # a loaded machine is no fault of ours
-
 
 def batch(rows: int) -> Batch:
     tensors = {"x": torch.arange(rows), "response_mask": torch.ones(rows, 2)}
     return Batch(tensors, {"tag": list(range(rows))})
 
 
-@quick
 @given(rows=st.integers(1, 17), ranks=st.integers(1, 6), repeat=st.integers(1, 3))
 def test_padded_shares_are_equal_and_join_to_the_whole(rows: int, ranks: int, repeat: int) -> None:
     mesh = Mesh.of(dp=ranks)
@@ -46,7 +43,6 @@ def test_padded_shares_are_equal_and_join_to_the_whole(rows: int, ranks: int, re
     assert whole["response_mask"].min() == 1
 
 
-@quick
 @given(rows=st.integers(1, 17), ranks=st.integers(1, 6))
 def test_shares_without_padding_differ_by_one_row(rows: int, ranks: int) -> None:
     mesh = Mesh.of(dp=ranks)
@@ -60,7 +56,6 @@ def test_shares_without_padding_differ_by_one_row(rows: int, ranks: int) -> None
     assert join([part for part, _ in parts])["x"].tolist() == list(range(rows))
 
 
-@quick
 @given(
     units=st.integers(1, 17),
     unit=st.integers(1, 3),
@@ -111,7 +106,6 @@ def test_padding_that_can_t_be_told_apart(result: object) -> None:
         drop_padding(result, 2, 1)
 
 
-@quick
 @given(
     parts=st.lists(
         st.tuples(st.integers(1, 9), st.floats(-10, 10), st.floats(0.5, 10)), min_size=1, max_size=5

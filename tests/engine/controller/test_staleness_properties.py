@@ -133,9 +133,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             self.holds()
 
 
-AnyOrderOfEvents.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None
-)
+AnyOrderOfEvents.TestCase.settings = settings(stateful_step_count=50, deadline=None)
 TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
 
 
@@ -224,7 +222,6 @@ class Simulation:
     staleness=st.integers(0, 3),
     deaths=st.sampled_from([0.0, 0.1, 0.3]),
 )
-@settings(max_examples=80, deadline=None)
 def test_the_trainer_always_gets_its_next_batch(
     seed: int, batch: int, staleness: int, deaths: float
 ) -> None:

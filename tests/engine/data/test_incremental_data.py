@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from s3_server import flyte_variables, s3_server
 
@@ -111,7 +111,6 @@ def test_no_prefix_and_none_that_exists(tmp_path: Path) -> None:
         open_window(str(tmp_path / "nowhere"), NIGHT, [], MONTH)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 9), st.integers(0, 12)), min_size=1, max_size=12, unique=True

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -25,7 +25,6 @@ def write(path: Path, rows: list[dict[str, object]]) -> Path:
     return path
 
 
-@settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 30), batch=st.integers(1, 40), seed=st.integers(0, 9))
 def test_every_row_comes_once_an_epoch_in_full_batches(size: int, batch: int, seed: int) -> None:
     loader = PromptLoader(frame(size), batch, seed)
@@ -36,7 +35,6 @@ def test_every_row_comes_once_an_epoch_in_full_batches(size: int, batch: int, se
         assert sorted(rows[start : start + size]) == list(range(size))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     size=st.integers(1, 30),
     batch=st.integers(1, 9),

@@ -21,17 +21,9 @@ NAME = "policy"
 CHAMPION = f"models:/{NAME}@champion"
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow store whose migrations, which take seconds, are done."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    _ = Tracker(uri=f"sqlite:///{path}").client
-    return path
-
-
 @pytest.fixture
-def run(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    shutil.copy(store, tmp_path / "mlflow.db")
+def run(tmp_path: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    shutil.copy(mlflow_store, tmp_path / "mlflow.db")
     monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     monkeypatch.chdir(tmp_path)

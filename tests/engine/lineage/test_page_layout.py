@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.lineage.graph_layout import BOX_HEIGHT, BOX_WIDTH, Drawing, arrange
@@ -28,7 +28,6 @@ def check(drawing: Drawing, keys: list[str]) -> None:
     assert all(b - a >= BOX_WIDTH for a, b in pairwise(places))
 
 
-@settings(deadline=None, max_examples=60)
 @given(LINES.map(lambda lines: [(a, b) for a, b in lines if int(a) < int(b)]))
 def test_without_cycles_every_line_runs_to_the_right(lines: list[tuple[str, str]]) -> None:
     drawing = arrange(KEYS, lines)
@@ -46,7 +45,6 @@ def test_without_cycles_every_line_runs_to_the_right(lines: list[tuple[str, str]
                 )
 
 
-@settings(deadline=None, max_examples=60)
 @given(LINES)
 def test_cycles_and_loops_are_drawn_too(lines: list[tuple[str, str]]) -> None:
     drawing = arrange(KEYS, lines)

@@ -30,7 +30,7 @@ from engine.parallel.reshard import Plan, plan
 from engine.parallel.shard_map import Held, Holdings, Spread
 from engine.parallel.sharding_specs import merge_stages, rollout_holdings, train_holdings
 
-SLOW = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TINY = ModelShape(4, 8, 4, 4, 32, 64, 128)
 
 

@@ -68,7 +68,7 @@ clusters = st.one_of(
     st.builds(cores, st.integers(1, 64), st.floats(2, 600), st.integers(1, 4)),
 )
 few = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )  # a search of hundreds of layouts each
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,12 +15,11 @@ from engine.tracking import Tracker
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Iterator[str]:
     """The address of `mlflow server` over SQLite; it answers on many threads at once."""
     folder = tmp_path_factory.mktemp("server")
-    store = f"sqlite:///{folder / 'server.db'}"
-    Tracker(store).check()
-    with mlflow_server(store, folder) as uri:
+    shutil.copy(mlflow_store, folder / "server.db")
+    with mlflow_server(f"sqlite:///{folder / 'server.db'}", folder) as uri:
         yield uri
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import RewardError
@@ -232,7 +232,6 @@ def test_a_batch_that_only_fails_as_a_whole_is_logged_too(
     assert "returned 1 values for 2 completions" in caplog.text
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     texts=st.lists(st.sampled_from(["1", "a", "nan", "raise", "short"]), max_size=8),
     cut=st.integers(0, 8),

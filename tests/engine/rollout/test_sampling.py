@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -33,7 +33,6 @@ def kept_mass(probs: Tensor, top_p: float) -> float:
     return mass
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     row=logits_rows,
     noise=noises,

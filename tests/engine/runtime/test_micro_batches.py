@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_engine import completions_batch, random_completions, tiny_model, training_batch
 
@@ -14,7 +14,6 @@ from engine.runtime.micro_batches import micro_batches, trim
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 12), seed=st.integers(0, 1000), budget=st.integers(1, 120))
 def test_every_row_once_and_within_the_budget(rows: int, seed: int, budget: int) -> None:
     batch = training_batch(rows, seed)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gloo_ranks import run_ranks
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from thorough import and_slow
 from tiny_engine import training_batch, write_tiny_folder
@@ -295,7 +295,6 @@ def test_a_sender_refuses_another_model() -> None:
 EVENTS = ("step", "delta", "whole", "drop", "swap", "flip", "join", "restart", "poke")
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 10**6)), max_size=25))
 def test_whatever_happens_weights_are_right_or_refused(events: list[tuple[str, int]]) -> None:
     sender, receiver = Sender(), Receiver()

@@ -61,7 +61,7 @@ def uninterrupted() -> dict[int, Batch]:
     return finish(subject, {})
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=st.integers(0, LONGEST + 4), slots=st.sampled_from([N, 2 * N, 16]))
 def test_what_was_begun_goes_on_in_another_process_and_here(
     uninterrupted: dict[int, Batch], steps: int, slots: int

@@ -1,0 +1,55 @@
+"""What all tests share: how many examples a property is tried on, and what is made only once.
+
+`HYPOTHESIS_PROFILE=many` (`make test-slow`) tries each property on many examples.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from hypothesis import settings
+from once import MakeOnce
+
+# A loaded machine is no failure of the code under test, so that no example has a deadline.
+settings.register_profile("few", max_examples=15, deadline=None)
+settings.register_profile("many", max_examples=100, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
+
+
+@pytest.fixture(scope="session")
+def make_once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> MakeOnce:
+    """`make_once(name, write)`: a folder that `write(folder)` fills, once for all workers.
+
+    The others wait for it. A `write` that failed is tried again by the next who asks.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base if worker_id == "master" else base.parent
+
+    def make(name: str, write: Callable[[Path], None]) -> Path:
+        folder, done = shared / name, shared / f"{name}.done"
+        with FileLock(shared / f"{name}.lock"):
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                write(folder)
+                done.touch()
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def mlflow_store(make_once: MakeOnce) -> Path:
+    """An MLflow database to copy; its migrations, which take seconds, are done."""
+
+    def write(folder: Path) -> None:
+        from engine.tracking.connection import Connection
+
+        _ = Connection(f"sqlite:///{folder / 'mlflow.db'}").client
+
+    return make_once("mlflow-store", write) / "mlflow.db"
