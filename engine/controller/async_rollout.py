@@ -17,7 +17,7 @@ from engine.controller.rollout_processes import spans_of
 from engine.controller.timeline import Span
 from engine.controller.weight_publisher import Published
 from engine.errors import WorkerError
-from engine.rollout.partial_groups import Begun, with_begun
+from engine.rollout.partial_groups import PartialGroup, with_partial_groups
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class AsyncRollout(RolloutLoop):
     @contextmanager
     def held(self) -> Iterator[tuple[list[tuple[Batch, Batch]], list[Batch]]]:
         """All that no batch has had yet: finished groups and their prompts, oldest first, and
-        prompts that were begun, each with what is there of its completions (`BEGUN`).
+        prompts that were begun, each with what is there of its completions (`PARTIAL_GROUP`).
 
         Until the block ends nothing is begun or finished. Workers are asked first; what one has
         begun that doesn't answer in time is given without completions.
@@ -90,10 +90,11 @@ class AsyncRollout(RolloutLoop):
             keys = [group.ticket.key for group in self.admission.queue]
             finished = [(self._prompts[key], self._scored[key]) for key in keys]
             said = self._begun | {
-                ticket.key: Begun.whole(group) for ticket, (group, _) in self._scoring.items()
+                ticket.key: PartialGroup.from_finished(group)
+                for ticket, (group, _) in self._scoring.items()
             }
             open_keys = sorted(self._prompts.keys() - self._scored)
-            begun = [with_begun(self._prompts[key], [said.get(key)]) for key in open_keys]
+            begun = [with_partial_groups(self._prompts[key], [said.get(key)]) for key in open_keys]
             yield finished, [*begun, *self._again]
 
     def _ask(self) -> None:

@@ -38,7 +38,7 @@ from engine.controller.staleness import Admission, Limits, Ticket
 from engine.controller.weight_publisher import Published
 from engine.errors import EngineError, WeightSyncError, WorkerError
 from engine.futures import Future
-from engine.rollout.partial_groups import Begun, take_begun, with_begun
+from engine.rollout.partial_groups import PartialGroup, take_partial_groups, with_partial_groups
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class RolloutLoop:
         self._scored: dict[int, Batch] = {}
         self._again: deque[Batch] = deque()  # prompts that come before all others
         self._asked: set[str] = set()  # workers that are to say what they have begun
-        self._begun: dict[int, Begun] = {}  # what they said, by key
+        self._begun: dict[int, PartialGroup] = {}  # what they said, by key
         for prompt, group in finished:
             self._put(prompt, group)
         self._processes = Processes(spawn, len(names))
@@ -182,15 +182,15 @@ class RolloutLoop:
         """Have a worker begin a prompt, or go on with what an earlier run had begun of it."""
         if self.admission.again:
             self.admission, ticket = self.admission.start(name, version)
-            return with_begun(self._prompts[ticket.key], [None])
+            return with_partial_groups(self._prompts[ticket.key], [None])
         row = self._again.popleft() if self._again else self._next_prompt()
-        prompt, [begun] = take_begun(row)
-        oldest = begun.oldest if begun is not None else None
+        prompt, [begun] = take_partial_groups(row)
+        oldest = begun.oldest_version if begun is not None else None
         if not self.admission.may_start(version, oldest):
             begun = oldest = None  # too old when its turn comes
         self.admission, ticket = self.admission.start(name, version, oldest)
         self._prompts[ticket.key] = prompt | {"group_ids": torch.tensor([ticket.key])}
-        return with_begun(self._prompts[ticket.key], [begun])
+        return with_partial_groups(self._prompts[ticket.key], [begun])
 
     def _answer(self, name: str, process: Process, now: float) -> None:
         """Take in what a call gave."""

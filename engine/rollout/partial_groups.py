@@ -1,82 +1,97 @@
-"""Groups of completions that were begun and are not whole, kept beyond the process that began them.
+"""Groups of completions that are not finished, in a form that outlives the process decoding them.
 
-What lives here: `Begun`, its way into checkpoints and back, and the column of prompts that carries
-it. What does not: decoding on from it (`engine.workers.group_stream`), and whether that is still
-worth it (`engine.controller.staleness`).
+`PartialGroup` goes into checkpoints and back, and travels in a column of prompts. Decoding is
+continued from it by `engine.workers.group_stream`; `engine.controller.staleness` decides whether
+that is still allowed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TypedDict
 
 import torch
 
 from engine.batch import Batch
 from engine.rollout.stream import PartialCompletion
 
-BEGUN = "begun"  # a column of prompts: the Begun of each, or None
+PARTIAL_GROUP = "partial_group"  # a column of prompts: the PartialGroup of each, or None
+
+
+class PartialGroupTree(TypedDict):
+    """A `PartialGroup` in a checkpoint; its tensors concatenate the T tokens of all completions."""
+
+    ends: list[str]  # finish reasons
+    lengths: list[int]  # tokens of each completion
+    token_ids: torch.Tensor  # [T], int32
+    log_probs: torch.Tensor  # [T], float32
+    token_versions: torch.Tensor  # [T], int32
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """What is there of one prompt's completions, tokens with their log-probs and versions."""
+class PartialGroup:
+    """One prompt's completions so far: tokens with their log-probs and policy versions."""
 
-    parts: tuple[PartialCompletion, ...]  # all `n`, by completion_index; some may have no token
-    ends: tuple[str, ...]  # how each has ended: "stop", "length", or "" where it goes on
+    completions: tuple[PartialCompletion, ...]  # all `n`, by completion_index; may have no token
+    finish_reasons: tuple[str, ...]  # of each: "stop", "length", or "" for an unfinished one
 
     @property
-    def oldest(self) -> int | None:
-        """Version of the oldest token; None where there is none."""
-        return min((v for part in self.parts for v in part.token_versions), default=None)
+    def oldest_version(self) -> int | None:
+        """Policy version of the oldest token; None without any token."""
+        return min((v for part in self.completions for v in part.token_versions), default=None)
 
     @staticmethod
-    def whole(group: Batch) -> Begun:
-        """A finished group, as rollout gives it."""
-        parts = []
+    def from_finished(group: Batch) -> PartialGroup:
+        """A finished group, as rollout returns it."""
+        completions = []
         for row, length in enumerate(group["response_mask"].sum(1).long().tolist()):
             fields = ("responses", "rollout_log_probs", "token_versions")
-            parts.append(PartialCompletion(row, *(group[f][row, :length].tolist() for f in fields)))
-        ends = ("length" if cut else "stop" for cut in group["truncated"].tolist())
-        return Begun(tuple(parts), tuple(ends))
+            values = (group[field][row, :length].tolist() for field in fields)
+            completions.append(PartialCompletion(row, *values))
+        reasons = ("length" if cut else "stop" for cut in group["truncated"].tolist())
+        return PartialGroup(tuple(completions), tuple(reasons))
 
-    def tree(self) -> dict[str, Any]:
+    def tree(self) -> PartialGroupTree:
         """Tensors and plain values, for a checkpoint."""
-
-        def joined(lists: Iterable[list[Any]], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor([value for values in lists for value in values], dtype=dtype)
-
+        parts = self.completions
         return {
-            "ends": list(self.ends),
-            "lengths": [len(part.token_ids) for part in self.parts],
-            "token_ids": joined((part.token_ids for part in self.parts), torch.int32),
-            "log_probs": joined((part.log_probs for part in self.parts), torch.float32),
-            "token_versions": joined((part.token_versions for part in self.parts), torch.int32),
+            "ends": list(self.finish_reasons),
+            "lengths": [len(part.token_ids) for part in parts],
+            "token_ids": _concatenated([part.token_ids for part in parts], torch.int32),
+            "log_probs": _concatenated([part.log_probs for part in parts], torch.float32),
+            "token_versions": _concatenated([part.token_versions for part in parts], torch.int32),
         }
 
     @staticmethod
-    def of(tree: dict[str, Any]) -> Begun:
-        """What `tree` gave."""
+    def from_tree(tree: PartialGroupTree) -> PartialGroup:
+        """The inverse of `tree`."""
         edges = list(pairwise(accumulate(tree["lengths"], initial=0)))
-        lists = [tree[name].tolist() for name in ("token_ids", "log_probs", "token_versions")]
-        parts = [
+        tensors = (tree["token_ids"], tree["log_probs"], tree["token_versions"])
+        lists = [tensor.tolist() for tensor in tensors]
+        completions = [
             PartialCompletion(index, *(values[start:end] for values in lists))
             for index, (start, end) in enumerate(edges)
         ]
-        return Begun(tuple(parts), tuple(tree["ends"]))
+        return PartialGroup(tuple(completions), tuple(tree["ends"]))
 
 
-def with_begun(prompts: Batch, begun: Iterable[Begun | None]) -> Batch:
-    """Prompts with what is there of their completions."""
-    return Batch(prompts.as_dict(), {**prompts.columns, BEGUN: list(begun)})
+def with_partial_groups(prompts: Batch, groups: Iterable[PartialGroup | None]) -> Batch:
+    """`prompts` with a column of their partial groups."""
+    return Batch(prompts.as_dict(), {**prompts.columns, PARTIAL_GROUP: list(groups)})
 
 
-def take_begun(prompts: Batch) -> tuple[Batch, list[Begun | None]]:
-    """Prompts as they were drawn, and what is there of their completions."""
+def take_partial_groups(prompts: Batch) -> tuple[Batch, list[PartialGroup | None]]:
+    """Split `prompts` into the batch without the column, and the column (all None if absent)."""
     columns = dict(prompts.columns)
-    begun = columns.pop(BEGUN, None)
-    if begun is None:
+    groups = columns.pop(PARTIAL_GROUP, None)
+    if groups is None:
         return prompts, [None] * len(prompts)
-    return Batch(prompts.as_dict(), columns), list(begun)
+    return Batch(prompts.as_dict(), columns), list(groups)
+
+
+def _concatenated(
+    lists: Sequence[list[int]] | Sequence[list[float]], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.tensor([value for values in lists for value in values], dtype=dtype)

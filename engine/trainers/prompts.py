@@ -13,7 +13,7 @@ from engine.controller.timeline import span
 from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
 from engine.data.templates import encode_prompt
-from engine.rollout.partial_groups import Begun, take_begun, with_begun
+from engine.rollout.partial_groups import PartialGroup, take_partial_groups, with_partial_groups
 from engine.trainers.queue_state import plain
 
 
@@ -45,7 +45,7 @@ class PromptStream:
             self._ahead = self._ahead or self._draw()
 
     def next_one(self) -> Batch:
-        """The next prompt alone; one that was under way brings what is there of it (`BEGUN`)."""
+        """The next prompt alone; with its partial group, if it was under way."""
         if self._again:
             return self._again.popleft()
         if self._ahead is None or self._given == len(self._ahead):
@@ -59,7 +59,7 @@ class PromptStream:
         `again` are single prompts that were handed out and led to no whole group yet, with what is
         there of their completions.
         """
-        drawn = [take_begun(prompt) for prompt in (*again, *self._again)]
+        drawn = [take_partial_groups(prompt) for prompt in (*again, *self._again)]
         return {
             "loader": self.loader.state_dict() if self._ahead is None else self._mark,
             "given": self._given if self._ahead is not None else 0,
@@ -74,7 +74,9 @@ class PromptStream:
         if self._given:
             self._ahead = self._draw()
         self._again = deque(
-            with_begun(self.encode([row]), [Begun.of(tree)]) if tree else self.encode([row])
+            with_partial_groups(self.encode([row]), [PartialGroup.from_tree(tree)])
+            if tree
+            else self.encode([row])
             for row, tree in zip(state["again"], state["begun"], strict=True)
         )
 

@@ -13,7 +13,7 @@ from engine.batch import Batch
 from engine.config import RolloutConfig
 from engine.data.collate import collate_completions, pad
 from engine.errors import RolloutError
-from engine.rollout.partial_groups import Begun, take_begun
+from engine.rollout.partial_groups import PartialGroup, take_partial_groups
 from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams
 from engine.rollout.stream import Partial, PartialCompletion, StreamedCompletion, open_stream
 
@@ -55,11 +55,11 @@ class GroupStream:
         return self._stream.policy_version
 
     def submit(self, prompts: Batch) -> None:
-        """Take on prompts, one row a group; what was begun of them (`BEGUN`) goes on.
+        """Take on prompts, one row a group; what was begun of them (`PARTIAL_GROUP`) goes on.
 
         Raises RolloutError for completions of another prompt or another `n`.
         """
-        prompts, begun = take_begun(prompts)
+        prompts, begun = take_partial_groups(prompts)
         for row, key in enumerate(prompts["group_ids"].tolist()):
             ids, before = prompts.columns["prompt_ids"][row], begun[row]
             rest = None
@@ -71,7 +71,7 @@ class GroupStream:
             else:
                 self._whole.append(key)
 
-    def begun(self) -> dict[int, Begun]:
+    def begun(self) -> dict[int, PartialGroup]:
         """Copies of all that isn't whole, by key; decoding goes on."""
         parts: dict[int, list[tuple[PartialCompletion, str]]] = {key: [] for key in self._prompts}
         for partial in self._stream.partials():
@@ -83,7 +83,9 @@ class GroupStream:
         for key, pairs in parts.items():
             pairs.sort(key=lambda pair: pair[0].completion_index)
             if len(pairs) == self._n:  # else some ended in a step that failed, and come yet
-                found[key] = Begun(tuple(p for p, _ in pairs), tuple(end for _, end in pairs))
+                found[key] = PartialGroup(
+                    tuple(p for p, _ in pairs), tuple(end for _, end in pairs)
+                )
         return found
 
     def step(self) -> list[Batch]:
@@ -106,14 +108,14 @@ class GroupStream:
         """Stop decoding."""
         self._stream.close()
 
-    def _take_up(self, key: int, prompt_ids: list[int], begun: Begun) -> Partial:
+    def _take_up(self, key: int, prompt_ids: list[int], begun: PartialGroup) -> Partial:
         """Put what has ended to its group; return what is to go on."""
-        if len(begun.parts) != self._n:
+        if len(begun.completions) != self._n:
             raise RolloutError(
-                f"group {key} was begun with {len(begun.parts)} completions and rollout.n is "
+                f"group {key} was begun with {len(begun.completions)} completions and rollout.n is "
                 f"{self._n}; resume with the n that was saved"
             )
-        pairs = list(zip(begun.parts, begun.ends, strict=True))
+        pairs = list(zip(begun.completions, begun.finish_reasons, strict=True))
         self._ended[key] = [_streamed(key, part, end) for part, end in pairs if end]
         return Partial(key, prompt_ids, [part for part, end in pairs if not end])
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.batch import Batch
-from engine.rollout.partial_groups import Begun
+from engine.rollout.partial_groups import PartialGroup
 from engine.weight_transfer.policy_weights import check_weights
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.group_stream import GroupStream
@@ -25,7 +25,7 @@ class Pumped:
     groups: tuple[Batch, ...]  # finished groups, each `rollout.n` rows
     busy: int  # completions that are decoded or wait for a slot, e.g. 61
     version: int  # of the weights that it decodes with now
-    begun: dict[int, Begun] | None = None  # what isn't whole, by key, where it was asked for
+    begun: dict[int, PartialGroup] | None = None  # what isn't whole, by key, where it was asked for
 
 
 class StreamRolloutWorker(RolloutWorker):

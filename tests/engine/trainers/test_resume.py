@@ -22,7 +22,7 @@ from engine.checkpoint import Checkpoint, CheckpointStore, Draft, find_latest
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
 from engine.errors import CheckpointError, PreemptedError, WorkerError
-from engine.rollout.partial_groups import take_begun
+from engine.rollout.partial_groups import take_partial_groups
 from engine.trainers.attempts import run_attempts
 from engine.trainers.prompts import PromptStream
 from engine.trainers.rl import RLTrainer
@@ -126,13 +126,15 @@ def test_rollout_ahead_resumes_without_losing_a_prompt(
     with watched() as second:
         second.resume(tmp_path)
         kept = [one.done for one in second.restored]
-        again = [begun for prompt in second.prompts._again for begun in take_begun(prompt)[1]]
+        again = [
+            begun for prompt in second.prompts._again for begun in take_partial_groups(prompt)[1]
+        ]
         if mode == "one_step_off":
             assert [len(done) for done in kept] == [16]
             assert set(kept[0]["policy_version"].tolist()) == {1}
         else:  # whole groups, the versions of their tokens with them
             assert all(len(done) == 4 and "token_versions" in done for done in kept)
-            assert all(begun is not None and len(begun.parts) == 4 for begun in again)
+            assert all(begun is not None and len(begun.completions) == 4 for begun in again)
         second.fit(checkpoint_dir=tmp_path)
         assert second.step == 4
     assert sorted(seen) == sorted(row["prompt"][0]["content"] for row in arithmetic_rows(16))
@@ -208,8 +210,8 @@ def test_completions_that_were_begun_go_on_token_by_token(
         kept = {
             prompt.columns["prompt"][0][0]["content"]: begun
             for prompt in second.prompts._again
-            for begun in take_begun(prompt)[1]
-            if begun is not None and begun.oldest is not None
+            for begun in take_partial_groups(prompt)[1]
+            if begun is not None and begun.oldest_version is not None
         }
         step = second.dataflow.step
 
@@ -224,7 +226,7 @@ def test_completions_that_were_begun_go_on_token_by_token(
     for prompts, batch in used:
         for row, prompt in enumerate(prompts.columns["prompt"]):
             begun = kept.get(prompt[0]["content"])
-            for index, part in enumerate(begun.parts if begun is not None else ()):
+            for index, part in enumerate(begun.completions if begun is not None else ()):
                 ours, length = batch.rows([4 * row + index]), len(part.token_ids)
                 for name, wanted in (
                     ("responses", part.token_ids),

@@ -14,7 +14,12 @@ from engine.batch import Batch
 from engine.config import RolloutConfig
 from engine.errors import RolloutError
 from engine.rollout.native import NativeEngine
-from engine.rollout.partial_groups import Begun, take_begun, with_begun
+from engine.rollout.partial_groups import (
+    PARTIAL_GROUP,
+    PartialGroup,
+    take_partial_groups,
+    with_partial_groups,
+)
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.stream import PartialCompletion
 from engine.workers.group_stream import GroupStream
@@ -51,7 +56,7 @@ def assert_same(found: dict[int, Batch], wanted: dict[int, Batch]) -> None:
         assert all(torch.equal(found[key][name], group[name]) for name in TOKENS)
         torch.testing.assert_close(found[key]["rollout_log_probs"], group["rollout_log_probs"])
         assert list(found[key].columns["answer"]) == [str(key)] * N
-        assert "begun" not in found[key].columns
+        assert PARTIAL_GROUP not in found[key].columns
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +82,21 @@ def test_what_was_begun_goes_on_in_another_process_and_here(
     second = stream()
     keys = sorted(begun)
     if keys:
-        second.submit(with_begun(prompts(keys), [Begun.of(begun[key].tree()) for key in keys]))
+        second.submit(
+            with_partial_groups(
+                prompts(keys), [PartialGroup.from_tree(begun[key].tree()) for key in keys]
+            )
+        )
     assert_same(finish(second, dict(found)), uninterrupted)
     assert_same(finish(first, found), uninterrupted)
 
 
 def test_groups_that_were_whole_come_out_as_they_are(uninterrupted: dict[int, Batch]) -> None:
     """Finished, and not scored yet when the checkpoint was written."""
-    whole = [Begun.whole(uninterrupted[key]) for key in (0, 1)]
-    assert all(all(one.ends) for one in whole)
+    whole = [PartialGroup.from_finished(uninterrupted[key]) for key in (0, 1)]
+    assert all(all(one.finish_reasons) for one in whole)
     subject = stream()
-    subject.submit(with_begun(prompts([0, 1]), whole))
+    subject.submit(with_partial_groups(prompts([0, 1]), whole))
     assert subject.busy == 2
     found = finish(subject, {})
     assert_same(found, {key: uninterrupted[key] for key in (0, 1)})
@@ -99,7 +108,7 @@ def test_begun_and_new_prompts_come_together(uninterrupted: dict[int, Batch]) ->
     first.step()
     begun = first.begun()
     second = stream()
-    second.submit(with_begun(prompts([0, 1, 2, 3]), [begun[0], None, None, None]))
+    second.submit(with_partial_groups(prompts([0, 1, 2, 3]), [begun[0], None, None, None]))
     assert_same(finish(second, {}), uninterrupted)
 
 
@@ -108,7 +117,7 @@ def test_another_number_of_completions_is_refused() -> None:
     first.submit(prompts([0]))
     first.step()
     with pytest.raises(RolloutError, match=r"begun with 3 completions and rollout\.n is 2"):
-        stream(n=2).submit(with_begun(prompts([0]), [first.begun()[0]]))
+        stream(n=2).submit(with_partial_groups(prompts([0]), [first.begun()[0]]))
 
 
 @given(begun_groups)
@@ -117,14 +126,14 @@ def test_a_checkpoint_keeps_it_exactly(groups: list[Any]) -> None:
         PartialCompletion(index, *([list(c) for c in zip(*rows, strict=True)] or [[], [], []]))
         for index, (rows, _) in enumerate(groups)
     )
-    begun = Begun(parts, tuple(end for _, end in groups))
-    assert Begun.of(begun.tree()) == begun
+    begun = PartialGroup(parts, tuple(end for _, end in groups))
+    assert PartialGroup.from_tree(begun.tree()) == begun
     versions = [version for rows, _ in groups for _, _, version in rows]
-    assert begun.oldest == (min(versions) if versions else None)
+    assert begun.oldest_version == (min(versions) if versions else None)
 
 
 def test_prompts_without_the_column_have_begun_nothing() -> None:
     drawn = prompts([0, 1])
-    same, begun = take_begun(drawn)
+    same, begun = take_partial_groups(drawn)
     assert same is drawn
     assert begun == [None, None]
