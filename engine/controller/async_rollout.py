@@ -28,7 +28,7 @@ class AsyncRollout(RolloutLoop):
     """Keeps `names` workers decoding; a context manager.
 
     `spawn(name, attempt)` starts a worker's process and returns roles with one role of that name
-    that has `pump` and `load_weights`; `next_prompt()` gives the next prompt, a batch of one row;
+    that has `poll` and `load_weights`; `next_prompt()` gives the next prompt, a batch of one row;
     `score(group)` starts scoring a finished group; `keep(group)` says whether it may be learned
     from (None: always). The first three are called from a thread of this object's own. `finished`
     are groups that an earlier rollout's `held` gave.

@@ -166,7 +166,7 @@ class RolloutLoop:
         if not fresh and not process.busy and name not in self._asked and now < process.idle_until:
             return False
         prompts = Batch.concat(fresh) if fresh else None
-        process.call = process.group.pump(prompts, _SLICE_S, name in self._asked)
+        process.call = process.group.poll(prompts, _SLICE_S, name in self._asked)
         return True
 
     def _admit(self, name: str) -> list[Batch]:

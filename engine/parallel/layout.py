@@ -49,7 +49,7 @@ class ModelShape:
         except AttributeError as error:
             raise ConfigError(
                 f"a model of type {getattr(config, 'model_type', type(config).__name__)!r} can't "
-                f"be spread over ranks: its configuration has no {error.name}; use one rank"
+                f"be sharded over ranks: its configuration has no {error.name}; use one rank"
             ) from error
 
 

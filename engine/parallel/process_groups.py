@@ -1,7 +1,7 @@
 """This process's place in a layout: its process groups, and sums over them.
 
-Joining the ranks of a role (`join`) is the worker's first act; which process is which rank the
-controller says. What is done to a model on these ranks is in the other files of this room.
+A role with several ranks first calls `init_process_group`; the controller numbers the ranks. The
+other files of this room apply a layout to a model.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DATA_AXES = ("dp", "fsdp")  # ranks with rows of their own
 TOKEN_AXES = ("dp", "fsdp", "sp")  # ranks with tokens of their own: gradients are summed over them
 
 
-def join(address: str, rank: int, world_size: int, timeout_s: float) -> None:
-    """Enter the process group that rank 0 holds at `address` ("host:port").
+def init_process_group(address: str, rank: int, world_size: int, timeout_s: float) -> None:
+    """Join the default process group whose rendezvous is at `address` ("host:port").
 
     A rank that dies makes the others' collectives raise within `timeout_s`. Raises WorkerError
-    when not all ranks have come by then.
+    if not all ranks have joined by then.
     """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:

@@ -2,7 +2,7 @@
 
 It is the policy's module tree under another root, with a rollout engine beside it. Reading
 `generate`'s arguments is the matter of `generation.py`, measuring the switch that of `switch.py`,
-and being on many ranks that of `spread.py` and `peers.py`.
+and being on many ranks that of `sharded.py` and `peers.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from engine.rollout.protocol import (
 )
 from engine.runtime.generate_arguments import read_call
 from engine.runtime.hybrid_config import HybridConfig
-from engine.runtime.launcher_ranks import meet
-from engine.runtime.sharded_policy import SpreadPolicy
+from engine.runtime.launcher_ranks import init_from_launcher
+from engine.runtime.sharded_policy import ShardedPolicy
 
 
 class HybridActor(nn.Module):
@@ -73,14 +73,14 @@ class HybridActor(nn.Module):
         super().__init__()
         sizes = HybridConfig.of(hybrid_config)
         _check_rollout(rollout_engine, sizes)
-        world_size, on_node = meet()
+        world_size, on_node = init_from_launcher()
         layout = sizes.check(policy.config, world_size, on_node)
         self.tokenizer = tokenizer
         if tokenizer is not None:
             check_vocabulary(policy.config.get_text_config().vocab_size, tokenizer, "the actor")
-        self._spread: SpreadPolicy | None = None
+        self._sharded: ShardedPolicy | None = None
         if world_size > 1:
-            self._spread = SpreadPolicy(policy, layout, sizes.rollout_tp)
+            self._sharded = ShardedPolicy(policy, layout, sizes.rollout_tp)
         # Not registered as a child, which would put "policy." before every name. The root holds
         # the very dictionaries of the policy, so whatever changes in one changes in the other.
         self.__dict__["policy"] = policy
@@ -119,7 +119,7 @@ class HybridActor(nn.Module):
         """
         sizes = HybridConfig.of(hybrid_config)
         _check_rollout(rollout_engine, sizes)
-        world_size, on_node = meet()
+        world_size, on_node = init_from_launcher()
         sizes.layout(world_size, on_node)
         name = str(dtype).removeprefix("torch.")
         if name not in ("float32", "bfloat16"):
@@ -155,8 +155,8 @@ class HybridActor(nn.Module):
         it together, and backward leaves the gradients' mean over those that had rows of their own.
         """
         self._trained |= torch.is_grad_enabled()
-        if self._spread is not None:
-            return self._spread.forward(*args, **kwargs)
+        if self._sharded is not None:
+            return self._sharded.forward(*args, **kwargs)
         return self.policy(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
@@ -210,16 +210,16 @@ class HybridActor(nn.Module):
         On many ranks all call it together, each with its own prompts, and gets their completions.
         """
         self.refresh()
-        if self._spread is None:
+        if self._sharded is None:
             return self.engine.generate(prompts, params)
-        task = self._spread.peers.share_out(prompts, params)
+        task = self._sharded.peers.scatter(prompts, params)
         done, problem = list[Completion](), None
         try:
             done = self.engine.generate(task.prompts, task.params)
         except EngineError as error:
             problem = error
         self._agree(problem)
-        return self._spread.peers.collect(task, done)
+        return self._sharded.peers.gather(task, done)
 
     def refresh(self) -> None:
         """Make the rollout engine serve the newest weights; `generate` does it by itself.
@@ -228,13 +228,13 @@ class HybridActor(nn.Module):
         pass with gradients, `train()`, `load_state_dict`, or a write that autograd counts.
         """
         self._check_open()
-        if self._spread is not None:
-            self._spread.reshard()
+        if self._sharded is not None:
+            self._sharded.reshard()
         parameters = list(self.policy.parameters())
         changed = self._trained or _writes(parameters) != self._seen
-        if self._spread is not None:
-            changed = self._spread.peers.any(changed)
-            self.received_bytes = self._spread.refresh()
+        if self._sharded is not None:
+            changed = self._sharded.peers.any_rank(changed)
+            self.received_bytes = self._sharded.refresh()
         self._version += changed
         # Always, not only then: a write through `.data` or by a fused optimizer goes uncounted,
         # and an update without news costs next to nothing where storage is shared.
@@ -253,8 +253,8 @@ class HybridActor(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load the policy's weights, also whole ones on many ranks; the next rollout has them."""
         self._trained = True
-        if self._spread is not None:
-            return self._spread.load_state_dict(*args, **kwargs)
+        if self._sharded is not None:
+            return self._sharded.load_state_dict(*args, **kwargs)
         return self.policy.load_state_dict(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
@@ -262,8 +262,8 @@ class HybridActor(nn.Module):
 
         Raises StorageError, on every rank, if it can't be written.
         """
-        if self._spread is not None:
-            self._spread.save_pretrained(folder, **options)
+        if self._sharded is not None:
+            self._sharded.save_pretrained(folder, **options)
         else:
             save_policy(self.policy, folder, options)
 
@@ -284,7 +284,7 @@ class HybridActor(nn.Module):
     @property
     def _rollout_model(self) -> Any:
         """What the rollout engine decodes with."""
-        return self.policy if self._spread is None else self._spread.mount.model
+        return self.policy if self._sharded is None else self._sharded.mount.model
 
     def _check_open(self) -> None:
         if self._closed:
@@ -292,8 +292,8 @@ class HybridActor(nn.Module):
 
     def _agree(self, problem: EngineError | None) -> None:
         """Raise this rank's problem, or that of another rank."""
-        if self._spread is not None:
-            self._spread.peers.agree(problem)
+        if self._sharded is not None:
+            self._sharded.peers.raise_everywhere(problem)
         elif problem is not None:
             raise problem
 

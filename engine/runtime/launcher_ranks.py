@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from engine.errors import ConfigError
-from engine.parallel.process_groups import join
+from engine.parallel.process_groups import init_process_group
 
-MEETING_TIMEOUT_S = 120.0
+RENDEZVOUS_TIMEOUT_S = 120.0
 
 
-def meet() -> tuple[int, int]:
+def init_from_launcher() -> tuple[int, int]:
     """Join the ranks of this launch, if there are others; ranks in all, and on this machine.
 
     Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) the default process group
@@ -31,7 +31,7 @@ def meet() -> tuple[int, int]:
         if torch.cuda.is_available():
             torch.cuda.set_device(_whole_number("LOCAL_RANK", 0) % torch.cuda.device_count())
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        join(address, _whole_number("RANK", 0), world_size, MEETING_TIMEOUT_S)
+        init_process_group(address, _whole_number("RANK", 0), world_size, RENDEZVOUS_TIMEOUT_S)
     if not dist.is_initialized():
         return 1, 1
     world_size = dist.get_world_size()

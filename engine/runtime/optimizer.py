@@ -28,7 +28,7 @@ class Optimizer:
     """AdamW whose schedule advances once an optimizer step.
 
     Biases, norms and other vectors get no weight decay. Build it when the model's parameters are
-    spread over `ranks`, who then take every step together. With `offload`, moments wait in CPU
+    sharded over `ranks`, who then take every step together. With `offload`, moments wait in CPU
     memory and are on the device only while their parameters are updated. Those `counted_elsewhere`
     are updated, but another pipeline stage's copy of them counts in the gradient norm.
     """

@@ -15,16 +15,16 @@ from engine.batch import Batch
 from engine.config import PreferenceConfig
 from engine.data.bucketing import token_budget_batches
 from engine.runtime.micro_batches import trim
-from engine.runtime.sharded_model import SpreadModel
-from engine.runtime.token_outputs import Outputs, Reader
+from engine.runtime.sharded_model import ShardedModel
+from engine.runtime.token_outputs import OutputReader, Outputs
 from engine.workers.algorithm_options import preference_options
 
 
 def accumulate_pairs(
-    spread: SpreadModel,
+    sharded: ShardedModel,
     batch: Batch,
     config: PreferenceConfig,
-    reader: Reader,
+    reader: OutputReader,
     max_tokens: int,
 ) -> list[dict[str, Sum]]:
     """Add the gradients of the mean loss over the real pairs of all ranks; `batch` has 2N rows.
@@ -34,7 +34,7 @@ def accumulate_pairs(
     loss_function, options = get_pair_loss(config.loss), preference_options(config)
     real = batch["response_mask"].bool().any(1).view(-1, 2).any(1).nonzero().squeeze(1)
     lengths = batch["attention_mask"].sum(1).view(-1, 2).max(1).values[real]
-    pairs = spread.total(len(real))
+    pairs = sharded.global_count(len(real))
     micros = []
     # A micro-batch of N pairs has 2N rows, as wide as the longest.
     for index in token_budget_batches(lengths.tolist(), max(1, max_tokens // 2)):
@@ -45,7 +45,7 @@ def accumulate_pairs(
         out = loss_function(_pairs(got["log_probs"], micro), **options)
         return out.loss.sum() / pairs, dict(out.metrics)
 
-    return spread.accumulate(batch, micros, reader, loss)
+    return sharded.accumulate(batch, micros, reader, loss)
 
 
 def _pairs(log_probs: Tensor, micro: Batch) -> Pairs:

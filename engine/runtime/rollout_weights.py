@@ -1,8 +1,8 @@
-"""The policy as rollout sees it: the trainer's own storage, or slices that an exchange fills.
+"""The weights that a rollout engine decodes with: the trainer's own storage, or a resharded copy.
 
-A model is mounted, not moved: where a rank's training weights are what its rollout needs, the two
-are one storage and `refresh` does nothing. Otherwise `refresh` sends the slices that ranks lack,
-and nothing else (`engine.parallel.reshard`). Which engine decodes is not settled here.
+Where a rank's training weights are those that its rollout needs, both use one storage and
+`refresh` does nothing. Otherwise `refresh` sends the slices that ranks lack, and nothing else
+(`engine.parallel.reshard`). Any engine decodes with them; vLLM's are in `vllm_rollout_weights`.
 """
 
 from __future__ import annotations
@@ -26,63 +26,63 @@ from engine.parallel.reshard import plan
 from engine.parallel.sharding_specs import rollout_holdings
 from engine.rollout.native.tp_shards import SlicedModel
 from engine.rollout.protocol import RolloutEngine
-from engine.runtime.sharded_model import SpreadModel
+from engine.runtime.sharded_model import ShardedModel
 
 
-class Mount(ABC):
-    """What a rollout engine on this rank decodes with."""
+class RolloutWeights(ABC):
+    """The weights that the rollout engine of this rank decodes with."""
 
     model: Any  # handed to the engine: a transformers model, or this rank's slices of one
     engine_options: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed) for the engine
 
-    def bring(self, engine: RolloutEngine, version: int) -> None:
+    def sync_weights(self, engine: RolloutEngine, version: int) -> None:
         """Make `engine` serve the trainer's weights as policy `version`; all ranks call it."""
         self.refresh()
         engine.update_weights(self.model, version)
 
-    def require_intact(self) -> None:  # noqa: B027 (most mounts can't be torn)
-        """Raise RolloutError where an exchange failed midway: old and new weights are mixed."""
+    def require_intact(self) -> None:  # noqa: B027 (most kinds can't be torn)
+        """Raise RolloutError if an exchange failed midway: old and new weights are mixed."""
 
     @abstractmethod
     def refresh(self) -> None:
-        """Bring `model` up to the trainer's weights; all ranks of the policy call it together."""
+        """Update `model` to the trainer's weights; all ranks of the policy call it together."""
 
 
-class Shared(Mount):
-    """The trainer's own storage: nothing is ever copied."""
+class SharedWeights(RolloutWeights):
+    """The trainer's own storage: nothing is copied."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
     def refresh(self) -> None:
-        """Nothing to do: every optimizer step is seen as it is."""
+        """Nothing to do: an optimizer step changes this storage."""
 
 
-class Resharded(Mount):
+class ReshardedWeights(RolloutWeights):
     """Buffers in the rollout's layout; an exchange sends what a rank lacks straight into them."""
 
-    def __init__(self, spread: SpreadModel, to: Grouping) -> None:
-        self._spread = spread
-        config: Any = spread.module.config
-        held = gather_holdings(spread.module, rename=spread.whole_name)
-        wanted = rollout_holdings(held.shapes, to, ModelShape.of(config), _dtype(spread.module))
-        own = plan(held, wanted).for_rank(spread.ranks.rank)
+    def __init__(self, sharded: ShardedModel, to: Grouping) -> None:
+        self._sharded = sharded
+        config: Any = sharded.module.config
+        held = gather_holdings(sharded.module, rename=sharded.full_name)
+        wanted = rollout_holdings(held.shapes, to, ModelShape.of(config), _dtype(sharded.module))
+        own = plan(held, wanted).for_rank(sharded.ranks.rank)
         target: dict[str, Tensor]
         if to.tp == 1:
-            place = next(spread.module.parameters()).device
-            self.model = _empty(config, _dtype(spread.module)).to(place)
+            place = next(sharded.module.parameters()).device
+            self.model = _empty(config, _dtype(sharded.module)).to(place)
             target = {name: p.data for name, p in self.model.named_parameters()}
         else:
-            device, dtype = next(spread.module.parameters()).device, _dtype(spread.module)
+            device, dtype = next(sharded.module.parameters()).device, _dtype(sharded.module)
             target = {
                 name: torch.empty(shape, dtype=dtype, device=device)
                 for name, shape in own.target_shapes().items()
             }
-        source = local_tensors(spread.module, rename=spread.whole_name)
+        source = local_tensors(sharded.module, rename=sharded.full_name)
         self._exchange = Exchange(own, source, target)
         self.refresh()
         if to.tp > 1:
-            index, group = _tp_group(to, spread.ranks.rank)
+            index, group = _tp_group(to, sharded.ranks.rank)
             self.model = SlicedModel(config, target, group, index)
 
     def refresh(self) -> None:
@@ -93,42 +93,42 @@ class Resharded(Mount):
         self._exchange.require_intact()
 
 
-class WithAdapters(Mount):
-    """A whole model of its own beside a spread policy with adapters: only these come over."""
+class AdapterWeights(RolloutWeights):
+    """A full copy of a sharded policy with adapters, to which only the adapters are sent."""
 
-    def __init__(self, spread: SpreadModel, copy: PreTrainedModel) -> None:
-        self._spread, self.model = spread, copy
+    def __init__(self, sharded: ShardedModel, copy: PreTrainedModel) -> None:
+        self._sharded, self.model = sharded, copy
         self.refresh()
 
     def refresh(self) -> None:
         """Gather the adapters, which are small, and copy them in place."""
         own = adapter_parameters(self.model)
         with torch.no_grad():
-            for name, whole in self._spread.whole_tensors():
+            for name, whole in self._sharded.full_tensors():
                 if name in own:
                     own[name].copy_(whole)
 
 
-def mount(spread: SpreadModel, tensor_parallel_size: int, copy: Any = None) -> Mount:
-    """Mount a policy for rollout on groups of `tensor_parallel_size` ranks.
+def mount(sharded: ShardedModel, tensor_parallel_size: int, copy: Any = None) -> RolloutWeights:
+    """RolloutWeights a policy for rollout on groups of `tensor_parallel_size` ranks.
 
-    `copy()` loads the policy anew, whole; it is called for a spread policy with adapters only.
+    `copy()` loads the policy anew, whole; it is called for a sharded policy with adapters only.
     Raises ConfigError where adapters would have to be cut.
     """
-    layout, module = spread.ranks.layout, spread.module
+    layout, module = sharded.ranks.layout, sharded.module
     split = [axis for axis, size in layout.sizes.items() if size > 1 and axis != "dp"]
     if not split and tensor_parallel_size == 1:
-        return Shared(module)
+        return SharedWeights(module)
     if has_adapters(module):
         if tensor_parallel_size > 1:
             raise ConfigError(
                 f"rollout.tensor_parallel_size={tensor_parallel_size} with model.lora: native "
                 "decodes adapters on whole models; set it to 1"
             )
-        return WithAdapters(spread, copy())
+        return AdapterWeights(sharded, copy())
     if split == ["tp"] and tensor_parallel_size == layout.tp:
-        return Shared(SlicedModel.of(module))
-    return Resharded(spread, grouping(layout, tp=tensor_parallel_size))
+        return SharedWeights(SlicedModel.of(module))
+    return ReshardedWeights(sharded, grouping(layout, tp=tensor_parallel_size))
 
 
 def _tp_group(to: Grouping, rank: int) -> tuple[int, dist.ProcessGroup]:

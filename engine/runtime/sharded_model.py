@@ -1,12 +1,12 @@
-"""A model on a role's ranks, one or many, and passes of micro-batches over it.
+"""A model sharded over a role's ranks, one or many, and passes of micro-batches over it.
 
-This is where the rooms meet: `engine.models` knows a forward pass, `engine.parallel` how a model is
-spread; here every layout answers the same two calls, `outputs` (no gradient) and `accumulate`
-(gradients of a loss). What the loss is, and the optimizer step, are the roles' matter.
+`engine.models` defines a forward pass and `engine.parallel` shards a model; here every layout has
+the same two calls, `outputs` (no gradient) and `accumulate` (gradients of a loss). The caller
+defines the loss and takes the optimizer step.
 
-On many ranks a batch is this rank's share of the rows; counts that a loss divides by are those of
-all rows (`totals`). Ranks that differ in tp, sp or pp only have the same rows, compute the same
-loss, and get the same outputs.
+On many ranks a batch is this rank's rows; a loss divides by the counts of all rows
+(`global_counts`). Ranks that differ in tp, sp or pp only have the same rows, compute the same loss
+and get the same outputs.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from engine.parallel import pipeline_stages as stages
 from engine.parallel.gather import full_parameters, load_full
 from engine.parallel.layout import Layout
 from engine.parallel.pipeline_schedule import Pipeline
-from engine.parallel.process_groups import DATA_AXES, Ranks, join
+from engine.parallel.process_groups import DATA_AXES, Ranks, init_process_group
 from engine.parallel.sequence_parallel import apply_ulysses, merge_tokens, own_tokens, split_tokens
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 from engine.parallel.vocab_parallel import VocabularyReadout
 from engine.runtime.optimizer import Optimizer
-from engine.runtime.token_outputs import Outputs, Reader
+from engine.runtime.token_outputs import OutputReader, Outputs
 from engine.workers.base import WorkerContext
 
 Metrics = dict[str, Sum]
 Loss = Callable[[Outputs, Batch], tuple[Tensor, Metrics]]
-MEETING_TIMEOUT_S = 120.0
+RENDEZVOUS_TIMEOUT_S = 120.0
 
 
-def form_ranks(context: WorkerContext, layout: Layout) -> Ranks:
-    """This process's place in `layout`; roles of one process meet the other ranks once."""
+def init_mesh(context: WorkerContext, layout: Layout) -> Ranks:
+    """This process's mesh; the first role of a process that needs one makes the process group."""
     if layout.world_size > 1 and not dist.is_initialized():
-        join(context.address, context.rank, context.world_size, MEETING_TIMEOUT_S)
+        init_process_group(context.address, context.rank, context.world_size, RENDEZVOUS_TIMEOUT_S)
     return Ranks.form(layout, device().type)
 
 
 def device() -> torch.device:
-    """Where this process's models live: the device that it was given, or the CPU."""
+    """This process's CUDA device, or the CPU."""
     return _cuda() if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -69,23 +69,23 @@ def _cuda() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-class SpreadModel:
-    """What this rank has of a model, and its passes."""
+class ShardedModel:
+    """This rank's shard of a model, and its passes."""
 
     def __init__(self, model: nn.Module, ranks: Ranks, config: ParallelConfig) -> None:
-        """Spread `model`, which every rank brings whole and alike; `module` is what is left."""
+        """Shard `model` in place; every rank passes the same full one. `module` is this rank's."""
         self.ranks, self.config = ranks, config
         self.module, self._pipeline = self._apply(model.to(device()))
         self._adapters_off = False
 
-    def without_adapters(self) -> SpreadModel:
-        """The same model with its adapters off: what a policy with adapters started from."""
+    def without_adapters(self) -> ShardedModel:
+        """The same model with its adapters disabled: the base of a policy with adapters."""
         base = copy.copy(self)
         base._adapters_off = True
         return base
 
     def readout(self) -> Readout:
-        """How log-probs are read off the logits that this rank has."""
+        """How log-probs are computed from this rank's logits."""
         if self.ranks.size("tp") == 1:
             return plain_readout
         module: Any = self.module
@@ -93,14 +93,14 @@ class SpreadModel:
 
     @torch.no_grad()
     def outputs(
-        self, batch: Batch, passes: Sequence[tuple[Tensor, Batch]], reader: Reader
+        self, batch: Batch, passes: Sequence[tuple[Tensor, Batch]], reader: OutputReader
     ) -> Outputs:
         """`reader`'s outputs `[B, R]` for all rows of `batch`, on the CPU; `passes` are its
         micro-batches, each with its row numbers."""
         shape = batch["responses"].shape
         out = {name: torch.zeros(shape) for name in reader.names()}
-        micros = self._even([micro for _, micro in passes], batch)
-        for index, got in enumerate(self._run(micros, reader)):  # stand-ins too: others wait
+        micros = self._pad_passes([micro for _, micro in passes], batch)
+        for index, got in enumerate(self._run(micros, reader)):  # dummies too
             if index < len(passes):
                 rows, micro = passes[index]
                 for name, value in got.items():
@@ -108,46 +108,46 @@ class SpreadModel:
         return out
 
     def accumulate(
-        self, batch: Batch, micros: Sequence[Batch], reader: Reader, loss: Loss
+        self, batch: Batch, micros: Sequence[Batch], reader: OutputReader, loss: Loss
     ) -> list[Metrics]:
         """Add the gradients of `loss` over the micro-batches, summed over all ranks' rows.
 
-        `batch` is where they come from; it stands in where other ranks have more of them. A rank
-        of another pipeline stage than the last knows no metrics: see `totals`.
+        `batch` is the batch of the micro-batches; a row of it makes dummy passes where other ranks
+        have more. Only ranks of the last pipeline stage have metrics: see `all_reduce_metrics`.
         """
-        even = self._even(micros, batch)
+        even = self._pad_passes(micros, batch)
         parts: list[Metrics] = []
 
-        def guarded(index: int, got: Outputs) -> Tensor:
-            if index >= len(micros):  # takes part in the others' collectives, and adds nothing
+        def loss_or_zero(index: int, got: Outputs) -> Tensor:
+            if index >= len(micros):  # a dummy pass: collectives only
                 return torch.stack([value.sum() for value in got.values()]).sum() * 0.0
             value, metrics = loss(got, even[index])
             parts.append(metrics)
             return value
 
-        self._run_backward(even, reader, guarded)
-        self._sum_gradients()
+        self._run_backward(even, reader, loss_or_zero)
+        self._all_reduce_gradients()
         return parts
 
-    def any_micro(self, count: int) -> bool:
-        """Whether any rank has micro-batches in this update."""
+    def any_rank_has(self, count: int) -> bool:
+        """Whether `count` is above 0 on any rank."""
         return self.ranks.max_over(count, DATA_AXES) > 0
 
-    def total(self, count: int) -> int:
-        """A count of all ranks' rows, from each one's."""
+    def global_count(self, count: int) -> int:
+        """The sum of all data-parallel ranks' counts."""
         if self.ranks.group(*DATA_AXES) is None:
             return count
         return int(self.ranks.sum_over(torch.tensor(count, device=device()), DATA_AXES))
 
-    def totals(self, mask: Tensor) -> Denominators:
-        """The counts over `mask [B, T]` of all ranks' rows."""
+    def global_counts(self, mask: Tensor) -> Denominators:
+        """Denominators of `mask [B, T]` over all ranks' rows."""
         own = Denominators.from_mask(mask)
         counts = torch.tensor([own.tokens, own.sequences], dtype=torch.float64, device=device())
         tokens, sequences = self.ranks.sum_over(counts, DATA_AXES).tolist()
         return Denominators(tokens, sequences, own.width)
 
-    def merged(self, parts: Sequence[Metrics]) -> Metrics:
-        """Metrics of all ranks' micro-batches together, on every rank."""
+    def all_reduce_metrics(self, parts: Sequence[Metrics]) -> Metrics:
+        """The metrics of all ranks' micro-batches merged, on every rank."""
         own = merge(parts)
         group = self.ranks.group("pp", *DATA_AXES)
         if group is None:
@@ -160,40 +160,40 @@ class SpreadModel:
             for e in (ranks.items() for ranks in every)
         )
 
-    def whole_name(self, name: str) -> str:
-        """A parameter of this rank by the name that it has in the whole model.
+    def full_name(self, name: str) -> str:
+        """The name in the full model of a parameter of this rank.
 
-        The last stage's copy of a tied embedding goes by the embedding's.
+        The last stage's copy of a tied embedding has the embedding's name.
         """
-        return self._copies.get(name, name)
+        return self._tied_copies.get(name, name)
 
-    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the whole model, one at a time; all ranks iterate to the end together."""
-        return full_parameters(self.module, self.ranks, self._copies)
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the full model, one at a time; all ranks iterate to the end together."""
+        return full_parameters(self.module, self.ranks, self._tied_copies)
 
-    def load_whole(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy whole tensors into what this rank has of them."""
-        load_full(self.module, tensors, self.ranks, self._copies)
+    def load_full_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy full tensors into this rank's shards."""
+        load_full(self.module, tensors, self.ranks, self._tied_copies)
 
     @property
-    def _copies(self) -> dict[str, str]:
-        """This rank's tensors that another stage has as well, and their names there."""
+    def _tied_copies(self) -> dict[str, str]:
+        """This rank's copies of another stage's tensors, and their names there."""
         module: Any = self.module
         if not isinstance(module, stages.Stage) or not module.last:
             return {}
         return dict.fromkeys(stages.tied_across_stages(module), "model.embed_tokens.weight")
 
     def logits(self, micro: Batch) -> Tensor:
-        """Logits `[N, V]`, as far as this rank has them, where this rank's readers read them."""
+        """This rank's logits `[N, V]` of the positions that its readers read."""
 
         def run() -> Tensor:
-            if not self._is_cut:
+            if not self._shards_sequences:
                 return model_logits(self.module, left_align(micro))
             hidden, seqs = self._hidden(micro)
             module: Any = self.module
             return response_logits(module.get_output_embeddings(), hidden, seqs)
 
-        with torch.no_grad(), self._lent():
+        with torch.no_grad(), self._forward_context():
             return fsdp.call(self.module, run)
 
     def _apply(self, model: Any) -> tuple[nn.Module, Pipeline | None]:
@@ -219,58 +219,58 @@ class SpreadModel:
         return module, Pipeline(module, ranks, hidden, dtype, device())
 
     @property
-    def _is_cut(self) -> bool:
-        """Whether sequences are shared by ranks, so that a pass is more than a call."""
+    def _shards_sequences(self) -> bool:
+        """Whether ranks split sequences between them."""
         return self.ranks.size("sp") > 1
 
-    def _even(self, micros: Sequence[Batch], batch: Batch) -> list[Batch]:
-        """`micros`, and what stands in until there are as many as on any other rank.
+    def _pad_passes(self, micros: Sequence[Batch], batch: Batch) -> list[Batch]:
+        """`micros`, padded with dummy passes to the largest number of any rank.
 
-        Ranks that share weights gather them together, so all must run equally many passes.
+        Ranks gather sharded weights together, so all must run equally many passes.
         """
-        own = [_to(micro) for micro in micros]
+        own = [_to_device(micro) for micro in micros]
         if not fsdp.shards(self.ranks):
             return own
         missing = self.ranks.max_over(len(own), DATA_AXES) - len(own)
-        return own + [_to(_blank(batch)) for _ in range(missing)]
+        return own + [_to_device(_dummy_row(batch)) for _ in range(missing)]
 
-    def _run(self, micros: Sequence[Batch], reader: Reader) -> Iterator[Outputs]:
+    def _run(self, micros: Sequence[Batch], reader: OutputReader) -> Iterator[Outputs]:
         if self._pipeline is None:
             for micro in micros:
-                with self._lent():
-                    yield self._one(micro, reader)
+                with self._forward_context():
+                    yield self._forward(micro, reader)
             return
-        yield from self._through_stages(micros, reader)
+        yield from self._run_pipeline(micros, reader)
 
     def _run_backward(
-        self, micros: Sequence[Batch], reader: Reader, loss: Callable[[int, Outputs], Tensor]
+        self, micros: Sequence[Batch], reader: OutputReader, loss: Callable[[int, Outputs], Tensor]
     ) -> None:
         if self._pipeline is None:
             for index, micro in enumerate(micros):
-                with self._lent():
-                    loss(index, self._one(micro, reader)).backward()
+                with self._forward_context():
+                    loss(index, self._forward(micro, reader)).backward()
             return
-        seqs, positions = self._shares(micros)
+        seqs, positions = self._split_all(micros)
 
         def read(index: int, hidden: Tensor) -> Tensor:
             own = reader.at(self.module, hidden, seqs[index], micros[index])
-            return loss(index, self._merged(own))
+            return loss(index, self._merge_sequences(own))
 
-        with self._lent():
+        with self._forward_context():
             ids = [s.input_ids for s in seqs]
             self._pipeline.run(ids, read, backward=True, positions=positions)
 
-    def _through_stages(self, micros: Sequence[Batch], reader: Reader) -> Iterator[Outputs]:
-        """Run all micro-batches through the pipeline; the last stage tells the others."""
+    def _run_pipeline(self, micros: Sequence[Batch], reader: OutputReader) -> Iterator[Outputs]:
+        """Run all micro-batches through the pipeline; the last stage broadcasts the outputs."""
         assert self._pipeline is not None
-        seqs, positions = self._shares(micros)
+        seqs, positions = self._split_all(micros)
         done: dict[int, Outputs] = {}
 
         def read(index: int, hidden: Tensor) -> None:
             own = reader.at(self.module, hidden, seqs[index], micros[index])
-            done[index] = self._merged(own)
+            done[index] = self._merge_sequences(own)
 
-        with self._lent():
+        with self._forward_context():
             ids = [s.input_ids for s in seqs]
             self._pipeline.run(ids, read, backward=False, positions=positions)
         group, last = self.ranks.group("pp"), self.ranks.size("pp") - 1
@@ -283,42 +283,42 @@ class SpreadModel:
                 dist.broadcast(found[name], group=group, group_src=last)
             yield found
 
-    def _one(self, micro: Batch, reader: Reader) -> Outputs:
-        if not self._is_cut:
+    def _forward(self, micro: Batch, reader: OutputReader) -> Outputs:
+        if not self._shards_sequences:
             return fsdp.call(self.module, lambda: reader.whole(self.module, micro))
 
         def run() -> Outputs:
             hidden, seqs = self._hidden(micro)
             return reader.at(self.module, hidden, seqs, micro)
 
-        return self._merged(fsdp.call(self.module, run))
+        return self._merge_sequences(fsdp.call(self.module, run))
 
-    def _merged(self, own: Outputs) -> Outputs:
-        """Outputs of all tokens, from those of each rank's share of the sequences."""
+    def _merge_sequences(self, own: Outputs) -> Outputs:
+        """Outputs of all tokens, from each rank's part of the sequences."""
         return {name: merge_tokens(value, self.ranks) for name, value in own.items()}
 
     def _hidden(self, micro: Batch) -> tuple[Tensor, Sequences]:
-        """Hidden states of this rank's share of each sequence, and the tokens that lie in it."""
-        own, positions = self._share(micro)
+        """Hidden states of this rank's part of each sequence, and the tokens in it."""
+        own, positions = self._split_sequences(micro)
         return hidden_states(self.module, own, position_ids=positions), own
 
-    def _share(self, micro: Batch) -> tuple[Sequences, Tensor]:
-        """This rank's share of each sequence, and its positions in the whole."""
+    def _split_sequences(self, micro: Batch) -> tuple[Sequences, Tensor]:
+        """This rank's part of each sequence, and its positions in the full sequence."""
         seqs = left_align(micro)
         ids, positions = split_tokens(seqs.input_ids, self.ranks)
         mine, columns = own_tokens(seqs.positions, ids.shape[1], self.ranks)
         own = Sequences(ids, seqs.rows[mine], columns, seqs.targets[mine], seqs.columns[mine])
         return own, positions
 
-    def _shares(self, micros: Sequence[Batch]) -> tuple[list[Sequences], list[Tensor] | None]:
-        """What goes through the stages; positions only where rows are shared."""
-        if not self._is_cut:
+    def _split_all(self, micros: Sequence[Batch]) -> tuple[list[Sequences], list[Tensor] | None]:
+        """The stages' inputs; positions only where ranks split sequences."""
+        if not self._shards_sequences:
             return [left_align(micro) for micro in micros], None
-        own, positions = zip(*map(self._share, micros), strict=True)
+        own, positions = zip(*map(self._split_sequences, micros), strict=True)
         return list(own), list(positions)
 
     @contextmanager
-    def _lent(self) -> Iterator[None]:
+    def _forward_context(self) -> Iterator[None]:
         module: Any = self.module
         with self._precision():
             if not self._adapters_off:
@@ -328,13 +328,13 @@ class SpreadModel:
                 yield
 
     def _precision(self) -> AbstractContextManager[Any]:
-        """Lower precision where no FSDP casts weights: torch's autocast."""
+        """Autocast, where FSDP doesn't cast the weights."""
         if not self.config.compute_dtype or fsdp.shards(self.ranks):
             return nullcontext()
         dtype = getattr(torch, self.config.compute_dtype)
         return torch.autocast(device().type, dtype=dtype, enabled=dtype != torch.float32)
 
-    def _sum_gradients(self) -> None:
+    def _all_reduce_gradients(self) -> None:
         if self.ranks.layout.world_size == 1:
             return
         if not fsdp.shards(self.ranks):
@@ -344,15 +344,15 @@ class SpreadModel:
             stages.sum_tied_gradients(self.module, self.ranks)
 
 
-def trained_by(spread: SpreadModel, config: OptimConfig, total_steps: int) -> Optimizer:
-    """The optimizer of what this rank has of a model."""
+def sharded_optimizer(sharded: ShardedModel, config: OptimConfig, total_steps: int) -> Optimizer:
+    """The optimizer of this rank's shard of a model."""
     return Optimizer(
-        spread.module,
+        sharded.module,
         config,
         total_steps,
-        ranks=spread.ranks,
-        offload=spread.config.offload_optimizer,
-        counted_elsewhere=stages.counted_elsewhere(spread.module),
+        ranks=sharded.ranks,
+        offload=sharded.config.offload_optimizer,
+        counted_elsewhere=stages.counted_elsewhere(sharded.module),
     )
 
 
@@ -370,12 +370,12 @@ def _dtype(module: nn.Module) -> torch.dtype:
     return next(p.dtype for p in module.parameters() if p.is_floating_point())
 
 
-def _to(micro: Batch) -> Batch:
+def _to_device(micro: Batch) -> Batch:
     if device().type == "cpu":
         return micro
     return Batch({n: t.to(device()) for n, t in micro.as_dict().items()}, micro.columns)
 
 
-def _blank(batch: Batch) -> Batch:
-    """A row of `batch`: its outputs are thrown away."""
+def _dummy_row(batch: Batch) -> Batch:
+    """A row of `batch` for a dummy pass; its outputs are discarded."""
     return batch.rows([0])

@@ -31,19 +31,19 @@ from engine.parallel.gather import named_tensors
 from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
-from engine.runtime.collective_generate import Peers
-from engine.runtime.rollout_weights import Mount, Resharded, mount
-from engine.runtime.sharded_model import SpreadModel, device
+from engine.runtime.collective_generate import RolloutPeers
+from engine.runtime.rollout_weights import ReshardedWeights, RolloutWeights, mount
+from engine.runtime.sharded_model import ShardedModel, device
 from engine.weight_transfer.policy_weights import gathered
 
 
-class SpreadPolicy:
+class ShardedPolicy:
     """This rank's part of a policy, and its place among the ranks."""
 
     def __init__(self, policy: PreTrainedModel, layout: Layout, rollout_tp: int) -> None:
-        """Spread `policy`, in place; every rank brings it whole and alike.
+        """Shard `policy`, in place; every rank brings it whole and alike.
 
-        Raises ConfigError, on every rank, for a model that can't be spread so.
+        Raises ConfigError, on every rank, for a model that can't be sharded so.
         """
         if has_adapters(policy) and rollout_tp > 1:
             raise ConfigError(
@@ -54,16 +54,16 @@ class SpreadPolicy:
         # Adapters are small and their base is not: rollout and files need a whole base again.
         self._whole = copy.deepcopy(policy) if has_adapters(policy) else None
         ranks = Ranks.form(layout, device().type)
-        self.peers = Peers(layout, ranks.rank, grouping(layout, tp=rollout_tp).tp_groups())
+        self.peers = RolloutPeers(layout, ranks.rank, grouping(layout, tp=rollout_tp).tp_groups())
         config = ParallelConfig(dp=layout.dp, fsdp=layout.fsdp, tp=layout.tp)
-        self._spread = SpreadModel(policy, ranks, config)
-        self.module: Any = self._spread.module
+        self._sharded = ShardedModel(policy, ranks, config)
+        self.module: Any = self._sharded.module
         self._average_gradients()
         if layout.tp > 1:
             mesh, size = ranks.submesh("tp"), self._config.get_text_config().vocab_size
             head: Any = policy.get_output_embeddings()
             head.register_forward_hook(partial(_gather_logits, mesh, size))
-        self.mount: Mount = mount(self._spread, rollout_tp, copy=lambda: self._whole)
+        self.mount: RolloutWeights = mount(self._sharded, rollout_tp, copy=lambda: self._whole)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this rank's rows, logits whole."""
@@ -95,8 +95,8 @@ class SpreadPolicy:
             problem = RolloutError(
                 f"the weights did not reach the rollout ranks: {error}; start the ranks anew"
             )
-        self.peers.agree(problem)
-        return self.mount.moved.received if isinstance(self.mount, Resharded) else 0
+        self.peers.raise_everywhere(problem)
+        return self.mount.moved.received if isinstance(self.mount, ReshardedWeights) else 0
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy whole tensors, or what `state_dict` gave on these ranks, into this rank's part.
@@ -106,7 +106,7 @@ class SpreadPolicy:
         if any(isinstance(tensor, DTensor) for tensor in state.values()):
             self.module.load_state_dict(state)
         else:
-            self._spread.load_whole(state)
+            self._sharded.load_full_tensors(state)
         if self._whole is not None:
             self._renew_base(self._whole)
 
@@ -114,7 +114,7 @@ class SpreadPolicy:
         """Copy everything into the whole `model`, its base too, which `refresh` leaves alone."""
         own = named_tensors(model)
         with torch.no_grad():
-            for name, tensor in self._spread.whole_tensors():
+            for name, tensor in self._sharded.full_tensors():
                 own[name].copy_(tensor)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
@@ -122,15 +122,15 @@ class SpreadPolicy:
 
         Raises StorageError, on every rank, where the first could not write them.
         """
-        first = self._spread.ranks.rank == 0
-        model = gathered(self._spread, self._empty if first else None)
+        first = self._sharded.ranks.rank == 0
+        model = gathered(self._sharded, self._empty if first else None)
         problem: EngineError | None = None
         if first:
             try:
                 save_policy(model, folder, options)
             except StorageError as error:
                 problem = error
-        self.peers.agree(problem)  # the folder is there when any rank goes on
+        self.peers.raise_everywhere(problem)  # the folder is there when any rank goes on
 
     def _empty(self) -> PreTrainedModel:
         """A whole policy whose weights are to be filled in."""
@@ -142,7 +142,7 @@ class SpreadPolicy:
 
     def _average_gradients(self) -> None:
         """See to it that backward leaves the mean over data ranks, as DDP and FSDP do."""
-        layout = self._spread.ranks.layout
+        layout = self._sharded.ranks.layout
         sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
         for module in sharded:
             module.set_gradient_divide_factor(float(layout.data_ranks))
@@ -158,7 +158,7 @@ class SpreadPolicy:
         The mean of replicas that hold the mean is itself, so gradients of earlier backward passes,
         accumulated in the same tensors, stay right.
         """
-        ranks = self._spread.ranks
+        ranks = self._sharded.ranks
         trained = [p for p in self.module.parameters() if p.requires_grad]
         gradients.settle(trained)
         if not fsdp.shards(ranks) and ranks.layout.dp > 1:

@@ -1,4 +1,4 @@
-"""The state of a model in training that is spread over ranks: saved once, loaded under any layout.
+"""The state of a model in training that is sharded over ranks: saved once, loaded under any layout.
 
 Each rank saves the boxes of parameters and moments that it stores and no lower rank has, with
 their place in the whole; a rank that loads takes what it stores from whichever ranks saved it. So
@@ -28,7 +28,7 @@ from engine.parallel.gather import named_tensors
 from engine.parallel.gradients import local
 from engine.parallel.module_shards import local_box
 from engine.runtime.optimizer import Optimizer
-from engine.runtime.sharded_model import SpreadModel
+from engine.runtime.sharded_model import ShardedModel
 from engine.workers.stateful import StatefulWorker
 
 
@@ -48,17 +48,17 @@ class _Stored:
         return f"{str(self.tensor.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
-class TrainedState:
-    """Saves and loads a spread model, its optimizer and the generator of its mini-batches.
+class ShardedTrainState:
+    """Saves and loads a sharded model, its optimizer and the generator of its mini-batches.
 
     Of a model with adapters only these are saved: the base is its folder's. All ranks call each
     method together.
     """
 
     def __init__(
-        self, spread: SpreadModel, optimizer: Optimizer, generator: torch.Generator
+        self, sharded: ShardedModel, optimizer: Optimizer, generator: torch.Generator
     ) -> None:
-        self._spread, self._optimizer, self._generator = spread, optimizer, generator
+        self._sharded, self._optimizer, self._generator = sharded, optimizer, generator
         self._layout: tuple[set[str], dict[str, str]] | None = None
 
     def state_dict(self) -> Tree:
@@ -106,13 +106,13 @@ class TrainedState:
         self._generator.set_state(own.get("rng", "minibatches").clone())
 
     def _stored(self) -> Iterator[_Stored]:
-        module = self._spread.module
+        module = self._sharded.module
         fsdp.reshard(module)
         adapters = has_adapters(module)
         for own_name, tensor in named_tensors(module).items():
             if adapters and not tensor.requires_grad:
                 continue
-            name = self._spread.whole_name(own_name)
+            name = self._sharded.full_name(own_name)
             yield _Stored(own_name, name, tuple(tensor.shape), local_box(tensor), local(tensor))
 
     def _gathered(self) -> tuple[set[str], dict[str, str]]:
@@ -120,7 +120,7 @@ class TrainedState:
         if self._layout is None:
             mine = {one.name: (one.kind, one.box) for one in self._stored()}
             every, rank = [mine], 0
-            if self._spread.ranks.layout.world_size > 1:
+            if self._sharded.ranks.layout.world_size > 1:
                 every, rank = [mine] * dist.get_world_size(), dist.get_rank()
                 dist.all_gather_object(every, mine)
             before = {(name, box) for theirs in every[:rank] for name, (_, box) in theirs.items()}
@@ -134,24 +134,24 @@ class TrainedState:
         return self._layout
 
 
-class TrainedWorker(StatefulWorker):
+class TrainingWorker(StatefulWorker):
     """A role whose state is a model in training; another number of ranks may load it."""
 
     ranks_alike = True
-    trained: TrainedState  # set by the role, once its optimizer is there
+    trained: ShardedTrainState  # set by the role, once its optimizer is there
 
     def state_dict(self) -> Tree:
         """Weights, moments and the generator that shuffles mini-batches: this rank's part."""
         return self.trained.state_dict()
 
-    def take_back(self, own: SavedRank, saved: list[SavedRank]) -> None:
+    def load_sharded_state(self, own: SavedRank, saved: list[SavedRank]) -> None:
         """Restore what all ranks saved, in place: engines that share the weights see it too."""
         self.trained.load(own, saved)
 
     def load_state_dict(self, state: Tree) -> None:
         """Restore the `state_dict` of a single rank."""
         own = SavedRank.of(state)
-        self.take_back(own, [own])
+        self.load_sharded_state(own, [own])
 
 
 @torch.no_grad()
@@ -242,7 +242,7 @@ def _slices(part: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(starts, part.size, strict=True))
 
 
-def start_fingerprint(model: nn.Module) -> str:
+def weights_fingerprint(model: nn.Module) -> str:
     """Tells the weights that training starts from apart from others, by a few values of each.
 
     Adapters aside, which are new or their folder's. To be asked before the first step.

@@ -31,7 +31,7 @@ Outputs = dict[str, Tensor]
 ReferenceLogits = Callable[[Batch], Tensor]  # of a micro-batch's response tokens, as read here
 
 
-class Reader(Protocol):
+class OutputReader(Protocol):
     """How outputs are taken from a model."""
 
     def names(self) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenReader:
+class LogProbReader:
     """Log-probs of a policy, whose distributions are softmax(logits / temperature)."""
 
     temperature: float

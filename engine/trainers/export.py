@@ -20,7 +20,7 @@ from engine.config import LoRAConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.models import has_adapters, policy_model, require_model_folder, save_model
-from engine.runtime.sharded_train_state import load_weights, start_fingerprint
+from engine.runtime.sharded_train_state import load_weights, weights_fingerprint
 from engine.storage.folder import Folder
 from engine.storage.transfer import Item, upload
 
@@ -97,7 +97,7 @@ def _fill(policy: PreTrainedModel, saved: list[SavedRank], source: str, path: st
     """Put what was saved into the start model; refuse another one."""
     other = f"{source} is not of the start model {path}: {{}}; give --model the one it began with"
     start = saved[0].values.get("start")
-    if has_adapters(policy) and start is not None and start != start_fingerprint(policy):
+    if has_adapters(policy) and start is not None and start != weights_fingerprint(policy):
         raise CheckpointError(other.format("its adapters were trained on other weights"))
     try:
         load_weights(policy, saved)

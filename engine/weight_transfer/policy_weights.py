@@ -17,18 +17,22 @@ from transformers import PreTrainedModel
 from engine.batch import Batch
 from engine.models import adapter_parameters, has_adapters
 from engine.parallel.gather import named_tensors
-from engine.runtime.sharded_model import SpreadModel
+from engine.runtime.sharded_model import ShardedModel
 from engine.weight_transfer.endpoints import WeightReceiver, WeightSender
 
 
 def pack_policy(shared: dict[str, Any], sender: WeightSender | None = None) -> Batch:
     """The policy's weights, whole, and their version: what `WeightSender.send` gives.
 
-    Where the policy is spread (`shared["spread"]`) all its ranks call it, and rank 0 has the
+    Where the policy is sharded (`shared["sharded"]`) all its ranks call it, and rank 0 has the
     weights.
     """
-    named, spread, version = _policy_tensors(shared), shared.get("spread"), shared["policy_version"]
-    if spread is not None and spread.ranks.rank:
+    named, sharded, version = (
+        _policy_tensors(shared),
+        shared.get("sharded"),
+        shared["policy_version"],
+    )
+    if sharded is not None and sharded.ranks.rank:
         for _ in named:  # a collective each
             pass
         return Batch({"policy_version": torch.tensor([version])})
@@ -37,36 +41,36 @@ def pack_policy(shared: dict[str, Any], sender: WeightSender | None = None) -> B
 
 def _policy_tensors(shared: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Tensors that rollout must have anew; of a policy with adapters, these alone."""
-    spread = shared.get("spread")
-    if spread is None or spread.ranks.layout.world_size == 1:
+    sharded = shared.get("sharded")
+    if sharded is None or sharded.ranks.layout.world_size == 1:
         yield from _tensors(shared["policy"]).items()
         return
-    adapters = has_adapters(spread.module)
-    for name, whole in spread.whole_tensors():
+    adapters = has_adapters(sharded.module)
+    for name, whole in sharded.full_tensors():
         if not adapters or ".lora_" in name:
             yield name, whole
 
 
-def trained_tensors(spread: SpreadModel) -> dict[str, Tensor]:
-    """Whole tensors of a spread policy that rollout must have anew, on rank 0; `{}` on others.
+def trained_tensors(sharded: ShardedModel) -> dict[str, Tensor]:
+    """Whole tensors of a sharded policy that rollout must have anew, on rank 0; `{}` on others.
 
     All ranks call it together. Of a policy with adapters: these alone.
     """
-    adapters = has_adapters(spread.module)
-    keep = spread.ranks.rank == 0
+    adapters = has_adapters(sharded.module)
+    keep = sharded.ranks.rank == 0
     return {
         name: whole.to("cpu", copy=True)
-        for name, whole in spread.whole_tensors()
+        for name, whole in sharded.full_tensors()
         if keep and (not adapters or ".lora_" in name)
     }
 
 
-def gathered(spread: SpreadModel, load: Callable[[], PreTrainedModel] | None) -> Any:
-    """A whole model with a spread policy's weights, where `load` is given (rank 0); else None.
+def gathered(sharded: ShardedModel, load: Callable[[], PreTrainedModel] | None) -> Any:
+    """A whole model with a sharded policy's weights, where `load` is given (rank 0); else None.
 
     `load()` makes the policy anew, with its base and adapters. All ranks call it together.
     """
-    whole = trained_tensors(spread)
+    whole = trained_tensors(sharded)
     if load is None:
         return None
     model = load()

@@ -28,9 +28,13 @@ from engine.plugins import import_plugins
 from engine.runtime.micro_batches import micro_batches
 from engine.runtime.mini_batches import minibatches
 from engine.runtime.pair_gradients import accumulate_pairs
-from engine.runtime.sharded_model import SpreadModel, form_ranks, trained_by
-from engine.runtime.sharded_train_state import TrainedState, TrainedWorker, start_fingerprint
-from engine.runtime.token_outputs import Outputs, TokenReader
+from engine.runtime.sharded_model import ShardedModel, init_mesh, sharded_optimizer
+from engine.runtime.sharded_train_state import (
+    ShardedTrainState,
+    TrainingWorker,
+    weights_fingerprint,
+)
+from engine.runtime.token_outputs import LogProbReader, Outputs
 from engine.weight_transfer.endpoints import WeightSender
 from engine.weight_transfer.policy_weights import gathered, pack_policy
 from engine.workers.algorithm_options import policy_loss_options
@@ -39,7 +43,7 @@ from engine.workers.base import Dispatch, WorkerContext, dispatch
 Metrics = dict[str, Sum]
 
 
-class ActorWorker(TrainedWorker):
+class ActorWorker(TrainingWorker):
     """Trains the policy. Shares `policy` (the model) and `policy_version` with its process."""
 
     def __init__(
@@ -63,25 +67,25 @@ class ActorWorker(TrainedWorker):
         import_plugins(plugins)
         self.config, self.temperature = config, temperature
         self.preference, self.sum_pi_squared = preference or PreferenceConfig(), sum_pi_squared
-        ranks = form_ranks(context, Layout.of(config.parallel))
+        ranks = init_mesh(context, Layout.of(config.parallel))
         # Dropout stays off: the update must see the probabilities that the rollout sampled from.
         self._load = partial(policy_model, model_path, dtype, lora, seed)
         model = self._load()
-        self.start = start_fingerprint(model)
-        self.spread = SpreadModel(model, ranks, config.parallel)
-        self.model = self.spread.module
+        self.start = weights_fingerprint(model)
+        self.sharded = ShardedModel(model, ranks, config.parallel)
+        self.model = self.sharded.module
         self.lora = lora or LoRAConfig()
         self.tokenizer_path = model_path
         cast = getattr(torch, sampler_dtype) if sampler_dtype and not self.lora.rank else None
         self.sender = WeightSender(cast, deltas=delta_sync)
-        self.optimizer = trained_by(self.spread, config.optim, total_steps)
+        self.optimizer = sharded_optimizer(self.sharded, config.optim, total_steps)
         self.generator = torch.Generator().manual_seed(seed)
-        self.trained = TrainedState(self.spread, self.optimizer, self.generator)
+        self.trained = ShardedTrainState(self.sharded, self.optimizer, self.generator)
         self.loss_options = policy_loss_options(config)
         self.loss_agg_mode = losses.aggregation_mode(
             config.policy_loss.loss_mode, config.loss_agg_mode
         )
-        context.shared["spread"], context.shared["policy"] = self.spread, self.model
+        context.shared["sharded"], context.shared["policy"] = self.sharded, self.model
         context.shared["policy_version"] = 0
 
     @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, gives=("old_log_probs", "sum_pi_squared"))
@@ -91,7 +95,7 @@ class ActorWorker(TrainedWorker):
         Adds `sum_pi_squared [B, R]` where the worker was built for an estimator that reads it.
         """
         passes = list(micro_batches(batch, self.config.max_tokens_per_micro_batch))
-        out = self.spread.outputs(batch, passes, self._reader(sum_pi_squared=self.sum_pi_squared))
+        out = self.sharded.outputs(batch, passes, self._reader(sum_pi_squared=self.sum_pi_squared))
         return Batch({"old_log_probs": out.pop("log_probs")} | out)
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
@@ -116,7 +120,7 @@ class ActorWorker(TrainedWorker):
 
         def accumulate(mini: Batch) -> list[Metrics]:
             budget = self.config.max_tokens_per_micro_batch
-            return accumulate_pairs(self.spread, mini, self.preference, self._reader(), budget)
+            return accumulate_pairs(self.sharded, mini, self.preference, self._reader(), budget)
 
         return self._optimize(batch, 2, accumulate)
 
@@ -133,7 +137,7 @@ class ActorWorker(TrainedWorker):
 
         Runs of `unit` rows stay together.
         """
-        ranks, size = self.spread.ranks, self.config.ppo_mini_batch_size // unit
+        ranks, size = self.sharded.ranks, self.config.ppo_mini_batch_size // unit
         runs = torch.arange(len(batch)).view(-1, unit)
         norms, parts = [], []
         for _ in range(self.config.ppo_epochs):
@@ -142,7 +146,9 @@ class ActorWorker(TrainedWorker):
                 parts += accumulate(batch if whole else batch.rows(runs[index].flatten()))
                 norms.append(self.optimizer.step())
         self.context.shared["policy_version"] += 1
-        metrics = {f"actor/{k}": v for k, v in finish(self.spread.merged(parts)).items()}
+        metrics = {
+            f"actor/{k}": v for k, v in finish(self.sharded.all_reduce_metrics(parts)).items()
+        }
         return metrics | {
             "actor/grad_norm": sum(norms) / len(norms),
             "actor/lr": self.optimizer.lr,
@@ -154,7 +160,7 @@ class ActorWorker(TrainedWorker):
         Rows that can't change the gradient get no pass; the denominators count them all the same.
         """
         config, mask = self.config, mini["response_mask"]
-        denominators = self.spread.totals(mask)
+        denominators = self.sharded.global_counts(mask)
         active = rows_with_gradient(
             config.policy_loss.loss_mode,
             mini["advantages"],
@@ -163,7 +169,7 @@ class ActorWorker(TrainedWorker):
             kl_loss_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
         )
         skipped: Metrics = {"rows_skipped": over_mask((~active).double(), mask.any(1))}
-        if not self.spread.any_micro(int(active.sum())):
+        if not self.sharded.any_rank_has(int(active.sum())):
             self.optimizer.zero_gradients()  # Adam's momentum still moves the weights
             return [skipped]
         rows = mini if bool(active.all()) else mini.rows(active)
@@ -178,10 +184,10 @@ class ActorWorker(TrainedWorker):
         def loss(got: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
             return self._loss(TokenOutputs(**got), micro, denominators)
 
-        return [skipped, *self.spread.accumulate(mini, micros, reader, loss)]
+        return [skipped, *self.sharded.accumulate(mini, micros, reader, loss)]
 
-    def _reader(self, **asked: Any) -> TokenReader:
-        return TokenReader(self.temperature, readout=self.spread.readout(), **asked)
+    def _reader(self, **asked: Any) -> LogProbReader:
+        return LogProbReader(self.temperature, readout=self.sharded.readout(), **asked)
 
     def _loss(
         self, got: TokenOutputs, micro: Batch, denominators: Denominators
@@ -244,8 +250,8 @@ class ActorWorker(TrainedWorker):
     def save(self, folder: str) -> str:
         """Write the policy and its tokenizer as a Hugging Face folder; adapters go with it."""
         model = self.model
-        if self.spread.ranks.layout.world_size > 1:
-            model = gathered(self.spread, self._load if self.context.rank == 0 else None)
+        if self.sharded.ranks.layout.world_size > 1:
+            model = gathered(self.sharded, self._load if self.context.rank == 0 else None)
         if self.context.rank == 0:
             save_model(model, load_tokenizer(self.tokenizer_path), Path(folder))
         return folder
@@ -257,7 +263,7 @@ class ActorWorker(TrainedWorker):
             own |= {"lora_alpha": self.lora.alpha}
         return super().state_dict() | own
 
-    def take_back(self, own: SavedRank, saved: list[SavedRank]) -> None:
+    def load_sharded_state(self, own: SavedRank, saved: list[SavedRank]) -> None:
         """Restore what all ranks saved, in place: engines that share the weights see it too.
 
         Raises CheckpointError for another model's, one of the same shape included, and for
@@ -275,5 +281,5 @@ class ActorWorker(TrainedWorker):
                 f"the checkpoint is of another model: training began with other weights than those "
                 f"in {self.tokenizer_path}; resume with the model that it began with"
             )
-        super().take_back(own, saved)
+        super().load_sharded_state(own, saved)
         self.context.shared["policy_version"] = own.get("policy_version")

@@ -14,13 +14,13 @@ from engine.models import create_critic_model, load_model
 from engine.parallel.layout import Layout
 from engine.runtime.micro_batches import micro_batches
 from engine.runtime.mini_batches import minibatches
-from engine.runtime.sharded_model import SpreadModel, form_ranks, trained_by
-from engine.runtime.sharded_train_state import TrainedState, TrainedWorker
+from engine.runtime.sharded_model import ShardedModel, init_mesh, sharded_optimizer
+from engine.runtime.sharded_train_state import ShardedTrainState, TrainingWorker
 from engine.runtime.token_outputs import Outputs, ValueReader
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 
 
-class CriticWorker(TrainedWorker):
+class CriticWorker(TrainingWorker):
     """Trains a value model that starts from the warm start's backbone."""
 
     def __init__(
@@ -34,39 +34,41 @@ class CriticWorker(TrainedWorker):
         dtype: str = "float32",
         parallel: ParallelConfig | None = None,
     ) -> None:
-        """`parallel` is how the model is spread; None: one rank."""
+        """`parallel` is how the model is sharded; None: one rank."""
         parallel = parallel or ParallelConfig()
         super().__init__(context)
         self.config = config
         model = create_critic_model(load_model(model_path, dtype)).eval()  # no dropout
-        ranks = form_ranks(context, Layout.of(parallel))
-        self.spread = SpreadModel(model, ranks, parallel)
-        self.model = self.spread.module
-        self.optimizer = trained_by(self.spread, config.optim, total_steps)
+        ranks = init_mesh(context, Layout.of(parallel))
+        self.sharded = ShardedModel(model, ranks, parallel)
+        self.model = self.sharded.module
+        self.optimizer = sharded_optimizer(self.sharded, config.optim, total_steps)
         self.generator = torch.Generator().manual_seed(seed)
-        self.trained = TrainedState(self.spread, self.optimizer, self.generator)
+        self.trained = ShardedTrainState(self.sharded, self.optimizer, self.generator)
 
     @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, gives=("values",))
     def values(self, batch: Batch) -> Batch:
         """`values [B, R]` of the states before each response token."""
         passes = list(micro_batches(batch, self.config.max_tokens_per_micro_batch))
-        return Batch(self.spread.outputs(batch, passes, ValueReader()))
+        return Batch(self.sharded.outputs(batch, passes, ValueReader()))
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
     def update(self, batch: Batch) -> dict[str, float]:
         """Fit `returns [B, R]` from `values [B, R]`, clipped around the old values."""
-        ranks, size = self.spread.ranks, self.config.ppo_mini_batch_size
+        ranks, size = self.sharded.ranks, self.config.ppo_mini_batch_size
         parts, norms = [], []
         for _ in range(self.config.ppo_epochs):
             for index in minibatches(len(batch), size, ranks, self.generator):
                 whole = len(index) == len(batch)
                 parts += self._accumulate(batch if whole else batch.rows(index))
                 norms.append(self.optimizer.step())
-        metrics = {f"critic/{k}": v for k, v in finish(self.spread.merged(parts)).items()}
+        metrics = {
+            f"critic/{k}": v for k, v in finish(self.sharded.all_reduce_metrics(parts)).items()
+        }
         return metrics | {"critic/grad_norm": sum(norms) / len(norms)}
 
     def _accumulate(self, mini: Batch) -> list[dict[str, Sum]]:
-        denominators = self.spread.totals(mini["response_mask"])
+        denominators = self.sharded.global_counts(mini["response_mask"])
 
         def loss(got: Outputs, micro: Batch) -> tuple[Tensor, dict[str, Sum]]:
             mask = micro["response_mask"]
@@ -80,4 +82,4 @@ class CriticWorker(TrainedWorker):
             return aggregate(out.loss, mask, "token-mean", denominators), dict(out.metrics)
 
         micros = [m for _, m in micro_batches(mini, self.config.max_tokens_per_micro_batch)]
-        return self.spread.accumulate(mini, micros, ValueReader(), loss)
+        return self.sharded.accumulate(mini, micros, ValueReader(), loss)

@@ -14,8 +14,8 @@ from engine.data.templates import stop_token_ids
 from engine.data.tokenizer import load_tokenizer
 from engine.models import policy_model
 from engine.rollout.protocol import SamplingParams, check_version, create_engine
-from engine.runtime.rollout_weights import Mount, Shared, mount
-from engine.runtime.vllm_rollout_weights import mount_vllm
+from engine.runtime.rollout_weights import RolloutWeights, SharedWeights, mount
+from engine.runtime.vllm_rollout_weights import vllm_rollout_weights
 from engine.weight_transfer.policy_weights import check_weights, load_policy
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.group_stream import GroupStream
@@ -53,13 +53,13 @@ class RolloutWorker(StatefulWorker):
 
         if "policy" not in context.shared:
             context.shared |= {"policy": load(), "policy_version": 0}
-        self.mounted: Mount = Shared(context.shared["policy"])
-        if "spread" in context.shared and config.engine == "vllm":
-            self.mounted = mount_vllm(context.shared["spread"], config, load)
-        elif "spread" in context.shared:
+        self.rollout_weights: RolloutWeights = SharedWeights(context.shared["policy"])
+        if "sharded" in context.shared and config.engine == "vllm":
+            self.rollout_weights = vllm_rollout_weights(context.shared["sharded"], config, load)
+        elif "sharded" in context.shared:
             tp = config.tensor_parallel_size
-            self.mounted = mount(context.shared["spread"], tp, copy=load)
-        policy = self.mounted.model
+            self.rollout_weights = mount(context.shared["sharded"], tp, copy=load)
+        policy = self.rollout_weights.model
         self.stop = stop_token_ids(self.tokenizer, policy.config)
         self._groups: GroupStream | None = None  # between `begin` and the last `next_part`
         self._left, self._done = 0, list[Batch]()
@@ -73,8 +73,8 @@ class RolloutWorker(StatefulWorker):
             seed=seed,
             **self._engine_options(),
         )
-        if not self.mounted.engine_options.get("load", True):  # it was made without weights
-            self.mounted.bring(self.engine, context.shared["policy_version"])
+        if not self.rollout_weights.engine_options.get("load", True):  # it was made without weights
+            self.rollout_weights.sync_weights(self.engine, context.shared["policy_version"])
 
     def _engine_options(self) -> dict[str, Any]:
         """Options that the configured engine alone has."""
@@ -87,7 +87,7 @@ class RolloutWorker(StatefulWorker):
         return (
             own
             | {"tensor_parallel_size": config.tensor_parallel_size, "dtype": own["dtype"] or None}
-            | self.mounted.engine_options
+            | self.rollout_weights.engine_options
         )
 
     @dispatch(Dispatch.DATA_PARALLEL)
@@ -148,7 +148,7 @@ class RolloutWorker(StatefulWorker):
         shared = self.context.shared
         check_weights(shared)
         version = shared["policy_version"]
-        self._bring(version)
+        self._sync_weights(version)
         greedy = temperature == 0.0
         draw = self._draws[1] + 1 if self._draws[0] == version else 0
         self._draws = self._draws if greedy else (version, draw)
@@ -163,7 +163,7 @@ class RolloutWorker(StatefulWorker):
             first_prompt=first_prompt,
         )
 
-    def _bring(self, version: int, again: bool = False) -> None:
+    def _sync_weights(self, version: int, again: bool = False) -> None:
         """Let the engine serve policy `version`: weights wake before they are synchronised, the KV
         cache after. `again`: although it holds that version."""
         engine: Any = self.engine
@@ -171,11 +171,11 @@ class RolloutWorker(StatefulWorker):
         if asleep:
             engine.wake_weights()
         if again or engine.policy_version != version or (asleep and self._level == 2):
-            self.mounted.bring(engine, version)
+            self.rollout_weights.sync_weights(engine, version)
         if asleep:
             engine.wake_kv()
         check_version(engine, version)
-        self.mounted.require_intact()
+        self.rollout_weights.require_intact()
 
     @property
     def _level(self) -> int:
@@ -208,7 +208,7 @@ class RolloutWorker(StatefulWorker):
         """Restore `state_dict`, and serve the policy as it is now."""
         version, draws = state["draws"]
         self._draws = (version, draws)
-        self._bring(self.context.shared["policy_version"], again=True)
+        self._sync_weights(self.context.shared["policy_version"], again=True)
 
     def close(self) -> None:
         self.engine.close()

@@ -77,14 +77,14 @@ class StatefulWorker(Worker, ABC):
         try:
             saved = read_role(folder, context.role)
             own = own_of(saved, context.rank, context.world_size, alike=self.ranks_alike)
-            self.take_back(own, saved)
+            self.load_sharded_state(own, saved)
         except DamagedCheckpointError:
             raise
         except CheckpointError as error:
             raise CheckpointError(f"{folder}: {self._stem()}: {error}") from error
         set_process_rng(own.get("process_rng"))
 
-    def take_back(self, own: SavedRank, saved: list[SavedRank]) -> None:
+    def load_sharded_state(self, own: SavedRank, saved: list[SavedRank]) -> None:
         """Take over `own`, one of `saved`; overridden where a rank needs what others wrote."""
         self.load_state_dict(own.tree())
 

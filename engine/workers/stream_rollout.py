@@ -19,8 +19,8 @@ from engine.workers.rollout import RolloutWorker
 
 
 @dataclass(frozen=True, slots=True)
-class Pumped:
-    """What one call of `pump` leaves."""
+class PollResult:
+    """What one call of `poll` leaves."""
 
     groups: tuple[Batch, ...]  # finished groups, each `rollout.n` rows
     busy: int  # completions that are decoded or wait for a slot, e.g. 61
@@ -46,7 +46,7 @@ class StreamRolloutWorker(RolloutWorker):
         return version
 
     @dispatch(Dispatch.RANK_ZERO)
-    def pump(self, prompts: Batch | None, seconds: float, report: bool = False) -> Pumped:
+    def poll(self, prompts: Batch | None, seconds: float, report: bool = False) -> PollResult:
         """Take on `prompts` (one row a group, its key in `group_ids`) and decode for a while.
 
         Returns after `seconds`, or as soon as nothing is left to decode; with `report` copies of
@@ -60,7 +60,7 @@ class StreamRolloutWorker(RolloutWorker):
         while self.stream.busy and time.monotonic() < deadline:
             done += self.stream.step()
         begun = self.stream.begun() if report else None
-        return Pumped(tuple(done), self.stream.busy, self.stream.version, begun)
+        return PollResult(tuple(done), self.stream.busy, self.stream.version, begun)
 
     def close(self) -> None:
         self.stream.close()

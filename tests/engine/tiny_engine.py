@@ -27,7 +27,7 @@ from engine.data.collate import collate_completions
 from engine.data.rows import rl_row
 from engine.data.tokenizer import train_tokenizer
 from engine.models import build_model, save_model
-from engine.runtime.sharded_model import SpreadModel
+from engine.runtime.sharded_model import ShardedModel
 
 VOCABULARY = 97
 _SHAPE: dict[str, Any] = {
@@ -116,12 +116,12 @@ def training_batch(rows: int, seed: int = 0) -> Batch:
     }
 
 
-def fill_value_head(spread: SpreadModel) -> None:
+def fill_value_head(sharded: ShardedModel) -> None:
     """Let a new critic, who predicts 0 everywhere, tell states apart."""
-    whole = {name: tensor.clone() for name, tensor in spread.whole_tensors()}
+    whole = {name: tensor.clone() for name, tensor in sharded.full_tensors()}
     head = whole["head.weight"]
     head.copy_(torch.linspace(-0.2, 0.2, head.numel()).view_as(head))
-    spread.load_whole(whole)
+    sharded.load_full_tensors(whole)
 
 
 def arithmetic_rows(count: int) -> list[dict[str, Any]]:

@@ -62,7 +62,7 @@ def trained(
     worker.save_state(draft)
     worker.wait_saved()
     worker.save(out)
-    return {name: tensor.clone() for name, tensor in worker.spread.whole_tensors()}
+    return {name: tensor.clone() for name, tensor in worker.sharded.full_tensors()}
 
 
 def checkpoint(

@@ -23,7 +23,7 @@ from engine.parallel.reshard import plan
 from engine.parallel.sharding_specs import rollout_holdings
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.vllm import VllmEngine
-from engine.runtime.sharded_model import SpreadModel
+from engine.runtime.sharded_model import ShardedModel
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,10 +56,10 @@ def errors(model: nn.Module, completions: list[Completion]) -> float:
 
 
 def serve(family: str, parallel: dict[str, int], tp: int, reverse: bool = False) -> dict[str, Any]:
-    """Bring a spread policy's slices into vLLM's parameters twice, and decode each time."""
+    """Bring a sharded policy's slices into vLLM's parameters twice, and decode each time."""
     rank, whole = dist.get_rank(), build(family)
     layout = Layout(**parallel)
-    spread = SpreadModel(
+    sharded = ShardedModel(
         build(family), Ranks.form(layout, "cpu"), ParallelConfig.model_validate(parallel)
     )
     to = grouping(layout, tp=tp)
@@ -72,18 +72,18 @@ def serve(family: str, parallel: dict[str, int], tp: int, reverse: bool = False)
     result: dict[str, Any] = {"errors": [], "received": [], "refused": []}
     try:
         _refused(engine, result)
-        held = gather_holdings(spread.module, rename=spread.whole_name)
+        held = gather_holdings(sharded.module, rename=sharded.full_name)
         wanted = rollout_holdings(
             held.shapes, to, ModelShape.of(whole.config), engine.dtype, fused=True
         )
         if reverse:
             wanted = wanted.on([1, 0], 2)
         resharding = plan(held, wanted)
-        source = local_tensors(spread.module, rename=spread.whole_name)
+        source = local_tensors(sharded.module, rename=sharded.full_name)
         exchange = Exchange(resharding.for_rank(rank), source, engine.storages())
         pointers = [tensor.data_ptr() for tensor in engine.storages().values()]
         for version in (1, 2):
-            change(spread.module)
+            change(sharded.module)
             change(whole)
             engine.begin_update(version)
             _refused(engine, result)
@@ -138,18 +138,18 @@ def test_a_group_may_have_its_ranks_in_any_order() -> None:
 def gather(tp: int) -> list[float]:
     """Serve an FSDP2 model as it is: each parameter is gathered when its turn comes."""
     whole, layout = build("qwen2"), Layout(fsdp=2)
-    spread = SpreadModel(build("qwen2"), Ranks.form(layout, "cpu"), ParallelConfig(fsdp=2))
+    sharded = ShardedModel(build("qwen2"), Ranks.form(layout, "cpu"), ParallelConfig(fsdp=2))
     groups = [[0, 1]] if tp == 2 else [[0], [1]]
-    engine = VllmEngine(spread.module, tensor_parallel_size=tp, rank_groups=groups, **OPTIONS)
+    engine = VllmEngine(sharded.module, tensor_parallel_size=tp, rank_groups=groups, **OPTIONS)
     try:
         found = [errors(whole, engine.generate(PROMPTS, PARAMS))]
-        change(spread.module)
+        change(sharded.module)
         change(whole)
-        engine.update_weights(spread.module, 1)
+        engine.update_weights(sharded.module, 1)
         found.append(errors(whole, engine.generate(PROMPTS, PARAMS)))
-        change(spread.module)
+        change(sharded.module)
         change(whole)
-        engine.update_from(spread.whole_tensors(), 2)
+        engine.update_from(sharded.full_tensors(), 2)
         found.append(errors(whole, engine.generate(PROMPTS, PARAMS)))
     finally:
         engine.close()

@@ -62,13 +62,13 @@ def second_half(
     one = worker(folder, role, parallel, lora)
     one.load_state(saved)
     metrics = train(one, BEFORE, AFTER)
-    return metrics, {name: t.clone() for name, t in one.spread.whole_tensors()}
+    return metrics, {name: t.clone() for name, t in one.sharded.full_tensors()}
 
 
 def whole(folder: str, role: str, lora: int) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     one = worker(folder, role, {}, lora)
     metrics = train(one, 0, BEFORE + AFTER)[BEFORE:]
-    return metrics, {name: t.clone() for name, t in one.spread.whole_tensors()}
+    return metrics, {name: t.clone() for name, t in one.sharded.full_tensors()}
 
 
 def size(parallel: dict[str, Any]) -> int:
@@ -150,7 +150,7 @@ def uninterrupted(
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     one = worker(folder, "actor", parallel, 0)
     metrics = train(one, 0, BEFORE + AFTER)[BEFORE:]
-    return metrics, {name: t.clone() for name, t in one.spread.whole_tensors()}
+    return metrics, {name: t.clone() for name, t in one.sharded.full_tensors()}
 
 
 def test_no_rank_writes_what_another_has(folder: str, tmp_path: Path) -> None:

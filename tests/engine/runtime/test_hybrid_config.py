@@ -55,7 +55,7 @@ def test_generate_needs_heads_that_its_ranks_can_share() -> None:
         HybridConfig.of({"rollout_tp_size": 2}).check(config, 4)
     gpt2 = tiny_model("gpt2").config
     assert HybridConfig.of({"fsdp_sharding": "NO_SHARD"}).check(gpt2, 4) == Layout(dp=4)
-    with pytest.raises(ConfigError, match="can't be spread over ranks"):
+    with pytest.raises(ConfigError, match="can't be sharded over ranks"):
         HybridConfig.of({}).check(gpt2, 4)
 
 

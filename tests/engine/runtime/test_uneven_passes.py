@@ -66,7 +66,7 @@ def course(folder: str, sizes: dict[str, int]) -> list[tuple[int, dict[str, Tens
         seed=0,
         parallel=config.parallel,
     )
-    fill_value_head(critic.spread)
+    fill_value_head(critic.sharded)
     asked.append(critic.values)
     found = []
     for part in [mesh.share(rank).index] if sizes else range(2):

@@ -120,7 +120,7 @@ def test_a_kl_loss_to_the_shared_base_trains_as_one_to_a_copy(
         shared: dict[str, Any] = {}
         policy = actor(start_folder, shared, use_kl_loss=True, kl_loss_type=kind, kl_loss_coef=0.5)
         subject = reference(start_folder, {} if own else shared)
-        shared["reference"] = subject.spread
+        shared["reference"] = subject.sharded
         facts = [policy.update(batch | subject.log_probs(batch)) for _ in range(2)]
         results.append((facts, copies(policy.model), subject.full_kl if not own else None))
     (facts, weights, full_kl), (same_facts, same_weights, _) = results

@@ -144,7 +144,7 @@ def test_one_step_off_samples_while_it_updates(tiny_folder: Path) -> None:
 @pytest.mark.slow
 def test_async_decodes_while_it_updates(tiny_folder: Path) -> None:
     _, spans = run(tiny_folder, "async", "ray", steps=4, longest=40, rollout={"n": 64})
-    assert together(between(spans, "sampler0", "pump"), between(spans, "actor", "update")) >= 2
+    assert together(between(spans, "sampler0", "poll"), between(spans, "actor", "update")) >= 2
 
 
 def test_parts_give_the_same_completions_as_a_whole(tiny_folder: Path) -> None:

@@ -441,7 +441,7 @@ def test_an_actor_resumed_from_a_checkpoint_sends_the_whole_first(tiny_folder: P
 
 
 def followed(folder: str, parallel: dict[str, int], lora: int) -> bool:
-    """On ranks: a sampler of the plain model follows a spread actor by deltas."""
+    """On ranks: a sampler of the plain model follows a sharded actor by deltas."""
     rank = torch.distributed.get_rank()
     world = torch.distributed.get_world_size()
     mesh = Mesh(tuple(Layout(**parallel).sizes.items()))
@@ -456,7 +456,7 @@ def followed(folder: str, parallel: dict[str, int], lora: int) -> bool:
         trained.weights()
         if there:
             assert there.load_weights(trained.weights_delta()) == seed
-    whole = {name: t.clone() for name, t in trained.spread.whole_tensors()}
+    whole = {name: t.clone() for name, t in trained.sharded.full_tensors()}
     if there is None:
         return True
     found = adapter_parameters(there.context.shared["policy"]) if lora else policy(there)

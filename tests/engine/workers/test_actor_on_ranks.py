@@ -77,7 +77,7 @@ def course(folder: str, parallel: dict[str, Any], changes: dict[str, Any]) -> di
         mine, _ = shard_rows(batch, share)
         log_probs.append(worker.log_probs(mine)["old_log_probs"])
         metrics.append(worker.update(mine))
-    whole = {name: t.clone() for name, t in worker.spread.whole_tensors()}
+    whole = {name: t.clone() for name, t in worker.sharded.full_tensors()}
     return {"metrics": metrics, "log_probs": log_probs, "weights": whole, "part": share.index}
 
 

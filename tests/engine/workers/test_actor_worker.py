@@ -18,8 +18,8 @@ from engine.models import load_model
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
 from engine.runtime.pair_gradients import accumulate_pairs
-from engine.runtime.sharded_model import SpreadModel
-from engine.runtime.token_outputs import TokenReader
+from engine.runtime.sharded_model import ShardedModel
+from engine.runtime.token_outputs import LogProbReader
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
 
@@ -149,7 +149,7 @@ def test_full_kl_is_exact(folder: Path, tmp_path: Path) -> None:
         for parameter in reference.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     worker = actor(folder, use_kl_loss=True, kl_loss_type="full", kl_loss_coef=1.0)
-    worker.context.shared["reference"] = SpreadModel(reference, Ranks(Layout()), ParallelConfig())
+    worker.context.shared["reference"] = ShardedModel(reference, Ranks(Layout()), ParallelConfig())
     metrics = worker.update(batch)
     wanted = torch.zeros(())
     with torch.no_grad():
@@ -210,7 +210,9 @@ def test_pair_gradients_are_exact_and_don_t_depend_on_micro_batches(folder: Path
     batch = training_batch(8)
     whole, small = actor(folder), actor(folder)
     parts = [
-        merge(accumulate_pairs(worker.spread, batch, PreferenceConfig(), TokenReader(1.0), budget))
+        merge(
+            accumulate_pairs(worker.sharded, batch, PreferenceConfig(), LogProbReader(1.0), budget)
+        )
         for worker, budget in ((whole, 10_000), (small, 40))
     ]
     flat = [

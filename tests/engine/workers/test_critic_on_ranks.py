@@ -29,8 +29,8 @@ ROWS, STEPS = 12, 2
 def course(folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
     """Two updates: metrics, values before each and at the end, and the last weights, whole."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    spread = ParallelConfig.model_validate(parallel)
-    mesh = Mesh(tuple(Layout.of(spread).sizes.items()))
+    sharded = ParallelConfig.model_validate(parallel)
+    mesh = Mesh(tuple(Layout.of(sharded).sizes.items()))
     changes = {"optim": {"lr": 1e-2, "grad_clip": 0.3}, "max_tokens_per_micro_batch": 64}
     worker = CriticWorker(
         WorkerContext("critic", rank, world, mesh=mesh),
@@ -38,16 +38,16 @@ def course(folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
         config=CriticConfig.model_validate(changes),
         total_steps=STEPS,
         seed=0,
-        parallel=spread,
+        parallel=sharded,
     )
-    fill_value_head(worker.spread)
+    fill_value_head(worker.sharded)
     share = mesh.share(rank)
     batches = [shard_rows(training_batch(ROWS, seed=step), share)[0] for step in range(STEPS)]
     values, metrics = [worker.values(batches[0])["values"]], []
     for batch in batches:
         metrics.append(worker.update(batch))
         values.append(worker.values(batch)["values"])
-    whole = {name: t.clone() for name, t in worker.spread.whole_tensors()}
+    whole = {name: t.clone() for name, t in worker.sharded.full_tensors()}
     return {"metrics": metrics, "values": values, "weights": whole, "share": share}
 
 

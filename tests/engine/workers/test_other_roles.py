@@ -104,7 +104,7 @@ def test_reference_is_the_frozen_start(tmp_path: Path) -> None:
     torch.testing.assert_close(first, own, atol=1e-5, rtol=0)
     actor.update(batch)
     assert torch.equal(worker.log_probs(batch)["ref_log_probs"], first)
-    assert not any(p.requires_grad for p in worker.spread.module.parameters())
+    assert not any(p.requires_grad for p in worker.sharded.module.parameters())
 
 
 def policy_of(folder: Path) -> tuple[ActorWorker, None]:

@@ -64,7 +64,7 @@ def course(folder: str, parallel: dict[str, int], pairs: int) -> dict[str, Any]:
         metrics.append(call("actor", "update_pairs", batch))
     trained = host.workers["actor"]
     assert isinstance(trained, ActorWorker)
-    weights = {name: tensor.clone() for name, tensor in trained.spread.whole_tensors()}
+    weights = {name: tensor.clone() for name, tensor in trained.sharded.full_tensors()}
     return {"metrics": metrics, "weights": weights}
 
 

@@ -15,7 +15,7 @@ from engine.batch import Batch
 from engine.config import ActorConfig, LoRAConfig, RolloutConfig
 from engine.controller.row_sharding import shard_rows
 from engine.parallel.layout import Layout
-from engine.runtime.rollout_weights import Resharded, Shared, WithAdapters
+from engine.runtime.rollout_weights import AdapterWeights, ReshardedWeights, SharedWeights
 from engine.trainers.layouts import rollout_mesh
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
@@ -71,15 +71,15 @@ def course(
             ]
         )
         actor.update(shard_rows(training_batch(ROWS, seed=step), training.share(rank))[0])
-    mounted = rollout.mounted
+    rollout_weights = rollout.rollout_weights
     rollout.close()
-    moved = mounted.moved.received if isinstance(mounted, Resharded) else 0
+    moved = rollout_weights.moved.received if isinstance(rollout_weights, ReshardedWeights) else 0
     return {
         "samples": samples,
         "part": share.index,
-        "kind": type(mounted),
+        "kind": type(rollout_weights),
         "moved": moved,
-        "model": sum(p.numel() * 4 for p in actor.spread.module.parameters()),
+        "model": sum(p.numel() * 4 for p in actor.sharded.module.parameters()),
     }
 
 
@@ -100,17 +100,17 @@ def rows(results: list[dict[str, Any]]) -> list[Any]:
 
 
 CASES: list[tuple[dict[str, Any], int, type]] = [
-    ({"dp": 2}, 1, Shared),
-    ({"tp": 2}, 2, Shared),
-    ({"tp": 2}, 1, Resharded),
-    ({"pp": 2}, 1, Resharded),
-    ({"fsdp": 2, "tp": 2}, 4, Resharded),
+    ({"dp": 2}, 1, SharedWeights),
+    ({"tp": 2}, 2, SharedWeights),
+    ({"tp": 2}, 1, ReshardedWeights),
+    ({"pp": 2}, 1, ReshardedWeights),
+    ({"fsdp": 2, "tp": 2}, 4, ReshardedWeights),
 ]
 MORE: list[tuple[dict[str, Any], int, type]] = [
-    ({"fsdp": 2}, 2, Resharded),
-    ({"fsdp": 2, "tp": 2}, 2, Resharded),
-    ({"pp": 2, "tp": 2}, 2, Resharded),
-    ({"dp": 2, "fsdp": 2}, 1, Resharded),
+    ({"fsdp": 2}, 2, ReshardedWeights),
+    ({"fsdp": 2, "tp": 2}, 2, ReshardedWeights),
+    ({"pp": 2, "tp": 2}, 2, ReshardedWeights),
+    ({"dp": 2, "fsdp": 2}, 1, ReshardedWeights),
 ]
 
 
@@ -122,13 +122,13 @@ def test_ranks_sample_what_one_rank_samples(
     assert {result["kind"] for result in results} == {kind}
     same(rows(results), alone)
     for result in results:
-        assert (result["moved"] > 0) == (kind is Resharded)
+        assert (result["moved"] > 0) == (kind is ReshardedWeights)
 
 
 def test_adapters_of_a_sharded_policy_are_gathered_for_rollout(folder: str) -> None:
     one = run_ranks(1, course, folder, {}, 1, 4)
     two = run_ranks(2, course, folder, {"fsdp": 2}, 1, 4)
-    assert {result["kind"] for result in two} == {WithAdapters}
+    assert {result["kind"] for result in two} == {AdapterWeights}
     same(rows(two), rows(one))
 
 

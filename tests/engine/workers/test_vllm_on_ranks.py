@@ -13,8 +13,8 @@ from test_rollout_on_ranks import course, rows, same
 from tiny_engine import TINY_MODEL, write_tiny_folder
 
 from engine.parallel.layout import Layout
-from engine.runtime.rollout_weights import Shared, WithAdapters
-from engine.runtime.vllm_rollout_weights import IntoVllm
+from engine.runtime.rollout_weights import AdapterWeights, SharedWeights
+from engine.runtime.vllm_rollout_weights import VllmWeights
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
@@ -43,11 +43,11 @@ def alone(folder: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("parallel", "tp", "kind", "settings"),
     [
-        ({}, 1, Shared, {"sleep": 2}),
-        pytest.param({"dp": 2}, 1, Shared, {"sleep": 1}, marks=pytest.mark.slow),
-        ({"fsdp": 2}, 2, IntoVllm, {"sleep": 2}),
-        pytest.param({"tp": 2}, 1, IntoVllm, {}, marks=pytest.mark.slow),
-        pytest.param({"pp": 2}, 1, IntoVllm, {}, marks=pytest.mark.slow),
+        ({}, 1, SharedWeights, {"sleep": 2}),
+        pytest.param({"dp": 2}, 1, SharedWeights, {"sleep": 1}, marks=pytest.mark.slow),
+        ({"fsdp": 2}, 2, VllmWeights, {"sleep": 2}),
+        pytest.param({"tp": 2}, 1, VllmWeights, {}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, 1, VllmWeights, {}, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_sample_what_one_rank_samples(
@@ -67,7 +67,7 @@ def test_ranks_sample_what_one_rank_samples(
 def test_adapters_of_a_policy_are_merged_wherever_it_is(folder: str) -> None:
     one = run(folder, {}, 1, 4)
     two = run(folder, {"fsdp": 2}, 2, 4)
-    assert {result["kind"] for result in two} == {WithAdapters}
+    assert {result["kind"] for result in two} == {AdapterWeights}
     same(rows(two), rows(one))
     own = run(folder, {}, 1, 4, lora="adapter")
     same(rows(own), rows(one))
