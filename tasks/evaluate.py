@@ -17,7 +17,7 @@ from flytekit.deck import DeckField
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, EvaluateConfig
-from tasks.context import LARGE, RunContext, say, stage, stage_cache
+from tasks.context import LARGE, RunContext, echo, stage, stage_cache
 from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
@@ -52,21 +52,21 @@ def evaluate(
     from engine.evaluation.summary import summarise
     from tasks.schemas import EVALUATION_ROWS, check
 
-    settings = {**decisive_settings(data, config), "seed": seed}
+    settings = {**comparable_settings(data, config), "seed": seed}
     with stage("evaluation", run, settings) as this:
-        test_file = this.parent("dataset", dataset) / "test.parquet"
+        test_file = this.load_parent("dataset", dataset) / "test.parquet"
         test = pd.read_parquet(test_file)
-        require_unseen(test_file.parent)
+        check_held_out(test_file.parent)
         models = {
-            "warm_start": this.parent("warm_start", warm_start),
-            "rl": this.parent("policy", policy),
+            "warm_start": this.load_parent("warm_start", warm_start),
+            "rl": this.load_parent("policy", policy),
         }
         rows: dict[str, pd.DataFrame] = {}
         each = len(test) * (1 + config.samples)
         bar: Progress[None] = progress(len(models) * each, "evaluate", "answer")
         with bar:
             for name, folder in models.items():
-                so_far = counter(bar, len(rows) * each)
+                update = update_progress(bar, len(rows) * each)
                 rows[name] = evaluate_model(
                     folder,
                     test,
@@ -74,7 +74,7 @@ def evaluate(
                     config,
                     max_response_length=data.max_response_length,
                     seed=seed,
-                    on_progress=so_far,
+                    on_progress=update,
                 )
                 check(rows[name], EVALUATION_ROWS, f"evaluation of {name}")
                 rows[name].to_parquet(this.folder / f"rows_{name}.parquet", index=False)
@@ -96,7 +96,7 @@ def evaluate(
         )
         (this.folder / "report.html").write_text(page)
         Deck("Evaluation", page)
-        say(
+        echo(
             f"evaluation: pass@1 {comparison.before.pass_at_1.mean:.1%} → "
             f"{comparison.after.pass_at_1.mean:.1%}, gain {comparison.gain.mean:+.1%} "
             f"[{comparison.gain.low:+.1%}, {comparison.gain.high:+.1%}]"
@@ -112,10 +112,10 @@ def evaluate(
         )
 
 
-def decisive_settings(data: DataConfig, config: EvaluateConfig) -> dict[str, Any]:
-    """What two evaluations of the same problems must share to be compared, as manifests record it.
+def comparable_settings(data: DataConfig, config: EvaluateConfig) -> dict[str, Any]:
+    """The settings that two evaluations must share to be comparable, as manifests record them.
 
-    Of `data` it is the budget of tokens; the rest decides which problems there are.
+    Of `data` only the token budget counts; the problems themselves are compared by digest.
     """
     return {
         "data": {"max_response_length": data.max_response_length},
@@ -124,7 +124,7 @@ def decisive_settings(data: DataConfig, config: EvaluateConfig) -> dict[str, Any
 
 
 def recorded_settings(evaluation: Manifest) -> dict[str, Any]:
-    """The same of an evaluation that is there; LineageError where it has no such record."""
+    """`comparable_settings` as an evaluation's manifest records them; LineageError if missing."""
     from engine.errors import LineageError
 
     found = {key: evaluation.config.get(key) for key in ("data", "evaluate")}
@@ -142,7 +142,7 @@ def require_same_settings(evaluation: Manifest, data: DataConfig, config: Evalua
     from engine.errors import LineageError
 
     found = recorded_settings(evaluation)
-    for section, wanted in decisive_settings(data, config).items():
+    for section, wanted in comparable_settings(data, config).items():
         for key in sorted(wanted.keys() | found[section].keys()):
             here, there = wanted.get(key), found[section].get(key)
             if here != there:
@@ -152,12 +152,12 @@ def require_same_settings(evaluation: Manifest, data: DataConfig, config: Evalua
                 )
 
 
-def counter(bar: Progress[None], before: int) -> Callable[[int], None]:
-    """Bring the bar to `before` plus a model's own count of completions."""
-    return lambda done: bar.update(before + done - bar.count)
+def update_progress(bar: Progress[None], offset: int) -> Callable[[int], None]:
+    """A callback that sets the bar to `offset` plus the finished completions of one model."""
+    return lambda done: bar.update(offset + done - bar.count)
 
 
-def require_unseen(dataset: Path) -> None:
+def check_held_out(dataset: Path) -> None:
     """Raise DataError when a test prompt is in any split that a stage trained or chose on."""
     import pandas as pd
 
@@ -168,7 +168,7 @@ def require_unseen(dataset: Path) -> None:
 
 
 def training_curves(policy: Path) -> dict[str, list[float]]:
-    """Per-step metrics of the RL run that made the model, for the report; none of other models."""
+    """Per-step metrics of the RL run that made the model; empty for other models."""
     import pandas as pd
 
     if not (policy / "metrics.parquet").is_file():

@@ -1,10 +1,10 @@
-"""What Flyte runs when a workflow has failed: the cause goes to MLflow, what is open is closed.
+"""Failure handlers: record the cause in MLflow and end the runs that are still open.
 
-A stage that raises says so itself. This also sees what a stage can't tell of itself: a pod killed
-for memory, a deadline, an image that can't be pulled. Checkpoints and cached results stay, so that
-the next run goes on from them; Ray clusters end by themselves (`tasks.ray_cluster`).
+A stage that raises records that itself. The handlers also cover what a stage can't report: a pod
+killed for memory, a deadline, an image that can't be pulled. Checkpoints and cached results stay,
+so that the next run resumes; Ray clusters end by themselves (`tasks.ray_cluster`).
 
-Flyte wants a handler to have the inputs of its workflow, hence one a workflow.
+Flyte requires a handler to have the inputs of its workflow, hence one per workflow.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
-from tasks.context import IMAGE, SMALL, RunContext, execution_tags, say
+from tasks.context import IMAGE, SMALL, RunContext, echo, execution_tags
 from tasks.inputs import RLHFConfig
-from tasks.literal_types import read_errors
+from tasks.literal_types import convert_error_literals
 from tasks.profiles import ProfileName
 
 EXECUTION_VARIABLE = "FLYTE_INTERNAL_EXECUTION_ID"
@@ -33,15 +33,15 @@ OPTIONS: dict[str, Any] = {
     "timeout": timedelta(minutes=30),
 }
 
-read_errors()
+convert_error_literals()
 
 # Locally, executions have no name and a handler runs in the process that failed.
-_opened: list[RunContext] = []
+_current_run: list[RunContext] = []
 
 
-def note_opened(run: RunContext | None) -> None:
-    """Remember the run that this process works on; None: a new one is about to be opened."""
-    _opened[:] = [run] if run else []
+def set_current_run(run: RunContext | None) -> None:
+    """Set the run of this process; None while a new one is being opened."""
+    _current_run[:] = [run] if run else []
 
 
 @task(**OPTIONS)
@@ -101,30 +101,29 @@ def retraining_failed(
 
 
 def record_failure(workflow: str, config: RLHFConfig, error: FlyteError | None) -> None:
-    """Write the cause to the run in MLflow, end it and its stages as FAILED, sweep up.
+    """Write the cause to the MLflow run, end it and its stages as FAILED, and clean up.
 
-    On a cluster a run that failed before it was opened is recorded as well. Locally such a one has
-    nothing to record: the terminal shows the cause. What can't be recorded is said and not raised,
-    for that would hide the cause.
+    On a cluster a run that failed before it was opened is recorded as well; locally it has nothing
+    to record. A failure to record is printed, not raised: that would hide the cause.
     """
     from engine.errors import EngineError
 
     try:
-        run_id = _run_of(workflow, config)
+        run_id = _mlflow_run(workflow, config)
         if run_id:
-            _close(config.tracking.experiment, run_id, error)
-        _sweep()
+            _end_runs(config.tracking.experiment, run_id, error)
+        _clean_staging()
     except (EngineError, OSError) as fault:
-        say(f"failure: the cause could not be recorded ({fault})")
+        echo(f"failure: the cause could not be recorded ({fault})")
 
 
-def _run_of(workflow: str, config: RLHFConfig) -> str:
+def _mlflow_run(workflow: str, config: RLHFConfig) -> str:
     """The MLflow run of this execution; empty where there is none."""
     from engine.tracking import Tracker
 
     execution = os.environ.get(EXECUTION_VARIABLE)
     if not execution:
-        return _opened[0].mlflow_run if _opened else ""
+        return _current_run[0].mlflow_run if _current_run else ""
     tracker = Tracker(experiment=config.tracking.experiment)
     return tracker.start_pipeline(
         f"{workflow}-{execution}",
@@ -134,8 +133,8 @@ def _run_of(workflow: str, config: RLHFConfig) -> str:
     )
 
 
-def _close(experiment: str, run_id: str, error: FlyteError | None) -> None:
-    """Tag the run with the cause, and end it and the stages that did not end themselves."""
+def _end_runs(experiment: str, run_id: str, error: FlyteError | None) -> None:
+    """Tag the run with the cause, and end it and its stages that are still running."""
     from engine.tracking import Tracker
     from engine.tracking.values import tags
 
@@ -152,17 +151,17 @@ def _close(experiment: str, run_id: str, error: FlyteError | None) -> None:
             tracker.client.set_tag(stage.info.run_id, CAUSE_TAG, tags(facts)[CAUSE_TAG])
             tracker.client.set_terminated(stage.info.run_id, "FAILED")
     tracker.finish_pipeline(run_id, "FAILED")
-    say(f"failure: recorded in MLflow run {run_id}")
+    echo(f"failure: recorded in MLflow run {run_id}")
 
 
 def _cause(error: FlyteError | None) -> str:
-    """The message without flytekit's words around it."""
+    """The error message, or where to find it."""
     text = (error.message if error else "").strip()
     return text or "Flyte gave no message; see the failed node in its console"
 
 
-def _sweep() -> None:
-    """Remove what processes that died have left in this machine's staging folder."""
+def _clean_staging() -> None:
+    """Remove the staging files of processes that died."""
     from engine.storage.artifacts import staging
     from engine.storage.locations import home
 

@@ -1,4 +1,4 @@
-"""Task `fetch`: a model that was made elsewhere, or earlier, becomes an artifact of this run.
+"""Task `fetch`: makes a model from elsewhere an artifact of this run.
 
 Artifact: the model's own (`rl`, `sft`) where it has a manifest, else `model`, a copy of the folder.
 """
@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
-from tasks.context import IMAGE, SMALL, RunContext, as_output, failures_as_sentences, say, shown
+from tasks.context import (
+    IMAGE,
+    SMALL,
+    RunContext,
+    as_output,
+    display_path,
+    echo,
+    user_facing_errors,
+)
 
 if TYPE_CHECKING:
     from engine.tracking.registry import ModelVersion
@@ -23,7 +31,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 HUB_SECONDS = 10.0
 
 
-# Not cached: an alias stands on another version tomorrow.
+# Not cached: an alias may point to another version tomorrow.
 @task(
     cache=False,
     requests=SMALL,
@@ -33,17 +41,17 @@ HUB_SECONDS = 10.0
     timeout=timedelta(hours=2),
 )
 def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
-    """Bring a model here.
+    """Download a model.
 
     Args:
         run: The pipeline run.
         reference: `models:/NAME@ALIAS` or `models:/NAME/VERSION` of the MLflow registry, or a
             folder, address (s3://…) or hub id of an artifact or a Hugging Face model.
-        name: The input that it came from, for what is said about it.
+        name: The input that it came from, for messages.
     """
-    with failures_as_sentences():
+    with user_facing_errors():
         folder = resolve(reference, name, run.experiment)
-        say(f"fetch: {name} {reference} → {shown(folder)}")
+        echo(f"fetch: {name} {reference} → {display_path(folder)}")
         return as_output(folder)
 
 
@@ -60,23 +68,23 @@ def resolve(reference: str, name: str, experiment: str) -> Path:
         raise ConfigError(f"{name} is empty; give models:/NAME@ALIAS, a folder or an s3:// address")
     if reference.startswith(REGISTERED):
         tracker = Tracker(experiment=experiment)
-        return _registered(tracker, tracker.model_version(reference))
+        return _from_registry(tracker, tracker.model_version(reference))
     if "://" not in reference and not Path(reference).exists():
         require_model_folder(reference, name)  # says what is wrong, unless it looks like a hub id
-        return _downloaded(reference, name)
+        return _from_hub(reference, name)
     folder = local_path(reference)
     require_model_folder(str(folder), name)
     if (folder / MANIFEST).is_file():
         verify(folder)
         return folder
-    return _copied(folder, reference)
+    return _publish_copy(folder, reference)
 
 
-def _registered(tracker: object, version: ModelVersion) -> Path:
-    """The artifact that a version was registered from: where it lies, or MLflow's copy of it.
+def _from_registry(tracker: object, version: ModelVersion) -> Path:
+    """The artifact that a version was registered from, or MLflow's copy of it.
 
-    Either is what the version's tags name. One that another tool registered has no such tags; it is
-    taken as it is, which is said.
+    Both are checked against the version's tags. A model that another tool registered has no tags
+    and is used as it is, with a notice.
     """
     import contextlib
 
@@ -89,26 +97,26 @@ def _registered(tracker: object, version: ModelVersion) -> Path:
     from engine.tracking.registry import ARTIFACT_TAG, require_as_tagged
 
     assert isinstance(tracker, Tracker)
-    for place in _places(version):
+    for place in _candidate_paths(version):
         with contextlib.suppress(LineageError, StorageError, OSError):
             require_as_tagged(folder := local_path(place), version)
             return folder
     if not version.tags.get(ARTIFACT_TAG):
-        say(
+        echo(
             f"fetch: {version.name} version {version.version} has no tag {ARTIFACT_TAG}: whether "
             "its files are those that were registered can't be checked"
         )
     with staging("download") as draft:
         folder = tracker.download_model(version.name, version.version, draft / "model")
         if not (folder / MANIFEST).is_file():
-            return _copied(folder, f"{REGISTERED}{version.name}/{version.version}")
+            return _publish_copy(folder, f"{REGISTERED}{version.name}/{version.version}")
         manifest = read_manifest(folder)
-        target, beside = _named(manifest.kind, manifest.digest, manifest.own_digest)
-        standing = _manifest_of_whole(target)
-        if standing == manifest.own_digest:
+        target, alternative = _artifact_paths(manifest.kind, manifest.digest, manifest.own_digest)
+        present = _verified_manifest_digest(target)
+        if present == manifest.own_digest:
             return target
-        if standing:  # its own children know it by that
-            target = beside
+        if present:  # its children refer to that manifest
+            target = alternative
         fsync_tree(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
@@ -117,8 +125,8 @@ def _registered(tracker: object, version: ModelVersion) -> Path:
     return target
 
 
-def _places(version: ModelVersion) -> list[Path | str]:
-    """Where the artifact of a version may lie; nowhere for what was registered as none of ours."""
+def _candidate_paths(version: ModelVersion) -> list[Path | str]:
+    """Paths where a version's artifact may be; empty for models that another tool registered."""
     from engine.tracking.registry import ARTIFACT_TAG, MANIFEST_TAG
 
     wanted = ("artifact_kind", ARTIFACT_TAG, MANIFEST_TAG)
@@ -126,19 +134,19 @@ def _places(version: ModelVersion) -> list[Path | str]:
     if not (kind and digest and manifest):
         return []
     uri = version.tags.get("artifact_uri")
-    return [*([uri] if uri else []), *_named(kind, digest, manifest)]
+    return [*([uri] if uri else []), *_artifact_paths(kind, digest, manifest)]
 
 
-def _named(kind: str, digest: str, manifest: str) -> tuple[Path, Path]:
-    """An artifact's place, and the one for equal content with another manifest."""
+def _artifact_paths(kind: str, digest: str, manifest: str) -> tuple[Path, Path]:
+    """An artifact's path, and the path for equal content with another manifest."""
     from engine.storage.locations import artifact_path
 
-    place = artifact_path(kind, digest)
-    return place, place.with_name(f"{place.name}-{manifest[:8]}")
+    path = artifact_path(kind, digest)
+    return path, path.with_name(f"{path.name}-{manifest[:8]}")
 
 
-def _manifest_of_whole(folder: Path) -> str:
-    """The digest of a whole artifact's manifest; empty where there is none, or a damaged one."""
+def _verified_manifest_digest(folder: Path) -> str:
+    """Digest of an intact artifact's manifest; empty where it is missing or damaged."""
     from engine.errors import LineageError
     from engine.storage.manifest import verify
 
@@ -148,8 +156,8 @@ def _manifest_of_whole(folder: Path) -> str:
         return ""
 
 
-def _downloaded(hub_id: str, name: str) -> Path:
-    """Fetch a model from the Hugging Face hub; ModelError where it can't be had."""
+def _from_hub(hub_id: str, name: str) -> Path:
+    """Fetch a model from the Hugging Face hub; ModelError where that fails."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -167,14 +175,14 @@ def _downloaded(hub_id: str, name: str) -> Path:
         except (OSError, ValueError, HfHubHTTPError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ModelError(
-                f"{name}={hub_id!r} is no folder here and can't be had from the hub ({reason}); "
-                "check the name and the network"
+                f"{name}={hub_id!r} is no folder here and can't be downloaded from the hub "
+                f"({reason}); check the name and the network"
             ) from error
         shutil.rmtree(draft / "model" / ".cache", ignore_errors=True)
-        return _copied(draft / "model", hub_id)
+        return _publish_copy(draft / "model", hub_id)
 
 
-def _copied(folder: Path, source: str) -> Path:
+def _publish_copy(folder: Path, source: str) -> Path:
     """Publish a copy of a folder without a manifest."""
     from engine.storage.artifacts import publish, staging
     from engine.storage.hashing import tree_digest

@@ -1,4 +1,4 @@
-"""Tasks that open and end the runs of workflows which have not all the stages of `rlhf`."""
+"""Tasks that open and end runs of the workflows that have only some stages of `rlhf`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tasks.context import (
     SMALL,
     RunContext,
     as_output,
-    failures_as_sentences,
+    display_path,
+    echo,
     local_artifact,
-    say,
-    shown,
+    user_facing_errors,
 )
-from tasks.failure import note_opened
+from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.plan import open_run
 
@@ -52,14 +52,14 @@ def open_promotion(
     from engine.tracking import Tracker
     from tasks.evaluate import require_same_settings
 
-    with failures_as_sentences():
-        note_opened(None)
+    with user_facing_errors():
+        set_current_run(None)
         folders = [local_artifact(artifact) for artifact in (dataset, policy, evaluation)]
         digest = check_evidence(*folders)
         require_same_settings(read_manifest(folders[2]), config.data, config.evaluate)
         Tracker(experiment=config.tracking.experiment).check()
         run = open_run(config, (digest, ""), "promote_only")
-        note_opened(run)
+        set_current_run(run)
     seed = seed if seed >= 0 else config.seed
     approval = config.promote.approval == "required"
     return PromotionPlan(run, config.data, config.evaluate, config.promote, seed, approval)
@@ -76,47 +76,48 @@ def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:
     evidence = read_manifest(evaluation)
     if evidence.kind != "evaluation":
         raise LineageError(
-            f"evaluation={shown(evaluation)} is an artifact of kind {evidence.kind!r}; give the "
-            "folder of an evaluation"
+            f"evaluation={display_path(evaluation)} is an artifact of kind {evidence.kind!r}; give "
+            "the folder of an evaluation"
         )
     parents = {parent.name: parent.digest for parent in evidence.parents}
     for name, folder in (("dataset", dataset), ("policy", policy)):
         digest = read_manifest(folder).digest
         if parents.get(name) != digest:
             raise LineageError(
-                f"the evaluation {shown(evaluation)} is of {name} "
-                f"{parents.get(name, 'unknown')[:12]}, and {name}={shown(folder)} is "
+                f"the evaluation {display_path(evaluation)} is of {name} "
+                f"{parents.get(name, 'unknown')[:12]}, and {name}={display_path(folder)} is "
                 f"{digest[:12]}; give the artifacts of one run"
             )
     return parents["dataset"]
 
 
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
-def conclude(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
-    """Write the artifact's metrics to the MLflow run and end it; hand the artifact on."""
+def finalize(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
+    """Write the artifact's metrics to the MLflow run, end the run, and return the artifact."""
     from engine.storage.manifest import read_manifest
     from engine.tracking import Tracker
 
-    with failures_as_sentences():
+    with user_facing_errors():
         folder = local_artifact(artifact)
         manifest = read_manifest(folder)
         metrics = {k: v for k, v in manifest.metrics.items() if k != "seconds"}
         Tracker(experiment=run.experiment).finish_pipeline(run.mlflow_run, "FINISHED", metrics)
-        say(f"run {run.run_id}: MLflow run {run.mlflow_run}; {manifest.kind} in {shown(folder)}")
+        where = f"{manifest.kind} in {display_path(folder)}"
+        echo(f"run {run.run_id}: MLflow run {run.mlflow_run}; {where}")
         return as_output(folder)
 
 
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
-def skipped(run: RunContext, reason: str) -> FlyteFile:
+def finalize_skipped(run: RunContext, reason: str) -> FlyteFile:
     """End a run that had nothing to do: the reason goes to MLflow and into `summary.json`."""
     from engine.tracking import Tracker
     from tasks.report import write_summary
 
-    with failures_as_sentences():
+    with user_facing_errors():
         tracker = Tracker(experiment=run.experiment)
         with tracker.talking("record why a run was skipped"):
             tracker.client.set_tag(run.mlflow_run, SKIPPED_TAG, reason)
         tracker.finish_pipeline(run.mlflow_run, "FINISHED")
         path = write_summary(run, {"run_id": run.run_id, "skipped": reason})
-        say(f"run {run.run_id}: skipped: {reason}")
+        echo(f"run {run.run_id}: skipped: {reason}")
     return FlyteFile(str(path))

@@ -1,8 +1,8 @@
 """Which image a task runs in.
 
-`python -m workflows.register` puts references by digest into the variables below before it loads
-the tasks, so that cache keys hold the images. Without them (`pyflyte run`, `register`, `package`)
-Flyte fills in what its `--image` says.
+`python -m workflows.register` sets the variables below to references by digest before it loads
+the tasks, so that cache keys contain the images. Without them (`pyflyte run`, `register` or
+`package`) Flyte fills in what its `--image` says.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two places where flytekit's types need help: speed, and the error given to failure handlers."""
+"""Two patches of flytekit's types: cached literal types, and errors given to failure handlers."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from flytekit.models.literals import Scalar
 from flytekit.models.types import Error
 
 
-def remember_types() -> None:
-    """Let flytekit keep the type it has derived for a pydantic model; again has no effect.
+def cache_literal_types() -> None:
+    """Cache the literal type that flytekit derives for a pydantic model; idempotent.
 
-    It derives it, JSON schema and all, anew for every input of every task, and a stage registered a
-    profile asks for the same ones five times: half of the start of `pyflyte run`.
+    flytekit derives it, with a JSON schema, for every input of every task, and a stage has one task
+    per profile: uncached, this is half of the start-up time of `pyflyte run`.
     """
     derive: Any = PydanticTransformer.get_literal_type
     if not hasattr(derive, "cache_info"):
-        remembering: Any = functools.cache(derive)
-        PydanticTransformer.get_literal_type = remembering
+        cached: Any = functools.cache(derive)
+        PydanticTransformer.get_literal_type = cached
 
 
-def read_errors() -> None:
-    """Let flytekit read an error as its own class; again has no effect.
+def convert_error_literals() -> None:
+    """Convert an error literal to flytekit's own class; idempotent.
 
-    It leaves the protobuf in place, and then fails to print it while it tries the variants of
+    flytekit leaves the protobuf in place and then fails to print it while it tries the variants of
     `FlyteError | None`.
     """
     if hasattr(Scalar.from_flyte_idl, "reads_errors"):

@@ -1,7 +1,7 @@
-"""Flyte's local cache: forgetting results whose artifact is gone, so that they are made again.
+"""Evicts entries of Flyte's local cache whose artifact no longer exists.
 
-On a cluster nothing of this applies: there the catalogue is Flyte's own, and `local_artifact` names
-a lost artifact with the way out.
+Only for local runs: on a cluster the catalogue is Flyte's, and `local_artifact` reports a missing
+artifact.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-OURS = "tasks."  # cache keys begin with the task's name, e.g. tasks.sft.sft-<version>-<inputs>
+TASK_PREFIX = "tasks."  # of cache keys, e.g. tasks.sft.sft-<version>-<inputs>
 
 
-def forget_lost() -> int:
+def evict_missing() -> int:
     """Drop cached results of our tasks that point to folders no longer there; return how many.
 
     flytekit would hand such a path to the next task and end with a traceback.
@@ -24,13 +24,13 @@ def forget_lost() -> int:
     if not LocalTaskCache._initialized:
         LocalTaskCache.initialize()
     cache: Any = LocalTaskCache._cache
-    lost = 0
-    for key in [key for key in cache.iterkeys() if str(key).startswith(OURS)]:
+    evicted = 0
+    for key in [key for key in cache.iterkeys() if str(key).startswith(TASK_PREFIX)]:
         stored = cache.get(key)
         outputs = LiteralMap.FromString(stored) if isinstance(stored, bytes) else LiteralMap()
         if any(not path.exists() for path in local_outputs(outputs)):
-            lost += bool(cache.delete(key))
-    return lost
+            evicted += bool(cache.delete(key))
+    return evicted
 
 
 def local_outputs(outputs: Any) -> Iterator[Path]:

@@ -1,8 +1,8 @@
-"""Where flytekit's local runs need help: a branch inside the sub-workflow of another branch.
+"""Patch of flytekit's local runs: a `conditional` inside the sub-workflow of another one.
 
-Locally, the inner branch shares the outer one's state. It marks it as done when it ends, so that
-what follows in the sub-workflow is left out, and it runs its first case whether chosen or not. On a
-cluster each has its own. Not here: types (`tasks.literal_types`).
+Locally, flytekit shares one state between both. The inner branch marks it as done when it ends, so
+that the rest of the sub-workflow is skipped, and it always runs its first case. On a cluster each
+branch has its own state.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from flytekit.core.context_manager import BranchEvalMode, FlyteContext
 
 
-def nest_branches() -> None:
-    """Give a branch in a running branch a state of its own; again has no effect."""
+def patch_nested_branches() -> None:
+    """Give a branch inside a running branch its own state; idempotent."""
     builder: Any = FlyteContext.Builder
     enter = builder.enter_conditional_section
     if hasattr(enter, "nests"):

@@ -1,4 +1,4 @@
-"""What a profile means for the engine's settings: layout, processes a GPU, and what can't be."""
+"""Applies a resource profile to the engine's settings: layout, pools, and checks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import TypeVar
 
 from engine.config import ParallelConfig, PipelineConfig, PoolConfig, RLConfig
 from engine.errors import ConfigError
-from tasks.content_pinning import with_named_content
-from tasks.context import say
+from tasks.content_pinning import pin_named_content
+from tasks.context import echo
 from tasks.profiles import ONE_RANK, PROFILES, Profile
 
 C = TypeVar("C", bound=PipelineConfig)
 
-# In the order in which the policy's process builds them; all but these are beside it.
-_POLICY = ("actor", "rollout", "reference", "teacher", "critic")
+# Roles that share the policy's processes, in the order in which they are built.
+_POLICY_ROLES = ("actor", "rollout", "reference", "teacher", "critic")
 
 
-def fit(config: C, profile_name: str) -> C:
+def apply_profile(config: C, profile_name: str) -> C:
     """Return the settings with the profile's layout and GPUs where they leave both open.
 
     And with `rl.named_content`, which stages are keyed by. Layout: `rl.actor.parallel`, where it
@@ -25,7 +25,7 @@ def fit(config: C, profile_name: str) -> C:
     the machines at each start. Raises ConfigError for settings that the profile's machines can't
     take.
     """
-    config = with_named_content(config)
+    config = pin_named_content(config)
     profile = PROFILES[profile_name]
     if not profile.gpus:
         return config
@@ -35,16 +35,16 @@ def fit(config: C, profile_name: str) -> C:
             "Ray workers; set rl.trainer.placement=ray, or profile=laptop"
         )
     auto = config.rl.trainer.placement == "auto"
-    rl = (_in_precision if auto else _laid_out)(config.rl, profile)
+    rl = (_with_precision if auto else _with_layout)(config.rl, profile)
     return config.model_copy(update={"rl": rl})
 
 
-def _in_precision(rl: RLConfig, profile: Profile) -> RLConfig:
-    """The profile's precision alone, which says what its GPUs are good at, not how many there are.
+def _with_precision(rl: RLConfig, profile: Profile) -> RLConfig:
+    """The profile's compute dtype alone; the planner chooses the layout.
 
-    The planner takes what differs from its default for the user's own.
+    The planner treats any layout that differs from the default as the user's choice.
     """
-    say("plan: rl.trainer.placement=auto: layout and pools are chosen at each start of rl")
+    echo("plan: rl.trainer.placement=auto: layout and pools are chosen at each start of rl")
     if rl.actor.parallel.compute_dtype:
         return rl
     precision = {"compute_dtype": profile.parallel.compute_dtype}
@@ -53,11 +53,11 @@ def _in_precision(rl: RLConfig, profile: Profile) -> RLConfig:
     return rl.model_copy(update={"actor": actor})
 
 
-def _laid_out(rl: RLConfig, profile: Profile) -> RLConfig:
+def _with_layout(rl: RLConfig, profile: Profile) -> RLConfig:
     if rl.trainer.mode != "sync":
-        say(
-            f"plan: rl.trainer.mode={rl.trainer.mode}: layout and pools stay as configured, for "
-            "processes that only decode want GPUs of their own (rl.trainer.pools)"
+        echo(
+            f"plan: rl.trainer.mode={rl.trainer.mode}: layout and pools stay as configured, as "
+            "rollout processes need GPUs of their own (rl.trainer.pools)"
         )
         return rl
     if rl.actor.parallel == ONE_RANK:
@@ -77,7 +77,7 @@ def _laid_out(rl: RLConfig, profile: Profile) -> RLConfig:
 
 
 def _pools(rl: RLConfig, profile: Profile) -> tuple[PoolConfig, ...]:
-    """The policy's roles on one GPU a rank, the reward beside them on a core."""
+    """The policy's roles on one GPU a rank, all other roles on a core of their own."""
     from engine.dataflows import choose_dataflow
     from engine.dataflows.required_passes import RequiredPasses
     from engine.plugins import import_plugins
@@ -86,11 +86,11 @@ def _pools(rl: RLConfig, profile: Profile) -> tuple[PoolConfig, ...]:
     dataflow = choose_dataflow(rl.algorithm)
     roles = RequiredPasses.of(rl, dataflow).roles(dataflow)
     cpus = max(1, profile.cpus // profile.gpus - 1)
-    policy = tuple(role for role in _POLICY if role in roles)
-    beside = tuple(sorted(roles - set(policy)))  # the reward, at least
+    policy = tuple(role for role in _POLICY_ROLES if role in roles)
+    others = tuple(sorted(roles - set(policy)))  # the reward, at least
     return (
         PoolConfig(roles=policy, cpus=cpus, gpus=1.0),
-        PoolConfig(roles=beside, cpus=1.0),
+        PoolConfig(roles=others, cpus=1.0),
     )
 
 

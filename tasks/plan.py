@@ -1,7 +1,7 @@
 """Task `plan`: checks everything that can be checked before compute, and opens the run.
 
-It resolves the inputs (data and model to digests, so that changed files miss the cache), asks
-MLflow whether it answers, and hands each stage its own section of the configuration. Not cached.
+It resolves data and model to digests, so that changed files miss the cache, checks that MLflow
+answers, and gives each stage its section of the configuration. Not cached.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from engine.config import (
     SFTConfig,
     digest,
 )
-from tasks.content_pinning import model_digest, with_commit
+from tasks.content_pinning import model_digest, pin_model_commit
 from tasks.context import (
     IMAGE,
     SMALL,
     RunContext,
+    echo,
     execution_tags,
-    failures_as_sentences,
-    say,
+    user_facing_errors,
 )
-from tasks.failure import note_opened
+from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
-from tasks.placement import fit
+from tasks.placement import apply_profile
 from tasks.profiles import ProfileName
 
 
@@ -76,18 +76,20 @@ def plan(
     the configuration; `profile` fills in layout and GPUs where it leaves them open. `workflow`
     names the run.
     """
-    from tasks.local_cache import forget_lost
+    from tasks.local_cache import evict_missing
 
-    with failures_as_sentences():
-        note_opened(None)
-        if lost := forget_lost():
-            say(f"plan: results that were deleted from the disk are made again ({lost})")
-        merged = with_commit(fit(merge(config, source, path, model, seed), profile.value))
-        digests = check(merged)
-        context = context_of(merged.model)
+    with user_facing_errors():
+        set_current_run(None)
+        if evicted := evict_missing():
+            echo(f"plan: results that were deleted from the disk are made again ({evicted})")
+        merged = pin_model_commit(
+            apply_profile(with_overrides(config, source, path, model, seed), profile.value)
+        )
+        digests = check_inputs(merged)
+        context = context_length(merged.model)
         run = open_run(merged, digests, workflow)
-        note_opened(run)
-    say(f"run {run.run_id}: config {digest(merged)[:12]}, data {digests[0][:12]}")
+        set_current_run(run)
+    echo(f"run {run.run_id}: config {digest(merged)[:12]}, data {digests[0][:12]}")
     return Plan(
         run,
         merged.data,
@@ -98,7 +100,7 @@ def plan(
         context,
         merged.sft,
         merged.rl,
-        adapters(merged.model),
+        rl_lora(merged.model),
         merged.evaluate,
         merged.promote,
         merged.seed,
@@ -108,8 +110,8 @@ def plan(
     )
 
 
-def merge(config: RLHFConfig, source: str, path: str, model: str, seed: int) -> RLHFConfig:
-    """Return the configuration with the command line's scalars put in; ConfigError if wrong."""
+def with_overrides(config: RLHFConfig, source: str, path: str, model: str, seed: int) -> RLHFConfig:
+    """Return the configuration with the command line's scalars applied; ConfigError if invalid."""
     from pydantic import ValidationError
 
     from engine.config import explain
@@ -127,8 +129,8 @@ def merge(config: RLHFConfig, source: str, path: str, model: str, seed: int) -> 
         raise ConfigError(explain(error)) from None
 
 
-def adapters(model: ModelConfig) -> LoRAConfig:
-    """RL's adapters: new ones, of the warm start's shape, on the merged model that it leaves."""
+def rl_lora(model: ModelConfig) -> LoRAConfig:
+    """RL's LoRA settings: new adapters of the warm start's shape, on its merged model."""
     from engine.models import resolve_lora
 
     lora = resolve_lora(model.path, model.lora) if model.lora.from_folder else model.lora
@@ -136,7 +138,7 @@ def adapters(model: ModelConfig) -> LoRAConfig:
 
 
 def check_settings(config: RLHFConfig) -> None:
-    """Raise ConfigError for settings that can't work, whatever the data and the model are."""
+    """Raise ConfigError for settings that can't work with any data or model."""
     from engine.rollout.protocol import check_engine
     from engine.trainers.rl_checks import check_config
     from engine.trainers.rl_setup import check_lora
@@ -146,7 +148,7 @@ def check_settings(config: RLHFConfig) -> None:
     check_engine(config.evaluate.engine)
 
 
-def check(config: RLHFConfig) -> tuple[str, str]:
+def check_inputs(config: RLHFConfig) -> tuple[str, str]:
     """Check names, files and the tracking server; return the digests of data and start model."""
     from engine.data.sources import source_digest
     from engine.models import require_model_folder
@@ -162,7 +164,7 @@ def check(config: RLHFConfig) -> tuple[str, str]:
     return data, model
 
 
-def context_of(model: ModelConfig) -> int:
+def context_length(model: ModelConfig) -> int:
     """Longest prompt plus completion that the model can read, in tokens."""
     from engine.models import vocabulary_and_context
 

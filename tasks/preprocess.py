@@ -15,7 +15,7 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig
-from tasks.context import IMAGE, SMALL, RunContext, Stage, say, stage, stage_cache
+from tasks.context import IMAGE, SMALL, RunContext, Stage, echo, stage, stage_cache
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,7 +55,7 @@ def preprocess(
         check_contract(splits)
         tokenizer = choose_tokenizer(splits, data, model_path)
         facts = write_splits(this, splits, tokenizer, data, context)
-        say(
+        echo(
             f"dataset: {data.source}, "
             + ", ".join(f"{name} {facts[f'rows_{name}']:.0f}" for name in SPLITS)
             + f" rows; longest prompt {facts['max_prompt_length']:.0f} tokens"
@@ -70,9 +70,9 @@ def write_splits(
     data: DataConfig,
     context: int,
 ) -> dict[str, float]:
-    """Write splits that keep the contract, and their tokenizer, into the stage's folder.
+    """Write checked splits and their tokenizer into the stage's folder.
 
-    Returns what was measured of them: rows a split, longest prompt in tokens. Raises as
+    Returns metrics: rows per split, longest prompt in tokens. Raises as
     `fit_to_context` and `write_split` do.
     """
     from engine.storage.manifest import Parent
@@ -107,7 +107,7 @@ def write_split(frame: pd.DataFrame, path: Path) -> None:
 
 
 def check_contract(splits: Splits) -> None:
-    """Hold every split to its schema, and the splits apart; DataError names rows and columns."""
+    """Check every split's schema and that splits are disjoint; DataError names rows and columns."""
     from tasks.schemas import RL_PROMPTS, SFT_PAIRS, check, check_disjoint
 
     frames = splits.frames()
@@ -155,7 +155,7 @@ def fit_to_context(
                 f"{min(lengths)} tokens; raise it"
             )
         if not all(fits):
-            say(f"dataset: {name}: {fits.count(False)} prompts over {limit} tokens left out")
+            echo(f"dataset: {name}: {fits.count(False)} prompts over {limit} tokens left out")
         kept[name] = frame[fits].reset_index(drop=True)
         longest = max(longest, max(n for n in lengths if n <= limit))
     check_context(longest, data.max_response_length, context)

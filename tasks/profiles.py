@@ -2,12 +2,11 @@
 
 Flyte 1 fixes a task's resources when it is registered: an input can't change them, `with_overrides`
 reaches a node's own container but not the worker group inside a Ray job, and a dynamic workflow
-would hide the choice from whoever reads the registered graph. So a stage is registered once a
+would hide the choice from readers of the registered graph. So a stage is registered once per
 profile (`tasks.variants`), and the workflow's input `profile` picks the branch. Each Ray job can be
 read before anything runs.
 
-Values only. What they mean for the engine's settings is in `tasks.placement`, for Ray in
-`tasks.ray_cluster`.
+Values only: `tasks.placement` applies them to the engine's settings, `tasks.ray_cluster` to Ray.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Artifact `promotion`: `decision.json` (promoted or not, why, each rule's outcome, against which
 champion), `evidence.json`, and `rows_champion.parquet` where the champion was evaluated here. The
 rules are `engine.promotion.rules`. Anything missing, unreadable or tampered with promotes nothing.
-Not cached, since the champion of another day is another input; doing it again for the same model
-changes nothing.
+Not cached: the champion may have changed. Running it again for the same model changes nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from tasks.context import (
     RunContext,
     Stage,
     as_output,
-    failures_as_sentences,
+    echo,
     local_artifact,
-    say,
     stage,
+    user_facing_errors,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 CHAMPION_ROWS = "rows_champion.parquet"
 
 
-# On machines that stay: it may be moving an alias. Doing it again changes nothing.
+# Not interruptible: it may be moving an alias. Running it again changes nothing.
 @task(cache=False, requests=LARGE, container_image=IMAGE, retries=2, timeout=timedelta(hours=6))
 def promote(
     run: RunContext,
@@ -58,7 +57,7 @@ def promote(
 ) -> FlyteDirectory:
     """Register the RL model; make it champion if it beats the present one on the same problems.
 
-    approved_by: who agreed, for `promote.approval=required`; without it such a promotion waits.
+    approved_by: who approved, for `promote.approval=required`; without it such a promotion waits.
     """
     from engine.promotion import Champions
     from engine.promotion.checks import require_untouched, require_whole_copy
@@ -68,28 +67,28 @@ def promote(
     from tasks.finalize import check_evidence
 
     settings = {"promote": config.model_dump(mode="json"), "seed": seed}
-    # Asked a second time, after consent, it is a stage of its own and no retry of the first.
+    # The call after approval is another stage, not a retry of the first.
     with stage("promotion", run, settings, "approved" if approved_by else "") as this:
-        test = this.parent("dataset", dataset)
-        model = this.parent("policy", policy)
-        evidence = this.parent("evaluation", evaluation)
+        test = this.load_parent("dataset", dataset)
+        model = this.load_parent("policy", policy)
+        evidence = this.load_parent("evaluation", evaluation)
         check_evidence(test, model, evidence)
         require_same_settings(read_manifest(evidence), data, evaluate)
         datasets = require_untouched([this.parents[1].uri, this.parents[2].uri])
         tracker = Tracker(experiment=run.experiment)
         new = read_manifest(model)
-        version = register(tracker, this, model, new, run, config.model_name)
+        version = register_model(tracker, this, model, new, run, config.model_name)
         require_whole_copy(tracker, version)
         name = f"{config.model_name} version {version.version}"
         champions = Champions(tracker, config.model_name, config.alias)
         request = f"{run.run_id}:{new.digest[:16]}"
-        case = Case(this, test, model, evidence, datasets, data, evaluate, config, seed)
-        former = to_compare_with(tracker, champions, request)
+        case = PromotionCase(this, test, model, evidence, datasets, data, evaluate, config, seed)
+        former = champion_to_compare(tracker, champions, request)
         if former is not None and former.tags.get("artifact_digest") == new.digest:
-            say(f"promotion: {name} is the {config.alias} already")
+            echo(f"promotion: {name} is the {config.alias} already")
             reason = f"{name} is the {config.alias} already"
-            return conclude_stage(case, version, former, None, False, reason)
-        decision, gain = judge(case, tracker, former, approved_by)
+            return publish_decision(case, version, former, None, False, reason)
+        decision, gain = compare_and_decide(case, tracker, former, approved_by)
         if decision.promote:
             champions.promote(
                 version.version,
@@ -99,31 +98,31 @@ def promote(
                 by=approved_by or run.run_id,
             )
         done = "is now" if decision.promote else "was not made"
-        say(f"promotion: {name} {done} {config.alias}: {decision.reason}")
-        return conclude_stage(
+        echo(f"promotion: {name} {done} {config.alias}: {decision.reason}")
+        return publish_decision(
             case, version, former, decision, decision.promote, decision.reason, gain
         )
 
 
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
 def waits_for_approval(promotion: FlyteDirectory) -> bool:
-    """Whether a person's consent is all that a promotion lacks: what a workflow branches on."""
-    with failures_as_sentences():
+    """Whether a promotion lacks only a person's approval: the condition of a workflow branch."""
+    with user_facing_errors():
         decision = json.loads((local_artifact(promotion) / "decision.json").read_text())
         return bool(decision["waits_for_approval"])
 
 
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
-def keep(promotion: FlyteDirectory) -> FlyteDirectory:
-    """Hand a promotion on, for the branch of a workflow that has nothing to add."""
-    with failures_as_sentences():
+def keep_promotion(promotion: FlyteDirectory) -> FlyteDirectory:
+    """Return a promotion as it is, for the workflow branch without approval."""
+    with user_facing_errors():
         return as_output(local_artifact(promotion))
 
 
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
-def to_approve(promotion: FlyteDirectory) -> str:
-    """What a person is asked to agree to, in words that Flyte's console shows at the gate."""
-    with failures_as_sentences():
+def approval_request(promotion: FlyteDirectory) -> str:
+    """What a person is asked to approve, as Flyte's console shows it."""
+    with user_facing_errors():
         decision = json.loads((local_artifact(promotion) / "decision.json").read_text())
         rules = "; ".join(outcome["sentence"] for outcome in decision["outcomes"])
         return (
@@ -134,8 +133,8 @@ def to_approve(promotion: FlyteDirectory) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """What one promotion is judged on."""
+class PromotionCase:
+    """The inputs of one promotion decision."""
 
     this: Stage
     dataset: Path
@@ -148,13 +147,13 @@ class Case:
     seed: int
 
 
-def register(
+def register_model(
     tracker: Tracker, this: Stage, model: Path, manifest: Manifest, run: RunContext, name: str
 ) -> ModelVersion:
-    """Make the model a version, tagged with what it came from; once for the same content.
+    """Register the model as a version tagged with its origin; once for the same content.
 
-    Its files go to the run that made it; where that is unknown or in MLflow's trash (an attempt
-    that was lost after it had published), to the pipeline's own, which no retry takes away.
+    Its files go to the MLflow run that made it. Where that is unknown or deleted (a lost attempt),
+    they go to the pipeline's run, which every retry shares.
     """
     policy, evidence = this.parents[1], this.parents[2]
     tags = {
@@ -164,25 +163,27 @@ def register(
         "hybridflyte.run": run.run_id,
         "flyte.execution": this.execution,
     }
-    holder = tracker.lasting_run(manifest.mlflow_run, run.mlflow_run)
-    number = tracker.register_model(model, name, holder, tags)
+    owner = tracker.lasting_run(manifest.mlflow_run, run.mlflow_run)
+    number = tracker.register_model(model, name, owner, tags)
     return tracker.model_version(f"models:/{name}/{number}")
 
 
-def to_compare_with(tracker: Tracker, champions: Champions, request: str) -> ModelVersion | None:
-    """The present champion; for a retry whose alias has moved already, the one before it."""
-    made = champions.made(request)
-    if made is None:
+def champion_to_compare(
+    tracker: Tracker, champions: Champions, request: str
+) -> ModelVersion | None:
+    """The present champion; for a retry that has already moved the alias, the one before it."""
+    move = champions.made(request)
+    if move is None:
         return tracker.champion(champions.model_name, champions.alias)
-    if made.replaced is None:
+    if move.replaced is None:
         return None
-    return tracker.model_version(f"models:/{champions.model_name}/{made.replaced}")
+    return tracker.model_version(f"models:/{champions.model_name}/{move.replaced}")
 
 
-def judge(
-    case: Case, tracker: Tracker, former: ModelVersion | None, approved_by: str
+def compare_and_decide(
+    case: PromotionCase, tracker: Tracker, former: ModelVersion | None, approved_by: str
 ) -> tuple[Decision, list[float] | None]:
-    """Measure the new model against the champion, or the warm start without one, and decide."""
+    """Compare the new model with the champion (without one, the warm start), and decide."""
     import pandas as pd
 
     from engine.promotion import decide
@@ -208,12 +209,12 @@ def judge(
     text = json.dumps(evidence.to_dict(), indent=2, sort_keys=True)
     (case.this.folder / "evidence.json").write_text(text)
     gain = evidence.gain
-    three = [gain.mean, gain.low, gain.high] if gain is not None else None
-    return decide(evidence, case.config), three
+    interval = [gain.mean, gain.low, gain.high] if gain is not None else None
+    return decide(evidence, case.config), interval
 
 
-def conclude_stage(
-    case: Case,
+def publish_decision(
+    case: PromotionCase,
     version: ModelVersion,
     former: ModelVersion | None,
     decision: Decision | None,
@@ -225,7 +226,7 @@ def conclude_stage(
     from engine.storage.manifest import read_manifest
 
     this = case.this
-    parent = parent_of(former) if former else None
+    parent = champion_parent(former) if former else None
     if parent is not None:
         this.parents.append(parent)
     record: dict[str, Any] = {
@@ -246,7 +247,7 @@ def conclude_stage(
     return this.publish({"promoted": float(promoted)})
 
 
-def parent_of(champion: ModelVersion) -> Parent | None:
+def champion_parent(champion: ModelVersion) -> Parent | None:
     """The artifact that a champion was registered from, as a parent; None when it has no tags."""
     from engine.storage.manifest import Parent
 
@@ -263,13 +264,13 @@ def parent_of(champion: ModelVersion) -> Parent | None:
 
 
 def champion_rows(
-    case: Case, tracker: Tracker, champion: ModelVersion, new: pd.DataFrame
+    case: PromotionCase, tracker: Tracker, champion: ModelVersion, new: pd.DataFrame
 ) -> pd.DataFrame:
     """The champion's evaluation on the new model's problems: as recorded, or made now.
 
-    A recorded evaluation counts only when its artifact is whole, the one that was recorded, of this
-    champion, and of the same problems under the same settings. MLflow's copy of the champion must
-    be what its tags name, whichever way.
+    A recorded evaluation counts only when its artifact is intact, is the recorded one, is of this
+    champion, and has the same problems and settings. MLflow's copy of the champion must match its
+    tags in both cases.
     """
     import tempfile
 
@@ -292,8 +293,8 @@ def champion_rows(
         if rows is not None:
             return rows
     except (EngineError, OSError) as error:
-        say(f"promotion: the champion's recorded evaluation is of no use ({error})")
-    say(f"promotion: evaluating the champion (version {champion.version}) on these problems")
+        echo(f"promotion: the champion's recorded evaluation can't be used ({error})")
+    echo(f"promotion: evaluating the champion (version {champion.version}) on these problems")
     with tempfile.TemporaryDirectory(dir=case.this.folder.parent) as scratch:
         folder = tracker.download_model(champion.name, champion.version, Path(scratch) / "champion")
         rows = evaluate_model(
@@ -308,7 +309,9 @@ def champion_rows(
     return rows
 
 
-def recorded_rows(case: Case, champion: ModelVersion, new: pd.DataFrame) -> pd.DataFrame | None:
+def recorded_rows(
+    case: PromotionCase, champion: ModelVersion, new: pd.DataFrame
+) -> pd.DataFrame | None:
     """The rows of a champion's own evaluation; None when they are of other problems or settings.
 
     Raises LineageError or StorageError when it is gone, not what was recorded, or has no record of
@@ -320,7 +323,7 @@ def recorded_rows(case: Case, champion: ModelVersion, new: pd.DataFrame) -> pd.D
     from engine.evaluation.rows import prompt_digest
     from engine.storage.artifacts import local_path
     from engine.storage.manifest import verify
-    from tasks.evaluate import decisive_settings, recorded_settings
+    from tasks.evaluate import comparable_settings, recorded_settings
 
     uri = champion.tags.get("evaluation_uri", "")
     if not uri:
@@ -332,7 +335,7 @@ def recorded_rows(case: Case, champion: ModelVersion, new: pd.DataFrame) -> pd.D
     of = {parent.name: parent.digest for parent in manifest.parents}
     if of.get("policy") != champion.tags.get("artifact_digest"):
         raise LineageError(f"{uri} is of another model")
-    if recorded_settings(manifest) != decisive_settings(case.data, case.evaluate):
+    if recorded_settings(manifest) != comparable_settings(case.data, case.evaluate):
         return None
     rows = pd.read_parquet(folder / "rows_rl.parquet")
     if prompt_digest(rows) != prompt_digest(new):

@@ -1,7 +1,7 @@
-"""The Ray cluster of the RL task: what Flyte brings up for a profile, and Ray on a laptop.
+"""The Ray cluster of the RL task: the one that Flyte starts for a profile, and a local one.
 
-On a cluster the Ray plugin connects the task. Locally the task's body does (`ray_session`), so that
-a fault there ends the stage as any other.
+On a cluster the Ray plugin connects the task. Locally the task body does (`ray_session`), so that
+an error there fails the stage like any other.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from flytekitplugins.ray.task import RayFunctionTask
 
 from tasks.profiles import Profile, head_pod, worker_pod
 
-LAPTOP_STORE = 512 << 20  # bytes of the object store of a Ray that is started here
+LOCAL_OBJECT_STORE_BYTES = 512 << 20  # object store of a Ray that is started locally
 
 
 @dataclass
 class LocalRayJobConfig(RayJobConfig):
-    """`RayJobConfig` whose local start is ours."""
+    """A `RayJobConfig` for `LocalRayTask`."""
 
 
 class LocalRayTask(RayFunctionTask):
-    """The plugin's task, which leaves Ray to the task's body where there is no cluster."""
+    """The plugin's task, which leaves Ray to the task body in local runs."""
 
     def pre_execute(self, user_params: ExecutionParameters) -> ExecutionParameters:
         state = FlyteContextManager.current_context().execution_state
@@ -39,15 +39,15 @@ TaskPlugins.register_pythontask_plugin(LocalRayJobConfig, LocalRayTask)
 def ray_cluster(profile: Profile) -> LocalRayJobConfig:
     """The cluster of one RL run on these machines.
 
-    Ray's autoscaler keeps the workers between the profile's fewest and most: a spot machine that
-    is taken away is replaced, or the run goes on with fewer. The head schedules nothing.
+    Ray's autoscaler keeps the workers between the profile's minimum and maximum: a pre-empted spot
+    machine is replaced, or the run continues with fewer. The head schedules nothing.
     """
-    fewest, start, most = profile.replicas
+    minimum, start, maximum = profile.replicas
     workers = WorkerNodeConfig(
         group_name="workers",
         replicas=start,
-        min_replicas=fewest,
-        max_replicas=most,
+        min_replicas=minimum,
+        max_replicas=maximum,
         pod_template=worker_pod(profile, "ray-worker"),
     )
     return LocalRayJobConfig(

@@ -1,6 +1,6 @@
 """Task `report`: the run's summary, as `summary.json` in the run's folder and as a table.
 
-It reads manifests, not memory, so a cached run tells the same facts. Not cached.
+It reads manifests, so a cached run reports the same facts. Not cached.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tasks.context import (
     IMAGE,
     SMALL,
     RunContext,
+    display_path,
+    echo,
     execution_name,
-    failures_as_sentences,
     local_artifact,
-    say,
-    shown,
+    user_facing_errors,
 )
 
 
@@ -38,8 +38,8 @@ def report(
     evaluation: FlyteDirectory,
     promotion: FlyteDirectory,
 ) -> FlyteFile:
-    """Write `summary.json`, end the MLflow parent run, and print what a person wants to know."""
-    with failures_as_sentences():
+    """Write `summary.json`, end the MLflow parent run, and print the summary."""
+    with user_facing_errors():
         folders = {
             "dataset": local_artifact(dataset),
             "sft": local_artifact(warm_start),
@@ -49,8 +49,8 @@ def report(
         }
         facts = summarise(run, config_digest, folders)
         path = write_summary(run, facts)
-        finish(run, facts, path)
-        show(facts, path, folders)
+        finish_run(run, facts, path)
+        print_summary(facts, path, folders)
     return FlyteFile(str(path))
 
 
@@ -114,7 +114,7 @@ def write_summary(run: RunContext, facts: dict[str, Any]) -> Path:
     return path
 
 
-def finish(run: RunContext, facts: dict[str, Any], path: Path) -> None:
+def finish_run(run: RunContext, facts: dict[str, Any], path: Path) -> None:
     """Record the outcome on the MLflow parent run and end it."""
     from engine.tracking import Tracker
 
@@ -129,7 +129,7 @@ def finish(run: RunContext, facts: dict[str, Any], path: Path) -> None:
     tracker.finish_pipeline(run.mlflow_run, "FINISHED", metrics)
 
 
-def show(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -> None:
+def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -> None:
     """Print the summary table and where to look further."""
     from engine.console import human_time, table
 
@@ -151,17 +151,17 @@ def show(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -> None:
         "gain": f"{facts['gain']:+.1%}  [{low:+.1%}, {high:+.1%}]  on {facts['problems']} problems",
         "promotion": f"version {decision['model_version']}: {decision['reason']}",
         "time": f"{human_time(facts['seconds']['total'])} ({times})",
-        "model": shown(folders["rl"]),
-        "report (Deck)": shown(folders["evaluation"] / "report.html"),
-        "summary": shown(path),
+        "model": display_path(folders["rl"]),
+        "report (Deck)": display_path(folders["evaluation"] / "report.html"),
+        "summary": display_path(path),
         "MLflow run": f"{facts['mlflow']['run_id']} in {facts['mlflow']['experiment']!r}",
         "MLflow UI": facts["mlflow"]["url"]
         or f"mlflow ui --backend-store-uri {facts['mlflow']['tracking_uri']}",
-        "lineage": f"python -m engine.lineage {shown(folders['rl'])}",
+        "lineage": f"python -m engine.lineage {display_path(folders['rl'])}",
     }
     table("RLHF run " + facts["run_id"], [{"": k, "result": v} for k, v in rows.items()])
     if facts["pass_at_1"]["rl"] < 0.02:
-        say(
+        echo(
             "Both models are near 0: a model this small, from scratch, can't solve these problems. "
             "Start from a pretrained one with --model FOLDER."
         )

@@ -1,8 +1,8 @@
-"""Task `kickoff`: what a night of retraining has to work with, and whether it is worth a run.
+"""Task `trigger_retraining`: is there enough new data since the champion to retrain it?
 
-It looks at the champion, at the data that its lineage has taken in, and at what has arrived since.
-The ledger of files taken in is `arrivals.json` in a dataset artifact; the champion's own is the one
-that counts, so data of a model that was not promoted are new again the next night. Not cached.
+It reads the champion, the ledger of files that its dataset ingested, and the files that arrived
+since. The ledger is `arrivals.json` in a dataset artifact. The champion's own ledger counts, so
+data of a model that was not promoted are new again in the next run. Not cached.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from engine.config import (
     digest,
 )
 from engine.data.incremental_data import Arrival
-from tasks.context import IMAGE, SMALL, RunContext, failures_as_sentences, say
-from tasks.failure import note_opened
+from tasks.context import IMAGE, SMALL, RunContext, echo, user_facing_errors
+from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
-from tasks.new_data_filter import News, find_news
-from tasks.placement import fit
-from tasks.plan import adapters, check_settings, open_run
+from tasks.placement import apply_profile
+from tasks.plan import check_settings, open_run, rl_lora
 from tasks.profiles import ProfileName
 
 if TYPE_CHECKING:
     from engine.data.incremental_data import Window
+    from engine.data.new_rows import NewRows
     from engine.tracking import Tracker
     from engine.tracking.registry import ModelVersion
 
 LEDGER = "arrivals.json"
-EARLY = timedelta(minutes=10)  # that a clock may be behind the one that set the kick-off
+CLOCK_TOLERANCE = timedelta(minutes=10)  # between the scheduler's clock and this one
 
 
 class NewData(BaseModel):
-    """What a night takes in, on top of the champion's dataset."""
+    """The files that a retraining run adds to the champion's dataset."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -54,15 +54,15 @@ class NewData(BaseModel):
     dataset_digest: str  # its content
 
 
-class Kickoff(NamedTuple):
-    """Each stage's share, and whether there is to be any."""
+class RetrainingPlan(NamedTuple):
+    """Each stage's share of the configuration, and whether there is enough new data to train."""
 
     run: RunContext
-    go: bool
-    reason: str  # why not
+    proceed: bool
+    skip_reason: str  # empty when `proceed`
     needs_approval: bool
     champion: str  # e.g. "models:/hybridflyte-policy/7"
-    news: NewData
+    new_data: NewData
     data: DataConfig
     retrain: RetrainConfig
     rl: RLConfig
@@ -75,56 +75,57 @@ class Kickoff(NamedTuple):
 
 
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(hours=2))
-def kickoff(
+def trigger_retraining(
     config: RLHFConfig, at: datetime, path: str, seed: int, profile: ProfileName
-) -> Kickoff:
-    """Open the run of a night, and find what arrived up to `at` since the champion's data.
+) -> RetrainingPlan:
+    """Open the run, and find what arrived until `at` since the champion's data.
 
     `path` (empty: as configured) and `seed` (negative: as configured) win over the configuration.
     """
     from engine.data.incremental_data import open_window
+    from engine.data.new_rows import find_new_rows
     from engine.storage.artifacts import local_path
     from engine.tracking import Tracker
 
-    with failures_as_sentences():
-        note_opened(None)
+    with user_facing_errors():
+        set_current_run(None)
         check_kickoff(at, datetime.now(UTC))
         if seed >= 0:
             config = config.model_copy(update={"seed": seed})
         if path:
             retrain = config.retrain.model_copy(update={"path": path})
             config = config.model_copy(update={"retrain": retrain})
-        config = fit(config, profile.value)
+        config = apply_profile(config, profile.value)
         check_settings(config)
         tracker = Tracker(experiment=config.tracking.experiment)
         champion = require_champion(tracker, config.promote)
-        uri, content = dataset_of(champion)
-        former = local_path(uri)
-        ledger = read_ledger(former)
+        uri, content = training_dataset(champion)
+        previous = local_path(uri)
+        ledger = read_ledger(previous)
         window = open_window(config.retrain.path, at, ledger, config.retrain.lookback_days)
-        found = find_news(former, window)
-        reason = why_not(window, found, config.retrain, champion)
+        found = find_new_rows(previous, window)
+        reason = skip_reason(window, found, config.retrain, champion)
         run = open_run(config, (content, ""), "retraining")
-        note_opened(run)
-        news = NewData(
+        set_current_run(run)
+        new_data = NewData(
             prefix=window.prefix, files=list(window.new), dataset=uri, dataset_digest=content
         )
-    say(
+    echo(
         f"run {run.run_id}: kick-off {at:%Y-%m-%d %H:%M}, champion version {champion.version}, "
-        f"{len(found.fresh)} new problems in {len(window.new)} files ({window.late} late, "
-        f"{window.known} taken before)"
+        f"{len(found.rows)} new problems in {len(window.new)} files ({window.late} late, "
+        f"{window.known} ingested before)"
     )
-    return Kickoff(
+    return RetrainingPlan(
         run,
         not reason,
         reason,
         config.promote.approval == "required",
         f"models:/{champion.name}/{champion.version}",
-        news,
+        new_data,
         config.data,
         config.retrain,
         config.rl,
-        adapters(config.model),
+        rl_lora(config.model),
         config.evaluate,
         config.promote,
         config.seed,
@@ -134,15 +135,15 @@ def kickoff(
 
 
 def check_kickoff(at: datetime, now: datetime) -> None:
-    """Raise ConfigError for a kick-off that is still to come.
+    """Raise ConfigError for a kick-off time in the future.
 
-    What arrives until then would be another night's each time that this one is run.
+    More files may arrive until then, so the same kick-off time could give different data.
     """
     from engine.errors import ConfigError
 
     moment = "%Y-%m-%dT%H:%M:%S"
     at = at if at.tzinfo else at.replace(tzinfo=UTC)
-    if at > now + EARLY:
+    if at > now + CLOCK_TOLERANCE:
         raise ConfigError(
             f"kickoff={at.astimezone(UTC):{moment}} is still to come: it is now "
             f"{now.astimezone(UTC):{moment}}, both in UTC; give a moment that has passed, such as "
@@ -151,7 +152,7 @@ def check_kickoff(at: datetime, now: datetime) -> None:
 
 
 def require_champion(tracker: Tracker, config: PromoteConfig) -> ModelVersion:
-    """The model that training starts from; TrackingError where MLflow can't tell or has none."""
+    """The champion; TrackingError where MLflow does not answer or has none."""
     from engine.errors import TrackingError
 
     found = tracker.champion(config.model_name, config.alias)
@@ -163,7 +164,7 @@ def require_champion(tracker: Tracker, config: PromoteConfig) -> ModelVersion:
     return found
 
 
-def dataset_of(champion: ModelVersion) -> tuple[str, str]:
+def training_dataset(champion: ModelVersion) -> tuple[str, str]:
     """Address and content digest of the dataset that a champion was trained on.
 
     Raises LineageError when its manifest is not the one that was registered, or names none.
@@ -193,7 +194,7 @@ def dataset_of(champion: ModelVersion) -> tuple[str, str]:
 
 
 def read_ledger(dataset: Path) -> list[Arrival]:
-    """The files that a dataset and those before it took in; none where it is a first one.
+    """The files that a dataset and its predecessors ingested; empty for a first dataset.
 
     Raises LineageError where the dataset was changed.
     """
@@ -207,22 +208,24 @@ def read_ledger(dataset: Path) -> list[Arrival]:
 
 
 def write_ledger(folder: Path, ledger: Sequence[Arrival]) -> None:
-    """Write all files that were taken in up to now, by path."""
+    """Write all files ingested so far, by path."""
     entries = [arrival.model_dump() for arrival in sorted(ledger, key=lambda a: (a.path, a.sha256))]
     (folder / LEDGER).write_text(json.dumps({"files": entries}, indent=1) + "\n")
 
 
-def why_not(window: Window, news: News, config: RetrainConfig, champion: ModelVersion) -> str:
-    """Why this night has nothing to do; empty when it has."""
+def skip_reason(
+    window: Window, found: NewRows, config: RetrainConfig, champion: ModelVersion
+) -> str:
+    """Why there is too little new data to train on; empty when there is enough."""
     since = f"since version {champion.version} became champion"
     if not window.new:
         return f"nothing new in {window.prefix} {since}"
-    count = len(news.fresh)
+    count = len(found.rows)
     if count >= config.minimum_rows:
         return ""
-    left_out = f" ({news.left_out} more are repeated, held out, or trained on already)"
+    left_out = f" ({found.dropped} more are repeated, held out, or trained on already)"
     return (
-        f"{count} new problems {since}{left_out if news.left_out else ''}, fewer than "
+        f"{count} new problems {since}{left_out if found.dropped else ''}, fewer than "
         f"retrain.minimum_rows={config.minimum_rows}"
-        + ("; they wait for the next night" if count else "")
+        + ("; they wait for the next run" if count else "")
     )

@@ -1,7 +1,7 @@
 """Task `review`: the lineage of anything, as one page (also the task's Deck), checked on request.
 
-The same as `python -m engine.lineage`, where artifacts are: on the cluster, with its credentials.
-Not cached, since what lies at an address may change without its name.
+Like `python -m engine.lineage`, but where the artifacts are: on the cluster, with its credentials.
+Not cached: the content at an address may change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flytekit import Deck, task
 from flytekit.deck import DeckField
 from flytekit.types.file import FlyteFile
 
-from tasks.context import IMAGE, SMALL, StageError, failures_as_sentences, say
+from tasks.context import IMAGE, SMALL, StageError, echo, user_facing_errors
 
 PAGE = "lineage.html"
 SHOWN_FAULTS = 5
@@ -38,12 +38,12 @@ def review(artifact: str, against: str, store: str, verify_content: bool) -> Fly
     from engine.lineage.audit import audit
     from engine.lineage.compare import compare
     from engine.lineage.page import render_page, write_page
-    from engine.lineage.review import review as look
+    from engine.lineage.review import review as review_lineage
     from engine.storage.locations import home
 
-    with failures_as_sentences():
+    with user_facing_errors():
         names = [against, artifact] if against else [artifact]
-        found = look(names, [store] if store else [])
+        found = review_lineage(names, [store] if store else [])
         comparison = None
         if against:
             comparison = compare(found.graph, found.starts[0], found.starts[-1])
@@ -55,8 +55,8 @@ def review(artifact: str, against: str, store: str, verify_content: bool) -> Fly
         path = Path(tempfile.mkdtemp(prefix="review-", dir=folder)) / PAGE
         write_page(path, page)
         for finding in checked.findings if checked else ():
-            say(f"review: {'FAULT' if finding.is_fault else 'note'}: {finding.text}")
-        say(f"review: {found.summary} → {path}")
+            echo(f"review: {'FAULT' if finding.is_fault else 'note'}: {finding.text}")
+        echo(f"review: {found.summary} → {path}")
     if checked is not None and checked.faults:
         Deck.publish()  # Flyte writes the Deck of a task that ends well
         texts = "; ".join(finding.text for finding in checked.faults[:SHOWN_FAULTS])

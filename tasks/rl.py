@@ -12,8 +12,8 @@ from datetime import timedelta
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, LoRAConfig, RLConfig
-from tasks.context import SMALL, RunContext, say, stage, stage_cache
-from tasks.ray_cluster import LAPTOP_STORE, ray_cluster
+from tasks.context import SMALL, RunContext, echo, stage, stage_cache
+from tasks.ray_cluster import LOCAL_OBJECT_STORE_BYTES, ray_cluster
 from tasks.variants import on_profiles
 
 # Requests are the submitter's; they are copied to no Ray pod that has a template of its own.
@@ -52,10 +52,10 @@ def rl(
     }
     if lora.rank:
         settings["lora"] = lora.model_dump(mode="json")
-    ray = ray_session(config.trainer.placement, LAPTOP_STORE)
+    ray = ray_session(config.trainer.placement, LOCAL_OBJECT_STORE_BYTES)
     with stage("rl", run, settings) as this, ray:
-        folder = this.parent("dataset", dataset)
-        model = this.parent("warm_start", warm_start)
+        folder = this.load_parent("dataset", dataset)
+        model = this.load_parent("warm_start", warm_start)
         lengths = json.loads((folder / "dataset.json").read_text())
         train = pd.read_parquet(folder / "train.parquet")
         rows = pd.read_parquet(folder / "validation.parquet").to_dict("records")
@@ -85,16 +85,16 @@ def rl(
                 if step == total or step % config.trainer.test_freq == 0:
                     metrics["validation/reward"] = trainer.validate(validation)
                 record([*trainer.history, {"step": float(step)} | metrics])
-                say(step_line(step, total, metrics, [*trainer.history, metrics]))
+                echo(step_line(step, total, metrics, [*trainer.history, metrics]))
 
             trainer.on_step = report
-            trainer.fit(checkpoint_dir=checkpoints.folder, resume_from=checkpoints.before)
+            trainer.fit(checkpoint_dir=checkpoints.folder, resume_from=checkpoints.previous)
             record(trainer.history)  # of a run that was finished already
             trainer.save(this.folder)
             trainer.write_timeline(this.folder / "timeline.json")
             history[:] = trainer.history
 
-        say(
+        echo(
             f"rl: {config.algorithm.adv_estimator} on {config.trainer.placement}, rollout by "
             f"{config.rollout.engine}, {config.trainer.train_batch_size} prompts × "
             f"{config.rollout.n} completions a step"
@@ -102,11 +102,11 @@ def rl(
         history: list[dict[str, float]] = []
         logged: set[int] = set()
         checkpoints = this.checkpoints()
-        this.note_origin(checkpoints)
+        this.record_origin(checkpoints)
         run_attempts(make, work, checkpoints.folder, config.trainer.max_attempts)
         pd.DataFrame(history).to_parquet(this.folder / "metrics.parquet", index=False)
         this.tracked.log_folder(this.folder, "checkpoint")
         final = history[-1]
         published = this.publish({k.replace("/", "_"): v for k, v in final.items()})
-        this.forget_checkpoints()
+        this.delete_local_checkpoints()
         return published

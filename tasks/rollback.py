@@ -1,7 +1,7 @@
-"""Task `rollback`: the alias goes back to the previous champion, or to a version that is named.
+"""Task `rollback`: moves the alias back to the previous champion, or to a given version.
 
-Artifact `rollback`: `rollback.json`, the move with its reason; its parents are the model that is
-restored and the one that is left. `python -m engine.promotion rollback` does the same.
+Artifact `rollback`: `rollback.json`, the move with its reason; its parents are the restored model
+and the replaced one. `python -m engine.promotion rollback` does the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 from flytekit import current_context, task
 from flytekit.types.directory import FlyteDirectory
 
-from tasks.context import IMAGE, SMALL, as_output, failures_as_sentences, on_cluster, say, shown
+from tasks.context import (
+    IMAGE,
+    SMALL,
+    as_output,
+    display_path,
+    echo,
+    on_cluster,
+    user_facing_errors,
+)
 
 if TYPE_CHECKING:
     from engine.storage.manifest import Parent
@@ -46,14 +54,14 @@ def rollback(
     from engine.storage.manifest import Draft
     from engine.tracking import Tracker
 
-    with failures_as_sentences():
+    with user_facing_errors():
         execution = current_context().execution_id.name if on_cluster() else ""
         request = request or execution or f"local-{uuid.uuid4().hex[:12]}"
         tracker = Tracker()
         move = Champions(tracker, model_name, alias).rollback(
             reason, to=to, expected=expected, request=request, by=execution or "local"
         )
-        say(f"rollback: {model_name} {alias}: {move.sentence()}")
+        echo(f"rollback: {model_name} {alias}: {move.sentence()}")
         parents = [
             parent
             for name, version in (("restored", move.version), ("left", move.replaced))
@@ -72,19 +80,19 @@ def rollback(
                 flyte_execution=execution,
             )
             path = publish(folder, draft)
-        say(f"rollback: done → {shown(path)}")
+        echo(f"rollback: done → {display_path(path)}")
         return as_output(path)
 
 
 def parent_of_version(tracker: Tracker, model: str, version: str, name: str) -> list[Parent]:
-    """The artifact of a version as a parent; none when the version or its tags are gone."""
+    """The artifact of a version as a parent; empty when the version or its tags are gone."""
     from engine.errors import TrackingError
-    from tasks.promote import parent_of
+    from tasks.promote import champion_parent
 
     try:
-        parent = parent_of(tracker.model_version(f"models:/{model}/{version}"))
+        parent = champion_parent(tracker.model_version(f"models:/{model}/{version}"))
     except TrackingError as error:
         # The alias has moved by now; a record without this parent is better than none.
-        say(f"rollback: {error}")
+        echo(f"rollback: {error}")
         return []
     return [] if parent is None else [parent.model_copy(update={"name": name})]

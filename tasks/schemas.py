@@ -1,6 +1,6 @@
 """The data contract: which columns each kind of table has and what its cells must hold.
 
-`check` holds a table to a contract, `check_disjoint` holds splits apart. Both speak in one
+`check` validates a table, `check_disjoint` checks that splits share no prompts. Both raise one
 sentence that names split, column, problem and rows (counted from 0).
 """
 
@@ -27,7 +27,7 @@ def _rule(holds: Callable[[Any], bool], error: str) -> pa.Check:
 
 
 def _column(*rules: pa.Check, required: bool = True) -> pa.Column:
-    # nullable: whether a missing cell is allowed is for the rules to say, in words of their own.
+    # nullable: the rules decide whether a missing cell is allowed, with their own message.
     return pa.Column(checks=list(rules), nullable=True, required=required)
 
 
@@ -44,7 +44,7 @@ def _is_messages(value: Any) -> bool:
 
 
 def _has_words(value: Any) -> bool:
-    """False for an empty text or prompt; a wrong type is another rule's business."""
+    """False for an empty text or prompt; other rules check the type."""
     if _is_messages(value):
         return len(value) > 0 and bool(str(value[-1]["content"]).strip())
     return bool(value.strip()) if isinstance(value, str) else True
@@ -153,7 +153,7 @@ def check(frame: pd.DataFrame, schema: pa.DataFrameSchema, name: str) -> None:
 def _sentence(
     errors: Sequence[SchemaError], frame: pd.DataFrame, schema: pa.DataFrameSchema, name: str
 ) -> str:
-    """Tell the first problem: wrong columns before wrong cells."""
+    """Describe the first problem: wrong columns before wrong cells."""
     wanted = [column for column, spec in schema.columns.items() if spec.required]
     missing = [column for column in wanted if column not in frame.columns]
     unknown = [str(column) for column in frame.columns if column not in schema.columns]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import ModelConfig, SFTConfig
-from tasks.context import LARGE, RunContext, say, stage, stage_cache
+from tasks.context import LARGE, RunContext, echo, stage, stage_cache
 from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def sft(
         "seed": seed,
     }
     with stage("sft", run, settings) as this:
-        data = this.parent("dataset", dataset)
+        data = this.load_parent("dataset", dataset)
         tokenizer = load_tokenizer(data / "tokenizer")
         model = (
             policy_model(start.path, start.dtype, start.lora, seed)
@@ -60,10 +60,10 @@ def sft(
             else build_model(start, tokenizer, seed)
         )
         size = sum(p.numel() for p in model.parameters())
-        say(f"sft: {model.config.model_type} model with {size / 1e6:.2f}M parameters")
-        if has_adapters(model):  # a model from scratch has none: no base is worth keeping
+        echo(f"sft: {model.config.model_type} model with {size / 1e6:.2f}M parameters")
+        if has_adapters(model):  # a model from scratch has none
             size = sum(p.numel() for p in adapter_parameters(model).values())
-            say(f"sft: trains adapters of {size / 1e6:.2f}M parameters")
+            echo(f"sft: trains adapters of {size / 1e6:.2f}M parameters")
         train, validation = (read_examples(data, n, tokenizer) for n in ("train", "validation"))
         trainer = SFTTrainer(model, tokenizer.pad_token_id, config, seed=seed, start=start_digest)
         losses: dict[str, float] = {}
@@ -79,12 +79,12 @@ def sft(
 
             trainer.on_step = report
             checkpoints = this.checkpoints()
-            this.note_origin(checkpoints)
-            final = trainer.fit(train, validation, checkpoints.folder, checkpoints.before)
+            this.record_origin(checkpoints)
+            final = trainer.fit(train, validation, checkpoints.folder, checkpoints.previous)
         save_model(model, tokenizer, this.folder)
         this.tracked.log_folder(this.folder, "checkpoint")
         published = this.publish({k.replace("/", "_"): v for k, v in final.items()})
-        this.forget_checkpoints()
+        this.delete_local_checkpoints()
         return published
 
 

@@ -1,4 +1,4 @@
-"""A stage as one task a profile, and the branch of a workflow that picks one.
+"""A stage as one task per resource profile, and the workflow branch that picks one.
 
     @on_profiles(cache=stage_cache(), retries=2)
     def sft(run: RunContext, …) -> FlyteDirectory: …
@@ -6,8 +6,8 @@
     sft(p.profile, run=p.run, …)        # in a workflow: the branch
     sft["laptop"]                       # the task, registered as tasks.sft.sft_laptop
 
-Why this and nothing shorter: see `tasks.profiles`. A profile's results are cached apart from
-another's, for they come from other hardware in another layout.
+`tasks.profiles` explains why. Results are cached per profile, since they come from other hardware
+in another layout.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flytekit import Resources, conditional, task
 from flytekit.core.python_function_task import PythonFunctionTask
 
 from tasks.images import image
-from tasks.nested_branches import nest_branches
+from tasks.nested_branches import patch_nested_branches
 from tasks.profiles import PROFILES, Profile, stage_pod
 
-nest_branches()
+patch_nested_branches()
 
 
-class ByProfile:
+class TaskVariants:
     """The variants of one stage."""
 
     def __init__(self, name: str, variants: Mapping[str, PythonFunctionTask[Any]]) -> None:
@@ -37,7 +37,7 @@ class ByProfile:
         return self._variants[profile]
 
     def __call__(self, profile: Any, **inputs: Any) -> Any:
-        """Run the variant of `profile` (a promise); to be called in a workflow alone."""
+        """Run the variant of `profile` (a promise); to be called in workflows only."""
         section: Any = conditional(self.name)
         step = section.if_
         for name, variant in self._variants.items():
@@ -50,14 +50,14 @@ def on_profiles(
     requests: Resources,
     task_config: Callable[[Profile], Any] | None = None,
     **options: Any,
-) -> Callable[[Callable[..., Any]], ByProfile]:
+) -> Callable[[Callable[..., Any]], TaskVariants]:
     """Decorator: make a task of the function for each profile, and register it in its module.
 
-    `requests` is for the profile without GPUs. `task_config(profile)` is for tasks that bring a
-    cluster: theirs are the machines, and `requests` then is the submitter's under each profile.
+    `requests` is for the profile without GPUs. `task_config(profile)` is for tasks that start a
+    cluster, which has the profile's machines; `requests` is then the submitter's in every profile.
     """
 
-    def make(body: Callable[..., Any]) -> ByProfile:
+    def make(body: Callable[..., Any]) -> TaskVariants:
         module = sys.modules[body.__module__]
         variants = {}
         for profile in PROFILES.values():
@@ -72,7 +72,7 @@ def on_profiles(
             # A container finds its task by module and name.
             setattr(module, function.__name__, made)
             variants[profile.name.value] = made
-        return ByProfile(body.__name__, variants)
+        return TaskVariants(body.__name__, variants)
 
     return make
 

@@ -1,8 +1,8 @@
 """Promotion that may wait for a person: `promote.approval=required`.
 
-The rules are asked first. Only where consent is all that is missing does a gate open; whoever
-approves in Flyte's console (or at the terminal, locally) lets the promotion be tried again, against
-the champion of that moment. Nobody does within a week: the execution fails, nothing has moved.
+The rules come first. Only where approval is all that is missing, the workflow waits. Approval in
+Flyte's console (or at the terminal, locally) runs the promotion again, against the champion of that
+moment. Without approval within a week the execution fails, and no alias has moved.
 """
 
 from datetime import timedelta
@@ -13,9 +13,9 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, EvaluateConfig, PromoteConfig
 from tasks.context import RunContext
-from tasks.promote import keep, promote, to_approve, waits_for_approval
+from tasks.promote import approval_request, keep_promotion, promote, waits_for_approval
 
-PATIENCE = timedelta(days=7)
+APPROVAL_TIMEOUT = timedelta(days=7)
 APPROVED_BY = "Flyte approval"
 
 
@@ -31,8 +31,8 @@ def approved_promotion(
     config: PromoteConfig,
     seed: int,
 ) -> FlyteDirectory:
-    """Wait for consent, then promote."""
-    seen = approve(to_approve(promotion=first), "promotion", timeout=PATIENCE)
+    """Wait for approval, then promote."""
+    approved = approve(approval_request(promotion=first), "promotion", timeout=APPROVAL_TIMEOUT)
     again = promote(
         run=run,
         dataset=dataset,
@@ -44,7 +44,7 @@ def approved_promotion(
         seed=seed,
         approved_by=APPROVED_BY,
     )
-    seen >> again
+    approved >> again
     return again
 
 
@@ -59,7 +59,7 @@ def promotion_with_approval(
     config: PromoteConfig,
     seed: int,
 ) -> FlyteDirectory:
-    """Promote, waiting for a person where only consent is missing."""
+    """Promote, and wait for a person where only approval is missing."""
     first = promote(
         run=run,
         dataset=dataset,
@@ -88,14 +88,14 @@ def promotion_with_approval(
             )
         )
         .else_()
-        .then(keep(promotion=first))
+        .then(keep_promotion(promotion=first))
     )
 
 
 def gate(needs_approval: Any, **inputs: Any) -> Any:
-    """The promotion of a run; with `needs_approval` (a promise) a person may be waited for.
+    """The promotion of a run; with `needs_approval` (a promise) it may wait for a person.
 
-    To be called in a workflow alone. A run that asks nobody has one container here, not three.
+    To be called in workflows only. Without approval this is one container instead of three.
     """
     return (
         conditional("promotion")

@@ -12,7 +12,7 @@ from flytekit.types.directory import FlyteDirectory
 from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.evaluate import evaluate
 from tasks.fetch import fetch
-from tasks.finalize import conclude
+from tasks.finalize import finalize
 from tasks.inputs import RLHFConfig
 from tasks.plan import plan
 from tasks.preprocess import preprocess
@@ -73,4 +73,4 @@ def evaluate_only(
         config=p.evaluate,
         seed=p.seed,
     )
-    return conclude(run=p.run, artifact=evaluation)
+    return finalize(run=p.run, artifact=evaluation)

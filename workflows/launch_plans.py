@@ -14,7 +14,7 @@ from workflows.retraining import retraining
 from workflows.rlhf import rlhf
 from workflows.rollback import rollback as rollback_workflow
 
-EVERY_END = (*FAILED, WorkflowExecutionPhase.SUCCEEDED)
+TERMINAL_PHASES = (*FAILED, WorkflowExecutionPhase.SUCCEEDED)
 FULL = {
     "config": settings("full"),
     "path": "openai/gsm8k",
@@ -38,7 +38,7 @@ rlhf_full = launch_plan(
     "rlhf_full",
     default_inputs={**FULL, "profile": ProfileName.A100_8},
     fixed_inputs={"source": "gsm8k"},
-    notify_on=EVERY_END,
+    notify_on=TERMINAL_PHASES,
 )
 
 # The problems of rlhf_full: the same settings give the same dataset.
@@ -57,16 +57,16 @@ promote = launch_plan(
     promote_only,
     "promote",
     default_inputs={"config": settings("full")},
-    notify_on=EVERY_END,
+    notify_on=TERMINAL_PHASES,
 )
 
-# At 2 in the morning, UTC. What is written until then belongs to this night.
+# At 2 in the morning, UTC. Files written until then belong to this run.
 nightly_retraining = launch_plan(
     retraining,
     "nightly_retraining",
     default_inputs={"config": settings("nightly"), "profile": ProfileName.A100_8},
     schedule=CronSchedule(schedule="0 2 * * *", kickoff_time_input_arg="kickoff"),
-    notify_on=EVERY_END,
+    notify_on=TERMINAL_PHASES,
 )
 
-rollback = launch_plan(rollback_workflow, "rollback", notify_on=EVERY_END)
+rollback = launch_plan(rollback_workflow, "rollback", notify_on=TERMINAL_PHASES)

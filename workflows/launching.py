@@ -94,7 +94,7 @@ def launch_plan(
     One execution at a time: a second one is skipped, as two would promote over each other. The
     addresses of HYBRIDFLYTE_NOTIFY get a mail in the phases `notify_on`.
     """
-    addresses = notified()
+    addresses = notification_addresses()
     made = Launch.create(
         name,
         workflow,
@@ -113,7 +113,7 @@ def launch_plan(
     return made
 
 
-def notified() -> list[str]:
+def notification_addresses() -> list[str]:
     """Who is told, from HYBRIDFLYTE_NOTIFY; ConfigError for what is no address."""
     text = os.environ.get(NOTIFY_VARIABLE, "")
     addresses = [address.strip() for address in text.split(",") if address.strip()]

@@ -10,7 +10,7 @@ from flytekit import workflow
 from flytekit.types.directory import FlyteDirectory
 
 from tasks import failure  # by module: pyflyte can't list a handler's error input
-from tasks.finalize import conclude, open_promotion
+from tasks.finalize import finalize, open_promotion
 from tasks.inputs import RLHFConfig
 from workflows.approval import gate
 
@@ -50,4 +50,4 @@ def promote_only(
         config=p.promote,
         seed=p.seed,
     )
-    return conclude(run=p.run, artifact=decision)
+    return finalize(run=p.run, artifact=decision)

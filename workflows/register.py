@@ -71,7 +71,7 @@ def main(
     root = project_root()
     with _sentences():
         if archive:
-            _refuse_without_effect(context)
+            _check_package_options(context)
         version = version_of(root, images, allow_dirty)
         _set_variables(images, notify)
         if archive:
@@ -82,7 +82,7 @@ def main(
     click.echo(version)
 
 
-def _refuse_without_effect(context: click.Context) -> None:
+def _check_package_options(context: click.Context) -> None:
     """Raise RegistrationError for options that an archive would leave out."""
     for name in ("activate", "dry_run", "project", "domain", "config"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:

@@ -1,12 +1,12 @@
-"""Scheduled retraining: the champion learns from what arrived, and gives way only to a better one.
+"""Scheduled retraining: train the champion on new data, and promote the result if it is better.
 
     pyflyte run workflows/retraining.py retraining --kickoff "$(date -u +%Y-%m-%dT%H:%M:%S)" \\
         --path s3://bucket/problems
 
-It starts from the champion, on the problems that arrived since the data of its own training, with
-a replay of those. Both are evaluated on the champion's frozen test set, and the gate decides. A
-night with too little, or nothing new, ends as skipped with the reason. Run twice, or late, it does
-what is left to do: see docs/retraining.md.
+Training starts from the champion, on the problems that arrived since its own training data, with
+a replay of those. Both models are evaluated on the champion's frozen test set, and the promotion
+rules decide. A run with too little new data ends as skipped, with the reason. A run may be late or
+repeated: see docs/retraining.md.
 """
 
 from datetime import datetime
@@ -26,22 +26,21 @@ from tasks import failure  # by module: pyflyte can't list a handler's error inp
 from tasks.context import RunContext
 from tasks.evaluate import evaluate
 from tasks.fetch import fetch
-from tasks.finalize import skipped
-from tasks.ingest import take_in
+from tasks.finalize import finalize_skipped
+from tasks.ingest import ingest
 from tasks.inputs import RLHFConfig
 from tasks.profiles import ProfileName
 from tasks.report import report
-from tasks.retraining_trigger import NewData
-from tasks.retraining_trigger import kickoff as open_night
+from tasks.retraining_trigger import NewData, trigger_retraining
 from tasks.rl import rl
 from workflows.approval import gate
 
 
 @workflow
-def night(
+def retrain_champion(
     run: RunContext,
     champion: str,
-    news: NewData,
+    new_data: NewData,
     data: DataConfig,
     retrain: RetrainConfig,
     rl_config: RLConfig,
@@ -53,14 +52,16 @@ def night(
     config_digest: str,
     profile: str,
 ) -> FlyteFile:
-    """Train on the new data and let the gate decide."""
-    former = fetch(run=run, reference=champion, name="champion")
-    dataset = take_in(run=run, champion=former, news=news, data=data, retrain=retrain, seed=seed)
+    """Train on the new data, evaluate, and promote by the rules."""
+    start = fetch(run=run, reference=champion, name="champion")
+    dataset = ingest(
+        run=run, champion=start, new_data=new_data, data=data, retrain=retrain, seed=seed
+    )
     policy = rl(
         profile,
         run=run,
         dataset=dataset,
-        warm_start=former,
+        warm_start=start,
         data=data,
         config=rl_config,
         lora=lora,
@@ -70,7 +71,7 @@ def night(
         profile,
         run=run,
         dataset=dataset,
-        warm_start=former,
+        warm_start=start,
         policy=policy,
         data=data,
         config=evaluate_config,
@@ -91,7 +92,7 @@ def night(
         run=run,
         config_digest=config_digest,
         dataset=dataset,
-        warm_start=former,
+        warm_start=start,
         policy=policy,
         evaluation=evaluation,
         promotion=promotion,
@@ -106,39 +107,39 @@ def retraining(
     seed: int = -1,
     profile: ProfileName = ProfileName.LAPTOP,
 ) -> FlyteFile:
-    """Train the champion on the problems that arrived since, and promote the better one.
+    """Train the champion on the problems that arrived since, and promote the better model.
 
     Args:
-        kickoff: The night, in UTC: what was written later waits for the next one.
+        kickoff: Scheduled time in UTC: files written later wait for the next run.
         config: Settings; data.source and the sections model and sft are not read.
         path: Folder or s3:// prefix of dated folders with new data; empty: retrain.path.
         seed: Seed of replay and sampling; negative: as in config.
-        profile: Machines to run on; without a layout in config, also how the model is spread.
+        profile: Machines to run on; without a layout in config, also how the model is sharded.
 
     Returns:
         The run's summary.json.
     """
-    n = open_night(config=config, at=kickoff, path=path, seed=seed, profile=profile)
+    p = trigger_retraining(config=config, at=kickoff, path=path, seed=seed, profile=profile)
     return (
         conditional("new_data")
-        .if_(n.go.is_true())
+        .if_(p.proceed.is_true())
         .then(
-            night(
-                run=n.run,
-                champion=n.champion,
-                news=n.news,
-                data=n.data,
-                retrain=n.retrain,
-                rl_config=n.rl,
-                lora=n.lora,
-                evaluate_config=n.evaluate,
-                promote_config=n.promote,
-                needs_approval=n.needs_approval,
-                seed=n.seed,
-                config_digest=n.config_digest,
-                profile=n.profile,
+            retrain_champion(
+                run=p.run,
+                champion=p.champion,
+                new_data=p.new_data,
+                data=p.data,
+                retrain=p.retrain,
+                rl_config=p.rl,
+                lora=p.lora,
+                evaluate_config=p.evaluate,
+                promote_config=p.promote,
+                needs_approval=p.needs_approval,
+                seed=p.seed,
+                config_digest=p.config_digest,
+                profile=p.profile,
             )
         )
         .else_()
-        .then(skipped(run=n.run, reason=n.reason))
+        .then(finalize_skipped(run=p.run, reason=p.skip_reason))
     )

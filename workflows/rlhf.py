@@ -39,7 +39,7 @@ def rlhf(
         path: Folder, s3:// prefix or hub id of the data; empty: as in config.
         model: Hugging Face model folder to start from; empty: as in config.
         seed: Seed of data, weights and sampling; negative: as in config.
-        profile: Machines to run on; without a layout in config, also how the model is spread.
+        profile: Machines to run on; without a layout in config, also how the model is sharded.
 
     Returns:
         The run's summary.json.

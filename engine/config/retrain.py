@@ -8,14 +8,14 @@ from engine.config.base import Section
 
 
 class RetrainConfig(Section):
-    """What a night takes in."""
+    """Which new data a scheduled run ingests."""
 
     path: str = Field(
         "",
         description="Folder or s3:// prefix of dated folders (2026-11-20/ or dt=2026-11-20/) with "
         ".parquet or .jsonl files of RL rows",
     )
-    minimum_rows: int = Field(64, ge=1, description="Fewer new problems wait for another night")
+    minimum_rows: int = Field(64, ge=1, description="Fewer new problems wait for the next run")
     lookback_days: int = Field(
         30, ge=1, description="Older dated folders are not looked into, late data included"
     )

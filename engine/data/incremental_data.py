@@ -105,7 +105,7 @@ def read_window(window: Window) -> list[dict[str, Any]]:
         data = read_bytes(uri)
         if hashlib.sha256(data).hexdigest() != arrival.sha256:
             raise DataError(
-                f"{uri} was written again while this run took it in; start the same night again"
+                f"{uri} was written again while this run ingested it; start the run again"
             )
         rows += parse_rows(data, uri)
     return rows

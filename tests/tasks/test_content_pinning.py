@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine.config import digest
-from tasks.content_pinning import model_digest, with_commit, with_named_content
+from tasks.content_pinning import model_digest, pin_model_commit, pin_named_content
 from tasks.inputs import RLHFConfig
-from tasks.placement import fit
+from tasks.placement import apply_profile
 
 RAISES = "raise RuntimeError('imported')\n"
 
@@ -46,28 +46,28 @@ def test_an_edited_module_is_another_configuration(
     write(plug / "package_of" / "__init__.py", RAISES)
     write(plug / file, RAISES)
     config = RLHFConfig.model_validate({"rl": section})
-    before = digest(fit(config, "laptop").rl)
-    assert before == digest(fit(config, "laptop").rl)
+    before = digest(apply_profile(config, "laptop").rl)
+    assert before == digest(apply_profile(config, "laptop").rl)
     write(plug / file, RAISES + "# edited\n")
-    assert digest(fit(config, "laptop").rl) != before
+    assert digest(apply_profile(config, "laptop").rl) != before
 
 
 def test_what_is_in_the_sources_anyway_or_not_there_adds_nothing() -> None:
     for section in ({}, {"plugins": ["nowhere_at_all"]}, {"plugins": ["engine.rewards.call"]}):
         config = RLHFConfig.model_validate({"rl": section})
-        assert with_named_content(config).rl.named_content == ""
+        assert pin_named_content(config).rl.named_content == ""
     # Of a recorded configuration, the digest of back then does not count.
     recorded = RLHFConfig.model_validate({"rl": {"named_content": "of back then"}})
-    assert with_named_content(recorded).rl.named_content == ""
+    assert pin_named_content(recorded).rl.named_content == ""
 
 
 def test_a_teacher_s_weights_count(tmp_path: Path) -> None:
     write(tmp_path / "teacher" / "model.safetensors", "weights")
     rl = {"algorithm": {"teacher": str(tmp_path / "teacher")}}
     config = RLHFConfig.model_validate({"rl": rl})
-    before = with_named_content(config)
+    before = pin_named_content(config)
     write(tmp_path / "teacher" / "model.safetensors", "others")
-    assert with_named_content(config) != before
+    assert pin_named_content(config) != before
 
 
 def test_a_start_model_is_its_files_and_its_base(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_start_model_is_its_files_and_its_base(tmp_path: Path) -> None:
     write(base / "model.safetensors", "weights")
     write(adapter / "adapter_config.json", f'{{"base_model_name_or_path": "{base}"}}')
     config = RLHFConfig.model_validate({"model": {"path": str(adapter)}})
-    assert with_commit(config) == config
+    assert pin_model_commit(config) == config
     before = model_digest(str(adapter))
     assert before == model_digest(str(adapter))
     write(base / "model.safetensors", "others")

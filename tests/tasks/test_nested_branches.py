@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from flytekit import conditional, task, workflow
 
-from tasks.nested_branches import nest_branches
+from tasks.nested_branches import patch_nested_branches
 
-nest_branches()
+patch_nested_branches()
 ran: list[str] = []
 
 

@@ -32,7 +32,7 @@ from engine.storage.artifacts import publish, staging
 from engine.storage.manifest import Draft, read_manifest
 from engine.tracking import Tracker
 from tasks.context import RunContext, StageError
-from tasks.evaluate import decisive_settings, evaluate
+from tasks.evaluate import comparable_settings, evaluate
 from tasks.finalize import open_promotion
 from tasks.inputs import RLHFConfig
 from tasks.preprocess import SPLITS
@@ -94,7 +94,7 @@ class Bench:
                 read_manifest(artifact).as_parent(name, artifact)
                 for name, artifact in (("dataset", self.dataset), ("policy", model))
             )
-            settings = decisive_settings(self.data, EVALUATE)
+            settings = comparable_settings(self.data, EVALUATE)
             if not recorded:
                 del settings["data"]
             return publish(folder, Draft(kind="evaluation", parents=parents, config=settings))
@@ -233,7 +233,7 @@ def test_a_champion_with_a_spoilt_evaluation_is_evaluated_anew(
     spoil(evidence)
     model = bench.model(seed=2)
     decision = bench.promote(model, bench.evaluation(model, 12))
-    assert "recorded evaluation is of no use" in capsys.readouterr().out
+    assert "recorded evaluation can't be used" in capsys.readouterr().out
     assert decision["gain"][0] == pytest.approx(12 / 40)
 
 
@@ -306,7 +306,7 @@ def test_the_evaluation_of_a_run_records_what_it_is_compared_by(bench: Bench) ->
         seed=0,
     )
     config = read_manifest(output.path).config
-    assert config == {**decisive_settings(bench.data, EVALUATE), "seed": 0}
+    assert config == {**comparable_settings(bench.data, EVALUATE), "seed": 0}
     assert config["data"] == {"max_response_length": 4}
     assert bench.promote(model, Path(output.path))["promoted"], "the first needs no gain"
 
@@ -470,19 +470,19 @@ def test_a_champion_that_came_during_the_evaluation_stays(
     rival, model = bench.model(seed=3), bench.model(seed=2)
     evidence = bench.evaluation(model, 36)
     rivals = bench.promote(rival, bench.evaluation(rival, 0))["model_version"]
-    judge = tasks.promote.judge
+    compare = tasks.promote.compare_and_decide
 
     def slow(*arguments: Any) -> Any:
-        """Judge; meanwhile somebody else promotes."""
-        judged = judge(*arguments)
+        """Decide; meanwhile somebody else promotes."""
+        decided = compare(*arguments)
         Champions(Tracker(), NAME).promote(rivals, "1", "a rival", request="rival", by="ada")
-        return judged
+        return decided
 
-    monkeypatch.setattr(tasks.promote, "judge", slow)
+    monkeypatch.setattr(tasks.promote, "compare_and_decide", slow)
     with pytest.raises(StageError, match=r"on version 2 now, .* by ada: a rival"):
         bench.promote(model, evidence)
     assert champion() == digest(rival)
-    monkeypatch.setattr(tasks.promote, "judge", judge)
+    monkeypatch.setattr(tasks.promote, "compare_and_decide", compare)
     assert bench.promote(model, evidence)["previous_champion"] == rivals
 
 

@@ -19,11 +19,11 @@ from engine.lineage.origin import write_origin
 from engine.storage.artifacts import local_path
 from engine.storage.hashing import hash_files
 from engine.storage.manifest import Draft
-from tasks.context import StageError, failures_as_sentences, on_cluster
+from tasks.context import StageError, on_cluster, user_facing_errors
 
-NIGHT = datetime(2026, 11, 20, 2, tzinfo=UTC)
+KICKOFF = datetime(2026, 11, 20, 2, tzinfo=UTC)
 STEPS: dict[str, Callable[[], object]] = {
-    "kickoff": lambda: open_window("s3://bucket/arrivals", NIGHT, [], 30),
+    "retraining trigger": lambda: open_window("s3://bucket/arrivals", KICKOFF, [], 30),
     "preprocess": lambda: load_splits(DataConfig(source="gsm8k", path="s3://bucket/gsm8k"), 0),
     "checkpoints": lambda: write_origin("s3://bucket/run", Draft(kind="rl")),
     "lineage": lambda: hash_files("s3://bucket/artifacts/rl/0123456789abcdef"),
@@ -49,7 +49,7 @@ def test_s3_away_is_tried_again(pod: None, step: str) -> None:
     with (
         environment(AWS_ENDPOINT_URL="http://127.0.0.1:9"),
         pytest.raises(FlyteRecoverableException, match="Could not connect"),
-        failures_as_sentences(),
+        user_facing_errors(),
     ):
         STEPS[step]()
 
@@ -57,5 +57,5 @@ def test_s3_away_is_tried_again(pod: None, step: str) -> None:
 def test_what_s3_does_not_hold_is_not(pod: None) -> None:
     with s3_bucket("bucket"):
         for step in ("preprocess", "lineage"):
-            with pytest.raises(StageError), failures_as_sentences():
+            with pytest.raises(StageError), user_facing_errors():
                 STEPS[step]()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasks.report import show
+from tasks.report import print_summary
 
 PAGE = "https://mlflow.example.com/#/experiments/1/runs/ab"
 
@@ -49,7 +49,7 @@ def test_mlflow_is_a_page_where_it_is_a_server_and_a_command_where_it_is_a_file(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folders = {"rl": tmp_path, "evaluation": tmp_path}
-    show(facts(tracking_uri, url), tmp_path / "summary.json", folders)
+    print_summary(facts(tracking_uri, url), tmp_path / "summary.json", folders)
     line = next(line for line in capsys.readouterr().out.splitlines() if "MLflow UI" in line)
     assert said in line
     assert unsaid not in line

@@ -59,7 +59,7 @@ def test_ctrl_c_ends_cleanly(place: Place, running: subprocess.Popen[str]) -> No
     assert time.monotonic() - started < DEADLINE_S
     assert running.returncode not in (0, None)
 
-    assert "rl: interrupted; the stages before it are cached, run again to go on" in out
+    assert "rl: interrupted; the stages before it are cached, run again to continue" in out
     assert "Traceback" not in out + err
     assert len([line for line in err.splitlines() if line.strip() and "sft: " not in line]) <= 1
 

@@ -147,7 +147,7 @@ def test_a_schedule_and_those_who_are_told(
     nightly = made(
         "nightly",
         schedule=CronSchedule(schedule="0 2 * * *"),
-        notify_on=launch_plans.EVERY_END,
+        notify_on=launch_plans.TERMINAL_PHASES,
         labels={"team": "post-training"},
     )
     spec = specification(nightly)

@@ -20,7 +20,7 @@ def test_other_start_weights_and_limits_have_folders_of_their_own(
     from tasks.sft import sft
 
     made = prepared_inputs(place)
-    monkeypatch.setattr(Stage, "forget_checkpoints", lambda self: None)  # as if it was killed
+    monkeypatch.setattr(Stage, "delete_local_checkpoints", lambda self: None)  # as if it was killed
     short = made.plan.sft.model_copy(update={"max_steps": 2})
     trainer = made.plan.rl.trainer.model_copy(update={"total_training_steps": 1})
     brief = made.plan.rl.model_copy(update={"trainer": trainer})

@@ -16,11 +16,18 @@ from flyteidl.core.tasks_pb2 import Resources
 IMAGE = "ghcr.io/x/y:1"
 PROFILES = ("laptop", "one_gpu", "a100_8", "h100_2x8", "mi300x")
 BY_PROFILE = {f"{stage}_{profile}" for stage in ("sft", "rl", "evaluate") for profile in PROFILES}
-CACHED = {"preprocess", "take_in"} | BY_PROFILE
+CACHED = {"preprocess", "ingest"} | BY_PROFILE
 HANDLERS = {"rlhf_failed", "evaluate_only_failed", "promote_only_failed", "retraining_failed"}
 AROUND = {
-    *("plan", "promote", "report", "fetch", "open_promotion", "conclude", "kickoff", "skipped"),
-    *("keep", "to_approve", "waits_for_approval", "review", "rollback"),
+    *("plan", "promote", "report", "fetch", "open_promotion", "finalize", "trigger_retraining"),
+    *(
+        "finalize_skipped",
+        "keep_promotion",
+        "approval_request",
+        "waits_for_approval",
+        "review",
+        "rollback",
+    ),
 }
 ALL = CACHED | HANDLERS | AROUND
 MESSAGES: dict[str, Any] = {"1": TaskSpec, "2": WorkflowSpec, "3": LaunchPlan}

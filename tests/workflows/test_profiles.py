@@ -16,7 +16,7 @@ from engine.trainers.auto_placement import pins_of
 from engine.trainers.layouts import check_layouts
 from engine.trainers.rl_checks import check_config
 from tasks.inputs import RLHFConfig
-from tasks.placement import fit
+from tasks.placement import apply_profile
 from tasks.profiles import PROFILES, ProfileName, head_pod, stage_pod, worker_pod
 
 WITH_GPUS = [name for name, profile in PROFILES.items() if profile.gpus]
@@ -183,7 +183,7 @@ def test_the_input_picks_the_branch(registered: Registered, stage: str) -> None:
 
 @pytest.mark.parametrize("profile", WITH_GPUS)
 def test_a_layout_fits_its_machines(profile: str) -> None:
-    fitted = fit(settings(), profile)
+    fitted = apply_profile(settings(), profile)
     layout = Layout.of(fitted.rl.actor.parallel)
     assert layout.world_size == PROFILES[profile].world
     assert fitted.rl.actor.parallel.compute_dtype == "bfloat16"
@@ -199,19 +199,19 @@ def test_a_layout_fits_its_machines(profile: str) -> None:
 
 
 def test_two_nodes_shard_inside_and_copy_between() -> None:
-    parallel = fit(settings(), "2x8xH100").rl.actor.parallel
+    parallel = apply_profile(settings(), "2x8xH100").rl.actor.parallel
     assert (parallel.dp, parallel.fsdp) == (2, 8)
 
 
 def test_a_critic_is_placed_with_the_policy() -> None:
     ppo = settings(algorithm={"adv_estimator": "gae"}, rollout={"n": 1})
-    fitted = fit(ppo, "8xA100")
+    fitted = apply_profile(ppo, "8xA100")
     check_config(fitted.rl)
     assert fitted.rl.trainer.pools[0].roles == ("actor", "rollout", "reference", "critic")
 
 
 def test_without_gpus_nothing_is_filled_in() -> None:
-    assert fit(settings(), "laptop") == settings()
+    assert apply_profile(settings(), "laptop") == settings()
 
 
 def test_what_the_settings_say_stays() -> None:
@@ -219,12 +219,12 @@ def test_what_the_settings_say_stays() -> None:
         actor={"parallel": {"fsdp": 4, "tp": 2}},
         trainer={"pools": [{"roles": ["actor", "rollout", "reference"]}, {"roles": ["reward"]}]},
     )
-    assert fit(own, "8xA100") == own
+    assert apply_profile(own, "8xA100") == own
 
 
 def test_rollout_apart_keeps_its_own_placement(capsys: pytest.CaptureFixture[str]) -> None:
     apart = settings(trainer={"mode": "one_step_off"})
-    assert fit(apart, "8xA100") == apart
+    assert apply_profile(apart, "8xA100") == apart
     assert "rl.trainer.mode=one_step_off" in capsys.readouterr().out
 
 
@@ -234,7 +234,7 @@ def test_the_planner_finds_layout_and_pools_open(
     profile: str, mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     auto = settings(trainer={"placement": "auto", "mode": mode})
-    fitted = fit(auto, profile)
+    fitted = apply_profile(auto, profile)
     assert fitted.rl.actor.parallel == ParallelConfig(compute_dtype="bfloat16")
     assert fitted.rl.trainer == auto.rl.trainer
     pins = pins_of(fitted.rl)
@@ -247,18 +247,18 @@ def test_the_planner_keeps_what_the_settings_say() -> None:
     own = settings(
         actor={"parallel": {"tp": 2, "compute_dtype": "float32"}}, trainer={"placement": "auto"}
     )
-    assert fit(own, "8xA100") == own
-    assert pins_of(fit(own, "8xA100").rl).axes == {"tp": 2}
+    assert apply_profile(own, "8xA100") == own
+    assert pins_of(apply_profile(own, "8xA100").rl).axes == {"tp": 2}
 
 
 def test_a_layout_that_is_too_large() -> None:
     with pytest.raises(ConfigError, match=r"32 ranks, but profile=8xA100 has at most 16 GPUs"):
-        fit(settings(actor={"parallel": {"fsdp": 32}}), "8xA100")
+        apply_profile(settings(actor={"parallel": {"fsdp": 32}}), "8xA100")
 
 
 def test_gpus_without_ray() -> None:
     with pytest.raises(ConfigError, match=r"placement=local with profile=one-gpu"):
-        fit(settings(trainer={"placement": "local"}), "one-gpu")
+        apply_profile(settings(trainer={"placement": "local"}), "one-gpu")
 
 
 def test_pods_without_gpus_are_plain() -> None:

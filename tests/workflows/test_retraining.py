@@ -1,7 +1,7 @@
-"""Scheduled retraining: a calendar of nights, each a real run of the workflow.
+"""Scheduled retraining: a calendar of days, each a real run of the workflow.
 
 The first champion answers 3 more often than 7; the test set and all that arrives want 7. A tiny
-model learns that in a few steps, so that a night does win, and once one has, that others don't.
+model learns that in a few steps, so that one run wins and those after it don't.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from engine.storage.manifest import read_manifest
 from engine.tracking import Tracker
 
 WORKFLOW = str(REPOSITORY / "workflows" / "retraining.py")
-FIRST_NIGHT = datetime(2026, 11, 2, 2, tzinfo=UTC)
+FIRST_DAY = datetime(2026, 11, 2, 2, tzinfo=UTC)
 MINIMUM = 8
 NEVER = {"promote": {"minimum_gain": 0.999}}
 
 
 @dataclass
 class Calendar:
-    """A model with a champion, a prefix that problems arrive in, and what should be taken in.
+    """A model with a champion, a prefix that problems arrive in, and what should be ingested.
 
     `champion_has` is the ledger that the champion's lineage should hold: file → problems.
     """
@@ -50,7 +50,7 @@ class Calendar:
 
     def arrive(self, day: int, count: int, *, hours_late: float = 0, name: str = "a") -> None:
         """Write `count` new problems into a day's folder, at that day's noon or later."""
-        noon = FIRST_NIGHT.replace(hour=12) + timedelta(days=day)
+        noon = FIRST_DAY.replace(hour=12) + timedelta(days=day)
         written = noon + timedelta(hours=hours_late)
         path = f"{noon.date()}/{name}.jsonl"
         file = self.prefix / path
@@ -65,7 +65,7 @@ class Calendar:
         self.written[path] = (written, count)
 
     def new_at(self, kickoff: datetime) -> dict[str, int]:
-        """The files that a kick-off should take in."""
+        """The files that a kick-off should ingest."""
         return {
             path: count
             for path, (written, count) in self.written.items()
@@ -84,13 +84,13 @@ class Calendar:
             "retrain": {"path": str(self.prefix), "minimum_rows": MINIMUM},
         }
         merge(base, change)
-        kickoff = FIRST_NIGHT + timedelta(days=number)
+        kickoff = FIRST_DAY + timedelta(days=number)
         at = f"{kickoff:%Y-%m-%dT%H:%M:%S}"
         return ["run", WORKFLOW, "retraining", "--kickoff", at, "--config", settings(base)]
 
-    def night(self, number: int, change: dict[str, Any] | None = None) -> Outcome:
-        """Run a night and hold it to what this calendar expects of it."""
-        new = self.new_at(FIRST_NIGHT + timedelta(days=number))
+    def run(self, number: int, change: dict[str, Any] | None = None) -> Outcome:
+        """Run the retraining of day `number` and check it against this calendar."""
+        new = self.new_at(FIRST_DAY + timedelta(days=number))
         before = self.champion
         outcome = self.place.invoke(*self.arguments(number, change or {}))
         assert outcome.code == 0, outcome.text
@@ -136,7 +136,7 @@ def ledger(outcome: Outcome) -> set[str]:
 
 
 def training_rows(outcome: Outcome) -> list[int]:
-    """Indices of the problems that a night trained on that had arrived, not been there before."""
+    """Indices of the newly arrived problems that a run trained on."""
     rows = pd.read_parquet(dataset(outcome) / "train.parquet")
     asked = [prompt[0]["content"] for prompt in rows["prompt"]]
     found = [re.search(r"What is new (\d+)", text) for text in asked]
@@ -185,39 +185,39 @@ def calendar(
 
 
 def test_two_weeks(calendar: Calendar) -> None:
-    calendar.night(0)  # nothing has arrived
+    calendar.run(0)  # nothing has arrived
     calendar.arrive(0, 5)
-    calendar.night(1)  # too little
+    calendar.run(1)  # too little
     calendar.arrive(1, 20)
-    third = calendar.night(2)
+    third = calendar.run(2)
     assert sorted(training_rows(third)) == list(range(1, 26))
     assert third.summary["promotion"]["promoted"], third.text
-    calendar.night(2)  # the same night again: nothing is left to do
+    calendar.run(2)  # the same day again: nothing is left to do
     calendar.arrive(2, 16)
-    fourth = calendar.night(3, NEVER)
+    fourth = calendar.run(3, NEVER)
     assert not fourth.summary["promotion"]["promoted"]
-    again = calendar.night(3, NEVER)  # again, declined again: the same data, the same model
+    again = calendar.run(3, NEVER)  # again, declined again: the same data, the same model
     assert again.summary["digests"] == fourth.summary["digests"]
     assert again.stages == ["promotion"]
-    calendar.night(4)  # what a declined night saw is new still
-    calendar.arrive(4, 9)  # night 5 is missed
+    calendar.run(4)  # what a declined run saw is still new
+    calendar.arrive(4, 9)  # day 5 is missed
     calendar.arrive(5, 9)
-    calendar.night(6)
+    calendar.run(6)
     calendar.roll_back()  # to a champion that has seen nothing of all this
     calendar.arrive(3, 12, hours_late=80, name="late")  # into the folder of a past day
-    eighth = calendar.night(7)
+    eighth = calendar.run(7)
     assert eighth.summary["promotion"]["promoted"], eighth.text
     assert len(training_rows(eighth)) == 71  # all that has arrived, the late ones too
-    calendar.night(8)
+    calendar.run(8)
     calendar.arrive(8, 3)
-    calendar.night(9)
+    calendar.run(9)
     calendar.arrive(9, 3)
-    calendar.night(10)
+    calendar.run(10)
     calendar.arrive(10, 3)
-    calendar.night(11, NEVER)
-    calendar.night(5)  # the missed one after all: nothing that was not taken in
-    calendar.night(12, NEVER)  # the same as the night before, for nothing came
-    calendar.night(13, NEVER)
+    calendar.run(11, NEVER)
+    calendar.run(5)  # the missed one after all: nothing that was not ingested
+    calendar.run(12, NEVER)  # the same as the day before: nothing arrived
+    calendar.run(13, NEVER)
     history = Champions(Tracker(calendar.place.tracking_uri), calendar.model).history()
     assert [move.version for move in history[:3]] == ["1", "2", "1"]
     assert [move.replaced for move in history[1:]] == [move.version for move in history[:-1]]
@@ -246,7 +246,7 @@ def test_two_kick_offs_at_once(calendar: Calendar) -> None:
     assert [move.replaced for move in moves] == ["1"] * len(moves)
     assert len(moves) == 1, "\n".join(texts)
     calendar.champion_has |= set(calendar.written)
-    calendar.night(2)  # nothing is left
+    calendar.run(2)  # nothing is left
 
 
 def test_replay_is_its_share_and_no_held_out_problem_is_trained_on(calendar: Calendar) -> None:
@@ -256,23 +256,23 @@ def test_replay_is_its_share_and_no_held_out_problem_is_trained_on(calendar: Cal
     leaked.parent.mkdir()
     row = rl_row("arithmetic", test["prompt"].iloc[0][0]["content"], "7", {"index": 0})
     leaked.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
-    os.utime(leaked, (FIRST_NIGHT.timestamp(),) * 2)
-    calendar.written["2026-11-01/leaked.jsonl"] = (FIRST_NIGHT, 1)
-    outcome = calendar.night(1, {"retrain": {"replay": 0.5}})
+    os.utime(leaked, (FIRST_DAY.timestamp(),) * 2)
+    calendar.written["2026-11-01/leaked.jsonl"] = (FIRST_DAY, 1)
+    outcome = calendar.run(1, {"retrain": {"replay": 0.5}})
     rows = pd.read_parquet(dataset(outcome) / "train.parquet")
     assert len(rows) == 24
     assert len(training_rows(outcome)) == 12
     assert "12 new problems (2 repeated or held out left out), 12 replayed" in outcome.out
 
 
-def test_a_night_of_held_out_problems_alone_is_skipped(calendar: Calendar) -> None:
+def test_held_out_problems_alone_are_skipped(calendar: Calendar) -> None:
     test = pd.read_parquet(Path(_former(calendar)) / "test.parquet")
     asked = [prompt[0]["content"] for prompt in test["prompt"]]
     leaked = calendar.prefix / "2026-11-01" / "leaked.jsonl"
     leaked.parent.mkdir()
     rows = [rl_row("arithmetic", question, "7", {"index": 0}) for question in asked]
     leaked.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    os.utime(leaked, (FIRST_NIGHT.timestamp(),) * 2)
+    os.utime(leaked, (FIRST_DAY.timestamp(),) * 2)
     outcome = calendar.place.invoke(*calendar.arguments(1, {}))
     assert outcome.code == 0, outcome.text
     assert outcome.stages == []

@@ -1,4 +1,4 @@
-"""A night's new rows: what of them is news, and that rows which keep the contract can be stored."""
+"""Ingest: which arrived rows are new, and that rows which keep the contract can be stored."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 
 from engine.config import DataConfig, RetrainConfig
 from engine.data.incremental_data import Window, open_window
+from engine.data.new_rows import find_new_rows
 from engine.data.sources import load_splits
 from engine.errors import DataError
 from engine.tracking.registry import ModelVersion
-from tasks.ingest import mix
-from tasks.new_data_filter import find_news
+from tasks.ingest import with_new_rows
 from tasks.preprocess import SPLITS, check_contract, write_split
-from tasks.retraining_trigger import NewData, why_not
+from tasks.retraining_trigger import NewData, skip_reason
 from tasks.schemas import RL_PROMPTS, check
 
-NIGHT = datetime(2100, 1, 1, tzinfo=UTC)
+KICKOFF = datetime(2100, 1, 1, tzinfo=UTC)
 CONFIG = RetrainConfig(minimum_rows=8, replay=0.5)
 Row = dict[str, Any]
 
@@ -66,21 +66,21 @@ def arrive(folder: Path, *files: list[Row]) -> Window:
     for number, rows in enumerate(files):
         text = "".join(json.dumps(one) + "\n" for one in rows)
         (day / f"{number}.jsonl").write_text(text)
-    return open_window(str(day.parent), NIGHT, [], 30)
+    return open_window(str(day.parent), KICKOFF, [], 30)
 
 
-def take(former: Path, window: Window, config: RetrainConfig = CONFIG) -> pd.DataFrame:
-    """Mix, check and store a night's dataset, as the task does; return `train` as it is read."""
-    news = NewData(
+def ingest(former: Path, window: Window, config: RetrainConfig = CONFIG) -> pd.DataFrame:
+    """Mix, check and store the next dataset, as the task does; return `train` as it is read."""
+    new_data = NewData(
         prefix=window.prefix, files=list(window.new), dataset=str(former), dataset_digest=""
     )
-    splits = mix(former, news, config, 0)
+    splits = with_new_rows(former, new_data, config, 0)
     check_contract(splits)
-    night = former.with_name(f"{former.name}-night")
-    night.mkdir()
+    folder = former.with_name(f"{former.name}-next")
+    folder.mkdir()
     for name in SPLITS:
-        write_split(getattr(splits, name), night / f"{name}.parquet")
-    return pd.read_parquet(night / "train.parquet")
+        write_split(getattr(splits, name), folder / f"{name}.parquet")
+    return pd.read_parquet(folder / "train.parquet")
 
 
 QUESTIONS = [f"What is new {n} plus 7?" for n in range(10)]
@@ -104,13 +104,13 @@ KINDS: dict[str, Callable[[str, int], Row]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("replay", [0.0, 0.5])
-def test_rows_that_keep_the_contract_are_taken_in_beside_any_others(
+def test_rows_that_keep_the_contract_are_ingested_beside_any_others(
     former: Path, tmp_path: Path, kind: str, replay: float
 ) -> None:
     rows = [KINDS[kind](question, n) for n, question in enumerate(QUESTIONS)]
     check(pd.DataFrame([one | {"extra_info": one.get("extra_info", {})} for one in rows]),
           RL_PROMPTS, "alone")  # fmt: skip
-    train = take(former, arrive(tmp_path, rows), RetrainConfig(replay=replay))
+    train = ingest(former, arrive(tmp_path, rows), RetrainConfig(replay=replay))
     assert len(train) == (20 if replay else 10)
     check(train, RL_PROMPTS, "train")
     mine = train[: len(QUESTIONS)]
@@ -118,19 +118,19 @@ def test_rows_that_keep_the_contract_are_taken_in_beside_any_others(
     assert {rule["ground_truth"] for rule in mine["reward_model"]} == {"7"}
 
 
-def test_the_night_after_reads_what_the_night_before_wrote(former: Path, tmp_path: Path) -> None:
-    take(former, arrive(tmp_path / "one", [row(q, extra_info=None) for q in QUESTIONS]),
+def test_a_run_reads_the_dataset_of_the_run_before(former: Path, tmp_path: Path) -> None:
+    ingest(former, arrive(tmp_path / "one", [row(q, extra_info=None) for q in QUESTIONS]),
          RetrainConfig(replay=0.0))  # fmt: skip
     again = [row(f"And {q}", extra_info={"index": f"b{n}"}) for n, q in enumerate(QUESTIONS)]
-    night = former.with_name("former-night")
-    train = take(night, arrive(tmp_path / "two", again))
+    following = former.with_name("former-next")
+    train = ingest(following, arrive(tmp_path / "two", again))
     assert len(train) == 20
     assert train["extra_info"][3] == {"index": "b3"}
 
 
 def test_mixed_fields_become_text_and_others_stay(former: Path, tmp_path: Path) -> None:
     rows = [row(q, extra_info={"index": f"a{n}", "weight": n / 2}) for n, q in enumerate(QUESTIONS)]
-    train = take(former, arrive(tmp_path, rows))
+    train = ingest(former, arrive(tmp_path, rows))
     assert train["extra_info"][4]["index"] == "a4"
     assert train["extra_info"][4]["weight"] == 2.0
     assert train["extra_info"][12]["index"].isdecimal()
@@ -147,7 +147,7 @@ def test_what_parquet_can_not_hold_is_a_sentence(tmp_path: Path) -> None:
 def test_rows_that_break_the_contract_are_named(former: Path, tmp_path: Path) -> None:
     rows = [row(q, extra_info=1 if n == 3 else {"a": 1}) for n, q in enumerate(QUESTIONS)]
     with pytest.raises(DataError, match=r"'extra_info' must be a dictionary.* row 3 has 1"):
-        take(former, arrive(tmp_path, rows))
+        ingest(former, arrive(tmp_path, rows))
 
 
 def champion() -> ModelVersion:
@@ -155,20 +155,20 @@ def champion() -> ModelVersion:
 
 
 def reason(former: Path, window: Window) -> str:
-    return why_not(window, find_news(former, window), CONFIG, champion())
+    return skip_reason(window, find_new_rows(former, window), CONFIG, champion())
 
 
-def test_what_is_held_out_or_trained_on_already_is_no_news(former: Path, tmp_path: Path) -> None:
+def test_what_is_held_out_or_trained_on_already_is_not_new(former: Path, tmp_path: Path) -> None:
     known = [row(question.upper(), truth) for question, truth in asked(former, "train")]
     held_out = [row(question) for question, _ in asked(former, "test")]
     window = arrive(tmp_path, held_out, known)
-    news = find_news(former, window)
-    assert (len(news.fresh), news.left_out) == (0, 28)
+    found = find_new_rows(former, window)
+    assert (len(found.rows), found.dropped) == (0, 28)
     said = reason(former, window)
     assert said.startswith("0 new problems since version 3 became champion (28 more are repeated,")
     assert said.endswith("fewer than retrain.minimum_rows=8")
     with pytest.raises(DataError, match=r"none of the 28 new problems of .* is left to train on"):
-        take(former, window)
+        ingest(former, window)
 
 
 def test_the_count_is_what_the_dataset_keeps(former: Path, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_the_count_is_what_the_dataset_keeps(former: Path, tmp_path: Path) -> No
     assert "7 new problems since version 3 became champion (10 more" in reason(former, window)
     window = arrive(tmp_path / "enough", [*new, row(QUESTIONS[6]), corrected])
     assert reason(former, window) == ""
-    train = take(former, window, RetrainConfig(replay=0.4))
+    train = ingest(former, window, RetrainConfig(replay=0.4))
     assert len(train) == 8 + 5
     truths = [rule["ground_truth"] for prompt, rule in zip(train["prompt"], train["reward_model"],
               strict=True) if prompt[0]["content"] == question]  # fmt: skip
@@ -190,4 +190,4 @@ def test_the_count_is_what_the_dataset_keeps(former: Path, tmp_path: Path) -> No
 def test_a_row_without_a_prompt_is_named(former: Path, tmp_path: Path) -> None:
     for number, rows in enumerate(([{"text": "?"}], [row("one"), row("two", prompt=None)])):
         with pytest.raises(DataError, match=r"a row of the new data in .* has no prompt"):
-            find_news(former, arrive(tmp_path / str(number), rows))
+            find_new_rows(former, arrive(tmp_path / str(number), rows))
