@@ -43,11 +43,11 @@ def assert_refused(outcome: Outcome, place: Place, *words: str) -> None:
         ({"data": {"source": "csv"}}, ["data.source='csv'", "'arithmetic' or 'gsm8k'"]),
         (
             {"rl": {"algorithm": {"adv_estimator": "grop"}}},
-            ["unknown advantage estimator 'grop'", "did you mean 'grpo'"],
+            ["algorithm.adv_estimator='grop' is unknown", "did you mean 'grpo'"],
         ),
         (
             {"rl": {"actor": {"policy_loss": {"loss_mode": "vanila"}}}},
-            ["unknown policy loss 'vanila'", "did you mean 'vanilla'"],
+            ["policy_loss.loss_mode='vanila' is unknown", "did you mean 'vanilla'"],
         ),
         ({"rl": {"reward": {"name": "nice"}}}, ["reward.name='nice'", "answer_match"]),
         ({"rl": {"rollout": {"engine": "sglang"}}}, ["rollout.engine='sglang'", "native"]),

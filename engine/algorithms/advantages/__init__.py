@@ -17,7 +17,6 @@ from engine.algorithms.advantages._base import (
     requires,
     to_tokens,
 )
-from engine.algorithms.registry import import_siblings
 
 __all__ = [
     "REQUIREMENTS",
@@ -32,5 +31,3 @@ __all__ = [
     "requires",
     "to_tokens",
 ]
-
-import_siblings(__name__, __path__)

@@ -6,16 +6,16 @@ What does not: any formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.algorithms.masked import Groups, at_least_float, keep, sequence_scores
-from engine.algorithms.registry import Registry, check_options, declared_options
 from engine.errors import ConfigError, DataError
+from engine.registry import Options, Registry
 
 REQUIREMENTS: dict[str, str] = {
     "values": "a critic that gives values [B, T]",
@@ -96,18 +96,23 @@ class AdvantageEstimator:
     formula: Formula
     requires: frozenset[str]
     min_group_size: int
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Options
 
     def __call__(self, inputs: AdvantageInputs, **options: Any) -> AdvantageOutputs:
         """Estimate over the whole batch; raise ConfigError or DataError before computing."""
-        check_options("advantage estimator", self.name, self.options, options)
+        self.options.require_known(options)
         with torch.no_grad():
             out = self.formula(_clean(self, inputs), **options)
         mask = inputs.response_mask
         return AdvantageOutputs(keep(mask, out.advantages), keep(mask, out.returns))
 
 
-_registry: Registry[AdvantageEstimator] = Registry("advantage estimator")
+_registry: Registry[AdvantageEstimator] = Registry(
+    "advantage estimator",
+    "algorithm.adv_estimator",
+    "engine.algorithms.advantages",
+    "@register_advantage(name)",
+)
 
 
 def register_advantage(
@@ -130,10 +135,10 @@ def register_advantage(
         )
 
     def decorate(formula: Formula) -> AdvantageEstimator:
-        entry = AdvantageEstimator(
-            name, formula, frozenset(requires), min_group_size, declared_options(formula)
-        )
-        return _registry.add(entry, aliases)
+        own = Options(f"advantage estimator {name!r}", formula)
+        entry = AdvantageEstimator(name, formula, frozenset(requires), min_group_size, own)
+        _registry.add(name, entry, formula, aliases=aliases, options=own)
+        return entry
 
     return decorate
 

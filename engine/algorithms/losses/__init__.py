@@ -15,7 +15,6 @@ from engine.algorithms.losses._base import (
     register_policy_loss,
 )
 from engine.algorithms.losses._ratio import log_ratio
-from engine.algorithms.registry import import_siblings
 
 __all__ = [
     "LossOutput",
@@ -28,5 +27,3 @@ __all__ = [
     "prepare",
     "register_policy_loss",
 ]
-
-import_siblings(__name__, __path__)

@@ -20,8 +20,8 @@ from torch import Tensor
 from engine.algorithms.aggregation import check_mode
 from engine.algorithms.masked import at_least_float, keep, masked_mean
 from engine.algorithms.metrics import Sum, over_mask
-from engine.algorithms.registry import Registry, check_options, declared_options
 from engine.errors import ConfigError, DataError
+from engine.registry import Options, Registry, keyword_defaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class PolicyLoss:
 
     name: str
     formula: Formula
-    options: Mapping[str, Any]
+    options: Options
     default_mode: str
     """The aggregation that the method was published with."""
     fixed: bool
@@ -90,7 +90,7 @@ class PolicyLoss:
         extra = {} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights}
         self._check_tensors(given | tensors | extra, mask)
         clean = {name: keep(mask, at_least_float(tensor)) for name, tensor in given.items()}
-        read = declared_options(self.formula)
+        read = keyword_defaults(self.formula)
         own = {k: v for k, v in options.items() if k in read or k in tensors}
         out = self.formula(*clean.values(), mask, **own)
         loss = out.loss
@@ -101,7 +101,7 @@ class PolicyLoss:
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ConfigError for options that this loss doesn't read or that contradict."""
-        check_options("policy loss", self.name, self.options, options)
+        self.options.require_known(options)
         if self.validate is not None:
             self.validate(**(dict(self.options) | dict(options)))
 
@@ -126,7 +126,12 @@ class PolicyLoss:
         return masked_mean(logs, mask, 1).exp()[:, None].expand(mask.shape)
 
 
-_registry: Registry[PolicyLoss] = Registry("policy loss")
+_registry: Registry[PolicyLoss] = Registry(
+    "policy loss",
+    "actor.policy_loss.loss_mode",
+    "engine.algorithms.losses",
+    "@register_policy_loss(name)",
+)
 
 
 def register_policy_loss(
@@ -150,10 +155,12 @@ def register_policy_loss(
     check_mode(default_mode)
 
     def decorate(formula: Formula) -> PolicyLoss:
+        functions = (formula, prepare) if prepare else (formula,)
+        own = Options(f"policy loss {name!r}", *functions)
         entry = PolicyLoss(
             name=name,
             formula=formula,
-            options=declared_options(formula) | (declared_options(prepare) if prepare else {}),
+            options=own,
             default_mode=default_mode,
             fixed=fixed,
             regularized=regularized,
@@ -162,7 +169,8 @@ def register_policy_loss(
             prepared=prepared,
             validate=validate,
         )
-        return _registry.add(entry, aliases)
+        _registry.add(name, entry, formula, aliases=aliases, options=own)
+        return entry
 
     return decorate
 
@@ -209,7 +217,7 @@ def prepare(
     if entry.prepare is None:
         return {}
     mask = response_mask.bool()
-    read = declared_options(entry.prepare)
+    read = keyword_defaults(entry.prepare)
     with torch.no_grad():
         return entry.prepare(
             keep(mask, at_least_float(old_log_probs)),

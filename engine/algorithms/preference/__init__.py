@@ -17,7 +17,6 @@ from engine.algorithms.preference._base import (
 )
 from engine.algorithms.preference.bradley_terry import bradley_terry
 from engine.algorithms.preference.kto import kto, kto_reference_point
-from engine.algorithms.registry import import_siblings
 
 __all__ = [
     "PairLoss",
@@ -32,5 +31,3 @@ __all__ = [
     "register_pair_loss",
     "sequence_log_probs",
 ]
-
-import_siblings(__name__, __path__)

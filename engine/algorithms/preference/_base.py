@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.algorithms.masked import at_least_float, masked_sum
 from engine.algorithms.metrics import Sum, over_mask
-from engine.algorithms.registry import Registry, check_options, declared_options
 from engine.errors import ConfigError, DataError
+from engine.registry import Options, Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class PairLoss:
 
     name: str
     formula: Formula
-    options: Mapping[str, Any]
+    options: Options
     needs_reference: bool
     validate: Callable[..., None] | None
 
@@ -77,8 +77,8 @@ class PairLoss:
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ConfigError for options that this loss doesn't read or that are out of range."""
-        check_options("preference loss", self.name, self.options, options)
-        merged = dict(self.options) | dict(options)
+        self.options.require_known(options)
+        merged: dict[str, Any] = {**self.options, **options}
         if "beta" in merged and merged["beta"] <= 0:
             raise ConfigError(f"beta={merged['beta']} must be above 0")
         if not 0 <= merged.get("label_smoothing", 0.0) < 0.5:
@@ -112,7 +112,12 @@ class PairLoss:
         return Pairs(**cleaned)
 
 
-_registry: Registry[PairLoss] = Registry("preference loss")
+_registry: Registry[PairLoss] = Registry(
+    "preference loss",
+    "algorithm.preference.loss",
+    "engine.algorithms.preference",
+    "@register_pair_loss(name)",
+)
 
 
 def register_pair_loss(
@@ -124,8 +129,10 @@ def register_pair_loss(
     """Register `formula(pairs, *, option=default, …) -> PreferenceOutput` under `name`."""
 
     def decorate(formula: Formula) -> PairLoss:
-        entry = PairLoss(name, formula, declared_options(formula), needs_reference, validate)
-        return _registry.add(entry, aliases)
+        own = Options(f"preference loss {name!r}", formula)
+        entry = PairLoss(name, formula, own, needs_reference, validate)
+        _registry.add(name, entry, formula, aliases=aliases, options=own)
+        return entry
 
     return decorate
 

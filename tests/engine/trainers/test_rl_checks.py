@@ -34,7 +34,7 @@ SERVER: dict[str, Any] = {"engine": "server", "server": {"url": "http://127.0.0.
             {"algorithm": {"dataflow": "online_dpo"}, "actor": {"ppo_mini_batch_size": 1}},
             r"ppo_mini_batch_size=1 with algorithm.dataflow=online_dpo.*pairs.*an even number",
         ),
-        ({"algorithm": {"adv_estimator": "grp"}}, "unknown advantage estimator 'grp'"),
+        ({"algorithm": {"adv_estimator": "grp"}}, "algorithm.adv_estimator='grp' is unknown"),
         ({"algorithm": {"adv_estimator": "remax", "dataflow": "grpo"}}, "one greedy rollout"),
         ({"algorithm": {"kl_penalty": "k9"}}, "KL estimator 'k9' is unknown"),
         ({"actor": {"kl_loss_type": "k9"}}, "KL estimator 'k9' is unknown"),

@@ -166,7 +166,7 @@ def test_a_reward_that_raises_is_named_and_workers_are_closed(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"algorithm": {"adv_estimator": "grp"}}, "unknown advantage estimator 'grp'"),
+        ({"algorithm": {"adv_estimator": "grp"}}, "algorithm.adv_estimator='grp' is unknown"),
         ({"reward": {"overlong_buffer": {"enable": True, "len": 7}}}, "longest completion of 6"),
     ],
 )

@@ -54,7 +54,7 @@ def test_clip_ratio_sets_each_bound_that_is_not_given(
         (actor("reinforce", clip_ratio=0.1), r"actor.clip_ratio=0.1 has no effect: 'reinforce'"),
         (actor("sapo", clip_ratio_high=0.1), r"actor.clip_ratio_high=0.1 .*tau_neg, tau_pos"),
         (actor("gspo", clip_ratio_c=4.0), "actor.clip_ratio_c=4.0 has no effect"),
-        (actor("vanila"), "unknown policy loss 'vanila' .*'vanilla'"),
+        (actor("vanila"), "policy_loss.loss_mode='vanila' is unknown .*'vanilla'"),
         (actor(loss_agg_mode="mean"), "loss_agg_mode='mean' is unknown"),
     ],
 )
@@ -69,7 +69,7 @@ def test_a_policy_setting_without_effect_is_refused(config: ActorConfig, message
         ({"adv_estimator": "grpo", "gamma": 0.9}, "algorithm.gamma=0.9 has no effect: 'grpo'"),
         ({"adv_estimator": "grpo", "lam": 0.9}, "algorithm.lam=0.9 has no effect"),
         ({"adv_estimator": "rloo", "norm_adv_by_std_in_grpo": False}, "has no effect: 'rloo'"),
-        ({"adv_estimator": "gea"}, "unknown advantage estimator 'gea' .*'gae'"),
+        ({"adv_estimator": "gea"}, "algorithm.adv_estimator='gea' is unknown .*'gae'"),
     ],
 )
 def test_an_advantage_setting_without_effect_is_refused(

@@ -1,0 +1,274 @@
+"""Named entries with declared options: the one registry type of every extension point.
+
+An entry is registered by a decorator. The modules of the registry's own package are imported when
+a name is looked up, so a new entry there is a new file; code from outside is imported by the
+configuration's `plugins`, or named in place as `package.module:attribute`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from engine.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Options(Mapping[str, object]):
+    """The options that an entry declares, with their defaults: keyword-only parameters.
+
+    >>> def clip(x, *, low: float = 0.0, high: float = 1.0): ...
+    >>> dict(Options("loss 'clip'", clip))
+    {'low': 0.0, 'high': 1.0}
+    >>> Options("loss 'clip'", clip).parse({"low": "0.5"}, "loss.options")
+    {'low': 0.5}
+    """
+
+    def __init__(self, owner: str, *functions: Callable[..., object]) -> None:
+        """`owner` is the entry in error messages; of several functions all options count."""
+        self._owner, self._functions = owner, functions
+        self._defaults: dict[str, object] = {}
+        for function in functions:
+            self._defaults |= keyword_defaults(function)
+
+    def __getitem__(self, name: str) -> object:
+        return self._defaults[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._defaults)
+
+    def __len__(self) -> int:
+        return len(self._defaults)
+
+    def require_known(self, given: Iterable[str], section: str = "") -> None:
+        """Raise ConfigError for the first of `given` that is not an option.
+
+        `section` is the place of the options in a configuration, e.g. "algorithm.options".
+        """
+        for option in given:
+            if option not in self:
+                what = f"{section}.{option}: " if section else ""
+                raise ConfigError(
+                    f"{what}{self._owner} doesn't read {option!r}{_similar(option, self)}; "
+                    f"remove it (it reads {', '.join(sorted(self)) or 'no options'})"
+                )
+
+    def parse(self, given: Mapping[str, object], section: str) -> dict[str, Any]:
+        """Return the options of a configuration's `section`, in the types that are declared.
+
+        Raises ConfigError for an unknown option and for a value of another type.
+        """
+        self.require_known(given, section)
+        types = self._types() if given else {}
+        return {k: _converted(v, types.get(k), f"{section}.{k}") for k, v in given.items()}
+
+    def _types(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for function in self._functions:
+            signed = function.__init__ if inspect.isclass(function) else function
+            try:
+                found |= get_type_hints(signed)
+            except (NameError, TypeError, AttributeError):
+                continue  # names that only a type checker sees: their values stay as given
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry(Generic[T]):
+    value: T
+    target: object  # the decorated function or class
+    options: Options
+
+
+class Registry(Generic[T]):
+    """Entries of one kind, by name.
+
+    >>> colours: Registry[str] = Registry("colour", "plot.colour")
+    >>> colours.add("red", "#f00")
+    >>> colours.get("red"), colours.names()
+    ('#f00', ('red',))
+    """
+
+    def __init__(self, kind: str, setting: str, package: str = "", decorator: str = "") -> None:
+        """`setting` is the configuration's field that names an entry, e.g. "rollout.engine".
+
+        `package` is searched for entries. `decorator` is what an error message tells users to
+        put on a function of theirs, e.g. "@register_reward(name)".
+        """
+        self.kind, self.setting = kind, setting
+        self._package, self._decorator = package, decorator
+        self._entries: dict[str, _Entry[T]] = {}
+        self._aliases: dict[str, str] = {}
+        self._complete = not package
+
+    def add(
+        self,
+        name: str,
+        value: T,
+        target: object = None,
+        *,
+        aliases: Iterable[str] = (),
+        options: Options | None = None,
+    ) -> None:
+        """Register `value`; raise ConfigError when the name is taken.
+
+        `target` is the function or class that stands at a `package.module:attribute` path, and
+        declares the options unless `options` are given. Registering the same target again (a
+        module that is imported twice) replaces it.
+        """
+        if ":" in name:
+            raise ConfigError(f"{self.kind} {name!r}: a name has no ':'; choose another name")
+        target = value if target is None else target
+        for taken in (name, *aliases):
+            entry = self._entries.get(self._aliases.get(taken, taken))
+            if entry is not None and origin(entry.target) != origin(target):
+                raise ConfigError(
+                    f"{self.kind} {taken!r} is already registered by {origin(entry.target)}; "
+                    f"choose another name for {origin(target)}"
+                )
+        if options is None:
+            functions = [target] if callable(target) else []
+            options = Options(f"{self.kind} {name!r}", *functions)
+        self._entries[name] = _Entry(value, target, options)
+        self._aliases |= dict.fromkeys(aliases, name)
+
+    def register(self, name: str, *aliases: str) -> Callable[[T], T]:
+        """Decorator: register a function or class as it is."""
+
+        def decorate(value: T) -> T:
+            self.add(name, value, aliases=aliases)
+            return value
+
+        return decorate
+
+    def get(self, name: str) -> T:
+        """Return the entry with this name, alias or `package.module:attribute` path.
+
+        Raises ConfigError that names the setting and lists the known names.
+        """
+        return self._find(name).value
+
+    def options(self, name: str) -> Options:
+        """The options that an entry declares; raises ConfigError as `get` does."""
+        return self._find(name).options
+
+    def names(self) -> tuple[str, ...]:
+        """All names, sorted, without aliases."""
+        self._import_all()
+        return tuple(sorted(self._entries))
+
+    def values(self) -> tuple[T, ...]:
+        """All entries, in the order of their names."""
+        return tuple(self._entries[name].value for name in self.names())
+
+    def registered(self, target: object) -> T | None:
+        """The entry of a function or class; None where it isn't registered."""
+        entry = self._entry_of(target)
+        return None if entry is None else entry.value
+
+    def load(self, path: str) -> object:
+        """Import what stands at `package.module:attribute`, registered or not."""
+        module_name, _, attribute = path.partition(":")
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:  # a user's module may fail in any way
+            raise ConfigError(
+                f"{self.setting}={path!r}: module {module_name!r} can't be imported "
+                f"({type(error).__name__}: {error}); it must be on the Python path and import "
+                "cleanly"
+            ) from error
+        try:
+            return getattr(module, attribute)
+        except AttributeError:
+            raise ConfigError(
+                f"{self.setting}={path!r}: module {module_name!r} has no {attribute!r}"
+            ) from None
+
+    def _find(self, name: str) -> _Entry[T]:
+        if ":" in name:
+            entry = self._entry_of(self.load(name))
+            if entry is None:
+                how = f"; put {self._decorator} on it" if self._decorator else ""
+                raise ConfigError(
+                    f"{self.setting}={name!r} is not registered as a {self.kind}{how}"
+                )
+            return entry
+        entry = self._known(name)
+        if entry is None:
+            names = self.names()
+            raise ConfigError(
+                f"{self.setting}={name!r} is unknown{_similar(name, names)}; choose one of "
+                f"{', '.join(names)}, or give your own as package.module:name"
+            )
+        return entry
+
+    def _known(self, name: str) -> _Entry[T] | None:
+        """Look a name up, importing as little of the package as finds it."""
+        for load in (lambda: None, lambda: self._import_module(name), self._import_all):
+            load()
+            entry = self._entries.get(self._aliases.get(name, name))
+            if entry is not None:
+                return entry
+        return None
+
+    def _entry_of(self, target: object) -> _Entry[T] | None:
+        entries = self._entries.values()
+        return next((e for e in entries if target is e.target or target is e.value), None)
+
+    def _import_module(self, name: str) -> None:
+        if not self._complete and name in self._modules():
+            importlib.import_module(f"{self._package}.{name}")
+
+    def _import_all(self) -> None:
+        if not self._complete:
+            for module in self._modules():
+                importlib.import_module(f"{self._package}.{module}")
+            self._complete = True
+
+    def _modules(self) -> list[str]:
+        """Public modules of the package."""
+        paths = importlib.import_module(self._package).__path__
+        return [m.name for m in pkgutil.iter_modules(paths) if not m.name.startswith("_")]
+
+
+def keyword_defaults(function: Callable[..., object]) -> dict[str, object]:
+    """The keyword-only parameters of `function` that have defaults, with those defaults."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some builtins have no signature
+        return {}
+    return {
+        p.name: p.default
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY and p.default is not p.empty
+    }
+
+
+def origin(target: object) -> str:
+    """Where a function or class is defined, e.g. "my_module:my_reward"."""
+    name = getattr(target, "__qualname__", None) or repr(target)
+    return f"{getattr(target, '__module__', '?')}:{name}"
+
+
+def _converted(value: object, kind: Any, where: str) -> object:
+    if kind is None:
+        return value
+    if isinstance(value, bool) and kind in (int, float):
+        raise ConfigError(f"{where}={value}: give a number, not true or false")
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(f"{where}={value!r}: {error.errors()[0]['msg']}") from None
+
+
+def _similar(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
