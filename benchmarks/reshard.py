@@ -18,8 +18,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from engine.config import ParallelConfig
-from engine.parallel.exchange import Exchange
+from engine.parallel.boxes import Box, chunk
+from engine.parallel.exchange import Exchange, view
 from engine.parallel.fsdp import shard_model
 from engine.parallel.gather import full_parameters
-from engine.parallel.grouping import Grouping, contiguous, grouping
+from engine.parallel.grouping import Grouping, grouping
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.module_shards import gather_holdings, local_tensors
 from engine.parallel.pipeline_stages import layers_by_stage, take_stage
 from engine.parallel.process_groups import Ranks
 from engine.parallel.reshard import Plan, RankPlan, plan
-from engine.parallel.shard_map import Holdings
-from engine.parallel.sharding_specs import merge_stages, rollout_holdings, train_holdings
-from engine.parallel.shared import share_storage
+from engine.parallel.shard_map import Held, Holdings
+from engine.parallel.sharding_specs import rollout_holdings
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 
 WORLD = 4
@@ -155,14 +156,14 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
         f"{args.dtype}, buckets of {args.bucket_kib} KiB. Shares of the model's bytes; bytes a "
         "rank are the mean of all ranks, peaks those of newly taken memory.\n\n"
         "| train → rollout | formula | planned | measured | all-gather | peak | all-gather's peak "
-        "| held twice | ms | all-gather's ms |\n"
+        "| copied | ms | all-gather's ms |\n"
         "|---|---|---|---|---|---|---|---|---|---|"
     )
     for row in rows:
         print(
             f"| {row['case']} | {share(row['formula'])} | {share(row['planned'])} | "
             f"{share(row['measured'])} | {share(row['gathered'])} | {share(row['peak'])} | "
-            f"{share(row['gather_peak'])} | {share(row['twice'])} | {row['ms']:.0f} | "
+            f"{share(row['gather_peak'])} | {share(row['copied'])} | {row['ms']:.0f} | "
             f"{row['gather_ms']:.0f} |"
         )
     return rows
@@ -206,12 +207,11 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     )
     full = plan(held, wanted)
     part = full.for_rank(dist.get_rank())
-    # The baseline comes first: afterwards the trainer's shares may lie in the rollout's storage.
     gather_peak, gather_s = timed(lambda: gather_and_cut(model, ranks, wanted), args.repeats)
     own = sum(tensor.nbytes for tensor in local_tensors(model).values())
     sent: list[int] = []
-    peak, _ = timed(lambda: mount(model, part, args, sent), 1, warm=False)
-    _, exchange = mounted(model, part, args)
+    peak, _ = timed(lambda: first_exchange(model, part, args).run(), 0)
+    exchange = first_exchange(model, part, args)
     with counted(sent):
         moved = exchange.run()
     _, seconds = timed(exchange.run, args.repeats)
@@ -222,7 +222,7 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "gathered": total - own,
         "peak": peak,
         "gather_peak": gather_peak,
-        "twice": moved.kept,
+        "copied": moved.kept,
     }
     assert sent[-1] == moved.sent == full.sent[dist.get_rank()], "other bytes than planned"
     every: list[Any] = [None] * WORLD
@@ -269,31 +269,23 @@ def spread(model: Any, layout: Layout, ranks: Ranks) -> Any:
     return part
 
 
-def mounted(
-    model: Any, part: RankPlan, args: argparse.Namespace
-) -> tuple[dict[str, Tensor], Exchange]:
-    """Rollout's tensors, with the trainer's shares in them where that can be, and the exchange."""
+def first_exchange(model: Any, part: RankPlan, args: argparse.Namespace) -> Exchange:
+    """Rollout's tensors, and an exchange into them."""
     dtype = getattr(torch, args.dtype)
     target = {name: torch.empty(size, dtype=dtype) for name, size in part.target_shapes().items()}
-    share_storage(model, part, target, columns=True)
-    exchange = Exchange(part, local_tensors(model), target, bucket_bytes=args.bucket_kib << 10)
-    return target, exchange
-
-
-def mount(model: Any, part: RankPlan, args: argparse.Namespace, sent: list[int]) -> Any:
-    """All that a first transition takes: rollout's tensors, and an exchange into them."""
-    target, exchange = mounted(model, part, args)
-    exchange.run()
-    return target
+    return Exchange(part, local_tensors(model), target, bucket_bytes=args.bucket_kib << 10)
 
 
 def gather_and_cut(model: Any, ranks: Ranks, wanted: Holdings) -> dict[str, Tensor]:
     """The baseline: the whole model on every rank, then its slices, each whole dropped when cut."""
     whole = {name: tensor.clone() for name, tensor in full_parameters(model, ranks)}
     target: dict[str, Tensor] = {}
-    for name, storage, held in wanted.of_rank(dist.get_rank()):
-        box = tuple(slice(a, a + n) for a, n in zip(held.box.offset, held.box.size, strict=True))
-        target[storage] = whole.pop(name)[box].clone()
+    for name, spread in wanted.spreads.items():
+        for held in spread.held:
+            if dist.get_rank() in held.ranks:
+                target[spread.storage] = view(
+                    whole.pop(name), held.box.offset, held.box.size
+                ).clone()
     return target
 
 
@@ -319,7 +311,7 @@ class counted:
         dist.all_to_all_single = self._real
 
 
-def timed(run: Callable[[], Any], repeats: int, warm: bool = True) -> tuple[int, float]:
+def timed(run: Callable[[], Any], repeats: int) -> tuple[int, float]:
     """Newly taken memory of a first run at its peak, in bytes; median seconds of the others."""
     dist.barrier()
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -330,7 +322,7 @@ def timed(run: Callable[[], Any], repeats: int, warm: bool = True) -> tuple[int,
         now += event.nbytes()
         most = max(most, now)
     seconds = []
-    for _ in range(repeats if warm else 0):
+    for _ in range(repeats):
         dist.barrier()
         started = time.perf_counter()
         run()
@@ -385,7 +377,8 @@ def plan_one(size: str, case: Case) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     assert (found.received == found.lower_bound).all()
     assert len(part.receives) > 0 or int(found.received[-1]) == 0
-    other = to(contiguous(case.layout.world_size, case.pp, case.tp))
+    copies = case.layout.world_size // (case.pp * case.tp)
+    other = to(Grouping((("dp", copies), ("pp", case.pp), ("tp", case.tp))))
     own = found.model_bytes / (case.layout.world_size / case.layout.dp)
     share = case.formula
     return {
@@ -401,6 +394,34 @@ def plan_one(size: str, case: Case) -> dict[str, Any]:
         "model_bytes": found.model_bytes,
         "seconds": seconds,
     }
+
+
+def train_holdings(
+    shapes: dict[str, tuple[int, ...]], layout: Layout, model: ModelShape, stages: list[range]
+) -> Holdings:
+    """A trainer's stages, tensor parallel shards of them, and FSDP2's chunks of their rows."""
+    ranks = Grouping(tuple(layout.sizes.items()))
+    unsharded = rollout_holdings(shapes, ranks, model, torch.float32, stages)
+    size = layout.fsdp * layout.sp
+
+    @cache
+    def rows(held: tuple[Held, ...]) -> tuple[Held, ...]:
+        found: dict[Box, list[int]] = {}
+        for one in held:
+            for rank in one.ranks:
+                at = layout.coordinates(rank)
+                box = chunk(one.box, 0, size, at["fsdp"] * layout.sp + at["sp"])
+                found.setdefault(box, []).append(rank)
+        return tuple(Held(b, (0,) * len(b.size), tuple(r)) for b, r in found.items() if b.elements)
+
+    spreads = {n: replace(one, held=rows(one.held)) for n, one in unsharded.spreads.items()}
+    return Holdings(layout.world_size, spreads, unsharded.dtypes)
+
+
+def merge_stages(stages: list[range], count: int) -> list[range]:
+    """Join neighbouring training stages into `count` rollout stages."""
+    step = len(stages) // count
+    return [range(stages[i].start, stages[i + step - 1].stop) for i in range(0, len(stages), step)]
 
 
 def llama(size: str) -> tuple[ModelShape, dict[str, tuple[int, ...]]]:

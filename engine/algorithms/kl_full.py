@@ -1,7 +1,6 @@
 """KL(π ‖ π_ref) exact over the vocabulary, in chunks of tokens.
 
-What lives here: the divergence from logits, and from hidden states and the output matrix.
-What does not: estimates from sampled tokens (`algorithms.kl`).
+Estimates from sampled tokens are in `algorithms.kl`.
 """
 
 from __future__ import annotations
@@ -36,39 +35,6 @@ def full_kl(
         return _kl(ours, theirs, temperature)
 
     return map_token_chunks(chunk, (logits, ref_logits.detach()), mask, chunk_tokens)
-
-
-def full_kl_from_hidden(
-    hidden: Tensor,
-    output_weight: Tensor,
-    ref_hidden: Tensor,
-    ref_output_weight: Tensor,
-    *,
-    mask: Tensor | None = None,
-    temperature: float = 1.0,
-    chunk_tokens: int = 512,
-) -> Tensor:
-    """The same from last hidden states `[..., H]` and output matrices `[V, H]`: no logits kept.
-
-    Logits exist for `chunk_tokens` tokens at a time. Gradient flows to `hidden` and
-    `output_weight`. Raises DataError when shapes don't fit or vocabularies differ.
-    """
-    if hidden.shape[:-1] != ref_hidden.shape[:-1]:
-        raise DataError(
-            f"hidden {list(hidden.shape)} and ref_hidden {list(ref_hidden.shape)} hold different "
-            "tokens"
-        )
-    if output_weight.shape[0] != ref_output_weight.shape[0]:
-        raise DataError(
-            f"policy and reference have vocabularies of {output_weight.shape[0]} and "
-            f"{ref_output_weight.shape[0]}; KL needs one vocabulary"
-        )
-    ref_output_weight = ref_output_weight.detach()
-
-    def chunk(ours: Tensor, theirs: Tensor) -> Tensor:
-        return _kl(ours @ output_weight.T, theirs @ ref_output_weight.T, temperature)
-
-    return map_token_chunks(chunk, (hidden, ref_hidden.detach()), mask, chunk_tokens)
 
 
 def _kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -66,9 +65,3 @@ def create_critic_model(model: PreTrainedModel) -> CriticModel:
     backbone = copy.deepcopy(plain.base_model)
     critic = CriticModel(backbone, model.config.get_text_config().hidden_size)
     return critic.to(next(backbone.parameters()).dtype).requires_grad_(True)
-
-
-@torch.no_grad()
-def parameter_count(model: nn.Module) -> int:
-    """Number of distinct parameters (tied ones count once)."""
-    return sum(p.numel() for p in model.parameters())

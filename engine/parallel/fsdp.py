@@ -96,16 +96,6 @@ def call(model: nn.Module, function: Callable[[], T]) -> T:
     return result
 
 
-def sum_gradients(model: nn.Module, now: bool) -> None:
-    """Whether the backward passes from here on sum gradients over ranks.
-
-    Between False and the pass before which True is set, each rank adds up whole gradients of its
-    own: less traffic, more memory. Does nothing for a model without shares.
-    """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(now)
-
-
 def reshard(model: nn.Module) -> None:
     """Drop gathered weights, so that `model`'s parameters are the shares that are trained."""
     for module in model.modules():

@@ -77,10 +77,6 @@ class Grouping:
         """Ranks that share matrices, each group in the order of the tp coordinate."""
         return self._groups("data", "pp")
 
-    def pp_groups(self) -> list[list[int]]:
-        """Ranks that share layers, each group in the order of the stages."""
-        return self._groups("data", "tp")
-
     def replicas(self) -> list[list[int]]:
         """Ranks of each copy of the model, by stage and then by tp coordinate."""
         return self._groups("data")
@@ -135,13 +131,3 @@ def grouping(layout: Layout, pp: int = 1, tp: int = 1) -> Grouping:
         ("micro_tp", max(1, layout.tp // tp)),
     )
     return Grouping(axes, tp_axes=_TP_AXES)
-
-
-def contiguous(world_size: int, pp: int = 1, tp: int = 1) -> Grouping:
-    """Rollout groups of neighbours, as vLLM and Megatron make their own."""
-    if world_size % (pp * tp):
-        raise ConfigError(
-            f"{world_size} ranks are not a multiple of the rollout's pp · tp = {pp * tp}; choose "
-            "divisors"
-        )
-    return Grouping((("dp", world_size // (pp * tp)), ("pp", pp), ("tp", tp)))

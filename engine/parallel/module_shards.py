@@ -5,6 +5,7 @@ A parameter is a DTensor (FSDP2, tensor parallel, both) or a plain tensor that i
 
 from __future__ import annotations
 
+import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
@@ -19,14 +20,6 @@ from engine.parallel.shard_map import Held, Holdings, Spread
 
 # From a module's parameter name to its name in the whole model; None for what is left out.
 Rename = Callable[[str], str | None]
-
-
-def tied_head(name: str) -> str:
-    """The whole model's name of a parameter of a pipeline stage, where head and embedding are one.
-
-    The last stage calls its copy of the matrix the head's; the plan knows it as the embedding.
-    """
-    return "model.embed_tokens.weight" if name == "lm_head.weight" else name
 
 
 def local_tensors(model: nn.Module, rename: Rename | None = None) -> dict[str, Tensor]:
@@ -53,13 +46,13 @@ def gather_holdings(
         name: (tuple(parameter.shape), parameter.dtype, local_box(parameter))
         for name, parameter in named_parameters(model, rename)
     }
-    everyone: list[dict[str, tuple[Index, torch.dtype, Box]]] = [mine]
+    everyone = [(platform.node(), mine)]
     if dist.is_initialized():
-        everyone = [mine for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(everyone, mine, group=group)
+        everyone *= dist.get_world_size(group)
+        dist.all_gather_object(everyone, everyone[0], group=group)
     boxes: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     known: dict[str, tuple[Index, torch.dtype, int]] = {}
-    for rank, theirs in enumerate(everyone):
+    for rank, (_, theirs) in enumerate(everyone):
         for name, (shape, dtype, box) in theirs.items():
             before = known.setdefault(name, (shape, dtype, rank))
             if before[:2] != (shape, dtype):
@@ -77,7 +70,8 @@ def gather_holdings(
         )
         for name, (shape, _, _) in known.items()
     }
-    return Holdings(len(everyone), spreads, {name: dtype for name, (_, dtype, _) in known.items()})
+    dtypes = {name: dtype for name, (_, dtype, _) in known.items()}
+    return Holdings(len(everyone), spreads, dtypes, tuple(host for host, _ in everyone))
 
 
 def local_box(parameter: Tensor) -> Box:

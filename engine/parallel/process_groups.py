@@ -22,7 +22,6 @@ from engine.parallel.layout import AXES, Layout
 # tokens, so they may share weights as well as those of `fsdp` do.
 SHARD_AXES = ("fsdp", "sp")
 DATA_AXES = ("dp", "fsdp")  # ranks with rows of their own
-TOKEN_AXES = ("dp", "fsdp", "sp")  # ranks with tokens of their own: gradients are summed over them
 
 
 def init_process_group(address: str, rank: int, world_size: int, timeout_s: float) -> None:

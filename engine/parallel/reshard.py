@@ -149,20 +149,19 @@ class Plan:
         return total
 
 
-def plan(source: Holdings, target: Holdings, node_size: int | None = None) -> Plan:
+def plan(source: Holdings, target: Holdings) -> Plan:
     """Plan how ranks that hold `source` come to hold `target` as well.
 
-    node_size: ranks of a machine, which then send to each other first; ranks of a machine are
-    neighbours. Raises ModelError where the source lacks what the target wants, ConfigError where
-    they are of different ranks.
+    Ranks of one of `source.hosts` send to each other first. Raises ModelError where the source
+    lacks what the target wants, ConfigError where they are of different ranks.
     """
     if source.world_size != target.world_size:
         raise ConfigError(
             f"the trainer's holdings are of {source.world_size} ranks, rollout's of "
-            f"{target.world_size}; number both within one group of ranks (`Holdings.on`)"
+            f"{target.world_size}; number both within one group of ranks"
         )
     kinds = make_kinds(source, target)
-    choose_senders(kinds, target.world_size, node_size)
+    choose_senders(kinds, target.world_size, source.hosts)
     square = (target.world_size, target.world_size)
     traffic = {kind.dtype: np.zeros(square, np.int64) for kind in kinds}
     for kind in kinds:

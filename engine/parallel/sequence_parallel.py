@@ -6,11 +6,11 @@ that attention, and how tokens are split before the model and brought together a
 it, and the loss, are the workers' matter.
 
 Gradients. Every `sp` rank computes the same whole loss and calls `backward()` on it, unscaled.
-`gather_tokens` and `merge_tokens` hand each rank the gradient of its own tokens, once; so the sum
-of a parameter's gradients over TOKEN_AXES is the gradient on one rank, for every parameter that is
-used BEFORE them. What comes after them is computed by all `sp` ranks alike, and a parameter there
-would count `sp` times: apply the head to a rank's own tokens (`own_tokens`) and merge log-probs.
-That also spreads the logits, the largest of all activations.
+`merge_tokens` gives each rank the gradient of its own tokens, once. So the sum of a parameter's
+gradients over `dp`, `fsdp` and `sp` is the gradient on one rank, for every parameter that is used
+BEFORE it. What comes after it is computed by all `sp` ranks alike, and a parameter there would
+count `sp` times: apply the head to a rank's own tokens (`own_tokens`) and sum the log-probs. That
+also shards the logits, the largest of all activations.
 """
 
 from __future__ import annotations
@@ -70,19 +70,6 @@ def split_tokens(ids: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     start = index * length
     positions = torch.arange(start, start + length, device=ids.device).expand(len(ids), length)
     return padded[:, start : start + length].contiguous(), positions.contiguous()
-
-
-def gather_tokens(local: Tensor, ranks: Ranks) -> Tensor:
-    """All ranks' tokens, [B, L/sp, …] → [B, L, …], L being a multiple of `sp`.
-
-    Backward gives each rank its own stretch of the gradient: all ranks must compute the same from
-    the result, and use no parameter on the way (see the top of this file).
-    """
-    group = ranks.group("sp")
-    if group is None:
-        return local
-    gathered: Tensor = _Gather.apply(local, group, ranks.size("sp"), ranks.index("sp"))
-    return gathered
 
 
 def own_tokens(positions: Tensor, length: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
@@ -200,21 +187,6 @@ def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     got = torch.empty_like(parts)
     dist.all_to_all_single(got, parts, group=group)
     return got
-
-
-class _Gather(torch.autograd.Function):
-    """Stretches [B, l, …] of all ranks, end to end; backward: this rank's of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup, size: int, index: int) -> Tensor:
-        ctx.stretch = slice(index * local.shape[1], (index + 1) * local.shape[1])
-        parts = local.new_empty(size * len(local), *local.shape[1:])
-        dist.all_gather_single(parts, local.contiguous(), group=group)
-        return parts.unflatten(0, (size, -1)).movedim(0, 1).flatten(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return grads[0][:, ctx.stretch].contiguous(), None, None, None
 
 
 class _Merge(torch.autograd.Function):

@@ -5,8 +5,8 @@ Layouts become holdings in `spreads`, live models in `live`; `reshard` plans fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -39,6 +39,7 @@ class Holdings:
     world_size: int
     spreads: Mapping[str, Spread]
     dtypes: Mapping[str, torch.dtype] = field(repr=False)  # of each parameter in its storage
+    hosts: tuple[str, ...] = ()  # the machine of each rank, where it is known
 
     def __post_init__(self) -> None:
         last = max((r for s in self.spreads.values() for h in s.held for r in h.ranks), default=0)
@@ -52,33 +53,3 @@ class Holdings:
     def shapes(self) -> dict[str, Index]:
         """Whole parameters' shapes."""
         return {name: spread.shape for name, spread in self.spreads.items()}
-
-    def of_rank(self, rank: int) -> Iterator[tuple[str, str, Held]]:
-        """Parameter name, storage name and box of all that `rank` holds."""
-        for name, spread in self.spreads.items():
-            for held in spread.held:
-                if rank in held.ranks:
-                    yield name, spread.storage, held
-
-    def on(self, ranks: Sequence[int], world_size: int) -> Holdings:
-        """The same holdings where `ranks[i]` of `world_size` is what rank i was.
-
-        This places a separate rollout's ranks beside the trainer's, for a plan over all of them.
-        """
-        if len(set(ranks)) != self.world_size:
-            raise ConfigError(
-                f"holdings of {self.world_size} ranks can't be put on ranks {list(ranks)}; give "
-                "one rank for each"
-            )
-        moved: dict[int, Spread] = {}  # alike parameters share a spread; keep it so
-        for spread in self.spreads.values():
-            if id(spread.held) not in moved:
-                held = tuple(
-                    replace(held, ranks=tuple(ranks[r] for r in held.ranks)) for held in spread.held
-                )
-                moved[id(spread.held)] = replace(spread, held=held)
-        spreads = {
-            name: replace(spread, held=moved[id(spread.held)].held)
-            for name, spread in self.spreads.items()
-        }
-        return Holdings(world_size, spreads, self.dtypes)

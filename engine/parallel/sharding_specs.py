@@ -17,7 +17,7 @@ import torch
 from engine.errors import ConfigError
 from engine.parallel.boxes import Box, Index, chunk
 from engine.parallel.grouping import Grouping
-from engine.parallel.layout import Layout, ModelShape
+from engine.parallel.layout import ModelShape
 from engine.parallel.shard_map import Held, Holdings, Spread
 
 Shapes = Mapping[str, Index]
@@ -30,45 +30,6 @@ _COLUMNS = ("o_proj", "down_proj")
 _VOCABULARY = ("embed_tokens", "lm_head")
 _FUSED = {"qkv_proj": _HEADS, "gate_up_proj": ("gate_proj", "up_proj")}  # in vLLM, in this order
 _VLLM_PADDING = 64  # vLLM rounds the vocabulary up to a multiple of it
-
-
-def train_holdings(
-    shapes: Shapes,
-    layout: Layout,
-    model: ModelShape,
-    stages: Stages | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Holdings:
-    """Training ranks' holdings: stages, then tensor parallel shares, then FSDP2's chunks of rows.
-
-    shapes: whole parameters by name. stages: each pipeline stage's layers; one stage if None.
-    Ranks of `fsdp` and `sp` share the rows of what tensor parallelism left; `dp` ranks are copies.
-    Raises ConfigError where names or stages do not fit the layout.
-    """
-    stage_of = _stage_of(shapes, _checked(stages, layout.pp, model.layers), model.tied)
-    shards = layout.fsdp * layout.sp
-    known: dict[tuple[object, ...], tuple[Held, ...]] = {}
-
-    def held(shape: Index, dim: int | None, on: tuple[int, ...]) -> tuple[Held, ...]:
-        key = (shape, dim, on)
-        if key not in known:
-            found: dict[Box, list[int]] = defaultdict(list)
-            for rank in range(layout.world_size):
-                at = layout.coordinates(rank)
-                if at["pp"] not in on:
-                    continue
-                box = chunk(Box.whole(shape), dim, layout.tp, at["tp"])
-                box = chunk(box, 0, shards, at["fsdp"] * layout.sp + at["sp"])
-                if box.elements:
-                    found[box].append(rank)
-            known[key] = tuple(Held(box, (0,) * len(shape), tuple(r)) for box, r in found.items())
-        return known[key]
-
-    spreads = {
-        name: Spread(shape, name, held(shape, split_dim(name, shape, layout.tp), stage_of[name]))
-        for name, shape in shapes.items()
-    }
-    return Holdings(layout.world_size, spreads, dict.fromkeys(shapes, dtype))
 
 
 def rollout_holdings(
@@ -126,19 +87,6 @@ def rollout_holdings(
         for name, shape in shapes.items()
     }
     return Holdings(grouping.world_size, spreads, dict.fromkeys(shapes, dtype))
-
-
-def merge_stages(stages: Stages, count: int) -> list[list[int]]:
-    """Join neighbouring training stages into `count` rollout stages."""
-    if len(stages) % count:
-        raise ConfigError(
-            f"{len(stages)} training stages can't be joined into {count}; choose a divisor"
-        )
-    step = len(stages) // count
-    return [
-        [layer for stage in stages[i : i + step] for layer in stage]
-        for i in range(0, len(stages), step)
-    ]
 
 
 def split_dim(name: str, shape: Index, tp: int) -> int | None:

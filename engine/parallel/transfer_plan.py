@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -120,8 +120,8 @@ def _check_places(kind: Kind) -> None:
                 )
 
 
-def choose_senders(kinds: Sequence[Kind], world_size: int, node_size: int | None) -> None:
-    """Give every receiver a sender: one of its node if there is one, else the least loaded.
+def choose_senders(kinds: Sequence[Kind], world_size: int, hosts: Sequence[str]) -> None:
+    """Give every receiver a sender: one of its host if there is one, else the least loaded.
 
     What has few holders is given out first, and large boxes before small ones.
     """
@@ -133,32 +133,23 @@ def choose_senders(kinds: Sequence[Kind], world_size: int, node_size: int | None
         turns = min(len(kind.names), len(move.holders))
         for turn in range(turns):
             alike = len(range(turn, len(kind.names), turns))
-            move.senders.append(_serve(move, size * alike, load, node_size))
+            move.senders.append(_serve(move, size * alike, load, hosts))
 
 
-def _serve(move: Move, size: int, load: list[int], node_size: int | None) -> Ranks:
+def _serve(move: Move, size: int, load: list[int], hosts: Sequence[str]) -> Ranks:
     """The sender of each receiver; adds `size` bytes for each to its sender's load."""
-    near: Mapping[int, list[int]] = _by_node(move.holders, node_size)
-    queues: dict[int | None, list[tuple[int, int]]] = {}
+    near: dict[str, list[int]] = defaultdict(list)
+    for rank in move.holders if hosts else ():
+        near[hosts[rank]].append(rank)
+    queues: dict[str, list[tuple[int, int]]] = {}
     senders = np.empty(len(move.receivers), np.int32)
     for i, receiver in enumerate(move.receivers.tolist()):
-        node = receiver // node_size if node_size else None
-        if node not in near:
-            node = None
-        if node not in queues:
-            pool = move.holders if node is None else near[node]
-            queues[node] = [(load[rank], rank) for rank in pool]
-            heapq.heapify(queues[node])
-        before, sender = queues[node][0]
-        heapq.heapreplace(queues[node], (before + size, sender))
+        host = hosts[receiver] if hosts and hosts[receiver] in near else ""
+        if host not in queues:
+            queues[host] = [(load[rank], rank) for rank in near.get(host, move.holders)]
+            heapq.heapify(queues[host])
+        before, sender = queues[host][0]
+        heapq.heapreplace(queues[host], (before + size, sender))
         load[sender] += size
         senders[i] = sender
     return senders
-
-
-def _by_node(ranks: Iterable[int], node_size: int | None) -> dict[int, list[int]]:
-    nodes: dict[int, list[int]] = defaultdict(list)
-    for rank in ranks if node_size else ():
-        assert node_size
-        nodes[rank // node_size].append(rank)
-    return dict(nodes)

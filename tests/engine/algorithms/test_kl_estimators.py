@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.algorithms.kl import NAMES, AdaptiveKL, FixedKL, check_kind, kl_estimate
-from engine.algorithms.kl_full import full_kl, full_kl_from_hidden
+from engine.algorithms.kl_full import full_kl
 from engine.errors import ConfigError, DataError
 
 D = [-2.0, -0.5, 0.0, 0.5, 3.0]
@@ -117,21 +117,6 @@ def test_full_kl_is_exact_whatever_the_chunks(chunk: int) -> None:
 def test_full_kl_gradient_against_finite_differences() -> None:
     ours, theirs = _logits(0, 3, 5).requires_grad_(), _logits(1, 3, 5)
     assert torch.autograd.gradcheck(lambda x: full_kl(x, theirs, chunk_tokens=2), (ours,))
-
-
-def test_full_kl_from_hidden_equals_that_of_logits() -> None:
-    hidden, weight = _logits(0, 2, 3, 4).requires_grad_(), _logits(1, 9, 4).requires_grad_()
-    ref_hidden, ref_weight = _logits(2, 2, 3, 5), _logits(3, 9, 5)
-    got = full_kl_from_hidden(hidden, weight, ref_hidden, ref_weight, chunk_tokens=2)
-    expected = full_kl(hidden @ weight.T, ref_hidden @ ref_weight.T)
-    torch.testing.assert_close(got, expected)
-    ours = torch.autograd.grad(got.sum(), (hidden, weight))
-    theirs = torch.autograd.grad(expected.sum(), (hidden, weight))
-    torch.testing.assert_close(ours, theirs)
-    with pytest.raises(DataError, match="vocabularies of 9 and 8"):
-        full_kl_from_hidden(hidden, weight, ref_hidden, ref_weight[:8])
-    with pytest.raises(DataError, match="different tokens"):
-        full_kl_from_hidden(hidden, weight, ref_hidden[:1], ref_weight)
 
 
 def test_full_kl_masks_garbage_and_impossible_tokens() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from reshard_cases import view
+from reshard_cases import held_by, view
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -56,7 +56,7 @@ def trained(model: Qwen2ForCausalLM, layout: Layout) -> nn.Module:
 def storages(target: Holdings, rank: int, pad: int = 0) -> dict[str, Tensor]:
     """Rollout's tensors on a rank; vocabularies have `pad` rows that no parameter fills."""
     found: dict[str, Tensor] = {}
-    for name, storage, held in target.of_rank(rank):
+    for name, storage, held in held_by(target, rank):
         rows = found[storage].shape[0] if storage in found else 0
         more = pad if "embed" in storage or "lm_head" in storage else 0
         shape = (max(rows, held.start[0] + held.box.size[0] + more), *held.box.size[1:])
@@ -67,7 +67,7 @@ def storages(target: Holdings, rank: int, pad: int = 0) -> dict[str, Tensor]:
 def wrong(target: Holdings, rank: int, filled: dict[str, Tensor], whole: dict[str, Tensor]) -> list:
     """Parameters that differ from the whole model's, and storages with rows written beyond."""
     found, covered = [], {name: torch.zeros(t.shape) for name, t in filled.items()}
-    for name, storage, held in target.of_rank(rank):
+    for name, storage, held in held_by(target, rank):
         expected = view(whole[name], held.box.offset, held.box.size).to(filled[storage].dtype)
         if not torch.equal(view(filled[storage], held.start, held.box.size), expected):
             found.append(name)

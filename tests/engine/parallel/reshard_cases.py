@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import chain
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.parallel.boxes import Box, Index
-from engine.parallel.grouping import Grouping, contiguous, grouping
+from engine.parallel.boxes import Box, Index, chunk
+from engine.parallel.grouping import Grouping, grouping
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.pipeline_stages import split_layers
 from engine.parallel.reshard import Plan, Slice
 from engine.parallel.shard_map import Held, Holdings, Spread
-from engine.parallel.sharding_specs import merge_stages, rollout_holdings, train_holdings
+from engine.parallel.sharding_specs import rollout_holdings
 
 
 def decoder_shapes(model: ModelShape, biases: bool = False) -> dict[str, Index]:
@@ -36,6 +40,61 @@ def decoder_shapes(model: ModelShape, biases: bool = False) -> dict[str, Index]:
     if not model.tied:
         shapes["lm_head.weight"] = (model.vocab, model.hidden)
     return shapes
+
+
+def train_holdings(
+    shapes: dict[str, Index],
+    layout: Layout,
+    model: ModelShape,
+    stages: Sequence[Sequence[int]] | None = None,
+) -> Holdings:
+    """A trainer's stages, tensor parallel shards of them, and FSDP2's chunks of their rows."""
+    ranks = Grouping(tuple(layout.sizes.items()))
+    unsharded = rollout_holdings(shapes, ranks, model, torch.float32, stages)
+    size = layout.fsdp * layout.sp
+
+    @cache
+    def rows(held: tuple[Held, ...]) -> tuple[Held, ...]:
+        found: dict[Box, list[int]] = defaultdict(list)
+        for one in held:
+            for rank in one.ranks:
+                at = layout.coordinates(rank)
+                found[chunk(one.box, 0, size, at["fsdp"] * layout.sp + at["sp"])].append(rank)
+        return tuple(Held(b, (0,) * len(b.size), tuple(r)) for b, r in found.items() if b.elements)
+
+    spreads = {n: replace(one, held=rows(one.held)) for n, one in unsharded.spreads.items()}
+    return Holdings(layout.world_size, spreads, unsharded.dtypes)
+
+
+def contiguous(world_size: int, pp: int = 1, tp: int = 1) -> Grouping:
+    """Rollout groups of neighbours, as vLLM and Megatron make their own."""
+    return Grouping((("dp", world_size // (pp * tp)), ("pp", pp), ("tp", tp)))
+
+
+def merge_stages(stages: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Join neighbouring training stages into `count` rollout stages."""
+    step = len(stages) // count
+    return [list(chain(*stages[i : i + step])) for i in range(0, len(stages), step)]
+
+
+def renumber(holdings: Holdings, ranks: Sequence[int], world_size: int) -> Holdings:
+    """The same holdings where `ranks[i]` of `world_size` is what rank i was."""
+    spreads = {
+        name: replace(
+            spread,
+            held=tuple(replace(h, ranks=tuple(ranks[r] for r in h.ranks)) for h in spread.held),
+        )
+        for name, spread in holdings.spreads.items()
+    }
+    return Holdings(world_size, spreads, holdings.dtypes)
+
+
+def held_by(holdings: Holdings, rank: int) -> Iterator[tuple[str, str, Held]]:
+    """Parameter name, storage name and box of all that `rank` holds."""
+    for name, spread in holdings.spreads.items():
+        for held in spread.held:
+            if rank in held.ranks:
+                yield name, spread.storage, held
 
 
 @st.composite
@@ -119,7 +178,7 @@ def numbered(shapes: dict[str, Index]) -> dict[str, Tensor]:
 def local_parts(holdings: Holdings, whole: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
     """What a rank's storages hold, as little as will do; 0 is what no box covers."""
     found: dict[str, Tensor] = {}
-    for name, storage, held in holdings.of_rank(rank):
+    for name, storage, held in held_by(holdings, rank):
         end = tuple(a + n for a, n in zip(held.start, held.box.size, strict=True))
         before = found.get(storage, torch.zeros(end, dtype=whole[name].dtype))
         shape = tuple(map(max, before.shape, end))

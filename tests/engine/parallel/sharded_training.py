@@ -25,12 +25,13 @@ from engine.models.lora import add_adapters
 from engine.parallel import fsdp, gradients
 from engine.parallel import gather as full
 from engine.parallel.layout import Layout
-from engine.parallel.process_groups import TOKEN_AXES, Ranks
+from engine.parallel.process_groups import DATA_AXES, Ranks
 from engine.runtime.optimizer import Optimizer
 
 STEPS = 3
 ROWS = 11
 _TEMPERATURE = 0.9
+_TOKEN_AXES = (*DATA_AXES, "sp")  # ranks with tokens of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,6 @@ class Run:
     lora: bool = False
     dtype: str = "float32"  # of the stored weights
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    sum_each_pass: bool = True
     clip: float = 0.1
 
 
@@ -87,7 +87,7 @@ def train(run: Run) -> Trace:
     for step in range(STEPS):
         batch = training_batch(ROWS, seed=step)
         log_probs = everyones_log_probs(model, batch, ranks)
-        losses.append(accumulate(model, batch, ranks, run.sum_each_pass))
+        losses.append(accumulate(model, batch, ranks))
         log_probs_again = everyones_log_probs(model, batch, ranks)  # leaves gathered weights behind
         torch.testing.assert_close(log_probs_again, log_probs, rtol=0, atol=0)
         gradients.sync_replicas(model.parameters(), ranks, bucket_elements=1000)
@@ -107,14 +107,13 @@ def alone(family: str = "qwen2", lora: bool = False, dtype: str = "float32") -> 
     return train(Run(family=family, lora=lora, dtype=dtype))
 
 
-def accumulate(model: PreTrainedModel, batch: Batch, ranks: Ranks, sum_each_pass: bool) -> float:
+def accumulate(model: PreTrainedModel, batch: Batch, ranks: Ranks) -> float:
     """Add the gradients of this rank's micro-batches; return the loss over all ranks' tokens."""
     tokens = batch["response_mask"].sum()
     micros = list(_micro_batches(batch, ranks))
-    passes = ranks.max_over(len(micros), TOKEN_AXES)
+    passes = ranks.max_over(len(micros), _TOKEN_AXES)
     total = torch.zeros(())
     for index in range(passes):
-        fsdp.sum_gradients(model, sum_each_pass or index == passes - 1)
         micro = micros[index] if index < len(micros) else micros[0]
         got = _forward(model, micro)
         loss = -(got.log_probs * micro["advantages"]).sum() / tokens
@@ -122,7 +121,7 @@ def accumulate(model: PreTrainedModel, batch: Batch, ranks: Ranks, sum_each_pass
             loss = 0.0 * loss
         loss.backward()
         total += loss.detach()
-    return float(ranks.sum_over(total, TOKEN_AXES))
+    return float(ranks.sum_over(total, _TOKEN_AXES))
 
 
 def _forward(model: PreTrainedModel, micro: Batch) -> TokenOutputs:
@@ -135,7 +134,7 @@ def everyones_log_probs(model: PreTrainedModel, batch: Batch, ranks: Ranks) -> T
 
 
 def _micro_batches(batch: Batch, ranks: Ranks) -> Iterator[Batch]:
-    index, count = ranks.index(*TOKEN_AXES), ranks.size(*TOKEN_AXES)
+    index, count = ranks.index(*_TOKEN_AXES), ranks.size(*_TOKEN_AXES)
     rows = torch.arange(index, len(batch), count)
     for part in rows.split(2 + index):  # each rank its own size: their numbers differ
         yield batch.rows(part)

@@ -13,18 +13,19 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import RankError, run_ranks
 from live_layouts import storages, tiny, trained, wrong
+from reshard_cases import contiguous, held_by, merge_stages, renumber, train_holdings
 from torch import Tensor, nn
 
 from engine.errors import ConfigError, ModelError, RolloutError
 from engine.parallel.boxes import Box
 from engine.parallel.exchange import Exchange
-from engine.parallel.grouping import contiguous, grouping
+from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.module_shards import gather_holdings, local_tensors, tied_head
+from engine.parallel.module_shards import gather_holdings, local_tensors
 from engine.parallel.pipeline_stages import layers_by_stage
 from engine.parallel.reshard import Plan, plan
 from engine.parallel.shard_map import Held, Holdings, Spread
-from engine.parallel.sharding_specs import merge_stages, rollout_holdings, train_holdings
+from engine.parallel.sharding_specs import rollout_holdings
 
 
 def carry(
@@ -43,8 +44,12 @@ def carry(
     shape = ModelShape.of(reference.config)
     stages = layers_by_stage(shape, layout.pp)
     model = trained(reference, layout)
-    rename = tied_head if tied else None
-    live = gather_holdings(model, rename=rename)
+    rename = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+
+    def whole_name(name: str) -> str:
+        return rename.get(name, name)
+
+    live = gather_holdings(model, rename=whole_name)
     shapes = {name: tuple(t.shape) for name, t in whole.items()}
     expected = train_holdings(shapes, layout, shape, stages)
     groups = grouping(layout, pp, tp)
@@ -52,7 +57,7 @@ def carry(
     rank = dist.get_rank()
     planned = plan(live, target)
     filled = storages(target, rank, pad=5)
-    source = local_tensors(model, rename)
+    source = local_tensors(model, whole_name)
     exchange = Exchange(planned.for_rank(rank), source, filled, bucket_bytes=bucket_bytes)
     on_the_wire = counted()
     moved = exchange.run()
@@ -248,11 +253,11 @@ def separate() -> list[float]:
     """Ranks 0 and 1 train; rank 2 rolls out, holds nothing before, and gets everything."""
     shape = ModelShape(1, 1, 1, 4, 4, 4, 8)
     shapes = {"lm_head.weight": (8, 4), "model.norm.weight": (4,)}
-    source = train_holdings(shapes, Layout(fsdp=2), shape).on([0, 1], 3)
-    target = rollout_holdings(shapes, contiguous(1), shape, torch.float32).on([2], 3)
+    source = renumber(train_holdings(shapes, Layout(fsdp=2), shape), [0, 1], 3)
+    target = renumber(rollout_holdings(shapes, contiguous(1), shape, torch.float32), [2], 3)
     rank = dist.get_rank()
     parts = {
-        name: torch.full(held.box.size, float(rank + 1)) for name, _, held in source.of_rank(rank)
+        name: torch.full(held.box.size, float(rank + 1)) for name, _, held in held_by(source, rank)
     }
     filled = storages(target, rank)
     Exchange(plan(source, target).for_rank(rank), parts, filled).run()

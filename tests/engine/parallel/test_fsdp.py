@@ -49,7 +49,7 @@ def trains_as_alone(runs: list[Run], tolerance: float) -> None:
 def test_training_equals_one_ranks(layout: Layout) -> None:
     runs = [
         Run(layout, "qwen2"),
-        Run(layout, "llama", sum_each_pass=False),
+        Run(layout, "llama"),
         Run(layout, "llama", lora=True),
     ]
     run_ranks(layout.world_size, trains_as_alone, runs, 2e-6)
@@ -242,8 +242,8 @@ def recovers_from_a_failed_pass() -> None:
     with pytest.raises(ValueError, match="no such token"):
         fsdp.call(model, broken)
     assert gathered_weights(model) == []
-    loss = accumulate(model, batch, ranks, True)
-    fresh = accumulate(tiny_model("qwen2"), batch, Ranks(Layout()), True)
+    loss = accumulate(model, batch, ranks)
+    fresh = accumulate(tiny_model("qwen2"), batch, Ranks(Layout()))
     assert loss == pytest.approx(fresh)
 
 
@@ -273,7 +273,6 @@ def test_nothing_is_shared_where_the_layout_shares_nothing() -> None:
     fsdp.shard_model(
         model, Ranks(Layout()), ParallelConfig(offload_params=True), layers=decoder_layers(model)
     )
-    fsdp.sum_gradients(model, False)
     fsdp.reshard(model)
     assert type(model) is kind
     assert [name for name, _ in model.named_parameters()] == names

@@ -30,7 +30,7 @@ from engine.config import OptimConfig, ParallelConfig
 from engine.parallel import fsdp, gradients
 from engine.parallel import gather as full
 from engine.parallel.layout import Layout
-from engine.parallel.process_groups import TOKEN_AXES, Ranks
+from engine.parallel.process_groups import DATA_AXES, Ranks
 from engine.runtime.optimizer import Optimizer
 
 SHAPES = [(7, 5), (3,), (5, 7), (1, 1), (40,), (2, 3)]
@@ -284,10 +284,10 @@ def train_blocks(layout: Layout) -> tuple[list[float], dict[str, Tensor]]:
             parallelize_module(layer, ranks.submesh("tp"), plan)
     fsdp.shard_model(model, ranks, ParallelConfig(), layers=list(model.layers))
     optimizer = Optimizer(model, OptimConfig(lr=0.02, grad_clip=0.5), 4, ranks)
-    found = []
+    found, axes = [], (*DATA_AXES, "sp")
     for step in range(4):
         x = torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(step))
-        mine = x[ranks.index(*TOKEN_AXES) :: ranks.size(*TOKEN_AXES)]
+        mine = x[ranks.index(*axes) :: ranks.size(*axes)]
         for rows in mine.split(1):  # accumulated partial sums stay partial
             (model(rows).square().sum() / 100).backward()
         gradients.sync_replicas(model.parameters(), ranks)

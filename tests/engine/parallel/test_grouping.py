@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
-from engine.parallel.grouping import Grouping, contiguous, grouping
+from engine.parallel.grouping import Grouping, grouping
 from engine.parallel.layout import Layout
 from engine.workers.mesh import Mesh
 
@@ -30,9 +30,8 @@ def test_the_paper_s_figure_8() -> None:
 
 
 def test_vllm_s_own_groups_are_neighbours() -> None:
-    found = contiguous(8, pp=2, tp=2)
+    found = Grouping((("dp", 2), ("pp", 2), ("tp", 2)))
     assert found.tp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert found.pp_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert found.replicas() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
@@ -44,8 +43,6 @@ def test_each_place_is_taken_once(case: tuple[Layout, Grouping]) -> None:
     assert len(places) == found.world_size
     for group in found.tp_groups():
         assert [found.place(rank).tp for rank in group] == list(range(found.tp))
-    for group in found.pp_groups():
-        assert [found.place(rank).pp for rank in group] == list(range(found.pp))
     for copy in found.replicas():
         assert len({found.place(rank).data for rank in copy}) == 1
         assert len(copy) == found.pp * found.tp
@@ -91,10 +88,3 @@ def test_a_worker_s_mesh_gives_the_same_share_of_prompts(case: tuple[Layout, Gro
 def test_sizes_that_do_not_nest(layout: Layout, pp: int, tp: int, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         grouping(layout, pp, tp)
-
-
-def test_ranks_that_do_not_fill_the_groups() -> None:
-    with pytest.raises(
-        ConfigError, match=r"6 ranks are not a multiple of the rollout's pp · tp = 4"
-    ):
-        contiguous(6, tp=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,21 +15,26 @@ from reshard_cases import (
     any_holdings,
     carry_out,
     cases,
+    contiguous,
     decoder_shapes,
+    held_by,
     layouts,
     local_parts,
+    merge_stages,
     numbered,
+    renumber,
+    train_holdings,
     view,
 )
 
 from engine.errors import ConfigError, ModelError
 from engine.parallel.boxes import Box
-from engine.parallel.grouping import Grouping, contiguous, grouping
+from engine.parallel.grouping import Grouping, grouping
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.pipeline_stages import split_layers
 from engine.parallel.reshard import Plan, plan
 from engine.parallel.shard_map import Held, Holdings, Spread
-from engine.parallel.sharding_specs import merge_stages, rollout_holdings, train_holdings
+from engine.parallel.sharding_specs import rollout_holdings
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TINY = ModelShape(4, 8, 4, 4, 32, 64, 128)
@@ -44,9 +50,9 @@ def check(planned: Plan) -> None:
     wanted = np.zeros(len(ranks), np.int64)
     for rank in ranks:
         owned = {name: torch.zeros(t.shape, dtype=torch.bool) for name, t in whole.items()}
-        for name, _, held in planned.source.of_rank(rank):
+        for name, _, held in held_by(planned.source, rank):
             view(owned[name], held.box.offset, held.box.size).fill_(True)
-        for name, storage, held in planned.target.of_rank(rank):
+        for name, storage, held in held_by(planned.target, rank):
             expected = view(whole[name], held.box.offset, held.box.size)
             assert torch.equal(view(target[rank][storage], held.start, held.box.size), expected)
             size = planned.target.dtypes[name].itemsize
@@ -62,10 +68,11 @@ def check(planned: Plan) -> None:
 @SLOW
 @given(cases(), st.sampled_from([None, 2, 4]))
 def test_random_layouts(
-    case: tuple[Layout, Grouping, Holdings, Holdings], node_size: int | None
+    case: tuple[Layout, Grouping, Holdings, Holdings], host_size: int | None
 ) -> None:
     _, _, source, target = case
-    check(plan(source, target, node_size))
+    hosts = tuple(str(rank // host_size) for rank in range(source.world_size)) if host_size else ()
+    check(plan(replace(source, hosts=hosts), target))
 
 
 @SLOW
@@ -130,8 +137,10 @@ def test_the_share_of_a_model_that_each_rank_gets(
 def test_senders_share_the_load() -> None:
     """Four ranks with the whole model feed four with none: one copy each."""
     shapes = decoder_shapes(TINY)
-    source = train_holdings(shapes, Layout(dp=4), TINY).on([0, 1, 2, 3], 8)
-    target = rollout_holdings(shapes, contiguous(4), TINY, torch.bfloat16).on([4, 5, 6, 7], 8)
+    source = renumber(train_holdings(shapes, Layout(dp=4), TINY), [0, 1, 2, 3], 8)
+    target = renumber(
+        rollout_holdings(shapes, contiguous(4), TINY, torch.bfloat16), [4, 5, 6, 7], 8
+    )
     planned = plan(source, target)
     check(planned)
     assert planned.received.tolist() == [0] * 4 + [planned.model_bytes] * 4
@@ -141,18 +150,18 @@ def test_senders_share_the_load() -> None:
 def test_holders_take_turns_over_alike_layers() -> None:
     """One rank that lacks all: each holder sends a part, though every layer is planned alike."""
     shapes = {f"model.layers.{n}.self_attn.q_proj.weight": (32, 32) for n in range(4)}
-    source = train_holdings(shapes, Layout(dp=4), TINY).on([0, 1, 2, 3], 5)
-    target = rollout_holdings(shapes, contiguous(1), TINY, torch.bfloat16).on([4], 5)
+    source = renumber(train_holdings(shapes, Layout(dp=4), TINY), [0, 1, 2, 3], 5)
+    target = renumber(rollout_holdings(shapes, contiguous(1), TINY, torch.bfloat16), [4], 5)
     assert plan(source, target).sent.tolist() == [2048] * 4 + [0]
 
 
-def test_ranks_of_a_node_send_to_each_other_first() -> None:
-    layout = Layout(dp=2, tp=4)  # two nodes of four, each with a copy of the model
+def test_ranks_of_a_host_send_to_each_other_first() -> None:
+    layout = Layout(dp=2, tp=4)  # two hosts of four, each with a copy of the model
     groups = grouping(layout, 1, 2)
     stages = split_layers(TINY.layers, 1)
     source = train_holdings(decoder_shapes(TINY), layout, TINY, stages)
     target = rollout_holdings(source.shapes, groups, TINY, torch.bfloat16, stages)
-    planned = plan(source, target, node_size=4)
+    planned = plan(replace(source, hosts=tuple("aaaabbbb")), target)
     for rank in range(8):
         peers = {one.peer // 4 for one in planned.for_rank(rank).receives}
         assert peers == {rank // 4}
@@ -206,5 +215,3 @@ def test_other_numbers_of_ranks() -> None:
         plan(one, spread((0, 8, 1)))
     with pytest.raises(ConfigError, match="rank 1 holds parameters, but there are 1 ranks"):
         Holdings(1, spread((0, 8, 1)).spreads, {})
-    with pytest.raises(ConfigError, match=r"holdings of 2 ranks can't be put on ranks \[3, 3\]"):
-        spread((0, 8, 1)).on([3, 3], 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.module_shards import gather_holdings, local_tensors
 from engine.parallel.process_groups import Ranks
 from engine.parallel.reshard import plan
+from engine.parallel.shard_map import Holdings
 from engine.parallel.sharding_specs import rollout_holdings
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.vllm import VllmEngine
@@ -55,6 +57,17 @@ def errors(model: nn.Module, completions: list[Completion]) -> float:
     )
 
 
+def swapped(holdings: Holdings) -> Holdings:
+    """The same holdings with the ranks 0 and 1 exchanged."""
+    spreads = {
+        name: replace(
+            one, held=tuple(replace(h, ranks=tuple(1 - r for r in h.ranks)) for h in one.held)
+        )
+        for name, one in holdings.spreads.items()
+    }
+    return replace(holdings, spreads=spreads)
+
+
 def serve(family: str, parallel: dict[str, int], tp: int, reverse: bool = False) -> dict[str, Any]:
     """Bring a sharded policy's slices into vLLM's parameters twice, and decode each time."""
     rank, whole = dist.get_rank(), build(family)
@@ -77,7 +90,7 @@ def serve(family: str, parallel: dict[str, int], tp: int, reverse: bool = False)
             held.shapes, to, ModelShape.of(whole.config), engine.dtype, fused=True
         )
         if reverse:
-            wanted = wanted.on([1, 0], 2)
+            wanted = swapped(wanted)
         resharding = plan(held, wanted)
         source = local_tensors(sharded.module, rename=sharded.full_name)
         exchange = Exchange(resharding.for_rank(rank), source, engine.storages())
