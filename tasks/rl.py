@@ -42,7 +42,7 @@ def rl(
     from engine.cli.ray_session import ray_session
     from engine.cli.step_line import step_line
     from engine.data.loader import PromptLoader
-    from engine.trainers.attempts import run_attempts
+    from engine.trainers.attempts import run_with_retries
     from engine.trainers.rl import RLTrainer
 
     settings = {
@@ -103,7 +103,7 @@ def rl(
         logged: set[int] = set()
         checkpoints = this.checkpoints()
         this.record_origin(checkpoints)
-        run_attempts(make, work, checkpoints.folder, config.trainer.max_attempts)
+        run_with_retries(make, work, checkpoints.folder, config.trainer.max_attempts)
         pd.DataFrame(history).to_parquet(this.folder / "metrics.parquet", index=False)
         this.tracked.log_folder(this.folder, "checkpoint")
         final = history[-1]

@@ -24,7 +24,7 @@ from engine.console import human_time
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError
 from engine.storage.locations import home
-from engine.trainers.attempts import run_attempts
+from engine.trainers.attempts import run_with_retries
 from engine.trainers.rl import RLTrainer
 from engine.trainers.rl_checks import check_config
 
@@ -96,7 +96,7 @@ def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: _
         trainer.write_timeline(folder / "timeline.json")
 
     checkpoints = checkpoint_folder(config, folder)
-    run_attempts(make, work, checkpoints, config.rl.trainer.max_attempts)
+    run_with_retries(make, work, checkpoints, config.rl.trainer.max_attempts)
     log.summary(saved[0], time.monotonic() - started)
     return saved[0]
 

@@ -15,7 +15,7 @@ from engine.batch import Batch
 from engine.controller.rollout_loop import RolloutLoop
 from engine.controller.rollout_processes import spans_of
 from engine.controller.timeline import Span
-from engine.controller.weight_publisher import Published
+from engine.controller.weight_publisher import PublishedWeights
 from engine.errors import WorkerError
 from engine.rollout.partial_groups import PartialGroup, with_partial_groups
 
@@ -56,7 +56,7 @@ class AsyncRollout(RolloutLoop):
                         "trainer.step_timeout_s"
                     )
 
-    def updated(self, weights: Published) -> None:
+    def updated(self, weights: PublishedWeights) -> None:
         """The trainer has new weights: workers load them between two decode steps."""
         with self._changed:
             self._weights = weights

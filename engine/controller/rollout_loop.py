@@ -33,9 +33,9 @@ from engine.controller.health_events import (
     Synced,
     SyncWeights,
 )
-from engine.controller.rollout_processes import Process, Processes
+from engine.controller.rollout_processes import RolloutProcess, RolloutProcesses
 from engine.controller.staleness import Admission, Limits, Ticket
-from engine.controller.weight_publisher import Published
+from engine.controller.weight_publisher import PublishedWeights
 from engine.errors import EngineError, WeightSyncError, WorkerError
 from engine.futures import Future
 from engine.rollout.partial_groups import PartialGroup, take_partial_groups, with_partial_groups
@@ -71,7 +71,7 @@ class RolloutLoop:
         spawn: Callable[[str, int], Roles],
         next_prompt: Callable[[], Batch],
         score: Callable[[Batch], Future],
-        weights: Published,
+        weights: PublishedWeights,
         keep: Callable[[Batch], bool] | None = None,
         finished: Sequence[tuple[Batch, Batch]] = (),
         timeout_s: float = 1800.0,
@@ -92,7 +92,7 @@ class RolloutLoop:
         self._begun: dict[int, PartialGroup] = {}  # what they said, by key
         for prompt, group in finished:
             self._put(prompt, group)
-        self._processes = Processes(spawn, len(names))
+        self._processes = RolloutProcesses(spawn, len(names))
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._closing = False
@@ -141,24 +141,24 @@ class RolloutLoop:
 
     def _poll_starts(self, now: float) -> bool:
         moved = False
-        for name, attempt, came in self._processes.arrivals():
+        for name, attempt, came in self._processes.poll_started():
             moved = True
             if isinstance(came, BaseException):
                 self._event(name, attempt, Died(f"it did not start: {came}"), now)
             elif self.fleet.workers[name].attempt != attempt:
-                self._processes.dismiss(came)  # it came up after it had been given up
+                self._processes.close_unused(came)  # it came up after it had been given up
             else:
                 self._processes.accept(name, attempt, came)
                 self._event(name, attempt, Replaced(), now)
                 self._event(name, attempt, Started(), now)
         return moved
 
-    def _call(self, name: str, process: Process, now: float) -> bool:
+    def _call(self, name: str, process: RolloutProcess, now: float) -> bool:
         """Start a worker's next call, if there is one for it."""
         if process.sync is not None:
             process.loads, process.sync = process.sync, None
-            has = -1 if process.needs_whole else self.fleet.workers[name].version
-            process.call = process.group.load_weights(self._weights.since(has))
+            has = -1 if process.needs_full_weights else self.fleet.workers[name].version
+            process.call = process.group.load_weights(self._weights.update_from(has))
             return True
         if name not in self.fleet.serving:
             return False
@@ -192,7 +192,7 @@ class RolloutLoop:
         self._prompts[ticket.key] = prompt | {"group_ids": torch.tensor([ticket.key])}
         return with_partial_groups(self._prompts[ticket.key], [begun])
 
-    def _answer(self, name: str, process: Process, now: float) -> None:
+    def _answer(self, name: str, process: RolloutProcess, now: float) -> None:
         """Take in what a call gave."""
         call, process.call = process.call, None
         assert call is not None
@@ -200,19 +200,19 @@ class RolloutLoop:
         try:
             value: Any = call.result()
         except WeightSyncError as error:
-            if loads is None or process.needs_whole:
+            if loads is None or process.needs_full_weights:
                 self._event(name, process.attempt, Died(str(error)), now)
                 return
             log.warning("rollout worker %s gets the weights whole: %s", name, error)
             self.counts.resyncs += 1
-            process.needs_whole, process.sync = True, loads
+            process.needs_full_weights, process.sync = True, loads
             return
         except EngineError as error:
             self._event(name, process.attempt, Died(str(error)), now)
             return
         self._event(name, process.attempt, Heartbeat(), now)
         if loads is not None:
-            process.needs_whole = False
+            process.needs_full_weights = False
             self._event(name, process.attempt, Synced(int(value)), now)
             return
         if value.begun is not None:

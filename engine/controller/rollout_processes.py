@@ -1,4 +1,4 @@
-"""The processes of asynchronous rollout: started and closed in threads, so that nobody waits."""
+"""The processes of asynchronous rollout, started and closed in background threads."""
 
 from __future__ import annotations
 
@@ -14,55 +14,55 @@ from engine.futures import Future
 
 
 @dataclass(slots=True)
-class Process:
-    """One process of a worker, and what it is doing."""
+class RolloutProcess:
+    """The running process of a rollout worker."""
 
     attempt: int
     roles: Roles
     group: WorkerGroup
-    call: Future | None = None  # under way
-    loads: int | None = None  # version that the call loads, if it does
+    call: Future | None = None  # in flight
+    loads: int | None = None  # version that the call loads, if it is load_weights
     sync: int | None = None  # version to load next
-    needs_whole: bool = False  # weights: it could not take over a delta
-    busy: int = 0  # completions it decodes or has queued
+    needs_full_weights: bool = False  # a delta failed
+    busy: int = 0  # completions that it decodes or has queued
     idle_until: float = 0.0
 
 
-class Processes:
-    """At most one process a worker is running; others may be coming up or going away."""
+class RolloutProcesses:
+    """At most one running process a worker; others may be starting or closing."""
 
     def __init__(self, spawn: Callable[[str, int], Roles], workers: int) -> None:
         self._spawn = spawn
         self._starting: dict[tuple[str, int], futures.Future[Roles]] = {}
         self._threads = futures.ThreadPoolExecutor(2 * workers, "rollout-start")
-        self.running: dict[str, Process] = {}
+        self.running: dict[str, RolloutProcess] = {}
 
     def start(self, name: str, attempt: int) -> None:
-        """Begin to bring a process up; `arrivals` says when it is there."""
+        """Start a process; `poll_started` tells when it is up."""
         self._starting[name, attempt] = self._threads.submit(self._spawn, name, attempt)
 
-    def arrivals(self) -> Iterator[tuple[str, int, Roles | BaseException]]:
-        """What has come up since the last time, or why it did not."""
+    def poll_started(self) -> Iterator[tuple[str, int, Roles | BaseException]]:
+        """Processes that have started since the last call, or the error of each that failed."""
         for name, attempt in [key for key, starting in self._starting.items() if starting.done()]:
             starting = self._starting.pop((name, attempt))
             yield name, attempt, starting.exception() or starting.result()
 
     def accept(self, name: str, attempt: int, roles: Roles) -> None:
-        """Let an arrival be the worker's process."""
-        self.running[name] = Process(attempt, roles, getattr(roles, name))
+        """Make a started process the worker's."""
+        self.running[name] = RolloutProcess(attempt, roles, getattr(roles, name))
 
-    def dismiss(self, roles: Roles) -> None:
-        """Close roles that nobody wants, without waiting for it."""
+    def close_unused(self, roles: Roles) -> None:
+        """Close the roles of a process that is not needed any more, without waiting."""
         self._threads.submit(roles.close)
 
     def kill(self, name: str) -> None:
-        """Close a worker's process, if it runs, without waiting for it."""
+        """Close a worker's running process, if any, without waiting."""
         process = self.running.pop(name, None)
         if process is not None:
-            self.dismiss(process.roles)
+            self.close_unused(process.roles)
 
     def close(self, timeout_s: float) -> None:
-        """Close all processes, those that still come up as well."""
+        """Close all processes, also those that are still starting."""
         for starting in self._starting.values():
             starting.add_done_callback(_close_late)
         closing = [self._threads.submit(p.roles.close) for p in self.running.values()]
@@ -70,8 +70,8 @@ class Processes:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def spans_of(processes: list[Process]) -> list[Span]:
-    """The timelines of processes since the last time; one that is dead or hangs has none."""
+def spans_of(processes: list[RolloutProcess]) -> list[Span]:
+    """Spans of all processes since the last call; a dead or hanging process has none."""
     spans: list[Span] = []
     for process in processes:
         with contextlib.suppress(WorkerError):
@@ -80,6 +80,6 @@ def spans_of(processes: list[Process]) -> list[Span]:
 
 
 def _close_late(starting: futures.Future[Roles]) -> None:
-    """Close a process that came up when nobody wanted it any more."""
+    """Close a process that started after the rollout was closed."""
     if not starting.cancelled() and starting.exception() is None:
         starting.result().close()

@@ -1,8 +1,8 @@
-"""The policy's weights as rollout processes get them: published once a version, taken as fits each.
+"""The policy's weights for rollout processes: full weights and a delta, published per version.
 
-The whole weights and the delta against the version before stay in the object store; of the two only
-what is taken is moved. So whoever has missed a version, or starts anew, finds the whole there while
-the trainer is busy. What a delta is, and how it is checked, is the workers' matter.
+Both stay in the object store and only the one a process needs is transferred: the delta if it has
+the version before, the full weights if it missed a version or has just started. Works while the
+trainer is busy. Workers compute, check and apply deltas (`engine.weight_transfer`).
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from engine.futures import Future
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedWeights:
     """One version of the weights."""
 
     version: int
-    whole: Future
-    delta: Future | None = None  # onto version `base`
+    full: Future
+    delta: Future | None = None  # against version `base`
     base: int = -1
 
-    def since(self, version: int) -> Future:
-        """What a process with weights of `version` needs (-1: none)."""
-        return self.delta if self.delta is not None and version == self.base else self.whole
+    def update_from(self, version: int) -> Future:
+        """The update for a process with weights of `version` (-1: none)."""
+        return self.delta if self.delta is not None and version == self.base else self.full
 
 
-class Publisher:
-    """Publishes an actor's weights; the first time whole, then with a delta where `deltas`."""
+class WeightPublisher:
+    """Publishes an actor's weights, with `deltas` also as a delta against the version before."""
 
     def __init__(self, actor: WorkerGroup, *, deltas: bool) -> None:
         self._actor, self._deltas = actor, deltas
         self._base: int | None = None
 
-    def publish(self, version: int) -> Published:
-        """The weights that the actor has now, as `version`."""
+    def publish(self, version: int) -> PublishedWeights:
+        """Publish the actor's current weights as `version`."""
         base, self._base = self._base, version
-        whole = self._actor.weights()
+        full = self._actor.weights()
         if base is None or not self._deltas:
-            return Published(version, whole)
-        return Published(version, whole, self._actor.weights_delta(), base)
+            return PublishedWeights(version, full)
+        return PublishedWeights(version, full, self._actor.weights_delta(), base)

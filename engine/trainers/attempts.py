@@ -1,4 +1,4 @@
-"""Several attempts at one RL run: what a dead process cost is resumed from its checkpoint."""
+"""Retries of an RL run: after a lost worker it resumes from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from engine.trainers.rl import RLTrainer
 log = logging.getLogger(__name__)
 
 
-def run_attempts(
+def run_with_retries(
     make: Callable[[], RLTrainer],
     work: Callable[[RLTrainer], None],
     checkpoint_dir: str | Path,
     max_attempts: int,
 ) -> None:
-    """Do `work` on a trainer; after a WorkerError on a new one, which resumes from its checkpoint.
+    """Call `work` with a trainer; after a WorkerError again with a new one, which resumes.
 
-    Gives up, with the last cause, when `max_attempts` in a row got no further than one
-    checkpoint.
+    Raises the last WorkerError when `max_attempts` attempts in a row got past no new checkpoint.
     """
     budget = RetryBudget(max_attempts)
     while True:

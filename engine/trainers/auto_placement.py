@@ -1,8 +1,8 @@
-"""`trainer.placement: auto`: from the machines that Ray reports now to settings that say it all.
+"""`trainer.placement: auto`: layout, batch budget and pools for the machines of a Ray cluster.
 
-Asked anew at each start, so that an attempt which finds fewer or more workers than the one before
-is laid out for those, and goes on from its checkpoint (`resume`: layouts and budgets may differ).
-What the user has set to other than its default stays. How layouts are priced is `engine.planner`'s.
+Runs at each start, so that an attempt that finds fewer or more machines than the one before gets a
+layout for those and resumes from its checkpoint (layouts and budgets may differ between attempts).
+Settings that differ from their defaults are kept. `engine.planner` prices the layouts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from engine.parallel.tensor_parallel import FAMILIES
 from engine.planner import Candidate, Cluster, Pins, Plan, Workload, explain, read_cluster, search
 from engine.planner.resources import Share
 from engine.trainers.layouts import check_layouts, pool_size
+from engine.trainers.rl_setup import COLOCATED
 
-_COLOCATED = ("actor", "rollout", "reference", "teacher", "critic")
 _BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
 _DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0}
 
@@ -60,13 +60,13 @@ def resolve_auto(
     )
     plan = plan_for(config, work, roles, (cluster or read_cluster)(), lora)
     print(explain(plan), flush=True)
-    return applied(config, plan.chosen.candidate, plan.chosen.share, roles)
+    return apply_candidate(config, plan.chosen.candidate, plan.chosen.share, roles)
 
 
 def plan_for(
     config: RLConfig, work: Workload, roles: Collection[str], cluster: Cluster, lora: LoRAConfig
 ) -> Plan:
-    """Search what the settings leave open, within what the trainer takes."""
+    """Search the layouts that the settings leave open and the trainer accepts."""
     mode, nodes = config.trainer.mode, [machine.node for machine in cluster.machines]
     pools = config.trainer.pools
     wanted = next((pool.gpus for pool in pools if "actor" in pool.roles), 1.0)
@@ -88,7 +88,7 @@ def plan_for(
 
     def admits(candidate: Candidate, share: Share) -> str:
         try:
-            settings = applied(config, candidate, share, roles)
+            settings = apply_candidate(config, candidate, share, roles)
             check_layouts(settings, lora)
             _check_rows(settings, candidate)
             sized = [
@@ -100,22 +100,24 @@ def plan_for(
             return str(error).splitlines()[0]
         return ""
 
-    return search(work, usable, pins_of(config), admits, beside)
+    return search(work, usable, pinned_settings(config), admits, beside)
 
 
-def applied(
+def apply_candidate(
     config: RLConfig, candidate: Candidate, share: Share, roles: Collection[str]
 ) -> RLConfig:
-    """The settings that a candidate stands for, placed on Ray."""
+    """The settings with a candidate's layout and budget, placed on Ray."""
     changes: dict[str, Any] = {axis: getattr(candidate.layout, axis) for axis in AXES}
     for name in ("offload_params", "offload_optimizer", "activation_checkpointing"):
         changes[name] = getattr(candidate, name)
     tokens = {"max_tokens_per_micro_batch": candidate.tokens}
     parallel = config.actor.parallel.model_copy(update=changes)
-    actor = config.actor.model_copy(update={"parallel": parallel} | _open(config.actor, tokens))
+    actor = config.actor.model_copy(
+        update={"parallel": parallel} | _if_default(config.actor, tokens)
+    )
     critic = config.critic
     if "critic" in roles:
-        critic = critic.model_copy(update=_open(critic, tokens))
+        critic = critic.model_copy(update=_if_default(critic, tokens))
     placed: dict[str, Any] = {"placement": "ray"}
     rollout = config.rollout
     if config.trainer.mode == "sync":
@@ -129,8 +131,8 @@ def applied(
     )
 
 
-def pins_of(config: RLConfig) -> Pins:
-    """What differs from its default, and so is the user's."""
+def pinned_settings(config: RLConfig) -> Pins:
+    """The settings that the user has changed from their defaults, which the planner keeps."""
     parallel, plain = config.actor.parallel, ParallelConfig()
     axes = {axis: getattr(parallel, axis) for axis in AXES}
     tokens = config.actor.max_tokens_per_micro_batch
@@ -139,7 +141,9 @@ def pins_of(config: RLConfig) -> Pins:
         rollout_tp=config.rollout.tensor_parallel_size
         if config.rollout.tensor_parallel_size > 1
         else None,
-        tokens=tokens if _open(config.actor, {"max_tokens_per_micro_batch": 0}) == {} else None,
+        tokens=tokens
+        if _if_default(config.actor, {"max_tokens_per_micro_batch": 0}) == {}
+        else None,
         offload_params=parallel.offload_params,
         offload_optimizer=parallel.offload_optimizer,
         activation_checkpointing=parallel.activation_checkpointing,
@@ -217,7 +221,7 @@ def _shape(model_config: Any) -> ModelShape:
 
 
 def _adapters(shape: ModelShape, lora: LoRAConfig) -> int:
-    """Elements of adapters on all linear layers, or on those that are named."""
+    """Elements of the adapters on all linear layers, or on the named ones."""
     if not lora.rank:
         return 0
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -236,18 +240,18 @@ def _adapters(shape: ModelShape, lora: LoRAConfig) -> int:
     return shape.layers * lora.rank * sum(chosen)
 
 
-def _open(section: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Those of `values` that the section has at its defaults."""
+def _if_default(section: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Those of `values` whose setting has its default in `section`."""
     fields = type(section).model_fields
     return {k: v for k, v in values.items() if getattr(section, k) == fields[k].default}
 
 
 def _pools(config: RLConfig, share: Share, roles: Collection[str]) -> tuple[PoolConfig, ...]:
-    """The policy's roles together on each rank, the reward beside, a sampler apart."""
+    """A pool for the policy's roles, one for the reward, one for a sampler."""
     cpus = share.cpus
     if config.trainer.threads:
         cpus = min(cpus, max(1.0, config.trainer.threads // share.per_machine))
-    policy = tuple(role for role in _COLOCATED if role in roles)
+    policy = tuple(role for role in COLOCATED if role in roles)
     pools = [
         PoolConfig(roles=policy, cpus=cpus, gpus=share.gpus),
         PoolConfig(roles=("reward",), cpus=0.0),
@@ -259,7 +263,7 @@ def _pools(config: RLConfig, share: Share, roles: Collection[str]) -> tuple[Pool
 
 
 def _sampler_threads(config: RLConfig, share: Share) -> int:
-    """Cores of a process that only decodes: a rank's, on a GPU; else half of its machine's."""
+    """CPU threads of a sampler: a rank's cores on a GPU, else half of its machine's."""
     if config.trainer.rollout_threads:
         return config.trainer.rollout_threads
     samplers = config.trainer.rollout_workers if config.trainer.mode == "async" else 1
@@ -267,12 +271,12 @@ def _sampler_threads(config: RLConfig, share: Share) -> int:
 
 
 def _cores(cluster: Cluster) -> float:
-    """Of the machine that has most."""
+    """Cores of the largest machine."""
     return max(machine.cpus for machine in cluster.machines)
 
 
 def _check_rows(config: RLConfig, candidate: Candidate) -> None:
-    """What fails later only: mini-batches that a rank has no rows for."""
+    """Raise ConfigError if a data-parallel rank would have no rows of some mini-batch."""
     layout = candidate.layout
     learned = choose_dataflow(config.algorithm).rows_an_update(config)
     every = config.trainer.train_batch_size * config.rollout.n

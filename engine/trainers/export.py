@@ -1,7 +1,6 @@
-"""A checkpoint's policy as a Hugging Face folder, put together without ranks.
+"""A checkpoint's policy as a Hugging Face folder, assembled in one process.
 
-What lives here: one folder, from the boxes that ranks saved and the model that training started
-from. What does not: making them beside a run (`export_beside`), the command (`engine.export`).
+Exporting during a run is in `background_export`, the command in `engine.export`.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from engine.storage.folder import Folder
 from engine.storage.transfer import Item, upload
 
 if TYPE_CHECKING:
-    from engine.trainers.rl_setup import Build
+    from engine.trainers.rl_setup import RunSpec
 
-CONFIG = "config.json"  # written last to an object store: with it, a folder is whole
+CONFIG = "config.json"  # written last to an object store: a folder with it is complete
 
 
-def start_of(build: Build) -> dict[str, Any]:
-    """What a checkpoint says of the policy beside its weights: from what it was loaded, and how."""
-    path = Path(build.model_path)
+def start_model_info(spec: RunSpec) -> dict[str, Any]:
+    """What a checkpoint records of the start model: path, dtype and adapters."""
+    path = Path(spec.model_path)
     return {
-        "model": str(path.absolute()) if path.is_dir() else build.model_path,
-        "dtype": build.dtype,
-        "lora": build.lora.model_dump(mode="json"),
+        "model": str(path.absolute()) if path.is_dir() else spec.model_path,
+        "dtype": spec.dtype,
+        "lora": spec.lora.model_dump(mode="json"),
     }
 
 
@@ -45,16 +44,16 @@ def export_policy(
 ) -> str:
     """Write the policy in an RL checkpoint, and its tokenizer, as the actor itself saves them.
 
-    `checkpoint` is a checkpoint's folder, or a run's, whose newest good one is meant; `target` must
+    `checkpoint` is a checkpoint's folder, or a run's (its newest good one is taken); `target` must
     not exist. Both may be local or s3://. `model` is the folder or hub id that training started
-    from (default: the one that the checkpoint names). Every file that is read is checked; the
-    folder appears whole or, in an object store, with its config.json last. Returns the
+    from (default: the one that the checkpoint names). Checksums of all files are verified; the
+    folder appears complete or, in an object store, with its config.json last. Returns the
     checkpoint's address. Raises CheckpointError, ModelError for a start model that isn't there,
     and StorageError.
     """
-    source, place = _chosen(checkpoint), Folder(target)
+    source, place = _resolve_checkpoint(checkpoint), Folder(target)
     if is_exported(place) or (place.is_local and (place.sizes() or place.folders())):
-        raise _taken(place)
+        raise _target_exists(place)
     values = read_values(source)
     start = values.get("policy")
     if start is None:
@@ -66,20 +65,20 @@ def export_policy(
     path = str(model or start["model"])
     require_model_folder(path, "the start model (--model)")
     policy = policy_model(path, start["dtype"], LoRAConfig.model_validate(start["lora"]))
-    _fill(policy, saved, source, path)
+    _load_saved_weights(policy, saved, source, path)
     if place.is_local:
-        _write_here(policy, path, place, int(values["step"]))
+        _write_local(policy, path, place, int(values["step"]))
     else:
         _upload(policy, path, place)
     return source
 
 
 def is_exported(place: Folder) -> bool:
-    """Whether a model folder is there, whole."""
+    """Whether a complete model folder is there."""
     return CONFIG in place.sizes()
 
 
-def _chosen(checkpoint: str | Path) -> str:
+def _resolve_checkpoint(checkpoint: str | Path) -> str:
     """The address of a checkpoint: the one given, or the newest good one in it."""
     folder = Folder(checkpoint)
     if MARKER in folder.sizes():
@@ -93,8 +92,10 @@ def _chosen(checkpoint: str | Path) -> str:
     return found.folder
 
 
-def _fill(policy: PreTrainedModel, saved: list[SavedRank], source: str, path: str) -> None:
-    """Put what was saved into the start model; refuse another one."""
+def _load_saved_weights(
+    policy: PreTrainedModel, saved: list[SavedRank], source: str, path: str
+) -> None:
+    """Load the saved weights into the start model; raise CheckpointError for another model."""
     other = f"{source} is not of the start model {path}: {{}}; give --model the one it began with"
     start = saved[0].values.get("start")
     if has_adapters(policy) and start is not None and start != weights_fingerprint(policy):
@@ -108,8 +109,8 @@ def _fill(policy: PreTrainedModel, saved: list[SavedRank], source: str, path: st
         raise CheckpointError(other.format(what)) from error
 
 
-def _write_here(policy: PreTrainedModel, path: str, place: Folder, step: int) -> None:
-    """On a disk: under another name, forced to it, then renamed."""
+def _write_local(policy: PreTrainedModel, path: str, place: Folder, step: int) -> None:
+    """To a disk: write a draft, fsync it, rename it."""
     parent = Folder(Path(place.path).parent)
     parent.create()
     draft = parent / draft_name(step)
@@ -117,13 +118,13 @@ def _write_here(policy: PreTrainedModel, path: str, place: Folder, step: int) ->
         save_model(policy, load_tokenizer(path), draft.path)
         draft.settle()
         if not draft.move(place):
-            raise _taken(place)
+            raise _target_exists(place)
     finally:
         draft.remove()
 
 
 def _upload(policy: PreTrainedModel, path: str, place: Folder) -> None:
-    """To an object store, which can't rename: what tells that a folder is whole comes last."""
+    """To an object store, which can't rename: config.json, which marks it complete, is last."""
     with tempfile.TemporaryDirectory(prefix="export-") as near:
         save_model(policy, load_tokenizer(path), near)
         names = [str(file.relative_to(near)) for file in Path(near).rglob("*") if file.is_file()]
@@ -133,5 +134,5 @@ def _upload(policy: PreTrainedModel, path: str, place: Folder) -> None:
         place.write(CONFIG, [(Path(near) / CONFIG).read_bytes()])
 
 
-def _taken(place: Folder) -> CheckpointError:
+def _target_exists(place: Folder) -> CheckpointError:
     return CheckpointError(f"{place} is there already; delete it, or name another folder")

@@ -1,6 +1,6 @@
-"""Which ranks each role's model is spread over, and whether model and settings allow that.
+"""The layout of each role: how its model is sharded, and whether model and settings allow that.
 
-Values only: process groups are formed by the workers, processes started by the controller.
+Values only; workers create process groups, the controller starts processes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape, check_layout
 from engine.workers.mesh import Mesh
 
-# Roles whose model, or view of it, is spread as the actor's is.
+# Roles whose model is sharded like the actor's.
 _AS_ACTOR = ("actor", "rollout", "reference", "teacher")
 
 
 def parallel_of(role: str, config: RLConfig) -> ParallelConfig:
-    """How a role's model is spread: the reference and a teacher as the actor's."""
+    """How a role's model is sharded; reference and teacher like the actor."""
     if role in _AS_ACTOR:
         return config.actor.parallel
     if role == "critic":
@@ -47,7 +47,7 @@ def pool_size(roles: Iterable[str], config: RLConfig) -> int:
 
 
 def mesh_of(role: str, config: RLConfig) -> Mesh | None:
-    """How a role's ranks share its calls; None for a role of one rank."""
+    """The mesh of a role's ranks, over which its calls are split; None for one rank."""
     layout = layout_of(role, config)
     if layout.world_size == 1:
         return None
@@ -58,16 +58,16 @@ def mesh_of(role: str, config: RLConfig) -> Mesh | None:
 
 
 def _rollout_tp(config: RLConfig) -> int:
-    """Ranks of the actor that decode together; vLLM's own processes are none of them."""
+    """Tensor-parallel size of rollout on the actor's ranks; vLLM's own processes don't count."""
     apart = config.rollout.engine == "vllm" and not config.rollout.vllm.in_process
     return 1 if apart else config.rollout.tensor_parallel_size
 
 
 def rollout_mesh(layout: Layout, tensor_parallel_size: int) -> Mesh:
-    """The ranks of `layout` as rollout sees them; all but those of axis "tp" get rows of their own.
+    """The ranks of `layout` arranged for rollout: rows are split over every axis but "tp".
 
-    In HybridFlow's order (arXiv:2409.19256, section 5.3) where training has tensor parallelism: a
-    rank decodes with slices that contain those it trains.
+    Uses HybridFlow's grouping (arXiv:2409.19256, section 5.3) when training has tensor
+    parallelism: a rank's rollout shards contain its training shards.
     """
     return Mesh(grouping(layout, tp=tensor_parallel_size).axes)
 

@@ -1,4 +1,4 @@
-"""The prompts of an RL run, in batches or one by one, ahead of time and again after a resume."""
+"""The prompts of an RL run: encoded, prefetched and resumable."""
 
 from __future__ import annotations
 
@@ -18,62 +18,59 @@ from engine.trainers.queue_state import plain
 
 
 class PromptStream:
-    """Encodes what a loader gives. Its state says where a resumed run goes on.
-
-    Use it by batches or one by one, not both.
-    """
+    """Encodes the rows of a loader, in batches or one by one (not both); has a `state_dict`."""
 
     def __init__(self, loader: PromptLoader, tokenizer: PreTrainedTokenizerBase) -> None:
         self.loader, self._tokenizer = loader, tokenizer
-        self._ahead: Batch | None = None  # drawn and not handed out, or not wholly
-        self._given = 0  # of its rows, one by one
-        self._again: deque[Batch] = deque()  # single prompts that come before all others
-        self._mark: dict[str, Any] = {}  # the loader before its latest draw
+        self._batch: Batch | None = None  # drawn, and not fully handed out
+        self._handed_out = 0  # rows of it that `next_prompt` has returned
+        self._resumed: deque[Batch] = deque()  # single prompts of a checkpoint, which come first
+        self._loader_state: dict[str, Any] = {}  # before its latest draw
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Batch:
-        """The batch of prompts that a rollout starts from."""
+        """Collate data rows into a batch of prompts."""
         return collate_prompts(rows, [encode_prompt(self._tokenizer, r["prompt"]) for r in rows])
 
     def next_batch(self) -> Batch:
-        """The prompts of the next step, or of a refill."""
-        ahead, self._ahead = self._ahead, None
-        return ahead or self._draw()
+        """The next batch of prompts, for a step or a DAPO refill."""
+        batch, self._batch = self._batch, None
+        return batch or self._draw()
 
     def prefetch(self) -> None:
-        """Prepare the next batch, while workers are busy."""
+        """Prepare the next batch while workers are busy."""
         with span("next prompts"):
-            self._ahead = self._ahead or self._draw()
+            self._batch = self._batch or self._draw()
 
-    def next_one(self) -> Batch:
-        """The next prompt alone; with its partial group, if it was under way."""
-        if self._again:
-            return self._again.popleft()
-        if self._ahead is None or self._given == len(self._ahead):
-            self._ahead, self._given = self._draw(), 0
-        self._given += 1
-        return self._ahead.rows([self._given - 1])
+    def next_prompt(self) -> Batch:
+        """The next prompt, one row; a resumed one has its partial completions (`PARTIAL_GROUP`)."""
+        if self._resumed:
+            return self._resumed.popleft()
+        if self._batch is None or self._handed_out == len(self._batch):
+            self._batch, self._handed_out = self._draw(), 0
+        self._handed_out += 1
+        return self._batch.rows([self._handed_out - 1])
 
-    def state_dict(self, again: Sequence[Batch] = ()) -> dict[str, Any]:
-        """Where to go on: tensors and plain values.
+    def state_dict(self, unfinished: Sequence[Batch] = ()) -> dict[str, Any]:
+        """The position in the data: tensors and plain values.
 
-        `again` are single prompts that were handed out and led to no whole group yet, with what is
-        there of their completions.
+        `unfinished` are single prompts that were handed out and have no finished group yet, with
+        their partial completions.
         """
-        drawn = [take_partial_groups(prompt) for prompt in (*again, *self._again)]
+        drawn = [take_partial_groups(prompt) for prompt in (*unfinished, *self._resumed)]
         return {
-            "loader": self.loader.state_dict() if self._ahead is None else self._mark,
-            "given": self._given if self._ahead is not None else 0,
+            "loader": self.loader.state_dict() if self._batch is None else self._loader_state,
+            "given": self._handed_out if self._batch is not None else 0,
             "again": [_row(prompt) for prompt, _ in drawn],
             "begun": [begun.tree() if begun is not None else None for _, [begun] in drawn],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore `state_dict`."""
         self.loader.load_state_dict(state["loader"])
-        self._ahead, self._given = None, int(state["given"])
-        if self._given:
-            self._ahead = self._draw()
-        self._again = deque(
+        self._batch, self._handed_out = None, int(state["given"])
+        if self._handed_out:
+            self._batch = self._draw()
+        self._resumed = deque(
             with_partial_groups(self.encode([row]), [PartialGroup.from_tree(tree)])
             if tree
             else self.encode([row])
@@ -81,12 +78,12 @@ class PromptStream:
         )
 
     def _draw(self) -> Batch:
-        self._mark = self.loader.state_dict()
+        self._loader_state = self.loader.state_dict()
         return self.encode(self.loader.next_batch())
 
 
 def _row(prompt: Batch) -> dict[str, Any]:
-    """The data row that a batch of one prompt was made of, as plain values."""
+    """The data row of a batch of one prompt, as plain values."""
     columns = {k: v[0] for k, v in prompt.columns.items() if k not in ("prompt_ids",)}
     row: dict[str, Any] = plain(columns)
     return row

@@ -10,8 +10,8 @@ from engine.checkpoint import Checkpoint, CheckpointStore, Saver
 from engine.checkpoint.rng import process_rng, set_process_rng
 from engine.config import RLConfig
 from engine.errors import CheckpointError
-from engine.trainers.background_export import Exports
-from engine.trainers.export import start_of
+from engine.trainers.background_export import BackgroundExporter
+from engine.trainers.export import start_model_info
 from engine.trainers.queue_state import Queued
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def make_saver(trainer: RLTrainer, folder: str | Path) -> Saver:
     groups = {role: getattr(trainer.roles, role) for role in _WITH_STATE if role in trainer.roles}
     exports = None
     if settings.save_huggingface:
-        exports = Exports(store, trainer.build.model_path, settings.step_timeout_s)
+        exports = BackgroundExporter(store, trainer.spec.model_path, settings.step_timeout_s)
     return Saver(store, groups, settings.step_timeout_s, exports)
 
 
@@ -86,8 +86,8 @@ def run_settings(config: RLConfig, max_response_length: int, seed: int) -> dict[
 
 
 def _settings(trainer: RLTrainer) -> dict[str, Any]:
-    build = trainer.build
-    return run_settings(build.config, build.max_response_length, build.seed)
+    spec = trainer.spec
+    return run_settings(spec.config, spec.max_response_length, spec.seed)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -115,11 +115,11 @@ def _state(trainer: RLTrainer) -> dict[str, Any]:
     with trainer.pending() as pending:
         # Rollout has not begun yet where something is restored: a run that has just gone on.
         queue = [one.tree() for one in (*trainer.restored, *pending.queued)]
-        prompts = trainer.prompts.state_dict(again=pending.begun)
+        prompts = trainer.prompts.state_dict(unfinished=pending.begun)
     return {
         "step": trainer.step,
         "settings": _settings(trainer),
-        "policy": start_of(trainer.build),
+        "policy": start_model_info(trainer.spec),
         "queue": queue,
         "prompts": prompts,
         "algo": trainer.algo.state_dict(),

@@ -37,9 +37,9 @@ from engine.trainers.prompts import PromptStream
 from engine.trainers.queue_state import Pending, Queued, nothing_pending
 from engine.trainers.resume import make_saver, restore, save
 from engine.trainers.rl_checks import check_config, check_teacher
-from engine.trainers.rl_setup import Build, check_lora, effective, place, role_specs
+from engine.trainers.rl_setup import RunSpec, check_lora, effective_config, placement_of, role_specs
 from engine.trainers.rollout_sources import MODES
-from engine.trainers.shutdown import last_save_kept, leave, settle
+from engine.trainers.shutdown import ensure_last_save, finish_save_on_error, raise_preempted
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class RLTrainer:
         lora = resolve_lora(model_path, lora or LoRAConfig())
         check_lora(lora, config)
         mode = config.trainer.mode
-        needs = RequiredPasses.of(effective(config), self.dataflow)
+        needs = RequiredPasses.of(effective_config(config), self.dataflow)
         roles = needs.roles(self.dataflow) | ({"sampler"} if mode == "one_step_off" else set())
         config = resolve_auto(
             config,
@@ -83,7 +83,7 @@ class RLTrainer:
             max_model_len=max_model_len,
         )
         check_layouts(config, lora, text_config(model_path))
-        self.config, self.on_step = effective(config), on_step
+        self.config, self.on_step = effective_config(config), on_step
         self.tokenizer = load_tokenizer(model_path)
         self.prompts = PromptStream(loader, self.tokenizer)
         if "teacher" in self.dataflow.roles:
@@ -102,7 +102,7 @@ class RLTrainer:
         self.pending: Callable[[], AbstractContextManager[Pending]] = nothing_pending
         self.restored: list[Queued] = []  # those of a checkpoint
         self.other_spans: Callable[[], list[Span]] = list  # of processes beside the roles
-        self.build = Build(
+        self.spec = RunSpec(
             str(model_path),
             self.config,
             needs,
@@ -113,7 +113,7 @@ class RLTrainer:
             dtype,
             lora,
         )
-        self.roles = launch(place(self.build), role_specs(self.build))
+        self.roles = launch(placement_of(self.spec), role_specs(self.spec))
         self.spans: list[Span] = []
 
     def fit(
@@ -142,7 +142,7 @@ class RLTrainer:
         if self.step >= stop:
             log.warning("this run is at step %d of %d already; nothing to train", self.step, stop)
         with Notice(self.config.trainer.preemption_grace_s) as notice:
-            with last_save_kept(saver, notice):
+            with finish_save_on_error(saver, notice):
                 metrics = self._steps(stop, saver, notice)
             if saver is not None:
                 saver.finish()
@@ -163,9 +163,9 @@ class RLTrainer:
                 if saver is not None and (due or notice.came):
                     save(self, saver, metrics)
                 if notice.came and self.step < stop:
-                    leave(saver, self.step)
+                    raise_preempted(saver, self.step)
             if saver is not None:
-                settle(saver, lambda: save(self, saver, metrics))
+                ensure_last_save(saver, lambda: save(self, saver, metrics))
         return metrics
 
     def _one_unless(self, notice: Notice, steps: Generator[StepResult]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from engine.plugins import import_plugins
 from engine.rewards import declared_components, resolve_reward
 from engine.rollout.protocol import check_engine
 from engine.rollout.server.settings import check_settings
-from engine.trainers.unused_settings import without_effect
+from engine.trainers.unused_settings import unused_settings
 from engine.workers.algorithm_options import (
     advantage_options,
     policy_loss_options,
@@ -54,7 +54,7 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     _check_pools(config, dataflow)
     if "teacher" in dataflow.roles:
         _check_teacher(config)
-    for setting, why in without_effect(config, dataflow):
+    for setting, why in unused_settings(config, dataflow):
         raise ConfigError(f"{setting} has no effect {why}; remove it")
     if config.trainer.threads > (os.cpu_count() or 1) * 4:
         raise ConfigError(

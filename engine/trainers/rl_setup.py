@@ -15,12 +15,12 @@ from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError
 from engine.trainers.layouts import mesh_of, parallel_of, pool_size
 
-# Roles that share the policy's process, in the order in which they are built.
-_COLOCATED = ("actor", "rollout", "reference", "teacher", "critic")
+# Roles that share the policy's process, in build order.
+COLOCATED = ("actor", "rollout", "reference", "teacher", "critic")
 
 
-def effective(config: RLConfig) -> RLConfig:
-    """The settings with what a mode implies: where rollout runs ahead, its tokens are weighted.
+def effective_config(config: RLConfig) -> RLConfig:
+    """The settings with what the mode implies: off-policy rollout gets an importance correction.
 
     Truncated importance sampling by token, unless a correction is configured.
     """
@@ -32,7 +32,7 @@ def effective(config: RLConfig) -> RLConfig:
 
 
 def check_lora(lora: LoRAConfig, config: RLConfig) -> None:
-    """Raise ConfigError where adapters and the rollout engine don't go together."""
+    """Raise ConfigError if the rollout engine can't decode with adapters."""
     if lora.rank and config.rollout.engine not in ("native", "vllm"):
         raise ConfigError(
             f"model.lora.rank={lora.rank} with rollout.engine={config.rollout.engine}: only native "
@@ -41,8 +41,8 @@ def check_lora(lora: LoRAConfig, config: RLConfig) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
-    """All that the roles of a run are built from."""
+class RunSpec:
+    """Everything that the roles of a run are built from."""
 
     model_path: str
     config: RLConfig
@@ -56,54 +56,54 @@ class Build:
 
     @property
     def sampler_threads(self) -> int:
-        """Cores of a process that only decodes; 0 where there is none."""
+        """CPU threads of one process that only decodes; 0 if there is none."""
         if self.config.trainer.mode == "sync":
             return 0
         return self.config.trainer.rollout_threads or max(1, self.cores // 2)
 
     @property
     def samplers(self) -> int:
-        """Processes that only decode."""
+        """Number of processes that only decode."""
         counts = {"one_step_off": 1, "async": self.config.trainer.rollout_workers}
         return counts.get(self.config.trainer.mode, 0)
 
     @property
     def cores(self) -> int:
-        """Cores of the whole run."""
+        """CPU cores of the run on this machine."""
         return self.config.trainer.threads or os.cpu_count() or 1
 
 
-def place(build: Build) -> Placement:
-    """The policy's roles in one process, the reward in another, a sampler in a third.
+def placement_of(spec: RunSpec) -> Placement:
+    """`trainer.pools`; by default the policy's roles share a process, reward and sampler have one
+    each.
 
-    The trainer's process has the cores that those which only decode leave. `trainer.pools` says
-    otherwise.
+    The policy's process gets the cores that samplers leave.
     """
-    if build.config.trainer.pools:
+    if spec.config.trainer.pools:
         sized = [
-            Pool(world_size=pool_size(pool.roles, build.config), **dict(pool))
-            for pool in build.config.trainer.pools
+            Pool(world_size=pool_size(pool.roles, spec.config), **dict(pool))
+            for pool in spec.config.trainer.pools
         ]
-        return _placement(build.config, tuple(sized))
-    taken = build.samplers * build.sampler_threads
-    policy = tuple(role for role in _COLOCATED if role in build.roles)
-    pools = [Pool(policy, cpus=float(max(1, build.cores - taken))), Pool(("reward",), cpus=0.0)]
-    if "sampler" in build.roles:
-        pools.append(Pool(("sampler",), cpus=float(build.sampler_threads)))
-    pools = [replace(pool, **_ranks(pool, build)) for pool in pools]
-    return _placement(build.config, tuple(pools))
+        return _placement(spec.config, tuple(sized))
+    taken = spec.samplers * spec.sampler_threads
+    policy = tuple(role for role in COLOCATED if role in spec.roles)
+    pools = [Pool(policy, cpus=float(max(1, spec.cores - taken))), Pool(("reward",), cpus=0.0)]
+    if "sampler" in spec.roles:
+        pools.append(Pool(("sampler",), cpus=float(spec.sampler_threads)))
+    pools = [replace(pool, **_pool_ranks(pool, spec)) for pool in pools]
+    return _placement(spec.config, tuple(pools))
 
 
-def _ranks(pool: Pool, build: Build) -> dict[str, Any]:
-    """How many processes a pool is, which share the cores that it has."""
-    size = pool_size(pool.roles, build.config)
+def _pool_ranks(pool: Pool, spec: RunSpec) -> dict[str, Any]:
+    """The pool's number of processes, and the cores of each."""
+    size = pool_size(pool.roles, spec.config)
     each = pool.cpus // size if pool.cpus >= size else pool.cpus / size
     return {"world_size": size, "cpus": each}
 
 
-def stream_placement(name: str, build: Build) -> Placement:
-    """One process of asynchronous rollout."""
-    return _placement(build.config, (Pool((name,), cpus=float(build.sampler_threads)),))
+def rollout_worker_placement(name: str, spec: RunSpec) -> Placement:
+    """Placement of one process of asynchronous rollout."""
+    return _placement(spec.config, (Pool((name,), cpus=float(spec.sampler_threads)),))
 
 
 def _placement(config: RLConfig, pools: tuple[Pool, ...]) -> Placement:
@@ -116,7 +116,7 @@ def _placement(config: RLConfig, pools: tuple[Pool, ...]) -> Placement:
     )
 
 
-def role_specs(build: Build) -> list[RoleSpec]:
+def role_specs(spec: RunSpec) -> list[RoleSpec]:
     """How to build each role of the run."""
     from engine.workers.actor import ActorWorker
     from engine.workers.critic import CriticWorker
@@ -124,10 +124,10 @@ def role_specs(build: Build) -> list[RoleSpec]:
     from engine.workers.reward import RewardWorker
     from engine.workers.rollout import RolloutWorker
 
-    config = build.config
-    steps, rows = config.trainer.total_training_steps, _rows(config)
+    config = spec.config
+    steps, rows = config.trainer.total_training_steps, _completions_per_step(config)
     learned = choose_dataflow(config.algorithm).rows_an_update(config)
-    common = {"model_path": build.model_path, "dtype": build.dtype}
+    common = {"model_path": spec.model_path, "dtype": spec.dtype}
     frozen = {
         "parallel": parallel_of("reference", config),
         "temperature": config.rollout.temperature,
@@ -135,31 +135,35 @@ def role_specs(build: Build) -> list[RoleSpec]:
     }
     actor = {
         "config": config.actor,
-        "lora": build.lora,
+        "lora": spec.lora,
         "temperature": config.rollout.temperature,
-        "total_steps": steps * _steps_an_update(config.actor, learned),
-        "seed": build.seed,
+        "total_steps": steps * _optimizer_steps_per_update(config.actor, learned),
+        "seed": spec.seed,
         "preference": config.algorithm.preference,
-        "sum_pi_squared": build.needs.sum_pi_squared,
+        "sum_pi_squared": spec.needs.sum_pi_squared,
         "plugins": config.plugins,
         "sampler_dtype": config.rollout.dtype,
         "delta_sync": config.trainer.delta_sync,
     }
     critic = {
         "config": config.critic,
-        "total_steps": steps * _steps_an_update(config.critic, rows),
-        "seed": build.seed,
+        "total_steps": steps * _optimizer_steps_per_update(config.critic, rows),
+        "seed": spec.seed,
         "parallel": parallel_of("critic", config),
     }
-    own = config.rollout
-    if build.samplers:  # beside them, the trainer's own rollout role only validates
+    own_rollout = config.rollout
+    if spec.samplers:  # beside them, the trainer's own rollout role only validates
         tp = config.actor.parallel.tp
-        own = own.model_copy(update={"engine": "native", "tensor_parallel_size": tp})
-    reward = {"model_path": build.model_path, "config": config.reward}
+        own_rollout = own_rollout.model_copy(
+            update={"engine": "native", "tensor_parallel_size": tp}
+        )
+    reward = {"model_path": spec.model_path, "config": config.reward}
     specs = [
         RoleSpec("actor", ActorWorker, common | actor),
-        RoleSpec("rollout", RolloutWorker, common | _sampling(build) | {"config": own}),
-        RoleSpec("sampler", RolloutWorker, common | _sampling(build) | _copied(build)),
+        RoleSpec(
+            "rollout", RolloutWorker, common | _rollout_options(spec) | {"config": own_rollout}
+        ),
+        RoleSpec("sampler", RolloutWorker, common | _rollout_options(spec) | _copy_options(spec)),
         RoleSpec("reference", ReferenceWorker, common | frozen | {"base_of_policy": True}),
         RoleSpec(
             "teacher", ReferenceWorker, common | frozen | {"model_path": config.algorithm.teacher}
@@ -168,38 +172,40 @@ def role_specs(build: Build) -> list[RoleSpec]:
         RoleSpec("critic", CriticWorker, common | critic),
     ]
     return [
-        replace(spec, mesh=mesh_of(spec.name, config)) for spec in specs if spec.name in build.roles
+        replace(role, mesh=mesh_of(role.name, config)) for role in specs if role.name in spec.roles
     ]
 
 
-def stream_spec(name: str, build: Build) -> RoleSpec:
+def rollout_worker_spec(name: str, spec: RunSpec) -> RoleSpec:
     """How to build one worker of asynchronous rollout."""
     from engine.workers.stream_rollout import StreamRolloutWorker
 
-    common = {"model_path": build.model_path}
-    return RoleSpec(name, StreamRolloutWorker, common | _sampling(build) | _copied(build))
+    common = {"model_path": spec.model_path}
+    return RoleSpec(
+        name, StreamRolloutWorker, common | _rollout_options(spec) | _copy_options(spec)
+    )
 
 
-def _sampling(build: Build) -> dict[str, Any]:
+def _rollout_options(spec: RunSpec) -> dict[str, Any]:
     return {
-        "config": build.config.rollout,
-        "lora": build.lora,
-        "max_response_length": build.max_response_length,
-        "max_model_len": build.max_model_len,
-        "seed": build.seed,
+        "config": spec.config.rollout,
+        "lora": spec.lora,
+        "max_response_length": spec.max_response_length,
+        "max_model_len": spec.max_model_len,
+        "seed": spec.seed,
     }
 
 
-def _copied(build: Build) -> dict[str, Any]:
-    """What differs where the policy is a copy."""
-    return {"dtype": build.config.rollout.dtype or build.dtype}
+def _copy_options(spec: RunSpec) -> dict[str, Any]:
+    """Options of a sampler, which has a copy of the policy."""
+    return {"dtype": spec.config.rollout.dtype or spec.dtype}
 
 
-def _rows(config: RLConfig) -> int:
+def _completions_per_step(config: RLConfig) -> int:
     return config.trainer.train_batch_size * config.rollout.n
 
 
-def _steps_an_update(config: ActorConfig | CriticConfig, rows: int) -> int:
-    """Optimizer steps that an update with `rows` completions takes."""
+def _optimizer_steps_per_update(config: ActorConfig | CriticConfig, rows: int) -> int:
+    """Optimizer steps of one update with `rows` completions."""
     size = config.ppo_mini_batch_size or rows
     return config.ppo_epochs * math.ceil(rows / size)

@@ -24,12 +24,12 @@ from engine.controller.groups import Roles
 from engine.controller.health import HealthPolicy
 from engine.controller.launch import launch
 from engine.controller.staleness import Limits
-from engine.controller.weight_publisher import Published, Publisher
+from engine.controller.weight_publisher import PublishedWeights, WeightPublisher
 from engine.dataflows.algo import StepResult
 from engine.errors import WeightSyncError
 from engine.futures import Future, Ready
 from engine.trainers.queue_state import Pending, Queued, nothing_pending
-from engine.trainers.rl_setup import stream_placement, stream_spec
+from engine.trainers.rl_setup import rollout_worker_placement, rollout_worker_spec
 
 if TYPE_CHECKING:
     from engine.trainers.rl import RLTrainer
@@ -47,8 +47,8 @@ def sync(trainer: RLTrainer, count: int) -> Steps:
 def one_step_off(trainer: RLTrainer, count: int) -> Steps:
     """The sampler works on the next step's prompts while this step's update runs."""
     roles = trainer.roles
-    publisher = Publisher(roles.actor, deltas=trainer.config.trainer.delta_sync)
-    weights: Published | None = None
+    publisher = WeightPublisher(roles.actor, deltas=trainer.config.trainer.delta_sync)
+    weights: PublishedWeights | None = None
     ahead: Ahead | Restored
     if trainer.restored:
         [queued], trainer.restored = trainer.restored, []
@@ -98,13 +98,13 @@ def asynchronous(trainer: RLTrainer, count: int) -> Steps:
         max_restarts=config.max_rollout_restarts,
     )
     names = [f"sampler{i}" for i in range(config.rollout_workers)]
-    publisher = Publisher(roles.actor, deltas=config.delta_sync)
+    publisher = WeightPublisher(roles.actor, deltas=config.delta_sync)
     with AsyncRollout(
         names,
         limits,
         health,
         spawn=lambda name, attempt: _spawn(trainer, name),
-        next_prompt=trainer.prompts.next_one,
+        next_prompt=trainer.prompts.next_prompt,
         score=roles.reward.score_part,
         weights=publisher.publish(trainer.step),
         keep=_signal(trainer),
@@ -135,9 +135,11 @@ def _unused(rollout: AsyncRollout) -> Iterator[Pending]:
 
 
 def _spawn(trainer: RLTrainer, name: str) -> Roles:
-    build = trainer.build
+    spec = trainer.spec
     return launch(
-        stream_placement(name, build), [stream_spec(name, build)], recorder=trainer.roles.recorder
+        rollout_worker_placement(name, spec),
+        [rollout_worker_spec(name, spec)],
+        recorder=trainer.roles.recorder,
     )
 
 
@@ -160,10 +162,12 @@ def _signal(trainer: RLTrainer) -> Callable[[Batch], bool] | None:
 class Ahead:
     """Completions that a sampler works on, under weights that it is sent first."""
 
-    def __init__(self, sampler: Any, prompts: Batch, weights: Published, has: int) -> None:
+    def __init__(self, sampler: Any, prompts: Batch, weights: PublishedWeights, has: int) -> None:
         """`has` is the version of the weights that the sampler has already; -1: none."""
         self._sampler, self._prompts, self._weights = sampler, prompts, weights
-        self._loaded = sampler.load_weights(weights.since(has)) if has < weights.version else None
+        self._loaded = (
+            sampler.load_weights(weights.update_from(has)) if has < weights.version else None
+        )
         self._completions = sampler.generate(prompts)
 
     def completions(self) -> Future:
@@ -174,7 +178,7 @@ class Ahead:
                 loaded.result()
             except WeightSyncError as error:
                 log.warning("the sampler gets the weights whole: %s", error)
-                self._sampler.load_weights(self._weights.whole).result()
+                self._sampler.load_weights(self._weights.full).result()
                 self._completions = self._sampler.generate(self._prompts)
         return self._completions
 

@@ -29,7 +29,7 @@ from engine.runtime.micro_batches import micro_batches
 from engine.runtime.optimizer import Optimizer
 from engine.runtime.sharded_model import device
 from engine.trainers.sft_checkpoints import Saves
-from engine.trainers.shutdown import last_save_kept, leave, settle
+from engine.trainers.shutdown import ensure_last_save, finish_save_on_error, raise_preempted
 
 log = logging.getLogger(__name__)
 
@@ -99,10 +99,10 @@ class SFTTrainer:
             if begin >= total:
                 log.warning("the warm start is at step %d of %d already", begin, total)
             grace_s = self.config.preemption_grace_s
-            with Notice(grace_s) as notice, last_save_kept(saves.saver, notice):
+            with Notice(grace_s) as notice, finish_save_on_error(saves.saver, notice):
                 steps = range(begin, total)
                 found = self._train(train, validation, steps, optimizer, saves, notice) or metrics
-                settle(saves.saver, lambda: saves.save(total, found))
+                ensure_last_save(saves.saver, lambda: saves.save(total, found))
                 return found
 
     def _train(
@@ -135,7 +135,7 @@ class SFTTrainer:
             if step == total or step % self.config.save_freq == 0 or notice.came:
                 saves.save(step, metrics)
             if notice.came and step < total:
-                leave(saves.saver, step)
+                raise_preempted(saves.saver, step)
         return metrics
 
     def _settings(self, rows: int) -> str:

@@ -58,7 +58,7 @@ class Saves:
         return found.step, metrics
 
     def save(self, step: int, metrics: dict[str, float]) -> None:
-        """Begin to write a checkpoint; a failed one costs no training, and is said aloud."""
+        """Begin to write a checkpoint; a failure is logged, and training continues."""
         if self.saver is None:
             return
         state: Tree = {

@@ -1,7 +1,6 @@
-"""How a run ends: with its last step saved, after a pre-emption notice, or by an error.
+"""How a training run ends: with its last step saved, on a pre-emption notice, or by an error.
 
-The same for the warm start and RL. What a save holds is theirs, how it is written
-`engine.checkpoint`'s.
+Shared by SFT and RL.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from engine.preemption import Notice
 log = logging.getLogger(__name__)
 
 
-def settle(saver: Saver | None, again: Callable[[], None]) -> None:
-    """Wait for the last save; where it failed, have `again` start it once more.
+def ensure_last_save(saver: Saver | None, save: Callable[[], None]) -> None:
+    """Wait for the last save; if it failed, start it once more with `save`.
 
-    What fails twice is said aloud, and raises nothing: what was trained is worth more than its
-    last checkpoint, and the caller saves the model.
+    A second failure is logged as an error and not raised: the trained model is worth more than its
+    last checkpoint, and the caller saves it.
     """
     if saver is None or _is_durable(saver):
         return
-    again()
+    save()
     if not _is_durable(saver):
         log.error(
             "the last step, %d, has NO CHECKPOINT: its save failed twice. The trained model is "
@@ -38,8 +37,8 @@ def settle(saver: Saver | None, again: Callable[[], None]) -> None:
         )
 
 
-def leave(saver: Saver | None, step: int) -> NoReturn:
-    """End after a pre-emption notice, with `step` saved where there is a checkpoint folder."""
+def raise_preempted(saver: Saver | None, step: int) -> NoReturn:
+    """Wait for the save of `step`, if the run has checkpoints, and raise PreemptedError."""
     if saver is None:
         raise PreemptedError(
             f"pre-empted after step {step}, without a checkpoint folder: the run starts again from "
@@ -55,8 +54,8 @@ def leave(saver: Saver | None, step: int) -> NoReturn:
 
 
 @contextmanager
-def last_save_kept(saver: Saver | None, notice: Notice) -> Iterator[None]:
-    """What breaks off the block leaves the save under way the time that a notice would."""
+def finish_save_on_error(saver: Saver | None, notice: Notice) -> Iterator[None]:
+    """On any exception, give the save in flight as long as a pre-emption notice would."""
     try:
         yield
     except BaseException:
@@ -66,7 +65,7 @@ def last_save_kept(saver: Saver | None, notice: Notice) -> Iterator[None]:
 
 
 def _is_durable(saver: Saver) -> bool:
-    """Wait for the save in flight; whether the one asked for last is there. Says what failed."""
+    """Wait for the save in flight; return whether the last one is durable. Logs a failure."""
     try:
         saver.wait()
     except CheckpointError as error:

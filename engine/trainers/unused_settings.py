@@ -1,7 +1,6 @@
-"""Settings of an RL run that nothing reads, beside the others that it has.
+"""Settings that were changed from their defaults but have no effect with the others.
 
-Only what differs from its default was asked for. A setting that says what happens anyway is none of
-these.
+They are refused, so that nobody tunes a setting that nothing reads.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from pydantic import BaseModel
 from engine.config import KLControlConfig, RLConfig
 from engine.dataflows.registry import Dataflow
 from engine.dataflows.required_passes import RequiredPasses
-from engine.trainers.rl_setup import effective
+from engine.trainers.rl_setup import effective_config
 from engine.workers.algorithm_options import ACTOR_FIELDS, ADVANTAGE_FIELDS, changed
 
-Unread = Iterator[tuple[str, str]]  # a setting, and why it has no effect
+UnusedSettings = Iterator[tuple[str, str]]  # (setting, why it has no effect)
 
 _KL_LOSS = ("kl_loss_coef", "kl_loss_type")
 _ASYNC = ("staleness", "rollout_workers", "rollout_silence_s", "max_rollout_restarts")
@@ -30,119 +29,123 @@ _POLICY_LOSS = (
 )
 
 
-def without_effect(config: RLConfig, dataflow: Dataflow) -> Unread:
-    """Settings that were changed from their defaults although nothing reads them, and why."""
-    yield from _of_kl(config)
-    yield from _of_rollout(config)
-    yield from _of_the_mode(config)
-    yield from _of_the_dataflow(config, dataflow)
+def unused_settings(config: RLConfig, dataflow: Dataflow) -> UnusedSettings:
+    """Changed settings that nothing reads, each with the reason."""
+    yield from _unused_for_kl(config)
+    yield from _unused_for_engine(config)
+    yield from _unused_for_mode(config)
+    yield from _unused_for_dataflow(config, dataflow)
     if not dataflow.uses_advantages:
-        yield from _of_advantages(config, dataflow)
+        yield from _unused_without_advantages(config, dataflow)
     if dataflow.pairs:
-        yield from _of_the_policy_loss(config, dataflow)
-    yield from _of_the_reward(config, dataflow)
+        yield from _unused_with_pairs(config, dataflow)
+    yield from _unused_for_reward(config, dataflow)
 
 
-def _of_kl(config: RLConfig) -> Unread:
+def _unused_for_kl(config: RLConfig) -> UnusedSettings:
     algorithm, actor = config.algorithm, config.actor
     if not actor.use_kl_loss:
-        yield from _settings("actor", actor, "without actor.use_kl_loss", _kl_loss(config))
+        yield from _changed_settings("actor", actor, "without actor.use_kl_loss", _kl_loss(config))
     if not algorithm.use_kl_in_reward:
         why = "without algorithm.use_kl_in_reward"
-        yield from _settings("algorithm", algorithm, why, ("kl_penalty", "kl_ctrl"))
+        yield from _changed_settings("algorithm", algorithm, why, ("kl_penalty", "kl_ctrl"))
     if algorithm.kl_ctrl.type == "fixed":
         fields = tuple(set(KLControlConfig.model_fields) - {"type", "kl_coef"})
         why = "with algorithm.kl_ctrl.type=fixed"
-        yield from _settings("algorithm.kl_ctrl", algorithm.kl_ctrl, why, fields)
+        yield from _changed_settings("algorithm.kl_ctrl", algorithm.kl_ctrl, why, fields)
 
 
-def _of_rollout(config: RLConfig) -> Unread:
+def _unused_for_engine(config: RLConfig) -> UnusedSettings:
     rollout, why = config.rollout, f"with rollout.engine={config.rollout.engine}"
     if rollout.engine == "server":
         started = f"{why}, which was started with its own (see rollout.server)"
-        yield from _settings("rollout", rollout, started, ("max_num_seqs", "kv_cache_memory_mb"))
+        yield from _changed_settings(
+            "rollout", rollout, started, ("max_num_seqs", "kv_cache_memory_mb")
+        )
     else:
-        yield from _settings("rollout.server", rollout.server, why)
+        yield from _changed_settings("rollout.server", rollout.server, why)
     if rollout.engine != "vllm":
-        yield from _settings("rollout.vllm", rollout.vllm, why)
+        yield from _changed_settings("rollout.vllm", rollout.vllm, why)
     if rollout.engine == "native":
         unbounded = f"{why}, whose cache is as large as what it decodes"
-        yield from _settings("rollout", rollout, unbounded, ("kv_cache_memory_mb",))
+        yield from _changed_settings("rollout", rollout, unbounded, ("kv_cache_memory_mb",))
 
 
-def _of_the_mode(config: RLConfig) -> Unread:
+def _unused_for_mode(config: RLConfig) -> UnusedSettings:
     mode, rollout = config.trainer.mode, config.rollout
     why = f"with trainer.mode={mode}"
     if mode != "async":
-        yield from _settings("trainer", config.trainer, why, _ASYNC)
+        yield from _changed_settings("trainer", config.trainer, why, _ASYNC)
     if mode == "sync":
-        yield from _settings("trainer", config.trainer, why, ("rollout_threads", "delta_sync"))
-        yield from _settings("rollout", rollout, why, ("dtype",))
+        yield from _changed_settings(
+            "trainer", config.trainer, why, ("rollout_threads", "delta_sync")
+        )
+        yield from _changed_settings("rollout", rollout, why, ("dtype",))
     if mode == "one_step_off" and rollout.engine == "native":
         alone = f"{why} and rollout.engine=native: the sampler is one process"
-        yield from _settings("rollout", rollout, alone, ("tensor_parallel_size",))
+        yield from _changed_settings("rollout", rollout, alone, ("tensor_parallel_size",))
 
 
-def _of_the_dataflow(config: RLConfig, dataflow: Dataflow) -> Unread:
+def _unused_for_dataflow(config: RLConfig, dataflow: Dataflow) -> UnusedSettings:
     algorithm = config.algorithm
     if "critic" not in RequiredPasses.of(config, dataflow).roles(dataflow):
         why = f"with dataflow {dataflow.name}, which has no critic"
-        yield from _settings("critic", config.critic, why)
+        yield from _changed_settings("critic", config.critic, why)
     if not dataflow.pairs:
         why = f"with dataflow {dataflow.name}, which makes no preference pairs"
-        yield from _settings("algorithm.preference", algorithm.preference, why)
+        yield from _changed_settings("algorithm.preference", algorithm.preference, why)
     if "teacher" not in dataflow.roles and algorithm.teacher:
         yield f"algorithm.teacher={algorithm.teacher}", "without algorithm.dataflow=distillation"
     if not algorithm.filter_groups.enable:
         why = "without algorithm.filter_groups.enable"
         if not dataflow.refills:
-            yield from _settings("algorithm.filter_groups", algorithm.filter_groups, why)
+            yield from _changed_settings("algorithm.filter_groups", algorithm.filter_groups, why)
     elif not dataflow.refills:
         yield "algorithm.filter_groups.enable", f"with dataflow {dataflow.name}; use dapo"
-    if effective(config).algorithm.rollout_correction.rollout_is is None:
+    if effective_config(config).algorithm.rollout_correction.rollout_is is None:
         why, own = "without rollout_is", algorithm.rollout_correction
-        yield from _settings("algorithm.rollout_correction", own, why, _WEIGHTS)
+        yield from _changed_settings("algorithm.rollout_correction", own, why, _WEIGHTS)
 
 
-def _of_advantages(config: RLConfig, dataflow: Dataflow) -> Unread:
-    """What becomes of rewards on their way to advantages, where there are none."""
+def _unused_without_advantages(config: RLConfig, dataflow: Dataflow) -> UnusedSettings:
+    """Settings of advantages and reward shaping, for a dataflow without advantages."""
     algorithm, why = config.algorithm, f"with dataflow {dataflow.name}, which has no advantages"
     correction = algorithm.rollout_correction
     fields = ("adv_estimator", *ADVANTAGE_FIELDS, "use_kl_in_reward")
-    yield from _settings("algorithm", algorithm, why, fields)
-    yield from _settings("algorithm.rollout_correction", correction, why)
-    yield from _settings("reward", config.reward, why, ("whiten",))
+    yield from _changed_settings("algorithm", algorithm, why, fields)
+    yield from _changed_settings("algorithm.rollout_correction", correction, why)
+    yield from _changed_settings("reward", config.reward, why, ("whiten",))
 
 
-def _of_the_policy_loss(config: RLConfig, dataflow: Dataflow) -> Unread:
+def _unused_with_pairs(config: RLConfig, dataflow: Dataflow) -> UnusedSettings:
     actor, why = config.actor, f"with dataflow {dataflow.name}, whose loss is one of pairs"
-    yield from _settings("actor", actor, why, (*_POLICY_LOSS, *_kl_loss(config)))
-    yield from _settings("actor.policy_loss", actor.policy_loss, why)
+    yield from _changed_settings("actor", actor, why, (*_POLICY_LOSS, *_kl_loss(config)))
+    yield from _changed_settings("actor.policy_loss", actor.policy_loss, why)
 
 
-def _of_the_reward(config: RLConfig, dataflow: Dataflow) -> Unread:
+def _unused_for_reward(config: RLConfig, dataflow: Dataflow) -> UnusedSettings:
     algorithm, reward = config.algorithm, config.reward
     if not reward.overlong_buffer.enable:
         why = "without reward.overlong_buffer.enable"
-        yield from _settings("reward.overlong_buffer", reward.overlong_buffer, why)
+        yield from _changed_settings("reward.overlong_buffer", reward.overlong_buffer, why)
     if "teacher" in dataflow.roles and not dataflow.uses_advantages:
         why = f"with dataflow {dataflow.name}, which learns from its teacher alone"
-        yield from _settings("reward", reward, why, ("clip", "overlong_buffer"))
+        yield from _changed_settings("reward", reward, why, ("clip", "overlong_buffer"))
     if algorithm.adv_estimator == "gdpo" and dataflow.uses_advantages:
         why = "with adv_estimator=gdpo, which takes the reward's components as they are"
-        yield from _settings("reward", reward, why, ("clip", "whiten", "overlong_buffer"))
-        yield from _settings("reward", reward, f"{why} (gdpo_reward_weights)", ("weights",))
-        yield from _settings("algorithm", algorithm, why, ("use_kl_in_reward",))
+        yield from _changed_settings("reward", reward, why, ("clip", "whiten", "overlong_buffer"))
+        yield from _changed_settings("reward", reward, f"{why} (gdpo_reward_weights)", ("weights",))
+        yield from _changed_settings("algorithm", algorithm, why, ("use_kl_in_reward",))
 
 
 def _kl_loss(config: RLConfig) -> tuple[str, ...]:
-    """The settings of a KL term in the loss; a coefficient of 0 says that there is none."""
+    """The settings of a KL term in the loss; a coefficient of 0 turns it off and is no finding."""
     return _KL_LOSS if config.actor.kl_loss_coef else _KL_LOSS[1:]
 
 
-def _settings(
+def _changed_settings(
     section: str, config: BaseModel, why: str, fields: Iterable[str] | None = None
-) -> Unread:
+) -> UnusedSettings:
     for field, value in changed(config, fields).items():
         shown = "" if isinstance(value, BaseModel) else f"={value}"
         yield f"{section}.{field}{shown}", why

@@ -16,7 +16,7 @@ from tiny_engine import arithmetic_rows
 from engine.config import RLConfig
 from engine.controller.async_rollout import AsyncRollout
 from engine.controller.launch import Placement
-from engine.controller.weight_publisher import Published, Publisher
+from engine.controller.weight_publisher import PublishedWeights, WeightPublisher
 from engine.controller.worker_host import RoleSpec
 from engine.data.loader import PromptLoader
 from engine.errors import ConfigError
@@ -37,18 +37,18 @@ class Run:
         self.patch, self.notes = patch, notes
         self.extra = {"notes": str(notes), "faults": faults}
         self.published: dict[int, str] = {}
-        real_spec, real_publish = modes.stream_spec, Publisher.publish
-        real_placement = modes.stream_placement
+        real_spec, real_publish = modes.rollout_worker_spec, WeightPublisher.publish
+        real_placement = modes.rollout_worker_placement
 
         def spec(name: str, build: Any) -> RoleSpec:
             found = real_spec(name, build)
             options = found.options | self.extra
             return replace(found, worker_class=sync_probe.NotingStream, options=options)
 
-        def publish(publisher: Publisher, version: int) -> Published:
+        def publish(publisher: WeightPublisher, version: int) -> PublishedWeights:
             made, Patient.publisher = real_publish(publisher, version), publisher
             if publisher._deltas:
-                self.published[version] = sync_probe.weights_digest(made.whole.result())
+                self.published[version] = sync_probe.weights_digest(made.full.result())
             return made
 
         def placement(name: str, build: Any) -> Placement:
@@ -56,10 +56,10 @@ class Run:
             pools = tuple(replace(pool, cpus=0.25) for pool in found.pools)
             return replace(found, pools=pools)  # two workers and a trainer on Ray's two CPUs
 
-        patch.setattr(modes, "stream_spec", spec)
-        patch.setattr(modes, "stream_placement", placement)
+        patch.setattr(modes, "rollout_worker_spec", spec)
+        patch.setattr(modes, "rollout_worker_placement", placement)
         patch.setattr(modes, "AsyncRollout", Patient)
-        patch.setattr(Publisher, "publish", publish)
+        patch.setattr(WeightPublisher, "publish", publish)
 
     def fit(self, folder: Path, mode: str, placement: str, **changes: Any) -> Any:
         settings: dict[str, Any] = {
@@ -99,7 +99,7 @@ class Run:
 class Patient(AsyncRollout):
     """Before it closes, all its workers get the weights of the last update too."""
 
-    publisher: Publisher
+    publisher: WeightPublisher
 
     def close(self) -> None:
         deadline = time.monotonic() + 90

@@ -23,7 +23,7 @@ from engine.config import RLConfig
 from engine.data.loader import PromptLoader
 from engine.errors import CheckpointError, PreemptedError, WorkerError
 from engine.rollout.partial_groups import take_partial_groups
-from engine.trainers.attempts import run_attempts
+from engine.trainers.attempts import run_with_retries
 from engine.trainers.prompts import PromptStream
 from engine.trainers.rl import RLTrainer
 from engine.workers.group_stream import GroupStream
@@ -127,7 +127,7 @@ def test_rollout_ahead_resumes_without_losing_a_prompt(
         second.resume(tmp_path)
         kept = [one.done for one in second.restored]
         again = [
-            begun for prompt in second.prompts._again for begun in take_partial_groups(prompt)[1]
+            begun for prompt in second.prompts._resumed for begun in take_partial_groups(prompt)[1]
         ]
         if mode == "one_step_off":
             assert [len(done) for done in kept] == [16]
@@ -209,7 +209,7 @@ def test_completions_that_were_begun_go_on_token_by_token(
         second.load_checkpoint(chosen[0])
         kept = {
             prompt.columns["prompt"][0][0]["content"]: begun
-            for prompt in second.prompts._again
+            for prompt in second.prompts._resumed
             for begun in take_partial_groups(prompt)[1]
             if begun is not None and begun.oldest_version is not None
         }
@@ -413,7 +413,7 @@ def test_a_killed_trainer_is_resumed_and_loses_nothing(tiny_folder: Path, tmp_pa
         subject.save(tmp_path / "resumed")
         last.append(subject)
 
-    run_attempts(lambda: trainer(tiny_folder, "ray"), work, tmp_path / "b", max_attempts=2)
+    run_with_retries(lambda: trainer(tiny_folder, "ray"), work, tmp_path / "b", max_attempts=2)
     assert struck
     assert facts(last[0]) == facts(whole)
     assert_same(tmp_path / "whole", tmp_path / "resumed")
@@ -430,7 +430,7 @@ def test_attempts_that_get_nowhere_end_with_the_cause(tiny_folder: Path, tmp_pat
         raise WorkerError("the disk of rank 3 is gone")
 
     with pytest.raises(WorkerError, match="rank 3"):
-        run_attempts(make, work, tmp_path, max_attempts=3)
+        run_with_retries(make, work, tmp_path, max_attempts=3)
     assert len(made) == 3
 
 
@@ -445,12 +445,12 @@ def test_prompts_come_again_in_order(tiny_folder: Path) -> None:
         return [row[0]["content"] for row in batch.columns["prompt"]]
 
     first = stream()
-    drawn = [first.next_one() for _ in range(7)]
-    state = first.state_dict(again=[drawn[4], drawn[6]])
-    rest = [text(first.next_one()) for _ in range(6)]
+    drawn = [first.next_prompt() for _ in range(7)]
+    state = first.state_dict(unfinished=[drawn[4], drawn[6]])
+    rest = [text(first.next_prompt()) for _ in range(6)]
     second = stream()
     second.load_state_dict(state)
-    again = [text(second.next_one()) for _ in range(8)]
+    again = [text(second.next_prompt()) for _ in range(8)]
     assert again == [text(drawn[4]), text(drawn[6]), *rest]
 
 

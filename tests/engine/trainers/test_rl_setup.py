@@ -13,12 +13,12 @@ from engine.dataflows import choose_dataflow
 from engine.dataflows.required_passes import RequiredPasses
 from engine.trainers.rl_checks import check_config
 from engine.trainers.rl_setup import (
-    Build,
-    effective,
-    place,
+    RunSpec,
+    effective_config,
+    placement_of,
     role_specs,
-    stream_placement,
-    stream_spec,
+    rollout_worker_placement,
+    rollout_worker_spec,
 )
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
@@ -30,22 +30,22 @@ def config(**changes: Any) -> RLConfig:
     return RLConfig.model_validate(changes)
 
 
-def build(settings: RLConfig, roles: frozenset[str] = ALL) -> Build:
-    settings = effective(settings)
+def run_spec(settings: RLConfig, roles: frozenset[str] = ALL) -> RunSpec:
+    settings = effective_config(settings)
     needs = RequiredPasses.of(settings, choose_dataflow(settings.algorithm))
-    return Build("folder", settings, needs, roles, 6, 40, seed=3)
+    return RunSpec("folder", settings, needs, roles, 6, 40, seed=3)
 
 
 def specs(settings: RLConfig, roles: frozenset[str] = ALL) -> dict[str, dict[str, Any]]:
-    return {spec.name: spec.options for spec in role_specs(build(settings, roles))}
+    return {spec.name: spec.options for spec in role_specs(run_spec(settings, roles))}
 
 
 def test_policy_roles_share_a_process_and_the_reward_sits_apart() -> None:
-    placement = place(build(config(trainer={"threads": 2, "placement": "local"})))
+    placement = placement_of(run_spec(config(trainer={"threads": 2, "placement": "local"})))
     assert placement.kind == "local"
     policy = ("actor", "rollout", "reference", "critic")
     assert placement.pools == (Pool(policy, cpus=2.0), Pool(("reward",), cpus=0.0))
-    without = place(build(config(trainer={"threads": 2}), ALL - {"critic"}))
+    without = placement_of(run_spec(config(trainer={"threads": 2}), ALL - {"critic"}))
     assert without.pools[0].roles == ("actor", "rollout", "reference")
 
 
@@ -55,7 +55,7 @@ def test_pools_by_configuration() -> None:
         {"roles": ["reference", "critic"], "cpus": 2, "resources": {"fast": 1.0}},
         {"roles": ["reward"], "cpus": 0},
     ]
-    placed = place(build(config(trainer={"pools": pools}))).pools
+    placed = placement_of(run_spec(config(trainer={"pools": pools}))).pools
     assert placed[0] == Pool(("actor", "rollout"), gpus=1.0, labels={"zone": "a"})
     assert placed[1] == Pool(("reference", "critic"), cpus=2.0, resources={"fast": 1.0})
     assert [pool.name for pool in placed] == ["actor+rollout", "reference+critic", "reward"]
@@ -63,13 +63,15 @@ def test_pools_by_configuration() -> None:
 
 def test_a_sampler_gets_its_share_of_the_cores() -> None:
     settings = config(trainer={"threads": 6, "mode": "one_step_off", "rollout_threads": 4})
-    pools = place(build(settings, ALL | {"sampler"})).pools
+    pools = placement_of(run_spec(settings, ALL | {"sampler"})).pools
     assert [(pool.name, pool.cpus) for pool in pools[1:]] == [("reward", 0.0), ("sampler", 4.0)]
     assert pools[0].cpus == 2.0
     many = config(trainer={"threads": 7, "mode": "async", "rollout_workers": 2})
-    assert place(build(many)).pools[0].cpus == 1.0  # two samplers with three each
-    assert stream_placement("sampler1", build(many)).pools == (Pool(("sampler1",), cpus=3.0),)
-    assert stream_spec("sampler1", build(many)).name == "sampler1"
+    assert placement_of(run_spec(many)).pools[0].cpus == 1.0  # two samplers with three each
+    assert rollout_worker_placement("sampler1", run_spec(many)).pools == (
+        Pool(("sampler1",), cpus=3.0),
+    )
+    assert rollout_worker_spec("sampler1", run_spec(many)).name == "sampler1"
 
 
 def test_beside_a_sampler_the_trainer_s_own_rollout_only_validates() -> None:
@@ -80,13 +82,13 @@ def test_beside_a_sampler_the_trainer_s_own_rollout_only_validates() -> None:
 
 
 def test_rollout_that_runs_ahead_is_corrected_unless_told_how() -> None:
-    assert effective(config()) == config()
-    ahead = effective(config(trainer={"mode": "async"})).algorithm.rollout_correction
+    assert effective_config(config()) == config()
+    ahead = effective_config(config(trainer={"mode": "async"})).algorithm.rollout_correction
     assert ahead.rollout_is == "token"
     assert ahead.rollout_is_threshold == 2.0
     own = {"rollout_correction": {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}}
     given = config(trainer={"mode": "async"}, algorithm=own)
-    assert effective(given) == given
+    assert effective_config(given) == given
 
 
 def test_only_the_dataflow_s_roles_are_built() -> None:

@@ -12,7 +12,7 @@ from engine.checkpoint import Checkpoint, CheckpointStore, Draft, Saver, find_la
 from engine.errors import PreemptedError
 from engine.preemption import Notice
 from engine.storage.folder import CheckpointStorageError
-from engine.trainers.shutdown import last_save_kept, leave, settle
+from engine.trainers.shutdown import ensure_last_save, finish_save_on_error, raise_preempted
 
 
 class RefusingStore(CheckpointStore):
@@ -41,7 +41,7 @@ def test_the_last_save_is_tried_twice_and_costs_nothing_but_itself(
     with caplog.at_level(logging.WARNING):
         for step in (2, 4):
             saving.save(step, {"step": step})
-        settle(saving, lambda: saving.save(4, {"step": 4}))
+        ensure_last_save(saving, lambda: saving.save(4, {"step": 4}))
     found = find_latest(tmp_path)
     assert found is not None
     assert (found.step, found.state) == (kept, {"step": kept})
@@ -52,8 +52,8 @@ def test_the_last_save_is_tried_twice_and_costs_nothing_but_itself(
 
 
 def test_nothing_asked_for_is_nothing_to_settle(tmp_path: Path) -> None:
-    settle(saver(tmp_path), lambda: pytest.fail("saved"))
-    settle(None, lambda: pytest.fail("saved"))
+    ensure_last_save(saver(tmp_path), lambda: pytest.fail("saved"))
+    ensure_last_save(None, lambda: pytest.fail("saved"))
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_who_leaves_says_where_the_run_goes_on(
     for step in (2, 4):
         saving.save(step, {})
     with pytest.raises(PreemptedError, match=match):
-        leave(saving, 4)
+        raise_preempted(saving, 4)
 
 
 def test_without_a_checkpoint_folder_the_run_starts_again() -> None:
     with pytest.raises(PreemptedError, match="without a checkpoint folder: the run starts again"):
-        leave(None, 3)
+        raise_preempted(None, 3)
 
 
 class SlowStore(CheckpointStore):
@@ -92,7 +92,7 @@ def test_what_breaks_off_leaves_the_commit_under_way_the_grace(
     saving = Saver(SlowStore(tmp_path), {})
 
     def broken_off() -> None:
-        with Notice(grace_s) as notice, last_save_kept(saving, notice):
+        with Notice(grace_s) as notice, finish_save_on_error(saving, notice):
             saving.save(2, {})
             raise KeyboardInterrupt
 
