@@ -1,4 +1,4 @@
-"""Code from outside the package: modules whose import registers estimators, losses, dataflows."""
+"""Code from outside the package: modules whose import registers entries, in every process."""
 
 from __future__ import annotations
 

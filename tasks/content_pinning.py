@@ -42,14 +42,16 @@ def pin_model_commit(config: C) -> C:
 
 
 def named_content(rl: RLConfig) -> str:
-    """Digest of the modules of reward, dataflow and plugins, and of a teacher's folder; or empty.
+    """Digest of plugins and modules that settings name, and of a teacher's folder; or empty.
 
     What those modules import from elsewhere is not in it.
     """
     from engine.storage.code_version import modules_digest
     from engine.storage.hashing import tree_digest
 
-    paths = [name for name in (rl.reward.name, rl.algorithm.dataflow) if ":" in name]
+    algorithm, loss = rl.algorithm, rl.actor.policy_loss.loss_mode
+    names = (rl.reward.name, algorithm.dataflow, algorithm.adv_estimator, rl.rollout.engine)
+    paths = [name for name in (*names, loss, algorithm.preference.loss) if ":" in name]
     code = modules_digest([*rl.plugins, *(path.partition(":")[0] for path in paths)])
     teacher = Path(rl.algorithm.teacher)
     weights = tree_digest(teacher) if rl.algorithm.teacher and teacher.is_dir() else ""

@@ -12,7 +12,7 @@ from engine.config.algorithm import (
     PreferenceConfig,
     RolloutCorrectionConfig,
 )
-from engine.config.base import Section
+from engine.config.base import Options, Section
 from engine.config.data import DataConfig, LoRAConfig, ModelConfig
 from engine.config.parallel import ParallelConfig
 from engine.config.parse import digest, explain, load_config, parse_config
@@ -47,6 +47,7 @@ __all__ = [
     "LoRAConfig",
     "ModelConfig",
     "OptimConfig",
+    "Options",
     "OverlongBufferConfig",
     "ParallelConfig",
     "PipelineConfig",

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from engine.config.base import Section
+from engine.config.base import Options, Section
 
 
 class KLControlConfig(Section):
@@ -54,11 +54,14 @@ class FilterGroupsConfig(Section):
 class PreferenceConfig(Section):
     """Online DPO: how a pair's loss is made. An option that is None has the loss's own default."""
 
-    loss: str = Field("sigmoid", description="Name in the registry of preference losses")
+    loss: str = Field(
+        "sigmoid", description="Name in the registry of preference losses, or package.module:name"
+    )
     beta: float | None = Field(None, gt=0, description="Pull to the reference")
     label_smoothing: float | None = Field(None, ge=0, lt=0.5, description="Share of wrong labels")
     length_normalize: bool | None = Field(None, description="Log-probs a token, not a completion")
     simpo_gamma: float | None = Field(None, ge=0, description="SimPO's margin")
+    options: Options = Field({}, description="Options of a loss of your own, by name")
 
 
 class AlgorithmConfig(Section):
@@ -69,7 +72,11 @@ class AlgorithmConfig(Section):
         description="Name in the registry of dataflows, or package.module:function; "
         "auto: the estimator's",
     )
-    adv_estimator: str = Field("grpo", description="Name in the registry of advantage estimators")
+    dataflow_options: Options = Field({}, description="Options of a dataflow of your own, by name")
+    adv_estimator: str = Field(
+        "grpo", description="Name in the registry of advantage estimators, or package.module:name"
+    )
+    options: Options = Field({}, description="Options of an estimator of your own, by name")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount")
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda")
     whiten: bool = Field(True, description="GAE's advantages get mean 0 and variance 1")

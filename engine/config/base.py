@@ -5,8 +5,11 @@ from __future__ import annotations
 import types
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
+
+Options = dict[str, JsonValue]
+"""Options of a registered entry, by name; the entry declares them, and checks names and types."""
 
 
 class Section(BaseModel):

@@ -6,13 +6,17 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.config.base import Section
+from engine.config.base import Options, Section
 
 
 class DataConfig(Section):
     """What to learn from."""
 
-    source: Literal["arithmetic", "gsm8k"] = Field("arithmetic", description="Where rows come from")
+    source: str = Field(
+        "arithmetic",
+        description="Where rows come from: arithmetic, gsm8k, or your own as package.module:name",
+    )
+    options: Options = Field({}, description="Options of a source of your own, by name")
     path: str = Field("", description="Folder, s3:// prefix or hub id (gsm8k only)")
     difficulty: int = Field(2, ge=1, le=5, description="Steps and sizes of arithmetic problems")
     sft_size: int = Field(16384, ge=1, description="Rows for the warm start (0 < rows)")

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from engine.config.algorithm import AlgorithmConfig
-from engine.config.base import Section
+from engine.config.base import Options, Section
 from engine.config.parallel import ParallelConfig
 from engine.config.server import ServerConfig
 from engine.config.training import OptimConfig
@@ -17,13 +17,16 @@ from engine.config.vllm import VllmConfig
 class PolicyLossConfig(Section):
     """Which policy loss. An option that is None has the loss's own default."""
 
-    loss_mode: str = Field("vanilla", description="Name in the registry of policy losses")
+    loss_mode: str = Field(
+        "vanilla", description="Name in the registry of policy losses, or package.module:name"
+    )
     clip_cov_ratio: float | None = Field(None, gt=0, description="Share of tokens clip_cov drops")
     clip_cov_lb: float | None = Field(None, description="Least covariance that clip_cov drops")
     clip_cov_ub: float | None = Field(None, description="Largest covariance that clip_cov drops")
     kl_cov_ratio: float | None = Field(None, gt=0, le=1, description="Share kl_cov penalises")
     ppo_kl_coef: float | None = Field(None, ge=0, description="kl_cov's penalty")
-    dro_beta: float | None = Field(None, gt=0, description="DRO's quadratic pull")
+    dro_beta: float | None = Field(None, gt=0, description="DRO's quadratic penalty")
+    options: Options = Field({}, description="Options of a loss of your own, by name")
 
 
 class ActorConfig(Section):
@@ -107,6 +110,7 @@ class RewardConfig(Section):
     name: str = Field(
         "answer_match", description="Name in the registry, or package.module:function"
     )
+    options: Options = Field({}, description="Options that the reward declares, by name")
     timeout_s: float = Field(30.0, gt=0, description="Deadline for scoring one batch")
     weights: dict[str, float] = Field({}, description="Weights of named components; 1 unless given")
     on_error: Literal["drop", "zero", "fail"] = Field(
@@ -182,7 +186,7 @@ class RLConfig(Section):
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
     plugins: tuple[str, ...] = Field(
-        (), description="Modules to import: your own estimators, losses and dataflows"
+        (), description="Your modules, imported in every process before a name is looked up"
     )
     named_content: str = Field(
         "", description="Digest of your modules and the teacher, for the cache; workflows fill it"

@@ -19,6 +19,7 @@ from engine.controller.row_sharding import RankMetrics, drop_padding, join, shar
 from engine.controller.timeline import Recorder, Span
 from engine.errors import EngineError, WorkerError
 from engine.futures import unite
+from engine.plugins import import_plugins
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch_rule
 from engine.workers.mesh import Mesh
 
@@ -31,6 +32,7 @@ class RoleSpec:
     worker_class: type[Worker]
     options: dict[str, Any] = field(default_factory=dict)
     mesh: Mesh | None = None  # e.g. Mesh.of(dp=2, tp=2); None: all ranks data-parallel
+    plugins: tuple[str, ...] = ()  # modules imported before the role is built, e.g. ("my_losses",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class Host:
                 spec.name, self.rank, self.world_size, shared, spec.mesh, address
             )
             with self._explained(spec.name, "its construction"):
+                import_plugins(spec.plugins)
                 self.workers[spec.name] = spec.worker_class(context, **spec.options)
         return os.getpid()
 

@@ -1,22 +1,21 @@
 """Where rows come from: the registry of sources and the splits that every source gives.
 
-The source that `data.source` names `x` is a class in the module `engine.data.x`, with
-`@register_source("x")`. Reading files is in `readers`.
+A source is a class with `@register_source("x")`, in a module of this package or one of yours
+(`data.source: my_module:MySource`). Reading files is in `engine.storage.readers`.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import pandas as pd
 
-import engine.data
 from engine.config import DataConfig
-from engine.errors import ConfigError
+from engine.registry import Registry
+from engine.storage.code_version import modules_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +46,37 @@ class Source(Protocol):
     def load(self, config: DataConfig, seed: int) -> Splits: ...
 
 
-_SOURCES: dict[str, Source] = {}
-_S = TypeVar("_S", bound=Callable[[], Source])
+_registry: Registry[Callable[..., Source]] = Registry(
+    "data source", "data.source", "engine.data", "@register_source(name)"
+)
+register_source = _registry.register
+"""Class decorator: make a source selectable as `data.source=<name>`.
 
-
-def register_source(name: str) -> Callable[[_S], _S]:
-    """Class decorator: make a source selectable as `data.source=<name>`."""
-
-    def add(source: _S) -> _S:
-        _SOURCES[name] = source()
-        return source
-
-    return add
+Keyword-only parameters of its constructor that have defaults are its options (`data.options`).
+"""
 
 
 def load_splits(config: DataConfig, seed: int) -> Splits:
     """Read the rows of `config.source`; equal settings, seed and content give equal rows."""
-    return _find(config.source).load(config, seed)
+    source = _source(config)
+    splits = source.load(config, seed)
+    return replace(splits, source_digest=_with_code(source, splits.source_digest))
 
 
 def source_digest(config: DataConfig, seed: int) -> str:
-    """Return the SHA-256 (hex) of what `load_splits` would read; for cache keys."""
-    return _find(config.source).digest(config, seed)
+    """Return the SHA-256 (hex) of what `load_splits` would read; for cache keys.
+
+    The code of a source from outside the package is part of it.
+    """
+    source = _source(config)
+    return _with_code(source, source.digest(config, seed))
 
 
-def _find(name: str) -> Source:
-    modules = [module.name for module in pkgutil.iter_modules(engine.data.__path__)]
-    if name not in _SOURCES and name in modules:
-        importlib.import_module(f"engine.data.{name}")  # that one only: others import transformers
-    if name not in _SOURCES:
-        for module in modules:
-            importlib.import_module(f"engine.data.{module}")
-        raise ConfigError(f"data.source={name!r} is unknown; choose one of {sorted(_SOURCES)}")
-    return _SOURCES[name]
+def _with_code(source: Source, digest: str) -> str:
+    code = modules_digest([type(source).__module__])
+    return hashlib.sha256(f"{digest}\0{code}".encode()).hexdigest() if code else digest
+
+
+def _source(config: DataConfig) -> Source:
+    options = _registry.options(config.source).parse(config.options, "data.options")
+    return _registry.get(config.source)(**options)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from engine.algorithms import advantages
 from engine.config import AlgorithmConfig, RLConfig
 from engine.errors import ConfigError
+from engine.registry import Registry
 
 Step = Callable[..., Any]
 
@@ -38,7 +38,12 @@ class Dataflow:
         return config.trainer.train_batch_size * (2 if self.pairs else config.rollout.n)
 
 
-_DATAFLOWS: dict[str, Dataflow] = {}
+_registry: Registry[Dataflow] = Registry(
+    "dataflow",
+    "algorithm.dataflow",
+    "engine.dataflows",
+    "@register_dataflow(name, roles)",
+)
 
 
 def register_dataflow(
@@ -60,13 +65,7 @@ def register_dataflow(
     """
 
     def add(step: Step) -> Step:
-        present = _DATAFLOWS.get(name)
-        if present is not None and _origin(present.step) != _origin(step):
-            raise ConfigError(
-                f"dataflow {name!r} is already registered by {_origin(present.step)}; choose "
-                f"another name for {_origin(step)}"
-            )
-        _DATAFLOWS[name] = Dataflow(
+        dataflow = Dataflow(
             name,
             step,
             frozenset(roles),
@@ -77,6 +76,7 @@ def register_dataflow(
             refills,
             pairs,
         )
+        _registry.add(name, dataflow, step)
         return step
 
     return add
@@ -85,15 +85,13 @@ def register_dataflow(
 def choose_dataflow(config: AlgorithmConfig) -> Dataflow:
     """The dataflow that `algorithm.dataflow` names, or the one its estimator runs on.
 
-    Raises ConfigError for an unknown name, and where the estimator needs what the dataflow
-    doesn't provide.
+    Its step has the options of `algorithm.dataflow_options`, which are keyword-only parameters of
+    the step with defaults. Raises ConfigError for an unknown name or option, and where the
+    estimator needs what the dataflow doesn't provide.
     """
-    package = importlib.import_module("engine.dataflows")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"engine.dataflows.{module.name}")
     needed = advantages.requires(config.adv_estimator) - _EVERYWHERE
     name = _by_estimator(config, needed) if config.dataflow == "auto" else config.dataflow
-    dataflow = _by_path(name) if ":" in name else _by_name(name)
+    dataflow = _registry.get(name)
     missing = needed - dataflow.provides
     if missing and dataflow.uses_advantages:
         need = "; ".join(f"{field}: {advantages.REQUIREMENTS[field]}" for field in sorted(missing))
@@ -101,50 +99,22 @@ def choose_dataflow(config: AlgorithmConfig) -> Dataflow:
             f"algorithm.adv_estimator={config.adv_estimator} needs what dataflow "
             f"{dataflow.name!r} doesn't provide ({need}); set algorithm.dataflow=auto"
         )
-    return dataflow
+    options = _registry.options(name).parse(config.dataflow_options, "algorithm.dataflow_options")
+    return replace(dataflow, step=partial(dataflow.step, **options)) if options else dataflow
 
 
 def _by_estimator(config: AlgorithmConfig, needed: frozenset[str]) -> str:
+    names = _registry.names()
     if config.filter_groups.enable:
         return "dapo"
-    if config.adv_estimator in _DATAFLOWS:
+    if config.adv_estimator in names:
         return config.adv_estimator
     if not needed:
         return "grpo"
-    able = [name for name, dataflow in _DATAFLOWS.items() if needed <= dataflow.provides]
+    able = [dataflow.name for dataflow in _registry.values() if needed <= dataflow.provides]
     if not able:
         raise ConfigError(
             f"algorithm.adv_estimator={config.adv_estimator} needs {sorted(needed)}, which no "
-            f"dataflow here provides; choose one of {sorted(_DATAFLOWS)}, or register one"
+            f"dataflow here provides; choose one of {', '.join(names)}, or register one"
         )
     return able[0]
-
-
-def _by_name(name: str) -> Dataflow:
-    if name not in _DATAFLOWS:
-        raise ConfigError(
-            f"algorithm.dataflow={name!r} is unknown; choose one of {sorted(_DATAFLOWS)} or auto, "
-            "or give your own as package.module:function"
-        )
-    return _DATAFLOWS[name]
-
-
-def _by_path(path: str) -> Dataflow:
-    module_name, _, attribute = path.partition(":")
-    try:
-        step = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # a user's module may fail in any way
-        raise ConfigError(
-            f"algorithm.dataflow={path!r} can't be imported ({type(error).__name__}: {error}); it "
-            "must be on the Python path and import cleanly"
-        ) from error
-    for dataflow in _DATAFLOWS.values():
-        if dataflow.step is step:
-            return dataflow
-    raise ConfigError(
-        f"algorithm.dataflow={path!r} is not registered; put @register_dataflow(name, roles) on it"
-    )
-
-
-def _origin(step: Step) -> str:
-    return f"{getattr(step, '__module__', '?')}:{getattr(step, '__qualname__', step)}"

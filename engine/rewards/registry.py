@@ -1,33 +1,35 @@
 """Reward functions by name.
 
 Adding one: a module in this package whose function carries `@register_reward("name")`, with
-`components=("answer", ...)` if it returns named components.
+`components=("answer", ...)` if it returns named components. Its options are its keyword-only
+parameters with defaults; `reward.options` sets them.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import engine.rewards
 from engine.errors import ConfigError
-from engine.rewards.protocol import RewardFunction
+from engine.registry import Options, Registry
+from engine.rewards.protocol import RewardFunction, RewardResult
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class RegisteredReward:
     """A registered reward; no components where it returns a plain list."""
 
     function: RewardFunction
     components: tuple[str, ...]  # in the order in which it returns them, e.g. ("answer", "format")
 
 
-_REWARDS: dict[str, _Entry] = {}
-_F = TypeVar("_F", bound=Callable[..., Any])
+_registry: Registry[RegisteredReward] = Registry(
+    "reward", "reward.name", "engine.rewards", "@register_reward(name)"
+)
 
 
 def register_reward(name: str, components: tuple[str, ...] = ()) -> Callable[[_F], _F]:
@@ -42,28 +44,25 @@ def register_reward(name: str, components: tuple[str, ...] = ()) -> Callable[[_F
         )
 
     def add(function: _F) -> _F:
-        present = _REWARDS.get(name)
-        if present is not None and _origin(present.function) != _origin(function):
-            raise ConfigError(
-                f"reward {name!r} is already registered by {_origin(present.function)}; "
-                f"choose another name for {_origin(function)}"
-            )
-        _REWARDS[name] = _Entry(function, tuple(components))
+        _registry.add(name, RegisteredReward(function, tuple(components)), function)
         return function
 
     return add
 
 
-def resolve_reward(name: str) -> RewardFunction:
+def resolve_reward(name: str, options: Mapping[str, object] | None = None) -> RewardFunction:
     """Return the reward registered as `name`, or the function at `package.module:function`.
 
-    Raises ConfigError where there is none, or where it can't be called as a reward function.
+    `options` are those of `reward.options`; one that has a column's name stands in its place.
+    Raises ConfigError where there is no such reward, where it can't be called as a reward function,
+    and for an option that it doesn't declare.
     """
-    function = _import_reward(name) if ":" in name else _registered(name)
+    function: Any = _registry.load(name) if ":" in name else _registry.get(name).function
     if not callable(function):
         raise ConfigError(f"reward.name={name!r} is {function!r}, which is not a function")
     _check_signature(name, function)
-    return function
+    given = Options(f"reward {name!r}", function).parse(options or {}, "reward.options")
+    return _with_options(function, given) if given else function
 
 
 def declared_components(reward: str | RewardFunction) -> tuple[str, ...] | None:
@@ -73,42 +72,17 @@ def declared_components(reward: str | RewardFunction) -> tuple[str, ...] | None:
     a function at `package.module:function` that was not registered. Raises ConfigError for a name
     that can't be resolved.
     """
-    if isinstance(reward, str):
-        function = resolve_reward(reward)
-        if reward in _REWARDS:
-            return _REWARDS[reward].components
-    else:
-        function = reward
-    entries = (entry for entry in _REWARDS.values() if entry.function is function)
-    return next((entry.components for entry in entries), None)
+    registered = _registry.registered(resolve_reward(reward) if isinstance(reward, str) else reward)
+    return None if registered is None else registered.components
 
 
-def _registered(name: str) -> RewardFunction:
-    for module in pkgutil.iter_modules(engine.rewards.__path__):
-        importlib.import_module(f"engine.rewards.{module.name}")
-    if name not in _REWARDS:
-        raise ConfigError(
-            f"reward.name={name!r} is unknown; choose one of {sorted(_REWARDS)}, or give your own "
-            "as package.module:function"
-        )
-    return _REWARDS[name].function
+def _with_options(function: RewardFunction, options: Mapping[str, Any]) -> RewardFunction:
+    def configured(
+        prompts: Sequence[Any], completions: Sequence[str], **columns: Any
+    ) -> RewardResult | Awaitable[RewardResult]:
+        return function(prompts, completions, **{**columns, **options})
 
-
-def _import_reward(name: str) -> Any:
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may fail in any way
-        raise ConfigError(
-            f"reward.name={name!r}: module {module_name!r} can't be imported "
-            f"({type(error).__name__}: {error}); it must be on the Python path and import cleanly"
-        ) from error
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        raise ConfigError(
-            f"reward.name={name!r}: module {module_name!r} has no function {attribute!r}"
-        ) from None
+    return configured
 
 
 def _check_signature(name: str, function: Callable[..., Any]) -> None:
@@ -124,7 +98,3 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
             f"reward.name={name!r} can't be called as a reward function ({error}); write it as "
             "def reward(prompts, completions, *, ground_truth, **columns) -> list[float]"
         ) from None
-
-
-def _origin(function: Any) -> str:
-    return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', function)}"

@@ -46,7 +46,7 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     check_kind(config.actor.kl_loss_type)
     check_kind(algorithm.kl_penalty)
     check_engine(config.rollout.engine)
-    resolve_reward(config.reward.name)
+    resolve_reward(config.reward.name, config.reward.options)
     _check_rewards(config, max_response_length)
     _check_correction(config)
     _check_mode(config)

@@ -141,7 +141,6 @@ def role_specs(spec: RunSpec) -> list[RoleSpec]:
         "seed": spec.seed,
         "preference": config.algorithm.preference,
         "sum_pi_squared": spec.needs.sum_pi_squared,
-        "plugins": config.plugins,
         "sampler_dtype": config.rollout.dtype,
         "delta_sync": config.trainer.delta_sync,
     }
@@ -172,7 +171,9 @@ def role_specs(spec: RunSpec) -> list[RoleSpec]:
         RoleSpec("critic", CriticWorker, common | critic),
     ]
     return [
-        replace(role, mesh=mesh_of(role.name, config)) for role in specs if role.name in spec.roles
+        replace(role, mesh=mesh_of(role.name, config), plugins=config.plugins)
+        for role in specs
+        if role.name in spec.roles
     ]
 
 
@@ -181,9 +182,8 @@ def rollout_worker_spec(name: str, spec: RunSpec) -> RoleSpec:
     from engine.workers.stream_rollout import StreamRolloutWorker
 
     common = {"model_path": spec.model_path}
-    return RoleSpec(
-        name, StreamRolloutWorker, common | _rollout_options(spec) | _copy_options(spec)
-    )
+    options = common | _rollout_options(spec) | _copy_options(spec)
+    return RoleSpec(name, StreamRolloutWorker, options, plugins=spec.config.plugins)
 
 
 def _rollout_options(spec: RunSpec) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def _unused_without_advantages(config: RLConfig, dataflow: Dataflow) -> UnusedSe
     """Settings of advantages and reward shaping, for a dataflow without advantages."""
     algorithm, why = config.algorithm, f"with dataflow {dataflow.name}, which has no advantages"
     correction = algorithm.rollout_correction
-    fields = ("adv_estimator", *ADVANTAGE_FIELDS, "use_kl_in_reward")
+    fields = ("adv_estimator", *ADVANTAGE_FIELDS, "options", "use_kl_in_reward")
     yield from _changed_settings("algorithm", algorithm, why, fields)
     yield from _changed_settings("algorithm.rollout_correction", correction, why)
     yield from _changed_settings("reward", config.reward, why, ("whiten",))

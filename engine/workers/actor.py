@@ -24,7 +24,6 @@ from engine.errors import CheckpointError
 from engine.models import policy_model, save_model
 from engine.models.forward import TokenOutputs
 from engine.parallel.layout import Layout
-from engine.plugins import import_plugins
 from engine.runtime.micro_batches import micro_batches
 from engine.runtime.mini_batches import minibatches
 from engine.runtime.pair_gradients import accumulate_pairs
@@ -59,12 +58,10 @@ class ActorWorker(TrainingWorker):
         lora: LoRAConfig | None = None,
         preference: PreferenceConfig | None = None,
         sum_pi_squared: bool = False,
-        plugins: tuple[str, ...] = (),
         sampler_dtype: str = "",
         delta_sync: bool = False,
     ) -> None:
         super().__init__(context)
-        import_plugins(plugins)
         self.config, self.temperature = config, temperature
         self.preference, self.sum_pi_squared = preference or PreferenceConfig(), sum_pi_squared
         ranks = init_mesh(context, Layout.of(config.parallel))

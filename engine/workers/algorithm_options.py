@@ -2,12 +2,13 @@
 
 verl keeps the options of all policy losses side by side in one section. An entry gets those it
 reads; a field that was changed from its default and that the entry does not read is an error, so
-that no setting is silently without effect.
+that no setting is silently without effect. An entry of your own has its options in a section's
+`options`, where it says their names, types and defaults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,10 +16,13 @@ from pydantic import BaseModel
 from engine.algorithms import advantages, losses, preference
 from engine.config import ActorConfig, AlgorithmConfig, PolicyLossConfig, PreferenceConfig
 from engine.errors import ConfigError
+from engine.registry import Options
 
 _CLIP_FIELDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 ACTOR_FIELDS = (*_CLIP_FIELDS, "tau_pos", "tau_neg")
-_LOSS_FIELDS = tuple(name for name in PolicyLossConfig.model_fields if name != "loss_mode")
+_LOSS_FIELDS = tuple(
+    name for name in PolicyLossConfig.model_fields if name not in ("loss_mode", "options")
+)
 ADVANTAGE_FIELDS = (
     "gamma",
     "lam",
@@ -29,7 +33,9 @@ ADVANTAGE_FIELDS = (
     "gdpo_reward_weights",
     "handle_zero_tail",
 )
-_PREFERENCE_FIELDS = tuple(name for name in PreferenceConfig.model_fields if name != "loss")
+_PREFERENCE_FIELDS = tuple(
+    name for name in PreferenceConfig.model_fields if name not in ("loss", "options")
+)
 
 
 def policy_loss_options(config: ActorConfig) -> dict[str, Any]:
@@ -38,6 +44,9 @@ def policy_loss_options(config: ActorConfig) -> dict[str, Any]:
     read = losses.options(name)
     options = _chosen(config, "actor", ACTOR_FIELDS, name, read)
     options |= _chosen(config.policy_loss, "actor.policy_loss", _LOSS_FIELDS, name, read)
+    settings = {field: f"actor.{field}" for field in ACTOR_FIELDS}
+    settings |= {field: f"actor.policy_loss.{field}" for field in _LOSS_FIELDS}
+    options |= _own(config.policy_loss.options, "actor.policy_loss.options", read, settings)
     losses.get_policy_loss(name).check_options(options)
     mode = losses.aggregation_mode(name, config.loss_agg_mode)
     if config.loss_scale_factor is not None and mode != "seq-mean-token-sum-norm":
@@ -51,7 +60,11 @@ def policy_loss_options(config: ActorConfig) -> dict[str, Any]:
 def advantage_options(config: AlgorithmConfig) -> dict[str, Any]:
     """Options of `algorithm.adv_estimator`; raise ConfigError for one without effect."""
     name = config.adv_estimator
-    return _chosen(config, "algorithm", ADVANTAGE_FIELDS, name, advantages.options(name))
+    read = advantages.options(name)
+    settings = {field: f"algorithm.{field}" for field in ADVANTAGE_FIELDS}
+    return _chosen(config, "algorithm", ADVANTAGE_FIELDS, name, read) | _own(
+        config.options, "algorithm.options", read, settings
+    )
 
 
 def preference_options(config: PreferenceConfig) -> dict[str, Any]:
@@ -59,6 +72,8 @@ def preference_options(config: PreferenceConfig) -> dict[str, Any]:
     name = config.loss
     read = preference.options(name)
     options = _chosen(config, "algorithm.preference", _PREFERENCE_FIELDS, name, read)
+    settings = {field: f"algorithm.preference.{field}" for field in _PREFERENCE_FIELDS}
+    options |= _own(config.options, "algorithm.preference.options", read, settings)
     preference.get_pair_loss(name).check_options(options)
     return options
 
@@ -85,3 +100,13 @@ def _chosen(
                 f"{', '.join(sorted(read)) or 'no options'}); remove it"
             )
     return chosen
+
+
+def _own(
+    given: Mapping[str, object], section: str, declared: Options, settings: Mapping[str, str]
+) -> dict[str, Any]:
+    """The options in a section's `options`; one that has a setting of its own is an error."""
+    for option in given:
+        if option in settings:
+            raise ConfigError(f"{section}.{option} is a setting of its own; set {settings[option]}")
+    return declared.parse(given, section)

@@ -41,7 +41,7 @@ class RewardWorker(Worker):
     def __init__(self, context: WorkerContext, *, model_path: str, config: RewardConfig) -> None:
         super().__init__(context)
         self.config = config
-        self.function = resolve_reward(config.name)
+        self.function = resolve_reward(config.name, config.options)
         self.components = declared_components(config.name)
         if self.components is not None:
             ordered_weights(config.name, self.components, config.weights)

@@ -58,7 +58,6 @@ def test_settings_that_contradict_each_other(values: dict[str, Any], message: st
     ("path", "value"),
     [
         ("seed", -1),
-        ("data.source", "nowhere"),
         ("data.difficulty", 6),
         ("sft.optim.lr", 0.0),
         ("sft.optim.lr", math.inf),

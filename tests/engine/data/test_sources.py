@@ -1,18 +1,55 @@
+from pathlib import Path
+
 import pandas as pd
 import pytest
+from pydantic import JsonValue
 
 from engine.config import DataConfig
 from engine.data import sources
 from engine.data.sources import Splits, load_splits, register_source, source_digest
 from engine.errors import ConfigError
 
+MODULE = """
+from engine.data.sources import Splits, register_source
+import pandas as pd
 
-def config(name: str) -> DataConfig:
-    return DataConfig.model_construct(**{**DataConfig().model_dump(), "source": name})
+@register_source("rows_of_mine")
+class Mine:
+    def __init__(self, *, rows: int = 1):
+        self.rows = rows
+
+    def digest(self, config, seed):
+        return f"digest of {self.rows} rows"
+
+    def load(self, config, seed):
+        table = pd.DataFrame({"row": range(self.rows)})
+        return Splits(*[table] * 5, source_digest=self.digest(config, seed), source_uri="x")
+"""
+
+
+def config(name: str, **options: JsonValue) -> DataConfig:
+    return DataConfig(source=name, options=options)
+
+
+def test_a_source_from_outside_is_one_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "source_of_test.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sources._registry, "_entries", dict(sources._registry._entries))
+    mine = config("source_of_test:Mine", rows=3)
+    splits = load_splits(mine, 0)
+    assert len(splits.train) == 3
+    assert splits.source_digest == source_digest(mine, 0)
+    (tmp_path / "source_of_test.py").write_text(MODULE + "# another version of the code\n")
+    assert splits.source_digest != source_digest(mine, 0)
+    message = "data.options.row: data source 'rows_of_mine' doesn't read 'row'"
+    with pytest.raises(ConfigError, match=message):
+        load_splits(config("rows_of_mine", row=3), 0)
 
 
 def test_a_registered_source_is_loaded_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_SOURCES", {})
+    monkeypatch.setattr(sources._registry, "_entries", {})
     tables = [pd.DataFrame({"row": [i]}) for i in range(5)]
 
     @register_source("mine")
@@ -24,7 +61,8 @@ def test_a_registered_source_is_loaded_by_its_name(monkeypatch: pytest.MonkeyPat
             return Splits(*tables, source_digest=self.digest(config, seed), source_uri="x")
 
     splits = load_splits(config("mine"), 4)
-    assert splits.source_digest == source_digest(config("mine"), 4) == "digest 4"
+    assert splits.source_digest == source_digest(config("mine"), 4)
+    assert splits.source_digest != source_digest(config("mine"), 5)
     names = ["sft_train", "sft_validation", "train", "validation", "test"]
     assert list(splits.frames()) == names
     assert all(splits.frames()[name] is table for name, table in zip(names, tables, strict=True))
@@ -32,5 +70,5 @@ def test_a_registered_source_is_loaded_by_its_name(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["arithmetics", "loader"])
 def test_an_unknown_source_is_refused_with_the_choices(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'{name}' is unknown.*'arithmetic', 'gsm8k'"):
+    with pytest.raises(ConfigError, match=rf"'{name}' is unknown.*choose one of arithmetic, gsm8k"):
         load_splits(config(name), 0)

@@ -31,6 +31,9 @@ def one_argument(text):
 
 number = 3
 
+def scaled(prompts, completions, *, ground_truth, scale: float = 1.0, **columns):
+    return [scale] * len(completions)
+
 @register_reward("of_user", components=("a", "b"))
 def parts(prompts, completions, *, ground_truth, **columns):
     return {"a": [0.0] * len(completions), "b": [1.0] * len(completions)}
@@ -42,7 +45,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "user_rewards_of_test.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "user_rewards_of_test", raising=False)
-    monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
+    monkeypatch.setattr(registry._registry, "_entries", dict(registry._registry._entries))
     return "user_rewards_of_test"
 
 
@@ -57,11 +60,21 @@ def test_a_users_reward_is_found_by_its_path(user_module: str, name: str, value:
     assert callable(resolve_reward(f"{user_module}:ok_async"))
 
 
+def test_options_stand_in_the_place_of_columns(user_module: str) -> None:
+    name = f"{user_module}:scaled"
+    rows = (["p"], ["c"])
+    assert resolve_reward(name)(*rows, ground_truth=["1"]) == [1.0]
+    reward = resolve_reward(name, {"scale": "0.5"})
+    assert reward(*rows, ground_truth=["1"], scale=["a column"]) == [0.5]
+    with pytest.raises(ConfigError, match=r"reward.options.scal: .*did you mean 'scale'"):
+        resolve_reward(name, {"scal": 0.5})
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("answer_mach", r"'answer_mach' is unknown; choose one of \[.*'answer_match'"),
-        ("{m}:nothing", "no function 'nothing'"),
+        ("answer_mach", r"'answer_mach' is unknown .*choose one of .*answer_match"),
+        ("{m}:nothing", "has no 'nothing'"),
         ("{m}:number", "not a function"),
         ("{m}:no_columns", r"can't be called .*any_other_column.* write it as"),
         ("{m}:one_argument", "can't be called as a reward function"),
@@ -86,7 +99,7 @@ def test_a_module_that_fails_on_import_is_named(
 
 
 def test_registering_makes_a_name_selectable_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
+    monkeypatch.setattr(registry._registry, "_entries", dict(registry._registry._entries))
 
     @register_reward("length")
     def length(prompts, completions, *, ground_truth, **columns):  # type: ignore[no-untyped-def]
