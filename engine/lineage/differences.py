@@ -1,67 +1,11 @@
-"""A comparison of two artifacts as HTML tables and as lines for a terminal."""
+"""A comparison of two artifacts in words: lines for a terminal, and the phrases of the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from engine.lineage.compare import ABSENT, Change, Comparison, DataChange, MetricChange
+from engine.lineage.compare import ABSENT, Comparison, DataChange
 from engine.lineage.graph import Node
-from engine.lineage.markup import element, table, text
-
-
-def difference_tables(found: Comparison) -> str:
-    """Return the differences as HTML."""
-    parts = [
-        _card("Metrics", _metric_table(found.metrics)),
-        _card("Configuration", _change_table(found.config)),
-        _card("Data", "".join(_data_table(change) for change in found.data)),
-        _card("Code", _change_table(found.code)),
-        _card("Parents", _change_table(found.parents)),
-        _card("Files", _change_table(found.files)),
-    ]
-    sides = (
-        f'<p><span class="was">before</span> {text(found.before.name)} '
-        f'<code>{text(found.before.uri)}</code></p><p><span class="is">after</span> '
-        f"{text(found.after.name)} <code>{text(found.after.uri)}</code></p>"
-    )
-    same = "<p>Both hold the same bytes.</p>" if found.same_content else ""
-    return f'<div class="panel card" id="differences">{sides}{same}</div>{"".join(parts)}'
-
-
-def _card(title: str, inside: str) -> str:
-    inside = inside or '<p class="soft">no difference</p>'
-    return f'<section class="panel card"><h3>{title}</h3>{inside}</section>'
-
-
-def _change_table(changes: Sequence[Change]) -> str:
-    rows = [
-        (
-            f"<code>{text(change.name)}</code>",
-            f'<code class="was">{text(change.before)}</code>',
-            f'<code class="is">{text(change.after)}</code>',
-        )
-        for change in changes
-    ]
-    return table(("", "before", "after"), rows)
-
-
-def _metric_table(metrics: Sequence[MetricChange]) -> str:
-    rows = [
-        (
-            text(metric.name),
-            f'<span class="num">{text(number(metric.before))}</span>',
-            f'<span class="num">{text(number(metric.after))}</span>',
-            f'<span class="num">{text(signed(metric.delta))}</span>',
-        )
-        for metric in metrics
-    ]
-    return table(("", "before", "after", "change"), rows)
-
-
-def _data_table(change: DataChange) -> str:
-    head = element("p", data_line(change))
-    lines = "".join(element("li", line) for line in row_lines(change))
-    return head + (f"<ul>{lines}</ul>" if lines else "") + _change_table(change.files)
 
 
 def lines(found: Comparison) -> Iterator[str]:
@@ -82,7 +26,7 @@ def lines(found: Comparison) -> Iterator[str]:
     yield from _section(
         "metrics",
         [
-            f"{m.name}: {number(m.before)} → {number(m.after)}"
+            f"{m.name}: {metric(m.before)} → {metric(m.after)}"
             + (f"  ({signed(m.delta)})" if m.delta else "")
             for m in found.metrics
             if m.before != m.after
@@ -115,7 +59,7 @@ def row_lines(change: DataChange, indent: str = "") -> list[str]:
     ]
 
 
-def number(value: float | None) -> str:
+def metric(value: float | None) -> str:
     """Return a metric with six digits, or the sign for none."""
     return ABSENT if value is None else f"{value:.6g}"
 

@@ -14,6 +14,7 @@ import engine
 
 CODE_VERSION_VARIABLE = "HYBRIDFLYTE_CODE_VERSION"
 PACKAGES = ("engine", "tasks")
+SUFFIXES = (".py", ".j2", ".css", ".js")  # code, and the templates of pages
 
 
 def project_root() -> Path:
@@ -22,14 +23,15 @@ def project_root() -> Path:
 
 
 def sources_digest(root: str | Path | None = None) -> str:
-    """Return the SHA-256 (hex) of every *.py file under engine/ and tasks/ of `root`.
+    """Return the SHA-256 (hex) of every source file under engine/ and tasks/ of `root`.
 
     It depends on names below `root` and on bytes alone: neither on the place of the checkout nor
     on modification times, so that it can stand in cache keys.
     """
     base = Path(root) if root is not None else project_root()
     digest = hashlib.sha256()
-    files = [path for package in PACKAGES for path in (base / package).rglob("*.py")]
+    found = [path for package in PACKAGES for path in (base / package).rglob("*")]
+    files = [path for path in found if path.suffix in SUFFIXES]
     for path in sorted(files, key=lambda path: path.relative_to(base).as_posix()):
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         digest.update(f"{path.relative_to(base).as_posix()}\0{content}\n".encode())

@@ -137,7 +137,7 @@ ABOVE = {
     "planner": ("errors", "parallel", "controller.placement", "controller.launch"),
     "storage": ("errors", "console"),
     "tracking": ("errors", "storage"),
-    "lineage": ("errors", "storage", "tracking", "checkpoint"),
+    "lineage": ("errors", "storage", "tracking", "checkpoint", "html_templates"),
     "promotion": (
         *("errors", "config", "storage", "lineage", "tracking"),
         *("evaluation.metrics", "evaluation.rows", "data.rows"),

@@ -270,7 +270,10 @@ def test_the_context_leaves_out(path: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["engine/errors.py", "tasks/__init__.py", "pyproject.toml", "images/requirements-cpu.txt"],
+    [
+        *("engine/errors.py", "engine/lineage/templates/page.html.j2", "tasks/__init__.py"),
+        *("pyproject.toml", "images/requirements-cpu.txt"),
+    ],
 )
 def test_the_context_holds(path: str) -> None:
     assert not ignored(path)

@@ -94,7 +94,7 @@ def test_text_from_data_is_escaped(render, before, after):
     assert not {"script", "img", "b>label"} & set(parsed.tags)
     assert "<script>alert('x')</script> & \"q\" \N{REPLACEMENT CHARACTER}" in parsed.text
     assert "<b>label</b> <i>value</i> \N{REPLACEMENT CHARACTER}" in parsed.text.replace("><", "> <")
-    assert "[…]" in parsed.text
+    assert "characters)" in parsed.text
     assert page.count("long ") < 1000
     page.encode("utf-8")
 

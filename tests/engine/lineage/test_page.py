@@ -11,7 +11,6 @@ from lineage_store import NASTY, Run, make, make_nights, make_run, parent
 
 from engine.lineage.audit import audit
 from engine.lineage.compare import compare
-from engine.lineage.markup import element, table, text
 from engine.lineage.page import render_page
 from engine.lineage.review import review
 from engine.storage.manifest import Parent
@@ -132,10 +131,3 @@ def test_one_node_and_hundreds(tmp_path: Path) -> None:
     source = page_of(tmp_path / "raw.jsonl")
     assert len(Reader(source).all("a", "node")) == 1 + 4 * 60
     assert len(source) < 3 << 20
-
-
-def test_markup_escapes_and_cuts() -> None:
-    assert text("<&\"'>") == "&lt;&amp;&quot;&#x27;&gt;"
-    assert element("b", "<", title='"') == '<b title="&quot;">&lt;</b>'
-    assert "(5,000 characters)" in text("x" * 5000)
-    assert table(("a",), []) == ""

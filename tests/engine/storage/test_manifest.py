@@ -73,6 +73,10 @@ def test_sources_digest_depends_on_sources_alone(tmp_path: Path) -> None:
     (cache / "a.cpython-311.pyc").write_bytes(b"x")
     (tmp_path / "two" / "engine" / "notes.md").write_text("x")
     assert sources_digest(tmp_path / "two") == first
+    template = tmp_path / "two" / "engine" / "page.html.j2"
+    template.write_text("<p>")
+    assert sources_digest(tmp_path / "two") != first
+    template.unlink()
     edited = tmp_path / "two" / "tasks" / "sub" / "a.py"
     edited.write_text("# tasks \n")
     assert sources_digest(tmp_path / "two") != first

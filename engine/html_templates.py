@@ -1,0 +1,39 @@
+"""Jinja2 for the HTML pages: a room's `templates/` folder, with every text from data escaped."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+# Characters that HTML can't contain, and marks that reorder the text around them.
+_UNPRINTABLE = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+LONGEST = 4000  # characters of one text that a page shows
+
+
+def environment(package: str) -> Environment:
+    """The templates of `package`; what they print is made `printable`, then escaped."""
+    return Environment(
+        loader=PackageLoader(package),
+        autoescape=True,
+        finalize=printable,
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+
+
+def asset(package: str, name: str) -> Markup:
+    """A style sheet or script in the templates of `package`, to be put into a page as it is."""
+    return Markup(files(package).joinpath("templates", name).read_text(encoding="utf-8"))
+
+
+def printable(value: object) -> object:
+    """Cut a text to `LONGEST` characters, and replace what HTML can't contain by U+FFFD."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    if len(value) > LONGEST:
+        value = f"{value[:LONGEST]}… ({len(value):,} characters)"
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", value)
