@@ -90,7 +90,7 @@ def _from_registry(tracker: object, version: ModelVersion) -> Path:
 
     from engine.errors import LineageError, StorageError
     from engine.storage.artifacts import local_path, staging
-    from engine.storage.fsync import fsync_tree
+    from engine.storage.atomic import fsync_tree
     from engine.storage.hashing import MANIFEST
     from engine.storage.manifest import read_manifest
     from engine.tracking import Tracker

@@ -23,7 +23,7 @@ from flytekit.models.task import TaskSpec
 from flytekit.tools.repo import serialize_get_control_plane_entities
 from flytekit.tools.translator import FlyteControlPlaneEntity
 
-from engine.storage.fsync import fsync
+from engine.storage.atomic import fsync
 
 PACKAGE = "workflows"
 PYTHON = "/opt/venv/bin/python"  # in the images

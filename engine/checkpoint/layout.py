@@ -27,7 +27,8 @@ from safetensors import SafetensorError
 from engine.checkpoint.shards import header, offsets, prefix
 from engine.checkpoint.tree import Tensors, Tree, byte_count, safetensors_bytes, unite
 from engine.errors import DamagedCheckpointError
-from engine.storage.folder import FileSum, Folder
+from engine.storage.folder import Folder
+from engine.storage.hashing import FileEntry, hash_chunks
 
 STATE, CHECKSUMS, MARKER = "state", "checksums.json", "COMPLETE"
 _RANK = re.compile(r"(?P<role>.+)-(?P<rank>\d{5})-of-(?P<world>\d{5})\.json")
@@ -38,7 +39,7 @@ _READERS = 4  # files hashed at once
 class Written:
     """What one rank, or the controller, wrote."""
 
-    files: dict[str, FileSum]
+    files: dict[str, FileEntry]
     tensor_bytes: int  # bytes of the tensors' elements: the least that could be written
 
 
@@ -80,7 +81,7 @@ def write_tree(folder: Folder, stem: str, values: Tree, groups: dict[str, Tensor
     report = {
         "values": values,
         "parts": parts,
-        "files": {name: asdict(file) for name, file in files.items()},
+        "files": {name: _as_json(file) for name, file in files.items()},
         "tensor_bytes": size,
     }
     own = folder.write(f"{stem}.json", [json.dumps(report).encode()])
@@ -91,12 +92,12 @@ def read_written(folder: Folder, stem: str) -> Written:
     """What a rank reported in its JSON file."""
     data = folder.read(f"{stem}.json")
     report = _parse(folder, f"{stem}.json", data)
-    files = {name: FileSum(**file) for name, file in report["files"].items()}
-    own = FileSum(hashlib.sha256(data).hexdigest(), len(data))
+    files = {name: FileEntry(**file) for name, file in report["files"].items()}
+    own = hash_chunks([data])
     return Written(files | {f"{stem}.json": own}, report["tensor_bytes"])
 
 
-def read_tree(folder: Folder, stem: str, sums: dict[str, FileSum]) -> Tree:
+def read_tree(folder: Folder, stem: str, sums: dict[str, FileEntry]) -> Tree:
     """Read what `write_tree` wrote, checking each file against `sums` on the way."""
     values, parts = read_report(folder, stem, sums)
     groups = {part: read_tensors(folder, it, sums) for part, it in parts.items()}
@@ -105,7 +106,7 @@ def read_tree(folder: Folder, stem: str, sums: dict[str, FileSum]) -> Tree:
 
 
 def read_report(
-    folder: Folder, stem: str, sums: dict[str, FileSum]
+    folder: Folder, stem: str, sums: dict[str, FileEntry]
 ) -> tuple[Tree, dict[str, Part]]:
     """The plain values that `write_tree` wrote, and where its tensors are by part of the tree."""
     name = f"{stem}.json"
@@ -113,11 +114,11 @@ def read_report(
     return report["values"], {part: Part(**it) for part, it in report["parts"].items()}
 
 
-def read_tensors(folder: Folder, part: Part, sums: dict[str, FileSum]) -> Tensors:
+def read_tensors(folder: Folder, part: Part, sums: dict[str, FileEntry]) -> Tensors:
     """Load a part's tensors; from a disk they are mapped, from elsewhere held in memory."""
     try:
         if folder.is_local:
-            _compare(folder, part.file, folder.sum(part.file), sums)
+            _compare(folder, part.file, folder.digest(part.file), sums)
             tensors = safetensors.torch.load_file(f"{folder.path}/{part.file}")
         else:
             tensors = safetensors.torch.load(_checked_bytes(folder, part.file, sums))
@@ -135,9 +136,9 @@ def ranks_in(names: dict[str, Any]) -> dict[str, dict[int, set[int]]]:
     return found
 
 
-def write_checksums(folder: Folder, sums: dict[str, FileSum]) -> str:
+def write_checksums(folder: Folder, sums: dict[str, FileEntry]) -> str:
     """Write checksums.json; return its own digest, which the marker holds."""
-    text = json.dumps({name: asdict(sums[name]) for name in sorted(sums)}, indent=1)
+    text = json.dumps({name: _as_json(sums[name]) for name in sorted(sums)}, indent=1)
     return folder.write(CHECKSUMS, [text.encode()]).sha256
 
 
@@ -154,15 +155,15 @@ def read_marker(folder: Folder) -> Marker:
         raise DamagedCheckpointError(f"{folder}/{MARKER} is not a marker: {error}") from error
 
 
-def read_checksums(folder: Folder, marker: Marker) -> dict[str, FileSum]:
+def read_checksums(folder: Folder, marker: Marker) -> dict[str, FileEntry]:
     """Read checksums.json, checked against the marker."""
     data = folder.read(CHECKSUMS)
     if hashlib.sha256(data).hexdigest() != marker.checksums:
         raise DamagedCheckpointError(f"{folder}/{CHECKSUMS} differs from what {MARKER} recorded")
-    return {name: FileSum(**file) for name, file in _parse(folder, CHECKSUMS, data).items()}
+    return {name: FileEntry(**file) for name, file in _parse(folder, CHECKSUMS, data).items()}
 
 
-def check_sizes(folder: Folder, sums: dict[str, FileSum]) -> None:
+def check_sizes(folder: Folder, sums: dict[str, FileEntry]) -> None:
     """Raise DamagedCheckpointError unless every file is there in its full size."""
     found = folder.sizes()
     for name, wanted in sums.items():
@@ -180,18 +181,18 @@ def verify(folder: Folder) -> Marker:
     sums = read_checksums(folder, marker)
     check_sizes(folder, sums)
     with ThreadPoolExecutor(_READERS) as pool:
-        for name, found in zip(sums, pool.map(folder.sum, sums), strict=True):
+        for name, found in zip(sums, pool.map(folder.digest, sums), strict=True):
             _compare(folder, name, found, sums)
     return marker
 
 
-def _checked_bytes(folder: Folder, name: str, sums: dict[str, FileSum]) -> bytes:
+def _checked_bytes(folder: Folder, name: str, sums: dict[str, FileEntry]) -> bytes:
     data = folder.read(name)
-    _compare(folder, name, FileSum(hashlib.sha256(data).hexdigest(), len(data)), sums)
+    _compare(folder, name, hash_chunks([data]), sums)
     return data
 
 
-def _compare(folder: Folder, name: str, found: FileSum, sums: dict[str, FileSum]) -> None:
+def _compare(folder: Folder, name: str, found: FileEntry, sums: dict[str, FileEntry]) -> None:
     wanted = sums.get(name)
     if wanted is None:
         raise DamagedCheckpointError(f"{folder}/{name} is not in {CHECKSUMS}")
@@ -210,3 +211,7 @@ def _parse(folder: Folder, name: str, data: bytes) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise DamagedCheckpointError(f"{folder}/{name} is not a JSON object")
     return values
+
+
+def _as_json(file: FileEntry) -> dict[str, str | int]:
+    return {"sha256": file.sha256, "size": file.size}

@@ -14,6 +14,7 @@ from typing import Literal
 
 from engine.checkpoint.layout import MARKER, Marker
 from engine.errors import CheckpointError, ConfigError
+from engine.storage.atomic import process_is_alive
 from engine.storage.folder import Folder
 
 log = logging.getLogger(__name__)
@@ -85,23 +86,13 @@ def abandoned(root: Folder, names: Iterable[str], own: Iterable[str]) -> list[st
 def _is_abandoned(root: Folder, name: str) -> bool:
     host, pid = name.removeprefix(DRAFT).split("-")[1:3]
     # A restarted container may give its process the number of the one that died.
-    if host == _host() and (int(pid) == os.getpid() or not _alive(int(pid))):
+    if host == _host() and (int(pid) == os.getpid() or not process_is_alive(int(pid))):
         return True
     try:
         age = time.time() - os.stat(f"{root.path}/{name}").st_mtime
     except FileNotFoundError:
         return False
     return age > _ABANDONED_AFTER_S
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _host() -> str:

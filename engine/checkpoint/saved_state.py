@@ -17,7 +17,8 @@ from engine.checkpoint.layout import (
 )
 from engine.checkpoint.tree import Tensors, Tree, split, unite
 from engine.errors import CheckpointError
-from engine.storage.folder import FileSum, Folder
+from engine.storage.folder import Folder
+from engine.storage.hashing import FileEntry
 
 
 @dataclass
@@ -27,7 +28,7 @@ class SavedRank:
     values: Tree  # plain, with marks where tensors were
     _parts: dict[str, Part] = field(default_factory=dict)
     _folder: Folder | None = None
-    _sums: dict[str, FileSum] = field(default_factory=dict)
+    _sums: dict[str, FileEntry] = field(default_factory=dict)
     _read: dict[str, Tensors] = field(default_factory=dict)
 
     @staticmethod

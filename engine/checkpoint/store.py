@@ -35,7 +35,8 @@ from engine.checkpoint.layout import (
 from engine.checkpoint.retention import Keep, abandoned, draft_name, kept, remove_checkpoint
 from engine.checkpoint.tree import Tree, split
 from engine.errors import CheckpointError, DamagedCheckpointError
-from engine.storage.folder import FileSum, Folder
+from engine.storage.folder import Folder
+from engine.storage.hashing import FileEntry
 
 log = logging.getLogger(__name__)
 
@@ -178,12 +179,12 @@ class CheckpointStore:
         markers = self._markers()
         return sorted(markers, key=lambda name: markers[name].sequence)
 
-    def _collect(self, folder: Folder, draft: Draft) -> dict[str, FileSum]:
+    def _collect(self, folder: Folder, draft: Draft) -> dict[str, FileEntry]:
         """The sums of all files that ranks reported and of the controller's state."""
         present = ranks_in(folder.sizes())
         wanted = {role: set(worlds) for role, worlds in present.items()}
         wanted |= {role: {ranks} for role, ranks in draft.roles.items()}
-        sums: dict[str, FileSum] = {}
+        sums: dict[str, FileEntry] = {}
         for role, worlds in wanted.items():
             for world in worlds:
                 found = present.get(role, {}).get(world, set())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engine.errors import ConfigError, StorageError
-from engine.storage.fsync import fsync, fsync_tree
+from engine.storage.atomic import fsync, fsync_tree
 
 # Ray unpacks a job's files here on each machine, and deletes them after the job.
 _OF_A_JOB = "runtime_resources/working_dir_files"

@@ -20,13 +20,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from engine.errors import ConfigError, DataError
-from engine.storage.readers import SUFFIXES, open_filesystem, parse_rows, read_bytes, unreachable
+from engine.storage.filesystem import Files, as_path, is_remote, translated
+from engine.storage.readers import SUFFIXES, parse_rows, read_bytes
 
 _DAY = re.compile(r"(?:[A-Za-z_]\w*=)?(\d{4}-\d{2}-\d{2})")
 _UNFINISHED = (".", "_")  # first letters of files that are still being written
@@ -127,27 +127,17 @@ def _within(day: date, kickoff: datetime, lookback_days: int) -> bool:
 
 def _listed(prefix: str) -> Iterator[_Listed]:
     """All finished data files in dated folders, by path."""
-    filesystem = open_filesystem(prefix)
-    local = "file" in filesystem.protocol
-    root = str(Path(prefix).expanduser().absolute()) if local else prefix.rstrip("/")
-    base = str(filesystem._strip_protocol(root)).rstrip("/")
-    try:
-        filesystem.invalidate_cache()
-        if local and not filesystem.isdir(base):
-            raise DataError(f"retrain.path={prefix!r} does not exist; give the folder of new data")
-        found = filesystem.find(base, detail=True)
-    except DataError:
-        raise
-    except Exception as error:
-        raise unreachable(prefix, error) from error
-    for name in sorted(found):
-        path = name[len(base) :].lstrip("/")
+    if not is_remote(prefix) and not as_path(prefix).is_dir():
+        raise DataError(f"retrain.path={prefix!r} does not exist; give the folder of new data")
+    with translated(prefix, DataError):
+        files = Files(prefix)
+        found = files.find()
+    for path, entry in sorted(found.items()):
         day = _day_of(path)
         file = path.rsplit("/", 1)[-1]
         if day is None or file.startswith(_UNFINISHED) or not file.lower().endswith(SUFFIXES):
             continue
-        entry = found[name]
-        uri = name if local else str(filesystem.unstrip_protocol(name))
+        uri = files.uri_of(entry["name"])
         yield _Listed(path, uri, day, int(entry["size"] or 0), _written(entry))
 
 

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit, urlunsplit
 from engine.console import human_bytes
 from engine.errors import ConfigError
 from engine.health.report import Finding
+from engine.storage.filesystem import ENDPOINTS
 from engine.storage.locations import HOME_VARIABLE, STORE_VARIABLE, home, shared_store
-from engine.storage.s3 import ENDPOINTS
 from engine.tracking.connection import URI_VARIABLE, cause, default_uri
 
 SHARED_MEMORY = Path("/dev/shm")

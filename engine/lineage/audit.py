@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError, LineageError, StorageError, TrackingError
 from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, Node, artifact_node
 from engine.lineage.registry import recorded_manifests
-from engine.storage.hashing import MANIFEST, as_path, hash_file, is_remote, tree_digest
+from engine.storage.filesystem import as_path, is_remote
+from engine.storage.hashing import MANIFEST, hash_file, tree_digest
 from engine.storage.manifest import SOURCE, differences, read_manifest
 from engine.tracking.registry import ARTIFACT_TAG, MANIFEST_TAG
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.errors import LineageError
 from engine.lineage.index import Index, Place
-from engine.storage.hashing import as_path, is_remote
+from engine.storage.filesystem import as_path, is_remote
 from engine.storage.locations import artifact_path
 from engine.storage.manifest import SOURCE, Draft, Manifest, Parent, read_manifest
 
@@ -194,7 +194,7 @@ class Walker:
                     self.graph.link(Edge(node.key, version.key, "artifact", wanted))
         if node.kind == CHECKPOINT and node.made is not None:
             sources = node.facts.get("sources_digest", "")
-            for place in self.index.with_making(node.made.making, sources):
+            for place in self.index.with_inputs(node.made.inputs_digest, sources):
                 child = artifact_node(place)
                 children.append(child)
                 self.graph.link(Edge(node.key, child.key, CHECKPOINT))

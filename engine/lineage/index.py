@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 
 from engine.errors import LineageError
-from engine.storage.hashing import MANIFEST, READERS, as_path, file_system, is_remote, unreadable
+from engine.storage.filesystem import Files, as_path, is_remote, translated
+from engine.storage.hashing import MANIFEST, READERS
 from engine.storage.locations import ARTIFACTS, home, shared_store
 from engine.storage.manifest import Manifest, Parent, read_manifest
 
@@ -68,12 +69,12 @@ class Index:
         """The artifacts that name this content as a parent, and how they name it."""
         return self._by_parent.get(digest, [])
 
-    def with_making(self, making: str, sources: str) -> list[Place]:
-        """The artifacts made of equal inputs by equal sources."""
+    def with_inputs(self, inputs: str, sources: str) -> list[Place]:
+        """The artifacts made of equal inputs (their digest) by equal sources."""
         return [
             p
             for p in self.places
-            if p.manifest.sources_digest == sources and p.manifest.making == making
+            if p.manifest.sources_digest == sources and p.manifest.inputs_digest == inputs
         ]
 
 
@@ -139,16 +140,14 @@ def _folders(root: str) -> Iterator[str]:
 
 
 def _remote_folders(root: str) -> Iterator[str]:
-    filesystem, base = file_system(root)
-    try:
-        filesystem.invalidate_cache()
-        names = sorted(filesystem.find(base))
-    except Exception as error:
-        raise unreadable(root, error) from error
-    scheme = root.partition("://")[0]
+    with translated(root, LineageError):
+        names = Files(root).sizes()
     inside = ""
-    for folder in sorted(n.rpartition("/")[0] for n in names if n.endswith(f"/{MANIFEST}")):
-        if inside and folder.startswith(inside):
+    for name in sorted(n for n in names if n == MANIFEST or n.endswith(f"/{MANIFEST}")):
+        if inside and name.startswith(inside):
             continue
-        inside = f"{folder}/"
-        yield f"{scheme}://{folder}"
+        folder = name.rpartition("/")[0]
+        inside = f"{folder}/" if folder else ""
+        yield f"{root}/{folder}".rstrip("/")
+        if not folder:
+            return

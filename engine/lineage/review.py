@@ -24,14 +24,8 @@ from engine.lineage.registry import (
     version_node,
     version_parent,
 )
-from engine.storage.hashing import (
-    MANIFEST,
-    as_path,
-    hash_file,
-    is_remote,
-    read_bytes,
-    tree_digest,
-)
+from engine.storage.filesystem import as_path, is_remote, read_file
+from engine.storage.hashing import MANIFEST, hash_file, tree_digest
 from engine.storage.manifest import SOURCE, Manifest, Parent, read_manifest
 
 if TYPE_CHECKING:
@@ -132,7 +126,7 @@ def _locate(reference: str, registry: bool) -> _Start:
 def _manifest_at(address: str) -> Manifest | None:
     """Return the manifest of a folder; None where it has none."""
     try:
-        read_bytes(f"{address}/{MANIFEST}")
+        read_file(f"{address}/{MANIFEST}", LineageError)
     except FileNotFoundError:
         return None
     return read_manifest(address)
@@ -144,7 +138,7 @@ def _checkpoint_at(address: str) -> Node | None:
     from engine.storage.folder import Folder
 
     try:
-        read_bytes(f"{address}/{CHECKPOINT_MARKER}")
+        read_file(f"{address}/{CHECKPOINT_MARKER}", LineageError)
         marker = read_marker(Folder(address))
     except FileNotFoundError:
         return None

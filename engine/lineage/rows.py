@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.errors import LineageError
-from engine.storage.hashing import read_bytes
+from engine.storage.filesystem import read_file
 
 LARGEST = 256 << 20  # bytes of a file that is read for this
 
@@ -34,7 +34,7 @@ def row_change(name: str, before: str, after: str) -> RowChange | None:
     sides = []
     for folder in (before, after):
         try:
-            data = read_bytes(f"{folder}/{name}")
+            data = read_file(f"{folder}/{name}", LineageError)
         except (FileNotFoundError, LineageError):
             return None
         if len(data) > LARGEST:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.errors import LineageError, StorageError
+from engine.storage.filesystem import QUICK
 from engine.storage.hashing import MANIFEST
 from engine.storage.manifest import Manifest, parse_manifest, verify
-from engine.storage.s3 import QUICK, Objects
-from engine.storage.transfer import Item, download, upload
+from engine.storage.objects import Objects
+from engine.storage.transfer import download, upload
 
 
 def put(folder: Path, uri: str) -> bytes:
@@ -26,14 +27,14 @@ def put(folder: Path, uri: str) -> bytes:
     data = (folder / MANIFEST).read_bytes()
     manifest = parse_manifest(data, str(folder))
     objects = Objects(uri, QUICK)
-    standing = _standing(objects, manifest)
-    upload(folder, uri, _items(manifest), f"upload {manifest.kind} {manifest.digest[:12]}")
-    if standing is not None:
-        return standing
-    if objects.write(MANIFEST, data, only_new=True):
+    existing = _existing(objects, manifest)
+    upload(folder, uri, manifest.files, f"upload {manifest.kind} {manifest.digest[:12]}")
+    if existing is not None:
+        return existing
+    if objects.put(MANIFEST, data, only_new=True):
         return data
     # Another process has published the same since: whose manifest was first counts for both.
-    return _standing(objects, manifest) or data
+    return _existing(objects, manifest) or data
 
 
 def get(uri: str, folder: Path, data: bytes) -> None:
@@ -43,12 +44,12 @@ def get(uri: str, folder: Path, data: bytes) -> None:
     """
     manifest = parse_manifest(data, f"{uri}/{MANIFEST}")
     folder.mkdir(parents=True, exist_ok=True)
-    download(uri, folder, _items(manifest), f"download {manifest.kind} {manifest.digest[:12]}")
+    download(uri, folder, manifest.files, f"download {manifest.kind} {manifest.digest[:12]}")
     (folder / MANIFEST).write_bytes(data)
     verify(folder)
 
 
-def _standing(objects: Objects, manifest: Manifest) -> bytes | None:
+def _existing(objects: Objects, manifest: Manifest) -> bytes | None:
     """The manifest that is there, None where there is none; nobody else's is ever replaced."""
     try:
         data = objects.read(MANIFEST)
@@ -58,14 +59,10 @@ def _standing(objects: Objects, manifest: Manifest) -> bytes | None:
         theirs = parse_manifest(data, f"{objects.uri}/{MANIFEST}")
     except LineageError as error:
         raise StorageError(f"{error}; remove it, and publish again") from error
-    if theirs.files != manifest.files or theirs.making != manifest.making:
+    if theirs.files != manifest.files or theirs.inputs_digest != manifest.inputs_digest:
         raise StorageError(
             f"{objects.uri} holds another artifact ({theirs.kind} {theirs.digest[:12]}, made "
             f"{theirs.created_at:%Y-%m-%d %H:%M}); it stays as it is; publish again, and if it "
             f"still stands there, see `python -m engine.lineage verify {objects.uri}`"
         )
     return data
-
-
-def _items(manifest: Manifest) -> list[Item]:
-    return [Item(name, file.size, file.sha256) for name, file in manifest.files.items()]

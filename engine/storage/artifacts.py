@@ -22,15 +22,16 @@ from pathlib import Path
 
 from engine.errors import LineageError, StorageError
 from engine.storage import artifact_store
-from engine.storage.fsync import fsync, fsync_tree
-from engine.storage.hashing import MANIFEST, file_system, hash_file, tree_digest
+from engine.storage.atomic import fsync, fsync_tree, process_is_alive, write_atomically
+from engine.storage.filesystem import Files, translated
+from engine.storage.hashing import MANIFEST, hash_file, tree_digest
 from engine.storage.locations import (
     HOME_VARIABLE,
-    address,
     artifact_path,
-    copy_of,
     home,
-    is_artifact,
+    is_artifact_address,
+    local_copy_path,
+    shared_address,
 )
 from engine.storage.manifest import Draft, Manifest, read_manifest, verify, write_manifest
 
@@ -48,7 +49,7 @@ def staging(kind: str) -> Iterator[Path]:
     root = home() / ".staging"
     folder = root / f"{kind}-{_owner()}-{uuid.uuid4().hex[:8]}"
     with _writing(folder):
-        _sweep(root)
+        _remove_stale(root)
         folder.mkdir(parents=True)
     try:
         yield folder
@@ -77,7 +78,7 @@ def publish(folder: str | Path, draft: Draft) -> Path:
     with _writing(folder):
         manifest = write_manifest(folder, draft)
         fsync_tree(folder)
-        target = _place_of(manifest)
+        target = _target_of(manifest)
         target.parent.mkdir(parents=True, exist_ok=True)
         _move_into_place(folder, target, manifest)
     share(target)
@@ -91,16 +92,13 @@ def share(folder: str | Path) -> str:
     becomes this machine's. Where there is no store, or the folder is no artifact of this machine's,
     nothing happens and the path is returned. Raises StorageError when the store refuses.
     """
-    uri, own = address(folder), Path(folder) / MANIFEST
+    uri, own = shared_address(folder), Path(folder) / MANIFEST
     if uri == str(folder):
         return uri
-    standing = artifact_store.put(Path(folder), uri)
-    if standing != own.read_bytes():
+    published = artifact_store.put(Path(folder), uri)
+    if published != own.read_bytes():
         with _writing(own):
-            draft = own.with_name(f".{MANIFEST}.{_owner()}")
-            draft.write_bytes(standing)
-            fsync(draft)
-            os.replace(draft, own)
+            write_atomically(own, [published])
     return uri
 
 
@@ -124,58 +122,43 @@ def local_path(uri: str | Path) -> Path:
 def _download(uri: str) -> Path:
     """Fetch a remote file or folder, whole or not at all."""
     key = hashlib.sha256(uri.encode()).hexdigest()[:16]
-    target = copy_of(uri) or home() / ".cache" / key / uri.rsplit("/", 1)[-1]
+    target = local_copy_path(uri) or home() / ".cache" / key / uri.rsplit("/", 1)[-1]
     try:
-        manifest = _remote_manifest(uri)
-        if manifest is not None and _is_copy(target, manifest):
-            return target
-        with staging("download") as folder:
-            draft = folder / target.name
-            if manifest is not None and uri.startswith("s3://"):
-                artifact_store.get(uri, draft, manifest)
-            else:
-                _fetch(uri, draft)
-            fsync_tree(draft)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _settle(draft, target, manifest)
-    except (StorageError, LineageError):
-        raise
-    except Exception as error:
-        raise StorageError(
-            f"can't download {uri}: {error or type(error).__name__}; check the address, its "
-            "credentials and the endpoint"
-        ) from error
+        with translated(uri, StorageError, "download", keep=(FileNotFoundError,)):
+            files = Files(uri)
+            manifest = _remote_manifest(files)
+            if manifest is not None and _is_copy(target, manifest):
+                return target
+            with staging("download") as folder:
+                draft = folder / target.name
+                if manifest is not None and files.is_s3:
+                    artifact_store.get(uri, draft, manifest)
+                else:
+                    files.request(lambda: files.fs.get(files.path, str(draft), recursive=True))
+                    if (draft / MANIFEST).is_file():
+                        verify(draft)
+                fsync_tree(draft)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _keep_download(draft, target, manifest)
+    except FileNotFoundError:
+        raise StorageError(f"artifact {uri} was deleted or never written; {RERUN_HINT}") from None
     return target
 
 
-def _remote_manifest(uri: str) -> bytes | None:
+def _remote_manifest(files: Files) -> bytes | None:
     """The bytes of a remote folder's manifest; None where it has none and needs none."""
-    try:
-        filesystem, remote = file_system(uri)
-    except LineageError as error:
-        raise StorageError(str(error).replace("can't read", "can't download", 1)) from error
     with contextlib.suppress(FileNotFoundError):
-        return bytes(filesystem.cat_file(f"{remote}/{MANIFEST}"))
-    if is_artifact(uri):
+        return files.read(MANIFEST)
+    if is_artifact_address(files.uri):
         raise StorageError(
-            f"artifact {uri} was deleted or never written whole; {RERUN_HINT}, which uploads what "
-            "is missing"
+            f"artifact {files.uri} was deleted or never written whole; {RERUN_HINT}, which uploads "
+            "what is missing"
         )
     return None
 
 
-def _fetch(uri: str, draft: Path) -> None:
-    """Fetch what is no artifact in S3, through fsspec."""
-    filesystem, remote = file_system(uri)
-    if not filesystem.exists(remote):
-        raise StorageError(f"artifact {uri} was deleted or never written; {RERUN_HINT}")
-    filesystem.get(remote, str(draft), recursive=True)
-    if (draft / MANIFEST).is_file():
-        verify(draft)
-
-
-def _settle(draft: Path, target: Path, manifest: bytes | None) -> None:
-    """Rename a download to its place, giving way to an equal one that was put there meanwhile.
+def _keep_download(draft: Path, target: Path, manifest: bytes | None) -> None:
+    """Rename a download to its place, unless an equal one was put there meanwhile.
 
     Another process may be reading that one already.
     """
@@ -187,7 +170,7 @@ def _settle(draft: Path, target: Path, manifest: bytes | None) -> None:
 
 
 def _is_equal(target: Path, draft: Path, manifest: bytes | None) -> bool:
-    """Tell whether what stands at `target` is what was downloaded to `draft`."""
+    """Tell whether `target` has the content that was downloaded to `draft`."""
     if manifest is not None:
         return _is_copy(target, manifest)
     try:
@@ -208,18 +191,18 @@ def _is_copy(target: Path, manifest: bytes) -> bool:
     return True
 
 
-def _place_of(manifest: Manifest) -> Path:
+def _target_of(manifest: Manifest) -> Path:
     """Return where an artifact goes: named by content, and by making where the content has two."""
     place = artifact_path(manifest.kind, manifest.digest)
-    for where in dict.fromkeys((str(place), address(place))):
+    for where in dict.fromkeys((str(place), shared_address(place))):
         try:
-            standing = read_manifest(where)
+            existing = read_manifest(where)
         except (LineageError, StorageError):
             # Nothing there, or nothing whole, which is replaced; or the store is away, which
             # `share` says once the artifact is safe on the disk.
             continue
-        if standing.digest == manifest.digest and standing.making != manifest.making:
-            return place.with_name(f"{place.name}-{manifest.making[:8]}")
+        if existing.digest == manifest.digest and existing.inputs_digest != manifest.inputs_digest:
+            return place.with_name(f"{place.name}-{manifest.inputs_digest[:8]}")
     return place
 
 
@@ -247,20 +230,20 @@ def _replace(folder: Path, target: Path) -> None:
 
     Where others do the same at the same moment, one of them stays.
     """
-    aside = home() / ".staging" / f"replaced-{_owner()}-{uuid.uuid4().hex[:8]}"
-    aside.parent.mkdir(parents=True, exist_ok=True)
+    replaced = home() / ".staging" / f"replaced-{_owner()}-{uuid.uuid4().hex[:8]}"
+    replaced.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):  # nothing there, or another has just taken it
-        os.rename(target, aside)
+        os.rename(target, replaced)
     try:
         _rename(folder, target)
     except BaseException:
-        if aside.exists():
-            os.rename(aside, target)
+        if replaced.exists():
+            os.rename(replaced, target)
         raise
-    if aside.is_dir():
-        shutil.rmtree(aside, ignore_errors=True)
+    if replaced.is_dir():
+        shutil.rmtree(replaced, ignore_errors=True)
     else:
-        aside.unlink(missing_ok=True)
+        replaced.unlink(missing_ok=True)
     fsync(target.parent)
 
 
@@ -314,24 +297,14 @@ def _says_disk_full(error: Exception) -> bool:
 
 
 def _owner() -> str:
-    """Return `<host>-<pid>`, by which `_sweep` knows whose staging folder it sees."""
+    """Return `<host>-<pid>`, by which `_remove_stale` knows whose staging folder it sees."""
     return f"{socket.gethostname().replace('-', '_')}-{os.getpid()}"
 
 
-def _sweep(root: Path) -> None:
+def _remove_stale(root: Path) -> None:
     """Remove staging folders whose process, on this host, is no longer alive."""
     host = _owner().rsplit("-", 1)[0]
     for folder in root.glob("*-*-*-*") if root.is_dir() else ():
         _, owner_host, pid, _ = folder.name.rsplit("-", 3)
-        if owner_host == host and pid.isdigit() and not _alive(int(pid)):
+        if owner_host == host and pid.isdigit() and not process_is_alive(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -1,31 +1,28 @@
-"""Hashing the files of an artifact folder, on a disk or in an object store, where they lie.
+"""SHA-256 of files: as they are written, on a disk, and in an object store, where they lie.
 
-What lives here: listing, reading and hashing. What does not: what a manifest says of the files
-(`.manifest`), whether they are as recorded (`.audit`).
+What lives here: hashing and listing. What does not: what a manifest says of the files
+(`.manifest`), reading (`.filesystem`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.errors import LineageError, StorageError
-from engine.storage.s3 import passes
-from engine.storage.s3 import settings as s3_settings
+from engine.errors import LineageError
+from engine.storage.filesystem import CHUNK, Files, as_path, is_remote, translated
 
 MANIFEST = "manifest.json"
 SHA256 = r"^[0-9a-f]{64}$"
 READERS = 8  # files of one remote folder hashed at once
-CHUNK = 8 << 20  # bytes
 
 
 class FileEntry(BaseModel):
-    """One file of an artifact."""
+    """Size and digest of one file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,15 +30,39 @@ class FileEntry(BaseModel):
     sha256: str = Field(pattern=SHA256)
 
 
-def is_remote(address: str | Path) -> bool:
-    """Tell addresses such as s3://… from paths; file:// counts as a path."""
-    return "://" in str(address) and not str(address).startswith("file://")
+class HashedChunks:
+    """Passes bytes on and hashes them on the way; `entry` is complete after the last of them."""
+
+    def __init__(self, chunks: Iterable[bytes | memoryview]) -> None:
+        self._chunks, self._sha, self._size = chunks, hashlib.sha256(), 0
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for chunk in self._chunks:
+            view = memoryview(chunk)
+            for start in range(0, len(view), CHUNK):  # each is still in a cache when it is written
+                part = view[start : start + CHUNK]
+                self._sha.update(part)
+                self._size += len(part)
+                yield part
+
+    @property
+    def entry(self) -> FileEntry:
+        """Size and digest of what was passed on so far."""
+        return FileEntry(size=self._size, sha256=self._sha.hexdigest())
 
 
-def as_path(address: str | Path) -> Path:
-    """Return the path of a local address, file:// or plain."""
-    text = str(address)
-    return Path(text.removeprefix("file://") if text.startswith("file://") else text).expanduser()
+def hash_chunks(chunks: Iterable[bytes | memoryview]) -> FileEntry:
+    """Return size and digest of bytes, which are not kept."""
+    hashed = HashedChunks(chunks)
+    for _ in hashed:
+        pass
+    return hashed.entry
+
+
+def hash_file(path: str | Path) -> str:
+    """Return the SHA-256 (hex) of a local file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_files(folder: str | Path) -> dict[str, FileEntry]:
@@ -69,12 +90,6 @@ def hash_files(folder: str | Path) -> dict[str, FileEntry]:
     return entries
 
 
-def hash_file(path: str | Path) -> str:
-    """Return the SHA-256 (hex) of a local file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def content_digest(files: Mapping[str, FileEntry]) -> str:
     """Return the SHA-256 (hex) over the sorted paths and the hashes of the files' bytes."""
     lines = (f"{name}\0{files[name].sha256}\n" for name in sorted(files))
@@ -86,76 +101,17 @@ def tree_digest(folder: str | Path) -> str:
     return content_digest(hash_files(folder))
 
 
-def read_bytes(address: str | Path) -> bytes:
-    """Read one local or remote file.
-
-    Raises FileNotFoundError, StorageError when a store doesn't answer, or LineageError.
-    """
-    try:
-        if not is_remote(address):
-            return as_path(address).read_bytes()
-        filesystem, path = file_system(str(address))
-        filesystem.invalidate_cache()
-        return bytes(filesystem.cat_file(path))
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(str(address)) from None
-    except (LineageError, StorageError):
-        raise
-    except Exception as error:  # fsspec's drivers raise errors of many libraries
-        raise unreadable(address, error) from error
-
-
-def file_system(address: str) -> tuple[Any, str]:
-    """Return fsspec's file system of an address and the path in it; LineageError if unknown."""
-    import fsspec
-
-    try:
-        filesystem, path = fsspec.core.url_to_fs(address, **s3_settings(address))
-    except Exception as error:
-        raise unreadable(address, error) from error
-    return filesystem, str(path).rstrip("/")
-
-
-def unreadable(address: str | Path, error: Exception) -> LineageError | StorageError:
-    """Put what a file system raised into one sentence.
-
-    A store that doesn't answer is a StorageError: it may answer another try, and nothing that is
-    in it is found to be wrong.
-    """
-    words = (str(error).strip() or type(error).__name__).splitlines()[0]
-    away = is_remote(address) and passes(error)
-    return (StorageError if away else LineageError)(
-        f"can't read {address}: {words}; check the address, its credentials and the endpoint"
-    )
-
-
 def _hash_remote(folder: str) -> dict[str, FileEntry]:
-    filesystem, base = file_system(folder)
-    try:
-        filesystem.invalidate_cache()
-        found: Iterable[str] = filesystem.find(base)
-        # A key that equals the folder's own name is S3's mark of an empty folder.
-        names = sorted(path[len(base) + 1 :] for path in found if len(path) > len(base) + 1)
-    except Exception as error:
-        raise unreadable(folder, error) from error
+    with translated(folder, LineageError):
+        files = Files(folder)
+        names = sorted(files.sizes())
     if not names:
         raise LineageError(f"artifact folder {folder} does not exist; check the address")
     content = [name for name in names if name != MANIFEST]
 
     def hash_one(name: str) -> FileEntry:
-        try:
-            return _hash_stream(filesystem, f"{base}/{name}")
-        except Exception as error:
-            raise unreadable(f"{folder}/{name}", error) from error
+        with translated(f"{folder}/{name}", LineageError):
+            return hash_chunks(files.chunks(name))
 
     with ThreadPoolExecutor(READERS) as pool:
         return dict(zip(content, pool.map(hash_one, content), strict=True))
-
-
-def _hash_stream(filesystem: Any, path: str) -> FileEntry:
-    sha, size = hashlib.sha256(), 0
-    with filesystem.open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            sha.update(chunk)
-            size += len(chunk)
-    return FileEntry(size=size, sha256=sha.hexdigest())

@@ -44,7 +44,7 @@ def shared_store() -> str:
     return root
 
 
-def address(folder: str | Path) -> str:
+def shared_address(folder: str | Path) -> str:
     """Return by what other machines know a published artifact: its place in the store.
 
     The path itself where there is no store, and for a folder that is no artifact of this machine's.
@@ -52,17 +52,17 @@ def address(folder: str | Path) -> str:
     root, path = shared_store(), Path(folder).absolute()
     if root and path.is_relative_to(home() / ARTIFACTS):
         shared = f"{root}/{path.relative_to(home()).as_posix()}"
-        if is_artifact(shared):
+        if is_artifact_address(shared):
             return shared
     return str(folder)
 
 
-def is_artifact(uri: str) -> bool:
+def is_artifact_address(uri: str) -> bool:
     """Tell whether an address is where an artifact is or would be published."""
     return _PLACE.fullmatch(uri) is not None
 
 
-def copy_of(uri: str) -> Path | None:
+def local_copy_path(uri: str) -> Path | None:
     """Return where this machine keeps what is at an address in the store; None for any other."""
     found, root = _PLACE.fullmatch(uri), shared_store()
     if found is None or not root or found["root"] != root:

@@ -12,10 +12,8 @@ tip of a chain has no child: its manifest's digest stands in the model registry,
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,15 +22,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from engine.errors import LineageError
+from engine.storage.atomic import write_atomically
 from engine.storage.code_version import code_version, sources_digest
-from engine.storage.fsync import fsync
+from engine.storage.filesystem import read_file
 from engine.storage.hashing import (
     MANIFEST,
     SHA256,
     FileEntry,
     content_digest,
     hash_files,
-    read_bytes,
 )
 
 SCHEMA_VERSION = 2
@@ -47,7 +45,7 @@ class _Frozen(BaseModel):
 class Parent(_Frozen):
     """What an artifact was made from."""
 
-    name: str = Field(min_length=1, description="Its part in the making, e.g. `warm_start`")
+    name: str = Field(min_length=1, description="Its role, e.g. `warm_start`")
     kind: str = Field(min_length=1, description="e.g. `sft`; `source` for data made elsewhere")
     digest: str = Field(min_length=1, description="Content digest, hex")
     uri: str = Field("", description="Folder or address; empty for what has none")
@@ -65,8 +63,8 @@ class Draft(_Frozen):
     mlflow_run: str = ""
 
     @property
-    def making(self) -> str:
-        """A digest (hex) of what made it: kind, parents' content and parts, configuration."""
+    def inputs_digest(self) -> str:
+        """SHA-256 (hex) of what it was made by: kind, parents' content and roles, configuration."""
         parents = sorted((p.name, p.kind, p.digest) for p in self.parents)
         return json_digest({"kind": self.kind, "parents": parents, "config": self.config})
 
@@ -124,15 +122,7 @@ def write_manifest(folder: str | Path, draft: Draft) -> Manifest:
         created_at=datetime.now(UTC).replace(microsecond=0),
     )
     data = (manifest.model_dump_json(indent=2) + "\n").encode()
-    draft_file = folder / f".{MANIFEST}.{os.getpid()}"
-    try:
-        draft_file.write_bytes(data)
-        fsync(draft_file)
-        os.replace(draft_file, folder / MANIFEST)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            draft_file.unlink(missing_ok=True)
-        raise
+    write_atomically(folder / MANIFEST, [data])
     manifest._own_digest = hashlib.sha256(data).hexdigest()
     return manifest
 
@@ -145,7 +135,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     where = f"{str(folder).rstrip('/')}/{MANIFEST}"
     try:
-        data = read_bytes(where)
+        data = read_file(where, LineageError)
     except FileNotFoundError:
         raise LineageError(
             f"{folder} has no {MANIFEST}; give the folder of an artifact that a stage published"

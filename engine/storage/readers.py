@@ -1,6 +1,6 @@
 """Reading JSONL and Parquet files, local or remote, with errors that name file and line.
 
-What the columns mean is the business of sources and of `tasks.schemas`.
+What the columns mean is for the data sources and `tasks.schemas` to say.
 """
 
 from __future__ import annotations
@@ -10,20 +10,13 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from engine.errors import DataError, StorageError
-from engine.storage.s3 import from_environment, passes
+from engine.errors import DataError
+from engine.storage.filesystem import Files, as_path, is_remote, read_file, translated
 
 SUFFIXES = (".jsonl", ".parquet")
-
-# Both botocore and s3fs retry by default, so a store that never answers would take many minutes.
-_S3_TIMEOUTS: dict[str, Any] = {
-    "config_kwargs": {"connect_timeout": 5, "read_timeout": 10, "retries": {"max_attempts": 0}}
-}
-_S3_TRIES = 2
 
 
 def read_rows(uri: str | Path) -> list[dict[str, Any]]:
@@ -53,61 +46,21 @@ def read_bytes(uri: str | Path) -> bytes:
 
     Raises DataError when it is missing or refused, StorageError when the store doesn't answer.
     """
+    if not is_remote(uri) and as_path(uri).is_dir():
+        raise DataError(f"{uri} is a folder; give the path of {_choices()}")
     try:
-        with open_filesystem(uri).open(str(uri), "rb") as file:
-            return bytes(file.read())
+        return read_file(uri, DataError)
     except FileNotFoundError:
         raise DataError(f"{uri} does not exist; check the path") from None
-    except IsADirectoryError:
-        raise DataError(f"{uri} is a folder; give the path of {_choices()}") from None
-    except DataError:
-        raise
-    except Exception as error:
-        raise unreachable(uri, error) from error
 
 
 def list_files(folder: str | Path) -> dict[str, int]:
     """Return the files right in a folder, URI → size in bytes; empty where it doesn't exist."""
-    filesystem = open_filesystem(folder)
-    try:
-        filesystem.invalidate_cache()
-        entries = filesystem.ls(str(folder), detail=True)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except Exception as error:
-        raise unreachable(folder, error) from error
-    # Not `== "file"`: the hub's cache keeps its files as links.
-    files = [entry for entry in entries if entry["type"] != "directory"]
-    local = "file" in filesystem.protocol
-    names = [f["name"] if local else filesystem.unstrip_protocol(f["name"]) for f in files]
-    return {name: int(file["size"] or 0) for name, file in zip(names, files, strict=True)}
-
-
-def open_filesystem(uri: str | Path) -> fsspec.AbstractFileSystem:
-    """Return the file system of a path or URL; S3's endpoint and keys come from the environment."""
-    protocol = str(uri).partition("://")[0] if "://" in str(uri) else "file"
-    is_s3 = protocol in ("s3", "s3a")
-    try:
-        settings = _S3_TIMEOUTS | from_environment("s3://") if is_s3 else {}
-        filesystem = fsspec.filesystem(protocol, **settings)
-        if is_s3:
-            filesystem.retries = _S3_TRIES
-        return filesystem
-    except (ValueError, ImportError) as error:
-        raise DataError(f"{uri}: can't read {protocol}:// ({error}); use a path or s3://") from None
-
-
-def unreachable(uri: str | Path, error: Exception) -> DataError | StorageError:
-    """Return the error for a store that refuses, or for one that doesn't answer: StorageError.
-
-    The second may answer another try, so on a cluster the task is run again.
-    """
-    away = "://" in str(uri) and passes(error)
-    return (StorageError if away else DataError)(
-        f"{uri} can't be read ({type(error).__name__}: {error}); check the address, the "
-        "credentials (for S3: AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and "
-        "the network"
-    )
+    with translated(folder, DataError):
+        files = Files(folder)
+        # Not `== "file"`: the hub's cache keeps its files as links.
+        entries = [entry for entry in files.entries() if entry["type"] != "directory"]
+    return {files.uri_of(entry["name"]): int(entry["size"] or 0) for entry in entries}
 
 
 def _parse_jsonl(data: bytes, name: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.errors import LineageError, StorageError, TrackingError
 from engine.storage.hashing import MANIFEST, tree_digest
-from engine.storage.locations import address
+from engine.storage.locations import shared_address
 from engine.storage.manifest import verify
 from engine.tracking import values
 from engine.tracking.connection import Connection
@@ -61,7 +61,7 @@ class Registry(Connection):
         folder = Path(folder).absolute()
         if not folder.is_dir():
             raise StorageError(f"model folder {folder} does not exist; give a published artifact")
-        facts = {"artifact_uri": address(folder), **_facts(folder)}
+        facts = {"artifact_uri": shared_address(folder), **_facts(folder)}
         # Named by content, so that two models logged to one run keep apart.
         place = f"{MODELS_FOLDER}/{facts[ARTIFACT_TAG][:16]}"
         with self.talking("register the model"):

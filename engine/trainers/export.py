@@ -21,7 +21,7 @@ from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.models import has_adapters, policy_model, require_model_folder, save_model
 from engine.runtime.sharded_train_state import load_weights, weights_fingerprint
 from engine.storage.folder import Folder
-from engine.storage.transfer import Item, upload
+from engine.storage.transfer import upload
 
 if TYPE_CHECKING:
     from engine.trainers.rl_setup import RunSpec
@@ -116,7 +116,7 @@ def _write_local(policy: PreTrainedModel, path: str, place: Folder, step: int) -
     draft = parent / draft_name(step)
     try:
         save_model(policy, load_tokenizer(path), draft.path)
-        draft.settle()
+        draft.fsync()
         if not draft.move(place):
             raise _target_exists(place)
     finally:
@@ -128,9 +128,8 @@ def _upload(policy: PreTrainedModel, path: str, place: Folder) -> None:
     with tempfile.TemporaryDirectory(prefix="export-") as near:
         save_model(policy, load_tokenizer(path), near)
         names = [str(file.relative_to(near)) for file in Path(near).rglob("*") if file.is_file()]
-        sums = {name: Folder(near).sum(name) for name in names if name != CONFIG}
-        items = [Item(name, file.size, file.sha256) for name, file in sums.items()]
-        upload(Path(near), place.uri, items, f"upload {Path(place.path).name}")
+        files = {name: Folder(near).digest(name) for name in names if name != CONFIG}
+        upload(Path(near), place.uri, files, f"upload {Path(place.path).name}")
         place.write(CONFIG, [(Path(near) / CONFIG).read_bytes()])
 
 

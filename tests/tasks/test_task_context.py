@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-import fsspec
 import pytest
 from flytekit.core.cache import VersionParameters
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
@@ -21,8 +20,8 @@ from mlflow import MlflowClient
 from s3_server import flyte_variables, s3_server
 
 from engine.errors import DataError
+from engine.storage.filesystem import Files
 from engine.storage.manifest import read_manifest
-from engine.storage.s3 import from_environment
 from engine.tracking import Tracker
 from tasks.context import (
     RunContext,
@@ -140,7 +139,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         for name, value in flyte_variables(endpoint).items():
             monkeypatch.setenv(name, value)
         root = f"s3://flyte/{tmp_path.name}"
-        filesystem, _ = fsspec.core.url_to_fs(root, **from_environment(root))
+        filesystem = Files(root).fs
         filesystem.mkdir("flyte")
         monkeypatch.setenv("HYBRIDFLYTE_STORE", root)
         yield root

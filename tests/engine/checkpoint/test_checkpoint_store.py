@@ -278,7 +278,7 @@ def test_an_unreachable_s3_is_said_and_not_taken_for_an_empty_one() -> None:
         store = CheckpointStore("s3://checkpoints/run")
         with pytest.raises(
             CheckpointError,
-            match=r"s3://checkpoints/run can't be read: .*check the address, its credentials",
+            match=r"s3://checkpoints/run can't be read: .*check the address, the endpoint",
         ) as caught:
             store.latest()
     assert not isinstance(caught.value, DamagedCheckpointError)

@@ -16,7 +16,7 @@ from s3_server import flyte_variables, s3_server
 from engine.data.incremental_data import Arrival, Window, open_window, read_window
 from engine.data.rows import rl_row
 from engine.errors import ConfigError, DataError
-from engine.storage.readers import open_filesystem
+from engine.storage.filesystem import Files
 
 NIGHT = datetime(2026, 11, 20, 2, tzinfo=UTC)
 MONTH = 30
@@ -148,13 +148,13 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             }
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        open_filesystem("s3://").makedirs("arrivals", exist_ok=True)
+        Files("s3://arrivals").fs.makedirs("arrivals", exist_ok=True)
         yield "s3://arrivals/problems"
 
 
 def test_a_prefix_in_s3(bucket: str) -> None:
     row = json.dumps(rl_row("sums", "What is 1 plus 1?", "2", {}))
-    open_filesystem(bucket).pipe_file(f"{bucket}/2026-11-19/a.jsonl", row.encode())
+    Files(bucket).fs.pipe_file(f"{bucket}/2026-11-19/a.jsonl", row.encode())
     now = datetime.now(UTC)
     days = (now.date() - NIGHT.date()).days + MONTH + 400
     window = open_window(bucket, now + timedelta(minutes=5), [], days)

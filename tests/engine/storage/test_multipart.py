@@ -1,9 +1,9 @@
-"""Objects made on the way, on a real S3 server that can be made slow, busy or wrong."""
+"""Uploads of bytes of unknown number, to a real S3 server that can be slow, busy or wrong."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,22 @@ from typing import Any
 import pytest
 import s3fs
 from faulty_s3 import Faults, faulty_s3
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.errors import StorageError
-from engine.storage import multipart as stream
-from engine.storage import s3
-from engine.storage.multipart import send
-from engine.storage.s3 import Objects
+from engine.storage import filesystem, multipart
+from engine.storage.hashing import FileEntry, HashedChunks
+from engine.storage.multipart import Uploader
+from engine.storage.objects import Objects
 
 PART = 5 << 20  # S3's least, but for the last
 
 
 @pytest.fixture(autouse=True)
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    monkeypatch.setattr(s3, "PAUSE_SECONDS", 0.02)
-    monkeypatch.setattr(stream, "PART", PART)
+    monkeypatch.setattr(filesystem, "BACKOFF_SECONDS", 0.02)
+    monkeypatch.setattr(multipart, "PART", PART)
     with faulty_s3("stream") as made:
         yield made
 
@@ -46,6 +48,13 @@ def pieces(size: int) -> list[bytes | memoryview]:
     return found
 
 
+def send(objects: Objects, name: str, chunks: Iterable[bytes | memoryview]) -> FileEntry:
+    """Upload bytes whose number is not known before; return what was sent."""
+    hashed = HashedChunks(chunks)
+    Uploader(objects).write(name, hashed)
+    return hashed.entry
+
+
 def pending() -> list[Any]:
     return list(s3fs.S3FileSystem().list_multipart_uploads("stream"))
 
@@ -54,7 +63,8 @@ def pending() -> list[Any]:
 def test_what_was_sent_is_there(objects: Objects, faults: Faults, size: int) -> None:
     chunks = pieces(size)
     whole = b"".join(chunks)
-    assert send(objects, "file", chunks) == (sha256(whole).hexdigest(), size)
+    wanted = FileEntry(size=size, sha256=sha256(whole).hexdigest())
+    assert send(objects, "file", chunks) == wanted
     assert objects.read("file") == whole
     assert pending() == []
     requests = 1 if size < PART else 2 + -(-size // PART)  # parts, the beginning and the end
@@ -64,7 +74,7 @@ def test_what_was_sent_is_there(objects: Objects, faults: Faults, size: int) -> 
 def test_parts_go_side_by_side_and_no_more_than_so_many(objects: Objects, faults: Faults) -> None:
     faults.pause_s = 0.2
     send(objects, "file", pieces(11 * PART))
-    assert 4 < faults.at_once <= stream.PARALLEL
+    assert 4 < faults.at_once <= multipart.PARALLEL
 
 
 def test_a_busy_store_and_a_flipped_bit_cost_nothing_but_time(
@@ -72,7 +82,7 @@ def test_a_busy_store_and_a_flipped_bit_cost_nothing_but_time(
 ) -> None:
     chunks = pieces(3 * PART)
     faults.part, faults.times, faults.flip = "/file", 3, 1
-    assert send(objects, "file", chunks)[1] == 3 * PART
+    assert send(objects, "file", chunks).size == 3 * PART
     assert faults.refused == 3
     assert faults.flip == 0
     assert objects.read("file") == b"".join(chunks)
@@ -82,16 +92,16 @@ def test_a_busy_store_and_a_flipped_bit_cost_nothing_but_time(
 def test_a_store_that_refuses_to_the_end_keeps_nothing(
     objects: Objects, faults: Faults, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    real, sent = Objects.add_part, []
+    real, sent = Objects.upload_part, []
 
-    def add_part(self: Objects, name: str, upload: str, number: int, data: bytes) -> Any:
+    def upload_part(self: Objects, name: str, upload: str, number: int, data: bytes) -> Any:
         if number == 2:
             faults.part, faults.status = "/file", status
         part = real(self, name, upload, number, data)
         sent.append(number)
         return part
 
-    monkeypatch.setattr(Objects, "add_part", add_part)
+    monkeypatch.setattr(Objects, "upload_part", upload_part)
     with pytest.raises(StorageError, match=r"/file can't be written: Not now; check the address"):
         send(objects, "file", pieces(4 * PART))
     faults.part = ""
@@ -128,3 +138,18 @@ def test_an_end_whose_answer_was_lost_counts(
     send(objects, "file", chunks)
     assert lost
     assert objects.read("file") == b"".join(chunks)
+
+
+@given(st.integers(0, 5 << 40))
+def test_parts_are_not_too_many_for_s3(size: int) -> None:
+    length = multipart.part_size(size)
+    assert length >= multipart.PART
+    assert -(-size // length) <= multipart.MAX_PARTS
+
+
+@given(st.lists(st.binary(max_size=9), max_size=9), st.integers(1, 7))
+def test_parts_cover_the_bytes_once(chunks: list[bytes], length: int) -> None:
+    parts = list(multipart._split(chunks, length))
+    assert b"".join(parts) == b"".join(chunks)
+    assert all(len(part) == length for part in parts[:-1])
+    assert all(0 < len(part) <= length for part in parts)

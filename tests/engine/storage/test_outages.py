@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-import fsspec
 import pytest
 from faulty_s3 import Faults, faulty_s3
 
@@ -25,13 +24,13 @@ from engine.lineage.audit import audit
 from engine.lineage.origin import write_origin
 from engine.lineage.review import review
 from engine.promotion.checks import require_untouched
-from engine.storage import s3
+from engine.storage import filesystem
 from engine.storage.artifacts import publish, share, staging
+from engine.storage.filesystem import Files
 from engine.storage.hashing import hash_files
 from engine.storage.locations import home
 from engine.storage.manifest import Draft, Parent, read_manifest, verify
 from engine.storage.readers import read_rows
-from engine.storage.s3 import from_environment
 
 ROOT = "s3://outage"
 NIGHT = datetime(2100, 1, 1, tzinfo=UTC)
@@ -41,17 +40,17 @@ NIGHT = datetime(2100, 1, 1, tzinfo=UTC)
 def server() -> Iterator[Faults]:
     """A bucket with data and a checkpoint."""
     with faulty_s3("outage") as faults:
-        filesystem, _ = fsspec.core.url_to_fs(ROOT, **from_environment(ROOT))
+        store = Files(ROOT).fs
         row = json.dumps(rl_row("sums", "What is 1 plus 1?", "2", {})) + "\n"
-        filesystem.pipe_file(f"{ROOT}/arrivals/2099-12-31/a.jsonl", row.encode())
+        store.pipe_file(f"{ROOT}/arrivals/2099-12-31/a.jsonl", row.encode())
         rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(8)]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         for split in ("train", "test"):
-            filesystem.pipe_file(f"{ROOT}/gsm8k/{split}.jsonl", text.encode())
-        store = CheckpointStore(f"{ROOT}/checkpoints")
-        draft = store.begin(5)
+            store.pipe_file(f"{ROOT}/gsm8k/{split}.jsonl", text.encode())
+        checkpoints = CheckpointStore(f"{ROOT}/checkpoints")
+        draft = checkpoints.begin(5)
         draft.state = {"step": 5}
-        store.commit(draft)
+        checkpoints.commit(draft)
         yield faults
 
 
@@ -61,7 +60,7 @@ def faults(server: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HYBRIDFLYTE_STORE", ROOT)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(s3, "PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(filesystem, "BACKOFF_SECONDS", 0.02)
     monkeypatch.chdir(tmp_path)
     yield server
     server.part, server.reads = "", False

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from engine.errors import DataError
-from engine.storage.readers import list_files, open_filesystem, read_bytes, read_rows
+from engine.storage.readers import list_files, read_bytes, read_rows
 
 
 def test_jsonl_is_read_with_blank_lines_and_any_line_ends(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is a folder"):
         read_bytes(tmp_path)
     with pytest.raises(DataError, match="can't read nope://"):
-        open_filesystem("nope://x/y")
+        read_bytes("nope://x/y")
 
 
 def test_files_of_a_folder_are_listed_with_sizes(tmp_path: Path) -> None:

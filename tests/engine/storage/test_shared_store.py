@@ -19,12 +19,12 @@ from faulty_s3 import Faults, faulty_s3
 
 from engine.errors import ConfigError, LineageError, StorageError
 from engine.lineage.__main__ import main
-from engine.storage import artifact_store, s3
+from engine.storage import artifact_store, filesystem
 from engine.storage.artifacts import local_path, publish, share, staging
+from engine.storage.filesystem import Timeouts
 from engine.storage.hashing import hash_file
-from engine.storage.locations import address, copy_of, home, is_artifact
+from engine.storage.locations import home, is_artifact_address, local_copy_path, shared_address
 from engine.storage.manifest import Draft, Parent, read_manifest, verify
-from engine.storage.s3 import Waits
 from engine.tracking import Tracker
 
 Machine = Callable[[str], Path]
@@ -41,7 +41,7 @@ def machine(faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Go to the machine of this name; only the store, whose prefix is the test's own, stays."""
     monkeypatch.setenv("HYBRIDFLYTE_STORE", f"s3://shared/{tmp_path.name}/")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(s3, "PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(filesystem, "BACKOFF_SECONDS", 0.02)
 
     def move(name: str) -> Path:
         folder = tmp_path / name
@@ -77,21 +77,21 @@ def test_addresses_are_those_of_published_artifacts(
     folder = tmp_path / "artifacts" / "rl" / ("0" * 16)
     beside = folder.with_name(folder.name + "-89abcdef")
     monkeypatch.delenv("HYBRIDFLYTE_STORE", raising=False)
-    assert address(folder) == str(folder)
-    assert copy_of(f"s3://b/artifacts/rl/{'0' * 16}") is None
+    assert shared_address(folder) == str(folder)
+    assert local_copy_path(f"s3://b/artifacts/rl/{'0' * 16}") is None
     monkeypatch.setenv("HYBRIDFLYTE_STORE", "s3://b/p/")
     for path in (folder, beside):
-        uri = address(path)
+        uri = shared_address(path)
         assert uri == f"s3://b/p/artifacts/rl/{path.name}"
-        assert copy_of(uri) == path
-    assert is_artifact(f"s3://another/artifacts/rl/{'0' * 16}")
-    assert copy_of(f"s3://another/artifacts/rl/{'0' * 16}") is None
+        assert local_copy_path(uri) == path
+    assert is_artifact_address(f"s3://another/artifacts/rl/{'0' * 16}")
+    assert local_copy_path(f"s3://another/artifacts/rl/{'0' * 16}") is None
     for other in (tmp_path / "runs" / "1", folder / "model", tmp_path / "artifacts", "/else"):
-        assert address(other) == str(other)
+        assert shared_address(other) == str(other)
     for wrong in ("/folder", "gs://b", "s3://", "bucket", "s3://b/a b"):
         monkeypatch.setenv("HYBRIDFLYTE_STORE", wrong)
         with pytest.raises(ConfigError, match=r"HYBRIDFLYTE_STORE=.* set it to s3://bucket/prefix"):
-            address(folder)
+            shared_address(folder)
 
 
 def test_without_a_store_nothing_leaves_the_machine(
@@ -174,12 +174,12 @@ PUBLISH = (
     "import sys\n"
     "from engine.storage.artifacts import publish, staging\n"
     "from engine.storage.manifest import Draft\n"
-    "from engine.storage import transfer\n"
+    "from engine.storage import multipart, transfer\n"
     "transfer.PARALLEL = 1\n"
     "with staging('rl') as folder:\n"
     "    for number in range(6):\n"
     "        (folder / f'shard-{number}').write_bytes(bytes([number]) * 1000)\n"
-    "    (folder / 'shard-9').write_bytes(bytes(transfer.PART + 1))\n"
+    "    (folder / 'shard-9').write_bytes(bytes(multipart.PART + 1))\n"
     "    publish(folder, Draft(kind='rl'))\n"
 )
 
@@ -200,7 +200,7 @@ def test_killed_in_the_middle_nothing_looks_complete_and_the_next_call_ends_it(
     time.sleep(0.5)  # requests on their way arrive, or don't
     faults.pause_s = 0.0
     (folder,) = (home() / "artifacts" / "rl").iterdir()
-    uri = address(folder)
+    uri = shared_address(folder)
     if seen == "manifest.json":  # it was on its way: there, all is; or it is not
         arrived = objects(uri)
         if "manifest.json" in arrived:
@@ -289,7 +289,7 @@ def test_a_busy_store_is_asked_again_and_one_that_refuses_leaves_the_local_artif
         make("other")
     faults.part = ""
     (other,) = (p for p in (home() / "artifacts" / "rl").iterdir() if p != path)
-    assert objects(address(other)) == {}
+    assert objects(shared_address(other)) == {}
     verify(share(other))
 
 
@@ -299,7 +299,7 @@ def test_a_store_that_is_not_there_ends_in_a_sentence_in_seconds(
     path = make()
     uri = share(path)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(artifact_store, "QUICK", Waits(2, 1, 1, 3))
+    monkeypatch.setattr(artifact_store, "QUICK", Timeouts(2, 1, 1, 3))
     start = time.monotonic()
     with pytest.raises(StorageError, match=r"Could not connect.*check the address"):
         share(path)

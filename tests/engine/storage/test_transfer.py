@@ -13,21 +13,22 @@ from typing import Any
 import pytest
 import s3fs
 from faulty_s3 import Faults, faulty_s3
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine.errors import StorageError
-from engine.storage import s3, transfer
-from engine.storage.s3 import QUICK, Objects, Waits
-from engine.storage.transfer import Item, download, upload
+from engine.storage import filesystem, multipart, transfer
+from engine.storage.filesystem import QUICK, Timeouts, s3_credentials
+from engine.storage.hashing import FileEntry
+from engine.storage.objects import SHA256_KEY, CompletedPart, Objects
+from engine.storage.transfer import download, upload
 
 PART = 5 << 20  # the least that S3 takes
 
 
 @pytest.fixture(autouse=True)
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    monkeypatch.setattr(s3, "PAUSE_SECONDS", 0.02)
-    monkeypatch.setattr(transfer, "PART", PART)
+    monkeypatch.setattr(filesystem, "BACKOFF_SECONDS", 0.02)
+    monkeypatch.setattr(multipart, "PART", PART)
+    monkeypatch.setattr(transfer, "RANGE", PART)
     with faulty_s3("transfer") as made:
         yield made
 
@@ -37,16 +38,17 @@ def uri(tmp_path: Path) -> str:
     return f"s3://transfer/{tmp_path.name}"
 
 
-def write(folder: Path, **sizes: int) -> list[Item]:
+def write(folder: Path, **sizes: int) -> dict[str, FileEntry]:
     """Files of random bytes; `model` in the name makes it `deep/model`."""
-    items = []
+    files = {}
     for name, size in sizes.items():
         path = folder / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
         data = os.urandom(size)
         path.write_bytes(data)
-        items.append(Item(path.relative_to(folder).as_posix(), size, sha256(data).hexdigest()))
-    return items
+        name = path.relative_to(folder).as_posix()
+        files[name] = FileEntry(size=size, sha256=sha256(data).hexdigest())
+    return files
 
 
 def pending() -> list[Any]:
@@ -54,38 +56,38 @@ def pending() -> list[Any]:
 
 
 def test_a_folder_goes_there_and_back(faults: Faults, uri: str, tmp_path: Path) -> None:
-    items = write(tmp_path / "a", empty=0, small=10, whole=PART, deep__big=3 * PART + 7)
-    assert upload(tmp_path / "a", uri, items) == 4 * PART + 17
+    files = write(tmp_path / "a", empty=0, small=10, whole=PART, deep__big=3 * PART + 7)
+    assert upload(tmp_path / "a", uri, files) == 4 * PART + 17
     assert len(faults.writes("deep/big")) == 4 + 2  # parts, the beginning and the end
     assert len(faults.writes("whole")) == 1
     assert pending() == []
-    download(uri, tmp_path / "b", items)
-    for item in items:
-        assert sha256((tmp_path / "b" / item.name).read_bytes()).hexdigest() == item.sha256
+    download(uri, tmp_path / "b", files)
+    for name, entry in files.items():
+        assert sha256((tmp_path / "b" / name).read_bytes()).hexdigest() == entry.sha256
     before = len(faults.writes())
-    assert upload(tmp_path / "a", uri, items) == 0
+    assert upload(tmp_path / "a", uri, files) == 0
     assert len(faults.writes()) == before
 
 
 def test_requests_go_side_by_side_and_no_more_than_so_many(
     faults: Faults, uri: str, tmp_path: Path
 ) -> None:
-    items = write(tmp_path / "a", big=3 * PART, **{f"f{i}": 100 for i in range(12)})
+    files = write(tmp_path / "a", big=3 * PART, **{f"f{i}": 100 for i in range(12)})
     faults.pause_s = 0.1
-    upload(tmp_path / "a", uri, items)
+    upload(tmp_path / "a", uri, files)
     assert 4 < faults.at_once <= transfer.PARALLEL
     faults.at_once, faults.reads = 0, True
-    download(uri, tmp_path / "b", items)
+    download(uri, tmp_path / "b", files)
     assert 4 < faults.at_once <= transfer.PARALLEL
 
 
 def test_a_busy_store_is_asked_again(faults: Faults, uri: str, tmp_path: Path) -> None:
-    items = write(tmp_path / "a", big=2 * PART, small=10)
+    files = write(tmp_path / "a", big=2 * PART, small=10)
     faults.part, faults.status, faults.times, faults.reads = f"{uri[5:]}/", 503, 4, True
-    upload(tmp_path / "a", uri, items)
+    upload(tmp_path / "a", uri, files)
     assert faults.refused == 4
     faults.times, faults.refused = 3, 0
-    download(uri, tmp_path / "b", items)
+    download(uri, tmp_path / "b", files)
     assert faults.refused == 3
     assert (tmp_path / "b" / "big").read_bytes() == (tmp_path / "a" / "big").read_bytes()
 
@@ -94,10 +96,10 @@ def test_a_busy_store_is_asked_again(faults: Faults, uri: str, tmp_path: Path) -
 def test_a_store_that_refuses_to_the_end_is_a_sentence_and_keeps_no_part(
     faults: Faults, uri: str, tmp_path: Path, status: int
 ) -> None:
-    items = write(tmp_path / "a", big=2 * PART)
+    files = write(tmp_path / "a", big=2 * PART)
     faults.part, faults.status = "/big", status
     with pytest.raises(StorageError, match=r"/big can't be written: Not now; check the address"):
-        upload(tmp_path / "a", uri, items)
+        upload(tmp_path / "a", uri, files)
     assert faults.refused == (5 if status == 503 else 1)
     faults.part = ""
     assert (Objects(uri).sizes(), pending()) == ({}, [])
@@ -106,10 +108,10 @@ def test_a_store_that_refuses_to_the_end_is_a_sentence_and_keeps_no_part(
 def test_parts_that_were_sent_before_a_refusal_are_forgotten(
     faults: Faults, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    items = write(tmp_path / "a", big=4 * PART)
-    real, sent = Objects.add_part, []
+    files = write(tmp_path / "a", big=4 * PART)
+    real, sent = Objects.upload_part, []
 
-    def some(self: Objects, name: str, upload: str, number: int, data: bytes) -> dict[str, Any]:
+    def some(self: Objects, name: str, upload: str, number: int, data: bytes) -> CompletedPart:
         if number == 4:
             while not sent:
                 time.sleep(0.01)
@@ -119,9 +121,9 @@ def test_parts_that_were_sent_before_a_refusal_are_forgotten(
         sent.append(number)
         return part
 
-    monkeypatch.setattr(Objects, "add_part", some)
+    monkeypatch.setattr(Objects, "upload_part", some)
     with pytest.raises(StorageError, match="enough"):
-        upload(tmp_path / "a", uri, items)
+        upload(tmp_path / "a", uri, files)
     assert (Objects(uri).sizes(), pending()) == ({}, [])
 
 
@@ -129,9 +131,9 @@ def test_parts_that_were_sent_before_a_refusal_are_forgotten(
 def test_what_is_damaged_on_the_way_is_sent_again(
     faults: Faults, uri: str, tmp_path: Path, size: int
 ) -> None:
-    items = write(tmp_path / "a", model=size)
+    files = write(tmp_path / "a", model=size)
     faults.part, faults.status, faults.flip = "/model", 0, 1
-    upload(tmp_path / "a", uri, items)
+    upload(tmp_path / "a", uri, files)
     assert faults.flip == 0, "a bit was flipped"
     assert s3fs.S3FileSystem().cat_file(f"{uri}/model") == (tmp_path / "a" / "model").read_bytes()
 
@@ -140,45 +142,45 @@ def test_what_is_damaged_on_the_way_is_sent_again(
 def test_a_file_that_is_not_what_its_manifest_says_is_not_sent(
     uri: str, tmp_path: Path, size: int
 ) -> None:
-    items = write(tmp_path / "a", model=size)
+    files = write(tmp_path / "a", model=size)
     with (tmp_path / "a" / "model").open("r+b") as file:
         file.write(b"other")
     with pytest.raises(StorageError, match="is not what its manifest says"):
-        upload(tmp_path / "a", uri, items)
+        upload(tmp_path / "a", uri, files)
     assert (Objects(uri).sizes(), pending()) == ({}, [])
 
 
 def test_an_object_that_somebody_changed_is_sent_again(uri: str, tmp_path: Path) -> None:
-    items = write(tmp_path / "a", one=100, two=100)
-    upload(tmp_path / "a", uri, items)
+    files = write(tmp_path / "a", one=100, two=100)
+    upload(tmp_path / "a", uri, files)
     s3fs.S3FileSystem().pipe_file(f"{uri}/one", os.urandom(100))
-    assert upload(tmp_path / "a", uri, items) == 100
-    download(uri, tmp_path / "b", items)
+    assert upload(tmp_path / "a", uri, files) == 100
+    download(uri, tmp_path / "b", files)
     assert (tmp_path / "b" / "one").read_bytes() == (tmp_path / "a" / "one").read_bytes()
 
 
 def test_missing_short_and_forged_files_are_sentences(uri: str, tmp_path: Path) -> None:
-    items = write(tmp_path / "a", one=100)
+    files = write(tmp_path / "a", one=100)
     with pytest.raises(StorageError, match="one is missing"):
-        download(uri, tmp_path / "b", items)
+        download(uri, tmp_path / "b", files)
     s3fs.S3FileSystem().pipe_file(f"{uri}/one", b"short")
     with pytest.raises(StorageError, match=r"one differs from the manifest: it ends before byte"):
-        download(uri, tmp_path / "b", items)
+        download(uri, tmp_path / "b", files)
     for name in ("../one", "/etc/passwd", "a/../../b"):
         with pytest.raises(StorageError, match="it was forged"):
-            download(uri, tmp_path / "b", [Item(name, 1, "0" * 64)])
+            download(uri, tmp_path / "b", {name: FileEntry(size=1, sha256="0" * 64)})
 
 
 def test_what_is_large_shows_how_far_it_is(
     uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    items = write(tmp_path / "a", big=2 * PART)
-    upload(tmp_path / "a", f"{uri}/quiet", items)
+    files = write(tmp_path / "a", big=2 * PART)
+    upload(tmp_path / "a", f"{uri}/quiet", files)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(transfer, "LARGE", PART)
-    upload(tmp_path / "a", uri, items, "upload rl")
+    upload(tmp_path / "a", uri, files, "upload rl")
     assert "upload rl: 10/10 (100 %)" in capsys.readouterr().err
-    download(uri, tmp_path / "b", items, "download rl")
+    download(uri, tmp_path / "b", files, "download rl")
     said = capsys.readouterr().err
     assert "download rl: 10/10 (100 %)" in said
     assert "MiB/s" in said
@@ -204,9 +206,9 @@ def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{deaf.getsockname()[1]}")
         start = time.monotonic()
         with pytest.raises(StorageError, match="can't be read: "):
-            Objects("s3://transfer/x", Waits(2, 1, 0.5, 20)).read("a")
+            Objects("s3://transfer/x", Timeouts(2, 1, 0.5, 20)).read("a")
         with pytest.raises(StorageError, match=r"no answer in 1 s"):
-            Objects("s3://transfer/x", Waits(2, 1, 30, 1)).read("a")
+            Objects("s3://transfer/x", Timeouts(2, 1, 30, 1)).read("a")
         assert time.monotonic() - start < 10
 
 
@@ -220,7 +222,7 @@ def test_credentials_that_are_none_end_in_a_sentence(
         for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.delenv(variable)
         with pytest.raises(StorageError, match=r"credentials.*AWS_ACCESS_KEY_ID"):
-            Objects("s3://transfer/x", QUICK).write("a", b"a")
+            Objects("s3://transfer/x", QUICK).put("a", b"a")
 
 
 def test_flyte_s_variables_are_taken_where_aws_s_are_not_set(
@@ -231,29 +233,22 @@ def test_flyte_s_variables_are_taken_where_aws_s_are_not_set(
     monkeypatch.setenv("FLYTE_AWS_ACCESS_KEY_ID", "k")
     monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "s")
     own = {"client_kwargs": {"endpoint_url": endpoint}}
-    assert s3.from_environment("s3://x") == own
-    assert s3.from_environment("/x") == {}
+    assert s3_credentials("s3://x") == own
+    assert s3_credentials("/x") == {}
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3")
-    assert s3.from_environment("s3://x") == {"client_kwargs": {"endpoint_url": "http://s3"}}
+    assert s3_credentials("s3://x") == {"client_kwargs": {"endpoint_url": "http://s3"}}
     flyte = {"client_kwargs": {"endpoint_url": "http://flyte"}, "key": "k", "secret": "s"}
     with monkeypatch.context() as patch:
         for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID"):
             patch.delenv(variable)
-        assert s3.from_environment("s3://x") == flyte
+        assert s3_credentials("s3://x") == flyte
 
 
 def test_what_is_there_is_not_overwritten_by_what_must_be_new(uri: str) -> None:
     objects = Objects(uri)
-    assert objects.write("a", b"first", only_new=True)
-    assert not objects.write("a", b"second", only_new=True)
+    assert objects.put("a", b"first", only_new=True)
+    assert not objects.put("a", b"second", only_new=True)
     assert objects.read("a") == b"first"
-    assert objects.write("a", b"third")
-    assert objects.metadata("a") == {s3.SUM: sha256(b"third").hexdigest()}
+    assert objects.put("a", b"third")
+    assert objects.metadata("a") == {SHA256_KEY: sha256(b"third").hexdigest()}
     assert objects.sizes() == {"a": 5}
-
-
-@given(st.integers(0, 5 << 40))
-def test_parts_cover_a_file_once_and_are_not_too_many(size: int) -> None:
-    one = transfer._Sending(Objects("s3://b/x"), Path("x"), Item("x", size, ""))
-    assert 1 <= len(one.numbers) <= transfer.MAX_PARTS
-    assert (len(one.numbers) - 1) * one.part < max(size, 1) <= len(one.numbers) * one.part
