@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, checksummed, written beside training, on a disk or in an object store."""
+"""Checkpoints: atomic, checksummed, saved asynchronously, on a disk or in an object store."""
 
 from engine.checkpoint.saver import Saver, SaveStats
 from engine.checkpoint.store import (

@@ -1,4 +1,4 @@
-"""One piece of work at a time beside the caller's own; its error waits to be asked for."""
+"""One background call at a time; its error is raised by `wait`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Background:
         def run() -> None:
             try:
                 work()
-            except BaseException as error:  # whatever it is, it belongs to who waits for it
+            except BaseException as error:  # raised by `wait`
                 log.warning("%s failed: %s", self.name, error)
                 done.set_exception(error)
             else:
                 done.set_result(None)
 
-        # A daemon: a process that ends in the middle leaves a torn folder, which nobody chooses.
+        # A daemon: a process that ends in the middle leaves a torn folder, which is never loaded.
         threading.Thread(target=run, name=self.name, daemon=True).start()
 
     def wait(self, timeout_s: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and how the others leave. The choice is pure; removal is not."""
+"""Which checkpoints are kept, and how the others are removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.checkpoint.layout import MARKER, Marker
+from engine.checkpoint.format import MARKER, Marker
 from engine.errors import CheckpointError, ConfigError
 from engine.storage.atomic import process_is_alive
 from engine.storage.folder import Folder
@@ -20,12 +20,12 @@ from engine.storage.folder import Folder
 log = logging.getLogger(__name__)
 
 DRAFT = ".writing-"
-_ABANDONED_AFTER_S = 24 * 3600.0  # a draft of another machine is nobody's after this
+_ABANDONED_AFTER_S = 24 * 3600.0  # a draft of another machine counts as abandoned after this
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """How many checkpoints stay."""
+class RetentionPolicy:
+    """How many checkpoints are kept."""
 
     last: int = 2  # newest, at least 1
     best: int = 1  # by `metric`; without effect where it is empty
@@ -40,7 +40,7 @@ class Keep:
             )
 
 
-def kept(markers: Sequence[Marker], keep: Keep) -> set[int]:
+def retained(markers: Sequence[Marker], keep: RetentionPolicy) -> set[int]:
     """Sequence numbers of the checkpoints that stay: the newest of each step, last n and best k.
 
     Where two are equally good the newer one stays.
@@ -74,7 +74,7 @@ def draft_name(step: int) -> str:
     return f"{DRAFT}step_{step}-{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
-def abandoned(root: Folder, names: Iterable[str], own: Iterable[str]) -> list[str]:
+def abandoned_drafts(root: Folder, names: Iterable[str], own: Iterable[str]) -> list[str]:
     """Drafts whose process has died here, or that another machine left a day ago."""
     return [
         name

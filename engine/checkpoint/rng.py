@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.checkpoint.tree import Tree
+from engine.checkpoint.state_dict import StateDict
 
 log = logging.getLogger(__name__)
 
 
-def process_rng() -> Tree:
-    """The state of all global generators of this process, as a tree for a checkpoint."""
+def process_rng() -> StateDict:
+    """The state of all global generators of this process, as a state dict."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: Tree = {
+    state: StateDict = {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "numpy": {
             "kind": kind,
@@ -35,7 +35,7 @@ def process_rng() -> Tree:
     return state
 
 
-def set_process_rng(state: Tree) -> None:
+def set_process_rng(state: StateDict) -> None:
     """Restore what `process_rng` gave."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
@@ -48,16 +48,16 @@ def set_process_rng(state: Tree) -> None:
         torch.cuda.set_rng_state_all(device_states(state["cuda"], torch.cuda.device_count()))
 
 
-def device_states(saved: Sequence[Tensor], devices: int) -> list[Tensor]:
-    """Copies of the generators' states that `devices` devices take over, the first ones.
+def device_states(states: Sequence[Tensor], devices: int) -> list[Tensor]:
+    """Copies of the generators' states for `devices` devices, the first ones.
 
-    Warns where more were saved: what drew on the others goes on with another generator.
+    Warns where more were saved: what drew from the others will draw other numbers.
     """
-    if len(saved) > devices:
+    if len(states) > devices:
         log.warning(
             "the checkpoint has generators of %d GPUs and this process sees %d; the others are "
             "left out, and what drew on them goes on with other random numbers",
-            len(saved),
+            len(states),
             devices,
         )
-    return [state.clone() for state in saved[:devices]]
+    return [state.clone() for state in states[:devices]]

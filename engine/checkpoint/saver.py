@@ -1,4 +1,4 @@
-"""Saving beside training: roles copy their state and go on; writing and commit follow.
+"""Asynchronous saves: roles copy their state, training continues, writing and commit follow.
 
 What lives here: one save in flight over all roles, and what it cost. What does not: how a role
 writes (`engine.workers.stateful`), what a commit is (`store`). Knows groups by two methods only.
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.checkpoint.background import Background
-from engine.checkpoint.layout import rank_stem
+from engine.checkpoint.format import rank_file_prefix
+from engine.checkpoint.state_dict import Snapshot, StateDict, insert_tensors
 from engine.checkpoint.store import Checkpoint, CheckpointStore, Draft
-from engine.checkpoint.tree import Snapshot, Tree, unite
 from engine.errors import CheckpointError, EngineError
 from engine.storage.folder import CheckpointStorageError, Folder
 
@@ -44,14 +44,14 @@ class SaveStats:
         }
 
 
-class Follower(Protocol):
-    """What is made of committed checkpoints, beside training; its faults are its own to tell."""
+class CommitListener(Protocol):
+    """What processes committed checkpoints beside training, and reports its own errors."""
 
     def wake(self) -> None:
         """There is a new checkpoint; return at once."""
 
     def wait(self) -> None:
-        """Return when all is made of the checkpoints that there are, or given up."""
+        """Return when all checkpoints are processed, or given up."""
 
 
 class Saver:
@@ -65,27 +65,27 @@ class Saver:
         store: CheckpointStore,
         groups: Mapping[str, Any],
         timeout_s: float = 1800.0,
-        follower: Follower | None = None,
+        listener: CommitListener | None = None,
     ) -> None:
         """`groups` are the `WorkerGroup`s of `StatefulWorker`s by role, in the order in which they
-        load; a write has `timeout_s` seconds. `follower` is woken after every commit."""
+        load; a write has `timeout_s` seconds. `listener` is woken after every commit."""
         self.store, self.groups = store, dict(groups)
         self.last: Checkpoint | None = None  # newest that is committed
         self.stats: SaveStats | None = None  # of the same
         self._commit = Background("the commit of a checkpoint", 2 * timeout_s)  # ranks come first
-        self._timeout_s, self._follower = timeout_s, follower
+        self._timeout_s, self._listener = timeout_s, listener
         self._snapshot = Snapshot()
-        self._asked: int | None = None  # step of the save that was asked for last
+        self._requested: int | None = None  # step of the last save that was requested
         self._in_flight = False
-        self._gave_up = threading.Event()
+        self._cancelled = threading.Event()
         self._stall_s = 0.0
         self._reported: SaveStats | None = None
 
     @property
-    def owed(self) -> int | None:
-        """The step whose save was asked for last, unless that is known to be durable."""
+    def unsaved_step(self) -> int | None:
+        """The step whose save was requested last, unless that is known to be durable."""
         done = self.stats.step if self.stats is not None else None
-        return self._asked if self._asked != done else None
+        return self._requested if self._requested != done else None
 
     def take_metrics(self) -> dict[str, float]:
         """What the newest save cost whose commit ended since the last call; empty for none."""
@@ -93,27 +93,27 @@ class Saver:
         self._reported = stats
         return stats.as_metrics() if stats is not None and stats is not before else {}
 
-    def save(self, step: int, state: Tree, metrics: Mapping[str, float] | None = None) -> None:
-        """Copy the state of all roles and the controller's `state`; the rest goes on beside.
+    def save(self, step: int, state: StateDict, metrics: Mapping[str, float] | None = None) -> None:
+        """Copy the state of all roles and the controller's `state`; write them in the background.
 
-        Waits for the save before it, whose failure costs a warning and not this save; only one
-        that hangs is raised, since a second can't begin beside it. Raises CheckpointError when
+        Waits for the save before it, whose failure is a warning and does not affect this one; only
+        one that hangs is raised, since a second can't begin during it. Raises CheckpointError when
         this one can't begin; a further call may try again.
         """
         begin = time.perf_counter()
-        self._clear_way(step)
+        self._wait_for_previous(step)
         draft = self.store.begin(step)
         draft.metrics, draft.roles = dict(metrics or {}), self._ranks()
         try:
-            draft.state = unite(*self._snapshot.take(state))
+            draft.state = insert_tensors(*self._snapshot.take(state))
             answers = [group.save_state(draft.folder) for group in self.groups.values()]
             for answer in answers:
                 answer.result()
         except Exception:
-            self._settle()  # nobody may write any more into what is deleted
+            self._wait_for_writers()  # no rank may write into a deleted folder
             self.store.abandon(draft)
             raise
-        self._gave_up.clear()
+        self._cancelled.clear()
         self._in_flight = True
         self._stall_s = time.perf_counter() - begin
         self._commit.start(lambda: self._finish(draft, begin))
@@ -125,39 +125,39 @@ class Saver:
         """
         if self._in_flight:
             self._in_flight = False
-            if error := self._settle():
-                self._gave_up.set()
+            if error := self._wait_for_writers():
+                self._cancelled.set()
                 with contextlib.suppress(CheckpointError):  # the consequence of `error`
                     self._commit.wait()
                 raise error
         self._commit.wait()  # also one that hung when it was waited for before
         return self.last
 
-    def break_off(self, limit_s: float) -> None:
-        """Give the save in flight `limit_s` seconds more: who asks for it leaves by an error.
+    def drain(self, limit_s: float) -> None:
+        """Give the save in flight `limit_s` seconds more, before the process ends by an error.
 
-        Asks no rank, which may be gone. What goes wrong is said, and raised by nobody.
+        Calls no rank, which may be gone. Failures are logged and not raised.
         """
         try:
             self._commit.wait(limit_s)
         except CheckpointError as error:
-            log.warning("the checkpoint of step %s may be lost: %s", self._asked, error)
+            log.warning("the checkpoint of step %s may be lost: %s", self._requested, error)
 
     def finish(self) -> None:
-        """Wait for what follows the commits: the end of a run."""
-        if self._follower is not None:
-            self._follower.wait()
+        """Wait for the listener, at the end of a run."""
+        if self._listener is not None:
+            self._listener.wait()
 
-    def restore(self, checkpoint: Checkpoint) -> Tree:
+    def restore(self, checkpoint: Checkpoint) -> StateDict:
         """Load all roles from a checkpoint; return the controller's state."""
         for group in self.groups.values():  # one by one: the rollout serves what the actor loads
             group.load_state(checkpoint.folder).result()
         self.last = checkpoint
         return checkpoint.state
 
-    def _clear_way(self, step: int) -> None:
-        """End the save before that of `step`."""
-        before, self._asked = self._asked, step
+    def _wait_for_previous(self, step: int) -> None:
+        """Wait for the save before that of `step`, which begins."""
+        before, self._requested = self._requested, step
         try:
             self.wait()
         except CheckpointError as error:
@@ -168,8 +168,8 @@ class Saver:
     def _ranks(self) -> dict[str, int]:
         return {role: group.world_size for role, group in self.groups.items()}
 
-    def _settle(self) -> EngineError | None:
-        """Wait until no rank writes; return the first error that one has met."""
+    def _wait_for_writers(self) -> EngineError | None:
+        """Wait until no rank writes; return the first error."""
         first = None
         for answer in [group.wait_saved(self._timeout_s) for group in self.groups.values()]:
             try:
@@ -193,20 +193,20 @@ class Saver:
             written_bytes=self.last.bytes,
             tensor_bytes=draft.tensor_bytes,
         )
-        if self._follower is not None:
-            self._follower.wake()
+        if self._listener is not None:
+            self._listener.wake()
 
     def _wait_for_ranks(self, draft: Draft) -> None:
-        """Look for the ranks' reports: asking the ranks would wait behind their next calls."""
+        """Poll for the ranks' JSON files: a call to them would wait behind their next calls."""
         folder, deadline = Folder(draft.folder), time.monotonic() + self._timeout_s
         wanted = {
-            f"{rank_stem(role, rank, ranks)}.json"
+            f"{rank_file_prefix(role, rank, ranks)}.json"
             for role, ranks in draft.roles.items()
             for rank in range(ranks)
         }
         pause = 0.01
         while missing := sorted(wanted - folder.sizes().keys()):
-            if self._gave_up.wait(pause):
+            if self._cancelled.wait(pause):
                 raise CheckpointError(f"the checkpoint of step {draft.step} was given up")
             if time.monotonic() > deadline:
                 raise CheckpointStorageError(

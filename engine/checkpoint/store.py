@@ -1,7 +1,7 @@
-"""Checkpoints under one root: written whole or not at all, the newest good one found again.
+"""Checkpoints under one root: written whole or not at all; the newest good one is found.
 
 What lives here: opening, committing and finding checkpoints. What does not: files and checksums
-(`layout`), which ones are kept (`retention`), saving beside training (`saver`).
+(`format`), which ones are kept (`retention`), asynchronous saves (`saver`).
 """
 
 from __future__ import annotations
@@ -15,25 +15,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from engine.checkpoint.layout import (
+from engine.checkpoint.format import (
     CHECKSUMS,
     MARKER,
     STATE,
     Marker,
     check_sizes,
-    rank_stem,
+    rank_file_prefix,
     ranks_in,
     read_checksums,
     read_marker,
-    read_tree,
-    read_written,
+    read_state,
+    read_written_files,
     verify,
     write_checksums,
     write_marker,
-    write_tree,
+    write_state,
 )
-from engine.checkpoint.retention import Keep, abandoned, draft_name, kept, remove_checkpoint
-from engine.checkpoint.tree import Tree, split
+from engine.checkpoint.retention import (
+    RetentionPolicy,
+    abandoned_drafts,
+    draft_name,
+    remove_checkpoint,
+    retained,
+)
+from engine.checkpoint.state_dict import StateDict, extract_tensors
 from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.storage.folder import Folder
 from engine.storage.hashing import FileEntry
@@ -42,7 +48,7 @@ log = logging.getLogger(__name__)
 
 EXPORTS = "huggingface"  # folder under the root: model folders by their checkpoints' names
 _STEP = re.compile(r"step_\d+(\.\d+)?")  # step_500.1: saved when there was a step_500 already
-_under_way: set[str] = set()  # addresses of this process's drafts, which nobody sweeps away
+_open_drafts: set[str] = set()  # addresses of this process's drafts, which cleaning up leaves alone
 
 
 @dataclass(frozen=True)
@@ -63,10 +69,10 @@ class Checkpoint:
         return self.marker.metrics
 
     @cached_property
-    def state(self) -> Tree:
+    def state(self) -> StateDict:
         """The controller's state, read on first use; tuples come back as lists."""
         folder = Folder(self.folder)
-        return read_tree(folder, STATE, read_checksums(folder, self.marker))
+        return read_state(folder, STATE, read_checksums(folder, self.marker))
 
     @cached_property
     def bytes(self) -> int:
@@ -81,7 +87,7 @@ class Draft:
 
     step: int
     folder: str  # path or URI, the same on every node
-    state: Tree = field(default_factory=dict)  # the controller's
+    state: StateDict = field(default_factory=dict)  # the controller's
     metrics: dict[str, float] = field(default_factory=dict)  # e.g. {"validation/reward": 0.4}
     roles: dict[str, int] = field(default_factory=dict)  # ranks that must have written, by role
     tensor_bytes: int = 0  # set by the commit: the least that could be written
@@ -108,7 +114,7 @@ class CheckpointStore:
         mode: Literal["max", "min"] = "max",
     ) -> None:
         """Raise ConfigError for a retention that keeps nothing, CheckpointError for a bad root."""
-        self.keep = Keep(keep_last, keep_best, metric, mode)
+        self.retention = RetentionPolicy(keep_last, keep_best, metric, mode)
         self.root = Folder(root)
         self._damaged: set[str] = set()  # names of folders that `latest` has refused
 
@@ -130,41 +136,41 @@ class CheckpointStore:
         self.root.create()
         name = draft_name(step) if self.root.is_local else self._free_name(step)
         folder = self.root / name
-        _under_way.add(folder.uri)
+        _open_drafts.add(folder.uri)
         folder.create()
         return Draft(step, folder.uri)
 
     def commit(self, draft: Draft) -> Checkpoint:
-        """Check what the ranks wrote, write the marker, and let old checkpoints go.
+        """Check what the ranks wrote, write the marker, and delete old checkpoints.
 
         Raises CheckpointError when a rank is missing or a file isn't what its rank reported.
         """
         folder = Folder(draft.folder)
-        sums = self._collect(folder, draft)
-        check_sizes(folder, sums)
+        checksums = self._collect(folder, draft)
+        check_sizes(folder, checksums)
         others = self._markers()
         sequence = 1 + max((marker.sequence for marker in others.values()), default=0)
-        digest = write_checksums(folder, sums)
+        digest = write_checksums(folder, checksums)
         marker = Marker(draft.step, sequence, digest, draft.metrics)
         write_marker(folder, marker)
         name = self._publish(folder, draft.step)
-        _under_way.discard(folder.uri)
+        _open_drafts.discard(folder.uri)
         self._remove_old(others, name, marker)
         return Checkpoint((self.root / name).uri, marker)
 
     def abandon(self, draft: Draft) -> None:
         """Delete an uncommitted draft; what can't be deleted stays torn, and is never chosen."""
-        if draft.folder in _under_way:
+        if draft.folder in _open_drafts:
             remove_checkpoint(Folder(draft.folder))
-            _under_way.discard(draft.folder)
+            _open_drafts.discard(draft.folder)
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint whose every file verifies; None where there is none.
 
-        Damaged ones are passed over with a warning that says why. Raises CheckpointError when the
+        Damaged ones are skipped with a warning that says why. Raises CheckpointError when the
         root can't be reached: falling back to an older one would lose work for nothing.
         """
-        markers = self._markers(aloud=True)
+        markers = self._markers(warn=True)
         for name in sorted(markers, key=lambda name: -markers[name].sequence):
             folder = self.root / name
             try:
@@ -180,11 +186,11 @@ class CheckpointStore:
         return sorted(markers, key=lambda name: markers[name].sequence)
 
     def _collect(self, folder: Folder, draft: Draft) -> dict[str, FileEntry]:
-        """The sums of all files that ranks reported and of the controller's state."""
+        """The checksums of all files that ranks reported and of the controller's state."""
         present = ranks_in(folder.sizes())
         wanted = {role: set(worlds) for role, worlds in present.items()}
         wanted |= {role: {ranks} for role, ranks in draft.roles.items()}
-        sums: dict[str, FileEntry] = {}
+        checksums: dict[str, FileEntry] = {}
         for role, worlds in wanted.items():
             for world in worlds:
                 found = present.get(role, {}).get(world, set())
@@ -194,15 +200,15 @@ class CheckpointStore:
                         "nothing; all nodes must see one folder: use a shared disk or s3://"
                     )
                 for rank in range(world):
-                    written = read_written(folder, rank_stem(role, rank, world))
-                    sums |= written.files
+                    written = read_written_files(folder, rank_file_prefix(role, rank, world))
+                    checksums |= written.files
                     draft.tensor_bytes += written.tensor_bytes
-        own = write_tree(folder, STATE, *split(draft.state))
+        own = write_state(folder, STATE, *extract_tensors(draft.state))
         draft.tensor_bytes += own.tensor_bytes
-        return sums | own.files
+        return checksums | own.files
 
     def _publish(self, folder: Folder, step: int) -> str:
-        """Give a local draft its name; elsewhere it has had it from the start."""
+        """Rename a local draft; in an object store it has its final name from the start."""
         name = folder.uri.rsplit("/", 1)[-1]
         while self.root.is_local:
             name = self._free_name(step)
@@ -218,36 +224,36 @@ class CheckpointStore:
             name = f"step_{step}.{attempt}"
         return name
 
-    def _markers(self, aloud: bool = False) -> dict[str, Marker]:
+    def _markers(self, warn: bool = False) -> dict[str, Marker]:
         """The markers of all checkpoints by folder name; torn ones are left out."""
         markers = {}
         for name in filter(_STEP.fullmatch, self.root.folders()):
             try:
                 markers[name] = read_marker(self.root / name)
             except DamagedCheckpointError as error:
-                if aloud and f"{self.root}/{name}" not in _under_way:
+                if warn and f"{self.root}/{name}" not in _open_drafts:
                     log.warning("checkpoint %s/%s is torn: %s", self.root, name, error)
         return markers
 
     def _remove_old(self, others: Mapping[str, Marker], name: str, marker: Marker) -> None:
-        """After a commit: superseded and torn checkpoints go, and drafts of the dead."""
+        """Delete superseded and torn checkpoints, and drafts of processes that died."""
         good = {n: m for n, m in others.items() if n not in self._damaged}
-        stay = kept([*good.values(), marker], self.keep)
+        stay = retained([*good.values(), marker], self.retention)
         try:
             names = self.root.folders()
         except CheckpointError as error:
             log.warning("old checkpoints stay: %s", error)
             return
-        busy = {address.rsplit("/", 1)[-1] for address in _under_way}
+        busy = {address.rsplit("/", 1)[-1] for address in _open_drafts}
         steps = [n for n in names if _STEP.fullmatch(n) and n not in {name, *busy}]
         old = [n for n in steps if n not in good or good[n].sequence not in stay]
-        for gone in (*old, *abandoned(self.root, names, busy)):
+        for gone in (*old, *abandoned_drafts(self.root, names, busy)):
             remove_checkpoint(self.root / gone)
         if EXPORTS in names:
             self._remove_exports({*steps, name} - {*old})
 
     def _remove_exports(self, checkpoints: set[str]) -> None:
-        """Let model folders go whose checkpoint has gone, and what dead processes left of them."""
+        """Delete model folders without a checkpoint, and drafts of processes that died."""
         exports = self.root / EXPORTS
         try:
             names = exports.folders()
@@ -255,7 +261,7 @@ class CheckpointStore:
             log.warning("old model folders stay: %s", error)
             return
         old = [n for n in names if _STEP.fullmatch(n) and n not in checkpoints]
-        for gone in (*old, *abandoned(exports, names, ())):
+        for gone in (*old, *abandoned_drafts(exports, names, ())):
             remove_checkpoint(exports / gone)
 
 

@@ -134,7 +134,7 @@ def _manifest_at(address: str) -> Manifest | None:
 
 def _checkpoint_at(address: str) -> Node | None:
     """Return the node of a complete checkpoint with what its stage was making; else None."""
-    from engine.checkpoint.layout import read_marker
+    from engine.checkpoint.format import read_marker
     from engine.storage.folder import Folder
 
     try:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.checkpoint.saved_state import SavedRank
-from engine.checkpoint.shards import BOXES
-from engine.checkpoint.tree import Tree
+from engine.checkpoint.dcp_metadata import BOXES
+from engine.checkpoint.rank_state import RankState
+from engine.checkpoint.state_dict import StateDict
 from engine.errors import CheckpointError
 from engine.models import has_adapters
 from engine.parallel import fsdp
@@ -61,7 +61,7 @@ class ShardedTrainState:
         self._sharded, self._optimizer, self._generator = sharded, optimizer, generator
         self._layout: tuple[set[str], dict[str, str]] | None = None
 
-    def state_dict(self) -> Tree:
+    def state_dict(self) -> StateDict:
         """Tensors are the live ones; on many ranks those that this one is to save."""
         writes, _ = self._gathered()
         kept = [one for one in self._stored() if one.name in writes]
@@ -83,12 +83,12 @@ class ShardedTrainState:
             "rng": {"minibatches": self._generator.get_state()},
         }
 
-    def check(self, saved: Sequence[SavedRank]) -> None:
+    def check(self, saved: Sequence[RankState]) -> None:
         """Raise CheckpointError unless ranks saved a model of these names and shapes, whole."""
         _, kinds = self._gathered()
         _check(_pieces(saved), kinds)
 
-    def load(self, own: SavedRank, saved: Sequence[SavedRank]) -> None:
+    def load(self, own: RankState, saved: Sequence[RankState]) -> None:
         """Restore what ranks saved, the weights in their own storage, which others may share.
 
         Raises CheckpointError, before anything has changed, for the state of another model.
@@ -140,22 +140,22 @@ class TrainingWorker(StatefulWorker):
     ranks_alike = True
     trained: ShardedTrainState  # set by the role, once its optimizer is there
 
-    def state_dict(self) -> Tree:
+    def state_dict(self) -> StateDict:
         """Weights, moments and the generator that shuffles mini-batches: this rank's part."""
         return self.trained.state_dict()
 
-    def load_sharded_state(self, own: SavedRank, saved: list[SavedRank]) -> None:
+    def load_sharded_state(self, own: RankState, saved: list[RankState]) -> None:
         """Restore what all ranks saved, in place: engines that share the weights see it too."""
         self.trained.load(own, saved)
 
-    def load_state_dict(self, state: Tree) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restore the `state_dict` of a single rank."""
-        own = SavedRank.of(state)
+        own = RankState.of(state)
         self.load_sharded_state(own, [own])
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, saved: Sequence[SavedRank]) -> None:
+def load_weights(model: nn.Module, saved: Sequence[RankState]) -> None:
     """Fill a whole model, in place, with the weights that all ranks of a role saved.
 
     Of a model with adapters, these alone. Raises CheckpointError, before anything has changed, for
@@ -180,10 +180,10 @@ class _Piece:
     kind: str  # of the whole
     elements: int  # of the whole
     box: Box
-    rank: SavedRank
+    rank: RankState
 
 
-def _pieces(saved: Sequence[SavedRank]) -> dict[str, list[_Piece]]:
+def _pieces(saved: Sequence[RankState]) -> dict[str, list[_Piece]]:
     found: dict[str, list[_Piece]] = {}
     for rank in saved:
         for name, it in rank.get(BOXES).items():

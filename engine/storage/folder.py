@@ -1,7 +1,7 @@
 """A folder of checkpoint files, on a disk or in an object store (`s3://…`).
 
 What lives here: reading, writing and removing with checksums, and errors as CheckpointErrors. What
-does not: which files make a checkpoint (`engine.checkpoint.layout`).
+does not: which files make a checkpoint (`engine.checkpoint.format`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Folder:
     def __init__(self, uri: str | Path) -> None:
         """Raise CheckpointError for an address that no installed file system knows."""
         try:
-            self._files = Files(uri, PATIENT)
+            self.files = Files(uri, PATIENT)
         except Exception as error:  # fsspec's drivers raise errors of many libraries
             raise CheckpointError(
                 f"checkpoint folder {uri} can't be used: {error_text(error)}; give a local path "
                 "or an address such as s3://bucket/run"
             ) from error
-        self.uri, self.path = self._files.uri, self._files.path
-        self.is_local = self._files.is_local
+        self.uri, self.path = self.files.uri, self.files.path
+        self.is_local = self.files.is_local
 
     def __truediv__(self, name: str) -> Folder:
         return Folder(f"{self.uri}/{name}")
@@ -52,10 +52,10 @@ class Folder:
         with self._writing(name):
             if self.is_local:
                 write_atomically(Path(self.path) / name, hashed)
-            elif self._files.is_s3:
+            elif self.files.is_s3:
                 Uploader(Objects(self.uri)).write(name, hashed)
             else:
-                with self._files.fs.open(self._files.path_of(name), "wb") as file:
+                with self.files.fs.open(self.files.path_of(name), "wb") as file:
                     for chunk in hashed:
                         file.write(chunk)
         return hashed.entry
@@ -63,29 +63,29 @@ class Folder:
     def read(self, name: str) -> bytes:
         """Return a file's bytes; DamagedCheckpointError when it is missing."""
         with self._reading(name):
-            return self._files.read(name)
+            return self.files.read(name)
 
     def digest(self, name: str) -> FileEntry:
         """Hash a file without holding it in memory."""
         with self._reading(name):
-            return hash_chunks(self._files.chunks(name))
+            return hash_chunks(self.files.chunks(name))
 
     def sizes(self) -> dict[str, int]:
         """The files in this folder and their sizes in bytes; none where there is no folder."""
         with self._reading(""):
-            entries = self._files.entries()
+            entries = self.files.entries()
         return {_basename(e["name"]): int(e["size"]) for e in entries if e["type"] == "file"}
 
     def folders(self) -> list[str]:
         """Names of the folders in this one."""
         with self._reading(""):
-            entries = self._files.entries()
+            entries = self.files.entries()
         return sorted(_basename(e["name"]) for e in entries if e["type"] == "directory")
 
     def names(self) -> set[str]:
         """Names of all that is in this folder: files, folders, links that lead nowhere too."""
         with self._reading(""):
-            return {_basename(entry["name"]) for entry in self._files.entries()}
+            return {_basename(entry["name"]) for entry in self.files.entries()}
 
     def create(self) -> None:
         """Make the folder and those above it; an object store needs none."""
@@ -113,7 +113,7 @@ class Folder:
 
     def remove_file(self, name: str) -> None:
         """Delete one file; one that isn't there is as good."""
-        files = self._files
+        files = self.files
         with self._writing(name), contextlib.suppress(FileNotFoundError):
             files.request(lambda: files.fs.rm_file(files.path_of(name)))
             if self.is_local:
@@ -121,7 +121,7 @@ class Folder:
 
     def remove(self) -> None:
         """Delete the folder with all that is in it."""
-        files = self._files
+        files = self.files
         with self._writing(""), contextlib.suppress(FileNotFoundError):
             if self.is_local:
                 shutil.rmtree(self.path)

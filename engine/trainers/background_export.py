@@ -16,7 +16,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from engine.checkpoint.layout import MARKER
+from engine.checkpoint.format import MARKER
 from engine.checkpoint.store import EXPORTS, CheckpointStore
 from engine.errors import CheckpointError
 from engine.storage.folder import Folder

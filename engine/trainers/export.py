@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from engine.checkpoint import find_latest
-from engine.checkpoint.layout import MARKER
+from engine.checkpoint.format import MARKER
+from engine.checkpoint.rank_state import RankState, read_role_states, read_values
 from engine.checkpoint.retention import draft_name
-from engine.checkpoint.saved_state import SavedRank, read_role, read_values
 from engine.config import LoRAConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError, DamagedCheckpointError
@@ -61,7 +61,7 @@ def export_policy(
             f"{source} has no policy of an RL run; a warm start's model folder is the result of "
             "its stage"
         )
-    saved = read_role(source, "actor")
+    saved = read_role_states(source, "actor")
     path = str(model or start["model"])
     require_model_folder(path, "the start model (--model)")
     policy = policy_model(path, start["dtype"], LoRAConfig.model_validate(start["lora"]))
@@ -93,7 +93,7 @@ def _resolve_checkpoint(checkpoint: str | Path) -> str:
 
 
 def _load_saved_weights(
-    policy: PreTrainedModel, saved: list[SavedRank], source: str, path: str
+    policy: PreTrainedModel, saved: list[RankState], source: str, path: str
 ) -> None:
     """Load the saved weights into the start model; raise CheckpointError for another model."""
     other = f"{source} is not of the start model {path}: {{}}; give --model the one it began with"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.batch import Batch
-from engine.checkpoint.tree import Tree
+from engine.checkpoint.state_dict import StateDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class Queued:
     prompts: Batch
     done: Batch  # whole groups, with the versions that they were sampled under
 
-    def tree(self) -> Tree:
+    def tree(self) -> StateDict:
         """Tensors and plain values."""
         return {"prompts": batch_tree(self.prompts), "done": batch_tree(self.done)}
 
     @staticmethod
-    def of(tree: Tree) -> Queued:
+    def of(tree: StateDict) -> Queued:
         """What `tree` gave."""
         return Queued(batch_of(tree["prompts"]), batch_of(tree["done"]))
 
@@ -44,7 +44,7 @@ def nothing_pending() -> AbstractContextManager[Pending]:
     return nullcontext(Pending())
 
 
-def batch_tree(batch: Batch) -> Tree:
+def batch_tree(batch: Batch) -> StateDict:
     """A batch as tensors and plain values."""
     return {
         "tensors": {name: batch[name] for name in batch.names},
@@ -52,7 +52,7 @@ def batch_tree(batch: Batch) -> Tree:
     }
 
 
-def batch_of(tree: Tree) -> Batch:
+def batch_of(tree: StateDict) -> Batch:
     """What `batch_tree` gave; tuples and arrays in columns have become lists."""
     return Batch({name: t.clone() for name, t in tree["tensors"].items()}, tree["columns"])
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from engine.checkpoint import Checkpoint, CheckpointStore, Saver, find_latest
 from engine.checkpoint.rng import process_rng, set_process_rng
-from engine.checkpoint.tree import Tree
+from engine.checkpoint.state_dict import StateDict
 from engine.errors import CheckpointError
 from engine.models import has_adapters
 from engine.parallel.gather import named_tensors
@@ -61,7 +61,7 @@ class Saves:
         """Begin to write a checkpoint; a failure is logged, and training continues."""
         if self.saver is None:
             return
-        state: Tree = {
+        state: StateDict = {
             "settings": self._settings,
             "metrics": metrics,
             "model": self._tensors(),

@@ -31,7 +31,7 @@ def ensure_last_save(saver: Saver | None, save: Callable[[], None]) -> None:
             "the last step, %d, has NO CHECKPOINT: its save failed twice. The trained model is "
             "handed over all the same; a run that is started again trains once more from %s. Look "
             "at %s before it is needed",
-            saver.owed,
+            saver.unsaved_step,
             "the beginning" if saver.last is None else saver.last.folder,
             saver.store.root,
         )
@@ -60,7 +60,7 @@ def finish_save_on_error(saver: Saver | None, notice: Notice) -> Iterator[None]:
         yield
     except BaseException:
         if saver is not None:
-            saver.break_off(notice.left_s())
+            saver.drain(notice.left_s())
         raise
 
 
@@ -69,5 +69,5 @@ def _is_durable(saver: Saver) -> bool:
     try:
         saver.wait()
     except CheckpointError as error:
-        log.warning("no checkpoint at step %s: %s", saver.owed, error)
-    return saver.owed is None
+        log.warning("no checkpoint at step %s: %s", saver.unsaved_step, error)
+    return saver.unsaved_step is None

@@ -16,8 +16,8 @@ from engine.algorithms.kl import kl_estimate
 from engine.algorithms.metrics import Sum, finish, over_mask
 from engine.algorithms.skip import rows_with_gradient
 from engine.batch import TOKENS, Batch
-from engine.checkpoint.saved_state import SavedRank
-from engine.checkpoint.tree import Tree
+from engine.checkpoint.rank_state import RankState
+from engine.checkpoint.state_dict import StateDict
 from engine.config import ActorConfig, LoRAConfig, PreferenceConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError
@@ -253,14 +253,14 @@ class ActorWorker(TrainingWorker):
             save_model(model, load_tokenizer(self.tokenizer_path), Path(folder))
         return folder
 
-    def state_dict(self) -> Tree:
+    def state_dict(self) -> StateDict:
         """Weights, moments, the generator that shuffles mini-batches, and the version."""
         own = {"policy_version": self.context.shared["policy_version"], "start": self.start}
         if self.lora.rank:
             own |= {"lora_alpha": self.lora.alpha}
         return super().state_dict() | own
 
-    def load_sharded_state(self, own: SavedRank, saved: list[SavedRank]) -> None:
+    def load_sharded_state(self, own: RankState, saved: list[RankState]) -> None:
         """Restore what all ranks saved, in place: engines that share the weights see it too.
 
         Raises CheckpointError for another model's, one of the same shape included, and for

@@ -10,10 +10,10 @@ import time
 from abc import ABC, abstractmethod
 
 from engine.checkpoint.background import Background
-from engine.checkpoint.layout import rank_stem, write_tree
+from engine.checkpoint.format import rank_file_prefix, write_state
+from engine.checkpoint.rank_state import RankState, read_role_states, state_of_rank
 from engine.checkpoint.rng import process_rng, set_process_rng
-from engine.checkpoint.saved_state import SavedRank, own_of, read_role
-from engine.checkpoint.tree import Snapshot, Tree
+from engine.checkpoint.state_dict import Snapshot, StateDict
 from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.storage.folder import Folder
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
@@ -37,11 +37,11 @@ class StatefulWorker(Worker, ABC):
         self._writing = Background(what, WRITE_TIMEOUT_S)
 
     @abstractmethod
-    def state_dict(self) -> Tree:
+    def state_dict(self) -> StateDict:
         """The role's state; tensors may be the live ones."""
 
     @abstractmethod
-    def load_state_dict(self, state: Tree) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take over a saved state; raise CheckpointError, changing nothing, if it doesn't fit."""
 
     @dispatch(Dispatch.ONE_TO_ALL)
@@ -56,7 +56,7 @@ class StatefulWorker(Worker, ABC):
         stem = self._stem()
 
         def write() -> None:
-            write_tree(Folder(folder), stem, values, groups)
+            write_state(Folder(folder), stem, values, groups)
 
         self._writing.start(write)
         return time.perf_counter() - begin
@@ -75,8 +75,8 @@ class StatefulWorker(Worker, ABC):
         """
         context = self.context
         try:
-            saved = read_role(folder, context.role)
-            own = own_of(saved, context.rank, context.world_size, alike=self.ranks_alike)
+            saved = read_role_states(folder, context.role)
+            own = state_of_rank(saved, context.rank, context.world_size, any_rank=self.ranks_alike)
             self.load_sharded_state(own, saved)
         except DamagedCheckpointError:
             raise
@@ -84,9 +84,9 @@ class StatefulWorker(Worker, ABC):
             raise CheckpointError(f"{folder}: {self._stem()}: {error}") from error
         set_process_rng(own.get("process_rng"))
 
-    def load_sharded_state(self, own: SavedRank, saved: list[SavedRank]) -> None:
+    def load_sharded_state(self, own: RankState, saved: list[RankState]) -> None:
         """Take over `own`, one of `saved`; overridden where a rank needs what others wrote."""
-        self.load_state_dict(own.tree())
+        self.load_state_dict(own.state_dict())
 
     def close(self) -> None:
         """Let a write that is under way end."""
@@ -94,4 +94,4 @@ class StatefulWorker(Worker, ABC):
         super().close()
 
     def _stem(self) -> str:
-        return rank_stem(self.context.role, self.context.rank, self.context.world_size)
+        return rank_file_prefix(self.context.role, self.context.rank, self.context.world_size)

@@ -180,11 +180,11 @@ def test_a_changed_file_is_found(saved: str, tmp_path: Path) -> None:
 
 def test_an_object_store_on_both_ends(saved: str, bucket: str, tmp_path: Path) -> None:
     root, out = Folder(f"{bucket}/{tmp_path.name}"), Folder(f"{bucket}/{tmp_path.name}-out")
-    root.fs.put(str(Path(saved).parent), f"{root.path}", recursive=True)
+    root.files.fs.put(str(Path(saved).parent), f"{root.path}", recursive=True)
     out.write("model.safetensors", [b"what an upload that was broken off has left"])
     export_policy(root.uri, out.uri)
     export_policy(saved, tmp_path / "here")
-    out.fs.get(out.path, str(tmp_path / "copy"), recursive=True)
+    out.files.fs.get(out.path, str(tmp_path / "copy"), recursive=True)
     assert content(tmp_path / "copy") == content(tmp_path / "here")
     with pytest.raises(CheckpointError, match=r"is there already"):
         export_policy(root.uri, out.uri)
@@ -290,7 +290,7 @@ def test_a_run_that_goes_on_makes_what_is_missing_and_lets_the_old_go(
         second.fit(checkpoint_dir=root.uri)
         assert exports.folders() == ["step_1"]
         second.save(tmp_path / "saved")
-    exports.fs.get(f"{exports.path}/step_1", str(tmp_path / "copy"), recursive=True)
+    exports.files.fs.get(f"{exports.path}/step_1", str(tmp_path / "copy"), recursive=True)
     assert content(tmp_path / "copy") == content(tmp_path / "saved")
     with trainer(tiny_folder, total_training_steps=2) as third:
         third.fit(checkpoint_dir=root.uri)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.checkpoint.layout import Marker
-from engine.checkpoint.retention import Keep, abandoned, draft_name, kept
+from engine.checkpoint.format import Marker
+from engine.checkpoint.retention import RetentionPolicy, abandoned_drafts, draft_name, retained
 from engine.errors import ConfigError
 from engine.storage.folder import Folder
 
@@ -25,11 +25,13 @@ def marker(sequence: int, step: int, value: float | None = None) -> Marker:
 def test_last_and_best_stay() -> None:
     values = [0.1, 0.9, 0.3, math.nan, 0.2]
     markers = [marker(i, 10 * i, value) for i, value in enumerate(values)]
-    assert kept(markers, Keep(2, 1, "reward")) == {3, 4, 1}
-    assert kept(markers, Keep(2, 2, "reward")) == {3, 4, 1, 2}
-    assert kept(markers, Keep(1, 1, "reward", "min")) == {4, 0}
-    assert kept(markers, Keep(1, 3)) == {4}
-    assert kept([marker(0, 0, 0.5), marker(1, 1, 0.5), marker(2, 2)], Keep(1, 1, "reward")) == {
+    assert retained(markers, RetentionPolicy(2, 1, "reward")) == {3, 4, 1}
+    assert retained(markers, RetentionPolicy(2, 2, "reward")) == {3, 4, 1, 2}
+    assert retained(markers, RetentionPolicy(1, 1, "reward", "min")) == {4, 0}
+    assert retained(markers, RetentionPolicy(1, 3)) == {4}
+    assert retained(
+        [marker(0, 0, 0.5), marker(1, 1, 0.5), marker(2, 2)], RetentionPolicy(1, 1, "reward")
+    ) == {
         2,
         1,
     }
@@ -38,8 +40,8 @@ def test_last_and_best_stay() -> None:
 def test_the_newest_is_the_last_written_and_not_the_highest_step() -> None:
     # A run went on from step 10 after 20 and 30 had been written: 20 is of the present course.
     markers = [marker(1, 10), marker(2, 20), marker(3, 30), marker(4, 20)]
-    assert kept(markers, Keep(1)) == {4}
-    assert kept(markers, Keep(2)) == {4, 3}
+    assert retained(markers, RetentionPolicy(1)) == {4}
+    assert retained(markers, RetentionPolicy(2)) == {4, 3}
 
 
 @given(
@@ -51,7 +53,7 @@ def test_the_newest_always_stays_and_counts_hold(
     facts: list[tuple[int, float | None]], last: int, best: int
 ) -> None:
     markers = [marker(i, step, value) for i, (step, value) in enumerate(facts)]
-    stay = kept(markers, Keep(last, best, "reward"))
+    stay = retained(markers, RetentionPolicy(last, best, "reward"))
     assert len(markers) - 1 in stay
     steps = [facts[i][0] for i in stay]
     assert len(set(steps)) == len(steps) <= last + best
@@ -63,9 +65,9 @@ def test_the_newest_always_stays_and_counts_hold(
 
 def test_a_retention_that_keeps_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"keep_last=0 must be at least 1"):
-        Keep(0)
+        RetentionPolicy(0)
     with pytest.raises(ConfigError, match=r"mode='best'"):
-        Keep(mode="best")  # type: ignore[arg-type]
+        RetentionPolicy(mode="best")  # type: ignore[arg-type]
 
 
 def test_only_drafts_of_the_dead_are_abandoned(tmp_path: Path) -> None:
@@ -79,4 +81,4 @@ def test_only_drafts_of_the_dead_are_abandoned(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).mkdir()
     os.utime(tmp_path / old, (0, time.time() - 2 * 24 * 3600))
-    assert abandoned(Folder(tmp_path), names, [own]) == [dead, reborn, old]
+    assert abandoned_drafts(Folder(tmp_path), names, [own]) == [dead, reborn, old]

@@ -22,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from engine.checkpoint import Checkpoint, CheckpointStore, Draft, Saver, open_checkpoint
 from engine.checkpoint.background import Background
-from engine.checkpoint.saved_state import read_role
+from engine.checkpoint.rank_state import read_role_states
 from engine.controller.launch import Placement, Pool, launch
 from engine.controller.worker_host import RoleSpec
 from engine.errors import CheckpointError
@@ -241,14 +241,14 @@ def test_a_commit_that_hangs_is_waited_for_again_before_the_next(tmp_path: Path)
     for _ in range(2):  # a second commit can't begin beside it
         with pytest.raises(CheckpointError, match=r"has not ended in 0\.2 s"):
             saving.save(2, {})
-    assert saving.owed == 2
+    assert saving.unsaved_step == 2
     gate.set()
-    saving.break_off(20.0)
+    saving.drain(20.0)
     saving.save(2, {})
-    saving.break_off(20.0)
+    saving.drain(20.0)
     last = saving.wait()
     assert last is not None
-    assert (last.step, saving.owed) == (2, None)
+    assert (last.step, saving.unsaved_step) == (2, None)
 
 
 def test_what_a_save_cost_is_told_once_and_after_its_commit(tmp_path: Path) -> None:
@@ -271,10 +271,10 @@ def test_who_leaves_by_an_error_gives_the_commit_a_deadline(
     saving = Saver(RefusingStore(tmp_path, gate=gate), {})
     saving.save(1, {})
     with caplog.at_level(logging.WARNING):
-        saving.break_off(0.1)
+        saving.drain(0.1)
     assert "the checkpoint of step 1 may be lost: the commit of a checkpoint has" in caplog.text
     threading.Timer(0.2, gate.set).start()
-    saving.break_off(20.0)
+    saving.drain(20.0)
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
 
 
@@ -320,7 +320,7 @@ def test_two_ranks_on_ray_are_saved_and_loaded(ray_cluster: None, tmp_path: Path
         roles.actor.set(6).result()
         last = saving.wait()
         assert last is not None
-        assert [rank.get("count") for rank in read_role(last.folder, "actor")] == [5, 5]
+        assert [rank.get("count") for rank in read_role_states(last.folder, "actor")] == [5, 5]
         assert saving.restore(last) == {"step": 5}
         assert roles.actor.get().result() == 5
         roles.actor.save_state(str(tmp_path / "nowhere")).result()

@@ -16,9 +16,9 @@ import torch
 from s3_server import environment
 
 from engine.checkpoint import CheckpointStore, find_latest, open_checkpoint
-from engine.checkpoint.layout import rank_stem, write_tree
-from engine.checkpoint.saved_state import own_of, read_role
-from engine.checkpoint.tree import split
+from engine.checkpoint.format import rank_file_prefix, write_state
+from engine.checkpoint.rank_state import read_role_states, state_of_rank
+from engine.checkpoint.state_dict import extract_tensors
 from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.storage.folder import Folder
 
@@ -47,12 +47,14 @@ def save(store: CheckpointStore, step: int, ranks: int = 2, **metrics: float) ->
 
 def write_rank(folder: str, rank: int, ranks: int, step: int) -> None:
     tree = {"model": {"w": torch.full((300,), float(step + rank))}, "rank": rank}
-    write_tree(Folder(folder), rank_stem("actor", rank, ranks), *split(tree))
+    write_state(Folder(folder), rank_file_prefix("actor", rank, ranks), *extract_tensors(tree))
 
 
-def read_rank(folder: str, rank: int, world_size: int, *, alike: bool = False) -> dict[str, Any]:
+def read_rank(folder: str, rank: int, world_size: int, *, any_rank: bool = False) -> dict[str, Any]:
     """What `rank` of the role takes back."""
-    return own_of(read_role(folder, "actor"), rank, world_size, alike=alike).tree()
+    return state_of_rank(
+        read_role_states(folder, "actor"), rank, world_size, any_rank=any_rank
+    ).state_dict()
 
 
 def names(root: str) -> list[str]:
@@ -208,7 +210,7 @@ def test_an_error_in_the_block_leaves_nothing(root: str) -> None:
 
 def test_ranks_that_are_alike_share_states(root: str) -> None:
     found = save(CheckpointStore(root), 1)
-    assert [read_rank(found, r, 5, alike=True)["rank"] for r in range(5)] == [
+    assert [read_rank(found, r, 5, any_rank=True)["rank"] for r in range(5)] == [
         0,
         1,
         0,

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.saved_state import read_role
+from engine.checkpoint.rank_state import read_role_states
 from engine.runtime.sharded_train_state import load_weights
 
 WROTE = {"fsdp": 2, "tp": 2}
@@ -40,7 +40,7 @@ def saved(start: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 def weights(start: str, saved: str) -> dict[str, Tensor]:
     """The whole model as our own loader reads it."""
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
-    load_weights(model, read_role(saved, "actor"))
+    load_weights(model, read_role_states(saved, "actor"))
     return dict(model.named_parameters())
 
 

@@ -14,7 +14,7 @@ from tiny_engine import save_family, training_batch
 from torch import Tensor
 
 from engine.checkpoint import CheckpointStore
-from engine.checkpoint.saved_state import read_role
+from engine.checkpoint.rank_state import read_role_states
 from engine.config import ActorConfig, CriticConfig, LoRAConfig
 from engine.controller.row_sharding import shard_rows
 from engine.parallel.layout import Layout
@@ -155,7 +155,7 @@ def uninterrupted(
 
 def test_no_rank_writes_what_another_has(folder: str, tmp_path: Path) -> None:
     saved, _ = save(folder, tmp_path, "actor", {"dp": 2, "fsdp": 2})
-    ranks = read_role(saved, "actor")
+    ranks = read_role_states(saved, "actor")
     counts = [len(rank.get("boxes")) for rank in ranks]
     assert counts[0] == counts[1] > 0
     assert counts[2:] == [0, 0]  # the second replica

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.checkpoint import find_latest
-from engine.checkpoint.saved_state import read_role
+from engine.checkpoint.rank_state import read_role_states
 from engine.config import LoRAConfig, RLConfig, SFTConfig
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
@@ -127,7 +127,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(start_folder: Path, tmp_path: Pa
         first.fit(2, checkpoint_dir=tmp_path / "ckpt")
     found = find_latest(tmp_path / "ckpt")
     assert found is not None
-    [saved] = read_role(found.folder, "actor")
+    [saved] = read_role_states(found.folder, "actor")
     adapters = adapter_parameters(policy_model(start_folder, "float32", lora("nf4")))
     assert saved.get("model").keys() == adapters.keys(), "only adapters are saved"
     with trainer(start_folder, lora("nf4"), **changes) as second:

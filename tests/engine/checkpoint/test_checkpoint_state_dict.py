@@ -12,8 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.checkpoint.layout import read_tree, write_tree
-from engine.checkpoint.tree import Snapshot, safetensors_bytes, split, unite
+from engine.checkpoint.format import read_state, write_state
+from engine.checkpoint.state_dict import (
+    Snapshot,
+    extract_tensors,
+    insert_tensors,
+    safetensors_bytes,
+)
 from engine.errors import CheckpointError
 from engine.storage.folder import Folder
 
@@ -77,7 +82,7 @@ def test_a_tree_comes_back_bit_for_bit(tree: dict[str, Any]) -> None:
     for group, content in groups.items():
         data = b"".join(bytes(chunk) for chunk in safetensors_bytes(content, {"format": "pt"}))
         loaded[group] = safetensors.torch.load(data)
-    assert_equal(unite(json.loads(json.dumps(values)), loaded), tree)
+    assert_equal(insert_tensors(json.loads(json.dumps(values)), loaded), tree)
 
 
 def test_files_are_mapped_by_the_library_in_mixed_widths(tmp_path: Path) -> None:
@@ -87,11 +92,11 @@ def test_files_are_mapped_by_the_library_in_mixed_widths(tmp_path: Path) -> None
         "pair": (1, 2.5),
     }
     folder = Folder(tmp_path)
-    written = write_tree(folder, "actor-00000-of-00001", *split(tree))
+    written = write_state(folder, "actor-00000-of-00001", *extract_tensors(tree))
     assert written.tensor_bytes == 3 * (8 + 4 + 2 + 2 + 8 + 4 + 2 + 1 + 1 + 1) + 4
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     assert sizes == {name: file.size for name, file in written.files.items()}
-    got = read_tree(folder, "actor-00000-of-00001", written.files)
+    got = read_state(folder, "actor-00000-of-00001", written.files)
     assert_equal(got, tree | {"pair": [1, 2.5]})
     direct = safetensors.torch.load_file(tmp_path / "actor-00000-of-00001.part.safetensors")
     part: dict[str, torch.Tensor] = tree["part"]  # type: ignore[assignment]
@@ -123,4 +128,4 @@ def test_a_snapshot_keeps_its_values_and_its_memory() -> None:
 )
 def test_what_can_t_be_held_is_named(tree: dict[str, Any], match: str) -> None:
     with pytest.raises(CheckpointError, match=match):
-        split(tree)
+        extract_tensors(tree)

@@ -10,7 +10,7 @@ role and part, and a box's offset is written beside it. Then DCP loads them, und
     torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceStorageReader("step_500"))
 
 Not here: which boxes a rank saves (`engine.runtime.sharded_train_state`), files and checksums
-(`layout`).
+(`format`).
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from engine.checkpoint.tree import Tensors, Tree
+from engine.checkpoint.state_dict import StateDict, Tensors
 
 BOXES = "boxes"  # the part of a rank's state that says where its tensors lie in the whole
-_STEM = re.compile(r"(?P<role>.+)-(?P<rank>\d{5})-of-\d{5}")
+_RANK_PREFIX = re.compile(r"(?P<role>.+)-(?P<rank>\d{5})-of-\d{5}")
 
 
-def prefix(stem: str, part: str, *, shared: bool) -> str:
-    """What names in a file begin with: `shared` ones are boxes of what several ranks have.
+def name_prefix(rank_prefix: str, part: str, *, shared: bool) -> str:
+    """What tensor names in a file begin with; `shared` tensors are shards of several ranks'.
 
-    >>> prefix("actor-00001-of-00004", "model", shared=True)
+    >>> name_prefix("actor-00001-of-00004", "model", shared=True)
     'actor.model.'
-    >>> prefix("actor-00001-of-00004", "rng", shared=False)
+    >>> name_prefix("actor-00001-of-00004", "rng", shared=False)
     'actor.rank1.rng.'
     """
-    match = _STEM.fullmatch(stem)
+    match = _RANK_PREFIX.fullmatch(rank_prefix)
     if match is None:
-        return f"{stem}.{part}."
+        return f"{rank_prefix}.{part}."
     return f"{match['role']}." + ("" if shared else f"rank{int(match['rank'])}.") + f"{part}."
 
 
-def offsets(values: Tree, tensors: Tensors) -> dict[str, list[int]] | None:
-    """Where each tensor of a part begins in its whole; None where these are not boxes.
+def shard_offsets(values: StateDict, tensors: Tensors) -> dict[str, list[int]] | None:
+    """Where each shard begins in its whole tensor; None where these are not shards.
 
     `values[BOXES]` has `{"offset", "size"}` by parameter; a tensor belongs to the parameter of its
     name, or of its name without the last word, as moments do (`lm_head.weight.exp_avg`).
@@ -52,13 +52,13 @@ def offsets(values: Tree, tensors: Tensors) -> dict[str, list[int]] | None:
         box = boxes.get(name) or boxes.get(name.rpartition(".")[0])
         if box is None:
             return None
-        alike = list(tensor.shape) == box["size"]
-        found[name] = list(box["offset"]) if alike else [0] * tensor.dim()
+        is_box = list(tensor.shape) == box["size"]
+        found[name] = list(box["offset"]) if is_box else [0] * tensor.dim()
     return found
 
 
-def header(places: Mapping[str, list[int]]) -> dict[str, str]:
-    """The header's metadata in DCP's words; `places` are offsets by the names in the file."""
-    info = {name: {"saved_offsets": offset} for name, offset in places.items()}
+def file_metadata(offsets: Mapping[str, list[int]]) -> dict[str, str]:
+    """The metadata of a safetensors file as DCP reads it, from offsets by the names in the file."""
+    info = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
     sharding = json.dumps(info, separators=(",", ":"))
     return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": sharding}

@@ -1,7 +1,7 @@
-"""State as a tree: dicts of tensors and plain values, on its way to files and back.
+"""State dicts: nested dicts of tensors and plain values, and their way to files and back.
 
-What lives here: splitting a tree into tensors and JSON, fast copies of its tensors, and the
-safetensors bytes. What does not: names and checksums of files (`layout`, `files`).
+What lives here: taking the tensors out of a state dict, copies of them in CPU memory, and the bytes
+of safetensors files. What does not: names and checksums of files (`format`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 
-Tree = dict[str, Any]  # keys are strings; leaves tensors, str, int, float, bool, None or lists
+StateDict = dict[str, Any]  # keys are strings; leaves tensors, str, int, float, bool, None or lists
 Tensors = dict[str, Tensor]
 
 _MARK = "$tensor"
@@ -34,18 +34,18 @@ _DTYPES = {
 
 
 class Snapshot:
-    """Copies of a tree's tensors in memory of the CPU, kept and reused from copy to copy.
+    """Copies of a state dict's tensors in CPU memory, in buffers that every copy reuses.
 
-    Fresh memory costs more than the copy itself, so the same buffers serve every save; `take`
-    therefore overwrites what the last one gave.
+    New memory costs more than the copy itself; `take` therefore overwrites what the last call
+    returned.
     """
 
     def __init__(self) -> None:
         self._buffers: Tensors = {}
 
-    def take(self, tree: Tree) -> tuple[Tree, dict[str, Tensors]]:
-        """Split `tree`, copying its tensors; writing may go on while the originals change."""
-        values, groups = split(tree)
+    def take(self, state: StateDict) -> tuple[StateDict, dict[str, Tensors]]:
+        """Take the tensors out of `state` as copies, to be written while the originals change."""
+        values, groups = extract_tensors(state)
         buffers, moving = {}, False
         for group, tensors in groups.items():
             for name, tensor in tensors.items():
@@ -63,10 +63,10 @@ class Snapshot:
         return values, groups
 
 
-def split(tree: Tree) -> tuple[Tree, dict[str, Tensors]]:
-    """Take the tensors out of a tree: what is left is JSON, with marks where they were.
+def extract_tensors(state: StateDict) -> tuple[StateDict, dict[str, Tensors]]:
+    """Take the tensors out of a state dict: what is left is JSON, with marks where they were.
 
-    Tensors are grouped by the tree's first level. Raises CheckpointError for a value that neither
+    Tensors are grouped by the first level of keys. Raises CheckpointError for a value that neither
     JSON nor safetensors can hold.
     """
     groups: dict[str, Tensors] = {}
@@ -91,17 +91,17 @@ def split(tree: Tree) -> tuple[Tree, dict[str, Tensors]]:
             "give tensors, numbers, strings, lists and dicts with string keys"
         )
 
-    return visit(tree, ()), groups
+    return visit(state, ()), groups
 
 
-def unite(values: Any, groups: dict[str, Tensors]) -> Any:
-    """Put the tensors back where `split` took them from; tuples have become lists."""
+def insert_tensors(values: Any, groups: dict[str, Tensors]) -> Any:
+    """Put the tensors back where `extract_tensors` took them from; tuples have become lists."""
     if isinstance(values, dict):
         if set(values) == {_MARK}:
             group, key = values[_MARK]
             return groups[group][key]
-        return {k: unite(v, groups) for k, v in values.items()}
-    return [unite(item, groups) for item in values] if isinstance(values, list) else values
+        return {k: insert_tensors(v, groups) for k, v in values.items()}
+    return [insert_tensors(item, groups) for item in values] if isinstance(values, list) else values
 
 
 def safetensors_bytes(

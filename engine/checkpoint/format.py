@@ -1,7 +1,7 @@
 """What files a checkpoint consists of, and how they are checked.
 
     step_500/
-      actor-00000-of-00001.json                     a rank's values and the sums of its other files
+      actor-00000-of-00001.json                     a rank's values, checksums of its other files
       actor-00000-of-00001.model.safetensors        its tensors, a file for each part of its state
       actor-00000-of-00001.optimizer.safetensors
       state.json, state.<part>.safetensors          the controller's state
@@ -9,7 +9,7 @@
       COMPLETE                                      written last; holds the digest of checksums.json
 
 Without `COMPLETE` a folder is torn. Tensors are named and placed as `torch.distributed.checkpoint`
-reads them (`shards`). What does not live here: when and where folders are made (`store`).
+reads them (`dcp_metadata`). What does not live here: when and where folders are made (`store`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,14 @@ from typing import Any
 import safetensors.torch
 from safetensors import SafetensorError
 
-from engine.checkpoint.shards import header, offsets, prefix
-from engine.checkpoint.tree import Tensors, Tree, byte_count, safetensors_bytes, unite
+from engine.checkpoint.dcp_metadata import file_metadata, name_prefix, shard_offsets
+from engine.checkpoint.state_dict import (
+    StateDict,
+    Tensors,
+    byte_count,
+    insert_tensors,
+    safetensors_bytes,
+)
 from engine.errors import DamagedCheckpointError
 from engine.storage.folder import Folder
 from engine.storage.hashing import FileEntry, hash_chunks
@@ -36,7 +42,7 @@ _READERS = 4  # files hashed at once
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFiles:
     """What one rank, or the controller, wrote."""
 
     files: dict[str, FileEntry]
@@ -44,8 +50,8 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Where the tensors of a first-level part of a tree are."""
+class TensorFile:
+    """Where the tensors of one first-level key of a state dict are."""
 
     file: str  # e.g. "actor-00000-of-00004.model.safetensors"
     prefix: str  # of their names in the file, e.g. "actor.model."
@@ -61,19 +67,21 @@ class Marker:
     metrics: dict[str, float] = field(default_factory=dict)  # by which the best are kept
 
 
-def rank_stem(role: str, rank: int, world_size: int) -> str:
+def rank_file_prefix(role: str, rank: int, world_size: int) -> str:
     """The first part of the names of a rank's files."""
     return f"{role}-{rank:05d}-of-{world_size:05d}"
 
 
-def write_tree(folder: Folder, stem: str, values: Tree, groups: dict[str, Tensors]) -> Written:
-    """Write a split tree; its JSON file comes last, so where it is, all of it is."""
+def write_state(
+    folder: Folder, rank_prefix: str, values: StateDict, groups: dict[str, Tensors]
+) -> WrittenFiles:
+    """Write a state dict whose tensors were extracted; its JSON file comes last."""
     files, parts = {}, {}
     for part, tensors in groups.items():
-        file, places = f"{stem}.{part}.safetensors", offsets(values, tensors)
-        start = prefix(stem, part, shared=places is not None)
+        file, places = f"{rank_prefix}.{part}.safetensors", shard_offsets(values, tensors)
+        start = name_prefix(rank_prefix, part, shared=places is not None)
         places = places or {name: [0] * tensor.dim() for name, tensor in tensors.items()}
-        metadata = header({start + name: place for name, place in places.items()})
+        metadata = file_metadata({start + name: place for name, place in places.items()})
         named = {start + name: tensor for name, tensor in tensors.items()}
         files[file] = folder.write(file, safetensors_bytes(named, metadata))
         parts[part] = {"file": file, "prefix": start}
@@ -84,44 +92,44 @@ def write_tree(folder: Folder, stem: str, values: Tree, groups: dict[str, Tensor
         "files": {name: _as_json(file) for name, file in files.items()},
         "tensor_bytes": size,
     }
-    own = folder.write(f"{stem}.json", [json.dumps(report).encode()])
-    return Written(files | {f"{stem}.json": own}, size)
+    own = folder.write(f"{rank_prefix}.json", [json.dumps(report).encode()])
+    return WrittenFiles(files | {f"{rank_prefix}.json": own}, size)
 
 
-def read_written(folder: Folder, stem: str) -> Written:
-    """What a rank reported in its JSON file."""
-    data = folder.read(f"{stem}.json")
-    report = _parse(folder, f"{stem}.json", data)
+def read_written_files(folder: Folder, rank_prefix: str) -> WrittenFiles:
+    """The files that a rank wrote, by its JSON file."""
+    data = folder.read(f"{rank_prefix}.json")
+    report = _parse(folder, f"{rank_prefix}.json", data)
     files = {name: FileEntry(**file) for name, file in report["files"].items()}
     own = hash_chunks([data])
-    return Written(files | {f"{stem}.json": own}, report["tensor_bytes"])
+    return WrittenFiles(files | {f"{rank_prefix}.json": own}, report["tensor_bytes"])
 
 
-def read_tree(folder: Folder, stem: str, sums: dict[str, FileEntry]) -> Tree:
-    """Read what `write_tree` wrote, checking each file against `sums` on the way."""
-    values, parts = read_report(folder, stem, sums)
-    groups = {part: read_tensors(folder, it, sums) for part, it in parts.items()}
-    tree: Tree = unite(values, groups)
+def read_state(folder: Folder, rank_prefix: str, checksums: dict[str, FileEntry]) -> StateDict:
+    """Read what `write_state` wrote, checking each file against `checksums` on the way."""
+    values, parts = read_state_index(folder, rank_prefix, checksums)
+    groups = {part: read_tensors(folder, it, checksums) for part, it in parts.items()}
+    tree: StateDict = insert_tensors(values, groups)
     return tree
 
 
-def read_report(
-    folder: Folder, stem: str, sums: dict[str, FileEntry]
-) -> tuple[Tree, dict[str, Part]]:
-    """The plain values that `write_tree` wrote, and where its tensors are by part of the tree."""
-    name = f"{stem}.json"
-    report = _parse(folder, name, _checked_bytes(folder, name, sums))
-    return report["values"], {part: Part(**it) for part, it in report["parts"].items()}
+def read_state_index(
+    folder: Folder, rank_prefix: str, checksums: dict[str, FileEntry]
+) -> tuple[StateDict, dict[str, TensorFile]]:
+    """The plain values that `write_state` wrote, and where its tensors are by first-level key."""
+    name = f"{rank_prefix}.json"
+    report = _parse(folder, name, _checked_bytes(folder, name, checksums))
+    return report["values"], {part: TensorFile(**it) for part, it in report["parts"].items()}
 
 
-def read_tensors(folder: Folder, part: Part, sums: dict[str, FileEntry]) -> Tensors:
-    """Load a part's tensors; from a disk they are mapped, from elsewhere held in memory."""
+def read_tensors(folder: Folder, part: TensorFile, checksums: dict[str, FileEntry]) -> Tensors:
+    """Load a part's tensors; from a disk they are mapped into memory."""
     try:
         if folder.is_local:
-            _compare(folder, part.file, folder.digest(part.file), sums)
+            _compare(folder, part.file, folder.digest(part.file), checksums)
             tensors = safetensors.torch.load_file(f"{folder.path}/{part.file}")
         else:
-            tensors = safetensors.torch.load(_checked_bytes(folder, part.file, sums))
+            tensors = safetensors.torch.load(_checked_bytes(folder, part.file, checksums))
     except (SafetensorError, OSError) as error:
         raise DamagedCheckpointError(f"{folder}/{part.file} can't be loaded: {error}") from error
     return {name.removeprefix(part.prefix): tensor for name, tensor in tensors.items()}
@@ -136,14 +144,14 @@ def ranks_in(names: dict[str, Any]) -> dict[str, dict[int, set[int]]]:
     return found
 
 
-def write_checksums(folder: Folder, sums: dict[str, FileEntry]) -> str:
+def write_checksums(folder: Folder, checksums: dict[str, FileEntry]) -> str:
     """Write checksums.json; return its own digest, which the marker holds."""
-    text = json.dumps({name: _as_json(sums[name]) for name in sorted(sums)}, indent=1)
+    text = json.dumps({name: _as_json(checksums[name]) for name in sorted(checksums)}, indent=1)
     return folder.write(CHECKSUMS, [text.encode()]).sha256
 
 
 def write_marker(folder: Folder, marker: Marker) -> None:
-    """Make the checkpoint count."""
+    """Write COMPLETE, which makes the checkpoint complete."""
     folder.write(MARKER, [json.dumps(asdict(marker)).encode()])
 
 
@@ -163,10 +171,10 @@ def read_checksums(folder: Folder, marker: Marker) -> dict[str, FileEntry]:
     return {name: FileEntry(**file) for name, file in _parse(folder, CHECKSUMS, data).items()}
 
 
-def check_sizes(folder: Folder, sums: dict[str, FileEntry]) -> None:
+def check_sizes(folder: Folder, checksums: dict[str, FileEntry]) -> None:
     """Raise DamagedCheckpointError unless every file is there in its full size."""
     found = folder.sizes()
-    for name, wanted in sums.items():
+    for name, wanted in checksums.items():
         if name not in found:
             raise DamagedCheckpointError(f"{folder}/{name} is missing")
         if found[name] != wanted.size:
@@ -178,22 +186,22 @@ def check_sizes(folder: Folder, sums: dict[str, FileEntry]) -> None:
 def verify(folder: Folder) -> Marker:
     """Hash every file of a checkpoint; raise DamagedCheckpointError that names the first fault."""
     marker = read_marker(folder)
-    sums = read_checksums(folder, marker)
-    check_sizes(folder, sums)
+    checksums = read_checksums(folder, marker)
+    check_sizes(folder, checksums)
     with ThreadPoolExecutor(_READERS) as pool:
-        for name, found in zip(sums, pool.map(folder.digest, sums), strict=True):
-            _compare(folder, name, found, sums)
+        for name, found in zip(checksums, pool.map(folder.digest, checksums), strict=True):
+            _compare(folder, name, found, checksums)
     return marker
 
 
-def _checked_bytes(folder: Folder, name: str, sums: dict[str, FileEntry]) -> bytes:
+def _checked_bytes(folder: Folder, name: str, checksums: dict[str, FileEntry]) -> bytes:
     data = folder.read(name)
-    _compare(folder, name, hash_chunks([data]), sums)
+    _compare(folder, name, hash_chunks([data]), checksums)
     return data
 
 
-def _compare(folder: Folder, name: str, found: FileEntry, sums: dict[str, FileEntry]) -> None:
-    wanted = sums.get(name)
+def _compare(folder: Folder, name: str, found: FileEntry, checksums: dict[str, FileEntry]) -> None:
+    wanted = checksums.get(name)
     if wanted is None:
         raise DamagedCheckpointError(f"{folder}/{name} is not in {CHECKSUMS}")
     if found != wanted:
