@@ -1,8 +1,8 @@
-"""Drawing tokens from logits: noise that depends on nothing but a request's place, and truncation.
+"""Sampling tokens from logits: counter-based noise, and truncation to top-k and top-p.
 
 A token is drawn by inverting the cumulative distribution at a uniform number. That number is a hash
-of (seed, prompt index, completion index, position), so neither the batch a row is decoded in nor
-its slot changes what is drawn. Nothing here knows models, caches or engines.
+of (seed, prompt index, completion index, position), so neither the
+batch a sequence is decoded in nor its slot changes what is drawn.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
 
-def row_keys(seed: int, prompt_index: Tensor, completion_index: Tensor) -> Tensor:
-    """Hash each row's place in the request to a key `[N]`, int64.
+def noise_keys(seed: int, prompt_index: Tensor, completion_index: Tensor) -> Tensor:
+    """Hash each completion's place in the request to a key `[N]`, int64.
 
     `prompt_index` and `completion_index` are int64 `[N]`.
     """
@@ -86,8 +86,8 @@ def _invert(probs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     chosen = probs.gather(1, index)
     if probs.device.type != "cpu":  # a parallel scan need not be monotone
         best, best_index = probs.max(-1, keepdim=True)
-        void = chosen == 0
-        index, chosen = torch.where(void, best_index, index), torch.where(void, best, chosen)
+        empty = chosen == 0
+        index, chosen = torch.where(empty, best_index, index), torch.where(empty, best, chosen)
     return index, chosen[:, 0].log()
 
 

@@ -1,6 +1,6 @@
-"""Streaming rollout: requests come and go, and weights change, while decoding goes on.
+"""Streaming rollout: requests are added and weights change while others are decoded.
 
-What a stream takes and gives lives here; the native one is `native/stream.py`. The scheme is
+This is the protocol; the native engine's stream is `native/stream.py`. The scheme is
 PipelineRL's (arXiv:2509.19128) in-flight weight update and AReaL's (arXiv:2505.24298) interruptible
 rollout: a completion may be the work of several policy versions, and says so token by token.
 """
@@ -40,8 +40,8 @@ class PartialCompletion:
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
-    """What is unfinished of one request; `submit(key, prompt_ids, resume=partial)` goes on."""
+class PartialRequest:
+    """Unfinished completions of one request; `submit(key, prompt_ids, resume=…)` continues it."""
 
     key: Hashable
     prompt_ids: list[int]
@@ -51,8 +51,8 @@ class Partial:
 class RolloutStream(Protocol):
     """An open-ended rollout with fixed sampling parameters; not safe for use by two threads.
 
-    A token's draw depends on (seed, key, completion index, position) alone, so arrival order,
-    slots, interruption and resumption change no token while the weights stay the same.
+    A token's sampling noise depends on (seed, key, completion index, position) alone, so arrival
+    order, slots, preemption and resumption change no token while the weights stay the same.
     """
 
     @property
@@ -69,7 +69,7 @@ class RolloutStream(Protocol):
         ...
 
     def submit(
-        self, key: Hashable, prompt_ids: Sequence[int], resume: Partial | None = None
+        self, key: Hashable, prompt_ids: Sequence[int], resume: PartialRequest | None = None
     ) -> None:
         """Queue the `params.n` completions of a prompt, or those that `resume` left unfinished.
 
@@ -78,19 +78,15 @@ class RolloutStream(Protocol):
         ...
 
     def step(self) -> list[StreamedCompletion]:
-        """Seat waiting completions, decode one token a row, return what ended; never waits."""
+        """Admit waiting completions, decode one token of each; return what ended. Never waits."""
         ...
 
     def update_weights(self, model: torch.nn.Module | None, version: int) -> None:
-        """Go on under new weights; None means that those of the same model were changed."""
+        """Continue under new weights; None means that those of the same model were changed."""
         ...
 
-    def interrupt(self) -> list[Partial]:
-        """Take out all that is unfinished, the oldest request first; the stream stays open."""
-        ...
-
-    def partials(self) -> list[Partial]:
-        """Copies of all that is unfinished, the oldest request first; decoding goes on."""
+    def partials(self) -> list[PartialRequest]:
+        """Copies of all that is unfinished, the oldest request first; decoding is not affected."""
         ...
 
     def close(self) -> None: ...
@@ -108,10 +104,10 @@ def open_stream(engine: RolloutEngine, params: SamplingParams, **options: Any) -
     return opened
 
 
-def draw_number(key: Hashable) -> int:
-    """Return the int64 that stands for `key` in the draws; the same in every process.
+def noise_index(key: Hashable) -> int:
+    """Return the int64 that stands for `key` in the sampling noise; the same in every process.
 
-    An int is taken as it is, so request i draws what prompt i of `generate` does. Any other key is
+    An int is taken as it is, so request i samples what prompt i of `generate` does. Another key is
     hashed by its `repr` (Python's own hash of strings differs from process to process). Raises
     RolloutError for a key whose repr holds its address.
     """
@@ -119,7 +115,7 @@ def draw_number(key: Hashable) -> int:
         word = int(key)
     elif type(key).__repr__ is object.__repr__:
         raise RolloutError(
-            f"stream key {key!r} has no repr of its own, so its draws can't be repeated; use an "
+            f"stream key {key!r} has no repr of its own, so its samples can't be repeated; use an "
             f"int, a string, a tuple of them, or give {type(key).__name__} a __repr__"
         )
     else:
@@ -129,7 +125,7 @@ def draw_number(key: Hashable) -> int:
 
 
 def check_partial(
-    partial: Partial,
+    partial: PartialRequest,
     key: Hashable,
     prompt_ids: Sequence[int],
     n: int,

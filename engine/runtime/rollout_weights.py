@@ -24,7 +24,7 @@ from engine.parallel.layout import ModelShape
 from engine.parallel.module_shards import gather_holdings, local_tensors
 from engine.parallel.reshard import plan
 from engine.parallel.sharding_specs import rollout_holdings
-from engine.rollout.native.tp_shards import SlicedModel
+from engine.rollout.native.tp_shards import TPModelShard
 from engine.rollout.protocol import RolloutEngine
 from engine.runtime.sharded_model import ShardedModel
 
@@ -83,7 +83,7 @@ class ReshardedWeights(RolloutWeights):
         self.refresh()
         if to.tp > 1:
             index, group = _tp_group(to, sharded.ranks.rank)
-            self.model = SlicedModel(config, target, group, index)
+            self.model = TPModelShard(config, target, group, index)
 
     def refresh(self) -> None:
         """Exchange the slices that ranks lack."""
@@ -127,7 +127,7 @@ def mount(sharded: ShardedModel, tensor_parallel_size: int, copy: Any = None) ->
             )
         return AdapterWeights(sharded, copy())
     if split == ["tp"] and tensor_parallel_size == layout.tp:
-        return SharedWeights(SlicedModel.of(module))
+        return SharedWeights(TPModelShard.from_dtensors(module))
     return ReshardedWeights(sharded, grouping(layout, tp=tensor_parallel_size))
 
 

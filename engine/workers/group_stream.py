@@ -15,7 +15,7 @@ from engine.data.collate import collate_completions, pad
 from engine.errors import RolloutError
 from engine.rollout.partial_groups import PartialGroup, take_partial_groups
 from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams
-from engine.rollout.stream import Partial, PartialCompletion, StreamedCompletion, open_stream
+from engine.rollout.stream import PartialCompletion, PartialRequest, StreamedCompletion, open_stream
 
 
 class GroupStream:
@@ -108,7 +108,7 @@ class GroupStream:
         """Stop decoding."""
         self._stream.close()
 
-    def _take_up(self, key: int, prompt_ids: list[int], begun: PartialGroup) -> Partial:
+    def _take_up(self, key: int, prompt_ids: list[int], begun: PartialGroup) -> PartialRequest:
         """Put what has ended to its group; return what is to go on."""
         if len(begun.completions) != self._n:
             raise RolloutError(
@@ -117,7 +117,7 @@ class GroupStream:
             )
         pairs = list(zip(begun.completions, begun.finish_reasons, strict=True))
         self._ended[key] = [_streamed(key, part, end) for part, end in pairs if end]
-        return Partial(key, prompt_ids, [part for part, end in pairs if not end])
+        return PartialRequest(key, prompt_ids, [part for part, end in pairs if not end])
 
     def _batch(self, key: int) -> Batch:
         """A finished group in the layout of `engine.batch`, with the versions of its tokens."""

@@ -1,6 +1,6 @@
-"""The rollout engine `native`; see `engine.py`, and `sliced.py` for tensor-parallel ranks."""
+"""The rollout engine `native`; see `engine.py`, and `tp_shards.py` for tensor-parallel ranks."""
 
 from engine.rollout.native.engine import NativeEngine
-from engine.rollout.native.tp_shards import SlicedModel
+from engine.rollout.native.tp_shards import TPModelShard
 
-__all__ = ["NativeEngine", "SlicedModel"]
+__all__ = ["NativeEngine", "TPModelShard"]

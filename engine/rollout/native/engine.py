@@ -1,7 +1,7 @@
 """The rollout engine `native`: decodes with the trainer's own parameters, copying none of them.
 
 An optimizer step is seen by the next rollout as it is; `update_weights` only records the version.
-Models of the Llama family take the fast path of `decoder.py`, others that of `generic.py`.
+Models of the Llama family take the fast path of `llama_decoder.py`, others `generic_decoder.py`.
 """
 
 from __future__ import annotations
@@ -10,23 +10,19 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
-from torch import nn
 
 from engine.errors import RolloutError
-from engine.rollout.native import generic
-from engine.rollout.native.decoder import LlamaDecoder, can_graph
-from engine.rollout.native.model_handle import Model, ServedModel
-from engine.rollout.native.rows import RowResults
+from engine.rollout.causal_lm import context_length
+from engine.rollout.native.llama_weights import UnsupportedModel
+from engine.rollout.native.model_handle import Model, ModelHandle, bind_weights, create_decoder
 from engine.rollout.native.scheduler import Scheduler
+from engine.rollout.native.sequences import Request, SequenceTable
 from engine.rollout.native.stream import NativeStream, StreamLimits
-from engine.rollout.native.tp_shards import SlicedModel
-from engine.rollout.native.weights import ModelWeights, Unsupported, bind
 from engine.rollout.protocol import Completion, SamplingParams, register_engine
 from engine.rollout.requests import RolloutStats, check_request, resolve_max_model_len
-from engine.rollout.stream import KvOnUpdate
+from engine.rollout.stream import KvOnUpdate, PartialCompletion
 
 
 @register_engine("native")
@@ -48,27 +44,27 @@ class NativeEngine:
         seed: int = 0,
         cuda_graphs: bool = False,
     ) -> None:
-        """Bind to `model`, a transformers causal LM, or to this rank's slices of one.
+        """Bind to `model`, a transformers causal LM, or to this rank's shard of one.
 
-        With slices, all ranks of their group must make the same calls; each gets all completions.
+        With a shard, all ranks of its group must make the same calls; each gets all completions.
 
-        `max_model_len` defaults to the model's context. `kv_cache_memory_mb` is taken for the sake
-        of one set of options and not used: the cache follows the rows in flight. `seed` is added
-        to that of each request. `cuda_graphs` replays decode steps as graphs where the model is on
-        a GPU, whole and of the Llama family; each completion then keeps its prompt's keys for
-        itself. Raises ConfigError for a length beyond the model's context.
+        `max_model_len` defaults to the model's context. `kv_cache_memory_mb` is accepted, as all
+        engines have the same options, and not used: the cache grows with the running sequences.
+        `seed` is added to that of each request. `cuda_graphs` replays decode steps as graphs where
+        the model is on a GPU, whole and of the Llama family; each completion then has its own copy
+        of its prompt's keys. Raises ConfigError for a length beyond the model's context.
         """
         if max_num_seqs < 1:
             raise RolloutError(f"max_num_seqs={max_num_seqs} decodes nothing; use 1 or more")
         self.stats = RolloutStats()
         self._max_num_seqs, self._seed = max_num_seqs, seed
         self._cuda_graphs = cuda_graphs
-        self._served = ServedModel(model)
-        self._max_model_len = resolve_max_model_len(max_model_len, _context(model))
+        self._handle = ModelHandle(model)
+        self._max_model_len = resolve_max_model_len(max_model_len, context_length(model))
 
     @property
     def policy_version(self) -> int:
-        return self._served.version
+        return self._handle.version
 
     def generate(
         self,
@@ -81,28 +77,28 @@ class NativeEngine:
         A completion ends at a stop token, at `max_new_tokens`, or at `max_model_len`. Raises
         RolloutError for a bad request, NaN logits, and weights that are not whole.
         """
-        model = self._checked(prompts, params)
+        model = self._checked_model(prompts, params)
         self.stats = RolloutStats(prompt_tokens=sum(map(len, prompts)))
         if not prompts:
             return []
         started = time.perf_counter()
         with torch.inference_mode():
-            completions = self._decode(model, prompts, params, on_progress)
+            completions = self._generate(model, prompts, params, on_progress)
         self.stats.seconds = time.perf_counter() - started
         return completions
 
-    def _checked(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Model:
+    def _checked_model(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Model:
         """The model, if this rank and those it decodes with can serve this request."""
-        tp, problem = self._served.tp, None
+        tp, problem = self._handle.tp, None
         try:
-            model = self._served.get()
-            check_request(prompts, params, self._max_model_len, self._served.vocabulary())
+            model = self._handle.get()
+            check_request(prompts, params, self._max_model_len, self._handle.vocab_size())
         except RolloutError as error:
             if tp is None:
                 raise
             problem = error
         if tp is not None:
-            tp.agree(self._served.version, prompts, params, problem)
+            tp.check_same_request(self._handle.version, prompts, params, problem)
         return model
 
     def prepare(self) -> None:
@@ -110,10 +106,10 @@ class NativeEngine:
 
         It looks the weights up; only those with LoRA adapters are computed and take memory.
         """
-        with suppress(Unsupported), torch.inference_mode():
-            _weights(self._served.get())
+        with suppress(UnsupportedModel), torch.inference_mode():
+            bind_weights(self._handle.get())
 
-    def _decode(
+    def _generate(
         self,
         model: Model,
         prompts: Sequence[Sequence[int]],
@@ -121,23 +117,52 @@ class NativeEngine:
         on_progress: Callable[[int], None] | None,
     ) -> list[Completion]:
         params = dataclasses.replace(params, seed=params.seed + self._seed)
-        slots = min(self._max_num_seqs, len(prompts) * params.n)
-        device = next(model.parameters()).device
-        results = RowResults(prompts, params, self._max_model_len, device, on_progress)
-        try:
-            weights = _weights(model)
-        except Unsupported:
-            assert isinstance(model, nn.Module)  # slices were checked when they came
-            generic.decode(model, prompts, params, slots, results, self.stats)
-        else:
-            longest = max(map(len, prompts))
-            new_tokens = min(params.max_new_tokens, self._max_model_len)
-            graphs = can_graph(weights) and self._cuda_graphs
-            decoder = LlamaDecoder(
-                weights, slots, params.n, longest, new_tokens, cuda_graphs=graphs
-            )
-            Scheduler(decoder, prompts, params, slots, results, self.stats).run()
-        return results.completions(self._served.version, self.stats)
+        total = len(prompts) * params.n
+        slots = min(self._max_num_seqs, total)
+        new_tokens = min(params.max_new_tokens, self._max_model_len)
+        decoder = create_decoder(
+            model,
+            slots,
+            params.n,
+            max(map(len, prompts)),
+            new_tokens,
+            cuda_graphs=self._cuda_graphs,
+            static_batches=True,
+        )
+        table = SequenceTable(
+            total,
+            params,
+            new_tokens,
+            next(model.parameters()).device,
+            version=self._handle.version,
+            track_versions=False,
+        )
+        split_requests = not decoder.static_batches
+        scheduler = Scheduler(table, params, slots, self.stats, split_requests=split_requests)
+        scheduler.bind(decoder)
+        for index, prompt in enumerate(prompts):
+            scheduler.add(self._request(index, prompt, params))
+        with decoder.session():
+            while (finished := table.finished) < total:
+                scheduler.step()
+                if on_progress is not None and table.finished > finished:
+                    on_progress(table.finished)
+        done = sorted(table.take_finished(), key=lambda one: (one.request.number, one[1]))
+        completions = [one.completion for one in done]
+        self.stats.generated_tokens = sum(len(c.token_ids) for c in completions)
+        return completions
+
+    def _request(self, index: int, prompt: Sequence[int], params: SamplingParams) -> Request:
+        return Request(
+            key=index,
+            name=f"prompt {index}",
+            prompt_ids=list(prompt),
+            number=index,
+            noise_index=params.first_prompt + index,
+            max_tokens=min(params.max_new_tokens, self._max_model_len - len(prompt)),
+            unfinished=params.n,
+            waiting=[PartialCompletion(i, [], [], []) for i in range(params.n)],
+        )
 
     def stream(
         self,
@@ -147,26 +172,26 @@ class NativeEngine:
         longest_prompt: int | None = None,
         kv_on_update: KvOnUpdate = "recompute",
     ) -> NativeStream:
-        """Open a stream: requests come and go, and weights change, while it decodes.
+        """Open a stream: requests are added, and weights change, while it decodes.
 
-        At most `max_num_seqs` rows (default: the engine's) decode at once, `params.n` a request,
+        At most `max_num_seqs` sequences (default: the engine's) run at once, `params.n` a request,
         on prompts of at most `longest_prompt` tokens (default: all that leave room).
 
-        `kv_on_update` says what an update does with the keys and values of the tokens in flight.
-        "recompute", the default, computes them anew from the new weights: each log-prob is then
+        `kv_on_update` says what an update does with the keys and values of the running sequences.
+        "recompute", the default, computes them again from the new weights: each log-prob is then
         exactly that of a forward pass of its version's weights over the whole sequence, which is
-        what importance ratios assume, for the price of one prefill of all that is in flight.
+        what importance ratios assume, for the price of one prefill of all running sequences.
         "keep" (PipelineRL) leaves the old ones, so that an update costs nothing and later tokens
         are drawn from a mixture of policies, whose log-probs are recorded as they were drawn. A
         model outside the Llama family is recomputed in either case.
 
-        Raises ConfigError for limits that hold no request and RolloutError for bad `params`, and
+        Raises ConfigError for limits that fit no request and RolloutError for bad `params`, and
         on tensor-parallel ranks, where nothing keeps the ranks' requests and steps alike.
         """
-        if self._served.tp is not None:
+        if self._handle.tp is not None:
             raise RolloutError(
-                "a native stream decodes on one rank, and this engine holds a tensor-parallel "
-                "slice; use rollout tp=1 for streams, or generate"
+                "a native stream decodes on one rank, and this engine has a tensor-parallel "
+                "shard; use rollout tp=1 for streams, or generate"
             )
         limits = StreamLimits(
             max_num_seqs=self._max_num_seqs if max_num_seqs is None else max_num_seqs,
@@ -176,7 +201,7 @@ class NativeEngine:
         )
         params = dataclasses.replace(params, seed=params.seed + self._seed)
         return NativeStream(
-            self._served, params, limits, kv_on_update, cuda_graphs=self._cuda_graphs
+            self._handle, params, limits, kv_on_update, cuda_graphs=self._cuda_graphs
         )
 
     def update_weights(self, model: Model | None, version: int) -> None:
@@ -184,19 +209,9 @@ class NativeEngine:
 
         None: the served model's storage holds the new weights.
         """
-        with self._served.updating(model, version):
+        with self._handle.updating(model, version):
             pass
 
     def close(self) -> None:
-        """Let go of the model; `generate` and streams raise RolloutError afterwards."""
-        self._served.release()
-
-
-def _weights(model: Model) -> ModelWeights:
-    """Look the weights up; raises Unsupported where only a model's own forward will do."""
-    return model.weights() if isinstance(model, SlicedModel) else bind(model)
-
-
-def _context(model: Any) -> int | None:
-    config: Any = getattr(model, "config", None)
-    return getattr(config, "max_position_embeddings", None)
+        """Drop the model; `generate` and streams raise RolloutError afterwards."""
+        self._handle.release()

@@ -1,25 +1,30 @@
 """The model that an engine and its streams decode with: its version, and whether it may serve.
 
-It is the trainer's whole model, or on a tensor-parallel rank the slices of it that the rank holds.
+It is the trainer's whole model, or a tensor-parallel rank's shard of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+import torch
 from torch import nn
 
 from engine.errors import RolloutError
+from engine.rollout.causal_lm import embedding_weight
+from engine.rollout.native.decoder import Decoder
+from engine.rollout.native.generic_decoder import GenericDecoder
+from engine.rollout.native.llama_decoder import LlamaDecoder, can_graph
+from engine.rollout.native.llama_weights import LlamaWeights, UnsupportedModel, bind
 from engine.rollout.native.tensor_parallel import TensorParallel
-from engine.rollout.native.tp_shards import SlicedModel
+from engine.rollout.native.tp_shards import TPModelShard
 from engine.rollout.requests import WeightGuard
 
-Model = nn.Module | SlicedModel
+Model = nn.Module | TPModelShard
 
 
-class ServedModel:
+class ModelHandle:
     """One model in the trainer's storage, shared by all that decode with it."""
 
     def __init__(self, model: Model) -> None:
@@ -44,11 +49,11 @@ class ServedModel:
     @property
     def tp(self) -> TensorParallel | None:
         """The ranks that decode together with this one."""
-        return self._model.tp if isinstance(self._model, SlicedModel) else None
+        return self._model.tp if isinstance(self._model, TPModelShard) else None
 
     @contextmanager
     def updating(self, model: Model | None, version: int) -> Iterator[Model]:
-        """Serve `model` (None: the one it has) as policy `version` once the body has ended."""
+        """Serve `model` (None: the same one) as policy `version` once the block has ended."""
         with self._guard.updating(version):
             if model is None and self._model is None:
                 raise RolloutError("the engine was closed and has no model; pass one")
@@ -65,18 +70,18 @@ class ServedModel:
             yield chosen
 
     def release(self) -> None:
-        """Let go of the model; nothing is served from now on."""
+        """Drop the model; nothing is served from now on."""
         self._guard.refuse("it was closed")
         self._model, self._parameters = None, []
 
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """Rows of the input embedding, on all ranks together."""
-        model: Any = self.get()
-        if isinstance(model, SlicedModel):
+        model = self.get()
+        if isinstance(model, TPModelShard):
             return int(model.config.vocab_size)
-        return int(model.get_input_embeddings().weight.shape[0])
+        return embedding_weight(model).shape[0]
 
-    def state(self) -> tuple[int, int, int]:
+    def fingerprint(self) -> tuple[int, int, int]:
         """A value that differs once another model is served or a weight was written in place.
 
         It counts what autograd counts, so a write through `parameter.data`, and one by a fused
@@ -86,7 +91,40 @@ class ServedModel:
         return self.version, id(self._model), writes
 
 
-def whole(model: Model) -> nn.Module:
-    """`model`, which is no slice of one: streams are not opened over slices."""
+def whole_model(model: Model) -> nn.Module:
+    """`model`, which is no shard: streams are not opened over shards."""
     assert isinstance(model, nn.Module)
     return model
+
+
+def bind_weights(model: Model) -> LlamaWeights:
+    """Look the weights up; raises UnsupportedModel where only a model's own forward will do."""
+    return model.weights() if isinstance(model, TPModelShard) else bind(model)
+
+
+def create_decoder(
+    model: Model,
+    slots: int,
+    n: int,
+    longest_prompt: int,
+    max_new_tokens: int,
+    *,
+    cuda_graphs: bool,
+    static_batches: bool,
+) -> Decoder:
+    """The fastest decoder for `model`, with `slots` sequences, `n` a prompt.
+
+    `static_batches` has a model outside the Llama family decode batch after batch, each of them
+    prefilled once; a `LlamaDecoder` needs no such batches. `cuda_graphs` is dropped where steps
+    can't be captured.
+    """
+    try:
+        weights = bind_weights(model)
+    except UnsupportedModel:
+        columns = longest_prompt + max_new_tokens
+        device: torch.device = next(model.parameters()).device
+        return GenericDecoder(
+            whole_model(model), slots, columns, device, static_batches=static_batches
+        )
+    graphed = cuda_graphs and can_graph(weights)
+    return LlamaDecoder(weights, slots, n, longest_prompt, max_new_tokens, cuda_graphs=graphed)

@@ -1,74 +1,249 @@
-"""Continuous batching for one rollout: rows enter free slots, decode together and leave when done.
+"""Continuous batching: requests wait in a queue, and their completions are admitted to free slots.
 
-Rows come in the order of the request; a group's prompt is computed once, also where its rows enter
-at different times.
+A batch of prompts (`NativeEngine.generate`) and a stream (`NativeStream`) run on this scheduler.
+Admission computes the prompts, each once for all its completions that enter together, and the
+tokens that resumed completions already have; what all slots do in a step is `slots.py`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from engine.rollout.native.decoder import Prefilled
-from engine.rollout.native.rows import RowResults
-from engine.rollout.native.slots import Decoder, Slots, enough_to_admit, prefill_spans
+from engine.rollout.native.decoder import Decoder, Prefilled
+from engine.rollout.native.sequences import Request, SequenceTable
+from engine.rollout.native.slots import Slots
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.requests import RolloutStats
+from engine.rollout.stream import PartialCompletion, PartialRequest
+
+_PREFILL_TOKENS = 16384  # padded tokens of one forward pass
+
+Admitted = list[tuple[Request, list[PartialCompletion]]]  # completions of each request
 
 
 class Scheduler:
-    """Decodes all completions of one request; use once."""
+    """A queue of requests and the batch that they are decoded in."""
 
     def __init__(
         self,
-        decoder: Decoder,
-        prompts: Sequence[Sequence[int]],
+        table: SequenceTable,
         params: SamplingParams,
-        slots: int,
-        results: RowResults,
+        max_num_seqs: int,
         stats: RolloutStats,
+        *,
+        split_requests: bool,
     ) -> None:
-        self._decoder, self._prompts, self._n = decoder, prompts, params.n
-        self._results, self._stats = results, stats
-        self._slots = Slots(decoder, results, params, slots, stats)
-        self._next_row = 0  # first row not admitted yet
-        self._carried: tuple[int, Prefilled] | None = None  # prompt whose rows wait for slots
+        """Decode at most `max_num_seqs` sequences at once.
 
-    def run(self) -> None:
-        """Decode until every row is done."""
-        while self._results.finished < self._results.total:
-            self._admit()
-            self._slots.compact()
-            if self._slots.busy:
-                self._slots.step()
+        With `split_requests` completions of one request may be admitted at different times, so that
+        no slot stays free. Without, only those of a request that needs more than all slots are.
+        """
+        self._table, self._params, self._stats = table, params, stats
+        self._max_num_seqs, self._split_requests = max_num_seqs, split_requests
+        self._queue: deque[Request] = deque()
+        self._batch: tuple[Slots, Decoder] | None = None
+        self._carried: tuple[Request, Prefilled] | None = None  # a split request, its prompt
+        self.waiting = 0  # completions in the queue
 
-    def _admit(self) -> None:
-        """Fill free slots with waiting rows, when enough are free to make a prefill worth it."""
-        n, waiting, free = self._n, self._results.total - self._next_row, self._slots.free
-        if not waiting or free < enough_to_admit(waiting, self._slots.count, n):
-            return
-        count = min(waiting, free)
-        slots = self._slots.take(count)
-        start, self._next_row = self._next_row, self._next_row + count
-        for low, high, prefilled in self._prefill(start // n, (self._next_row - 1) // n):
-            begin, end = max(start, low * n), min(self._next_row, high * n)
-            rows = torch.arange(begin, end, device=slots.device)
-            which, taken = rows // n - low, slots[begin - start : end - start]
-            self._slots.place(rows, which, taken, prefilled)
-            self._slots.draw(prefilled.logits[which], taken)
-            unseated = end < high * n
-            self._carried = (high - 1, prefilled.last()) if unseated else None
+    @property
+    def decoder(self) -> Decoder | None:
+        """What sequences are decoded with; None from the start, and from `preempt`, to `bind`."""
+        return None if self._batch is None else self._batch[1]
 
-    def _prefill(self, first: int, last: int) -> list[tuple[int, int, Prefilled]]:
-        """Return runs (low, high, computed) that cover prompts first..last, each computed once."""
-        runs: list[tuple[int, int, Prefilled]] = []
-        if self._carried is not None:
-            runs.append((first, first + 1, self._carried[1]))
-            first += 1
-        lengths = [len(prompt) for prompt in self._prompts[first : last + 1]]
-        for low, high in prefill_spans(lengths):
-            batch = self._prompts[first + low : first + high]
-            self._stats.prefill_tokens += sum(map(len, batch))
-            runs.append((first + low, first + high, self._decoder.prefill(batch)))
-        return runs
+    def bind(self, decoder: Decoder) -> None:
+        """Decode with `decoder`, in which no slot is used; nothing may be running."""
+        slots = Slots(decoder, self._table, self._params, self._max_num_seqs, self._stats)
+        self._batch = slots, decoder
+
+    def add(self, request: Request) -> None:
+        """Queue the completions that wait in `request`."""
+        self._queue.append(request)
+        self.waiting += len(request.waiting)
+
+    def step(self) -> None:
+        """Admit completions when enough slots are free, then decode one token of every sequence."""
+        assert self._batch is not None
+        slots, decoder = self._batch
+        if self._is_worth_a_prefill(slots, decoder):
+            self._admit(self._next(slots.free), slots, decoder)
+        slots.compact()
+        if slots.running:
+            slots.step()
+
+    def admit_first(self, count: int) -> None:
+        """Admit the first `count` requests of the queue, for which slots must be free."""
+        assert self._batch is not None
+        first = [self._queue[index] for index in range(count)]
+        self._admit([(request, request.waiting) for request in first], *self._batch)
+
+    def preempt(self) -> int:
+        """Move the sequences that have not ended to the queue's front; return how many requests.
+
+        The decoder is dropped too: its caches may hold NaN, which would outlast a mask.
+        """
+        before = set(map(id, self._queue))
+        requests = self._table.preempt()
+        self._queue.extendleft(r for r in reversed(requests) if id(r) not in before)
+        self.waiting = sum(len(request.waiting) for request in self._queue)
+        self._batch = self._carried = None
+        return len(requests)
+
+    def clear(self) -> None:
+        """Drop the queue, the batch and its caches."""
+        self._queue.clear()
+        self.waiting = 0
+        self._batch = self._carried = None
+
+    def partials(self) -> list[PartialRequest]:
+        """Copies of all that is unfinished, the oldest request first."""
+        return [*self._table.partials(), *(request.partial() for request in self._queue)]
+
+    def _is_worth_a_prefill(self, slots: Slots, decoder: Decoder) -> bool:
+        if not self.waiting or (decoder.static_batches and slots.running):
+            return False
+        return slots.free >= min(self.waiting, slots.count, max(self._params.n, slots.count // 16))
+
+    def _next(self, free: int) -> Admitted:
+        """The completions at the queue's front that `free` slots are enough for."""
+        found: Admitted = []
+        for request in self._queue:
+            split = self._split_requests or free == self._max_num_seqs
+            if not free or (len(request.waiting) > free and not split):
+                break
+            found.append((request, request.waiting[:free]))
+            free -= len(found[-1][1])
+        return found
+
+    def _admit(self, admitted: Admitted, slots: Slots, decoder: Decoder) -> None:
+        """Move completions from the queue to slots; sample the first token of those without any."""
+        plan = _plan_prefill(admitted, decoder.shares_prompts)
+        members = [(request, part) for request, parts in admitted for part in parts]
+        rows = self._table.add(members)
+        self.waiting -= len(rows)
+        for request, parts in admitted:
+            request.waiting = request.waiting[len(parts) :]
+            if not request.waiting:
+                self._queue.popleft()
+        taken = slots.allocate(len(rows))
+        row = torch.tensor(rows, device=taken.device)
+        last = admitted[-1][0]
+        for low, high, prefilled in self._prefill(plan, decoder):
+            run = slice(bisect_left(plan.which, low), bisect_left(plan.which, high))
+            which = torch.tensor(plan.which[run], device=taken.device) - low
+            self._insert(plan, run, row[run], which, taken[run], prefilled)
+            self._carried = None
+            split = last.waiting and plan.prompts[-1] is last.prompt_ids
+            if split and high == len(plan.prompts) and not decoder.static_batches:
+                self._carried = last, prefilled.last()
+
+    def _prefill(
+        self, plan: _PrefillPlan, decoder: Decoder
+    ) -> Iterator[tuple[int, int, Prefilled]]:
+        """Runs (low, high, computed) that cover the plan's prompts."""
+        start = 0
+        if self._carried is not None and plan.prompts[0] is self._carried[0].prompt_ids:
+            start = 1
+            yield 0, 1, self._carried[1]
+        prompts = plan.prompts[start:]
+        whole = [(0, len(prompts))]
+        for low, high in whole if decoder.static_batches else prefill_spans(prompts):
+            self._stats.prefill_tokens += sum(map(len, prompts[low:high]))
+            yield start + low, start + high, decoder.prefill(prompts[low:high])
+
+    def _insert(
+        self,
+        plan: _PrefillPlan,
+        run: slice,
+        rows: Tensor,
+        which: Tensor,
+        taken: Tensor,
+        prefilled: Prefilled,
+    ) -> None:
+        """Put the sequences `run` of `plan` in slots `taken` `[k]`."""
+        assert self._batch is not None
+        slots, decoder = self._batch
+        decoder.insert(prefilled, which, taken, slots.running_slots())
+        slots.assign(taken, rows)
+        counts = torch.tensor(plan.sampled[run], device=taken.device)
+        if any(plan.sampled[run]):
+            resumed = counts.nonzero()[:, 0]
+            latest = torch.tensor(plan.latest[run], device=taken.device)
+            slots.resume(taken[resumed], counts[resumed], latest[resumed])
+            self._extend(prefilled, which, plan.tails[run], taken, decoder)
+        fresh = (counts == 0).nonzero()[:, 0]
+        if len(fresh):
+            slots.sample(prefilled.logits[which[fresh]], taken[fresh])
+
+    def _extend(
+        self,
+        prefilled: Prefilled,
+        which: Tensor,
+        tails: Sequence[list[int]],
+        slots: Tensor,
+        decoder: Decoder,
+    ) -> None:
+        """Compute the tails that are not empty, as many at once as a prefill's size allows."""
+        index = [i for i, tail in enumerate(tails) if tail]
+        width = [0] * int(prefilled.lengths.max())
+        for low, high in prefill_spans([width + tails[i] for i in index]):
+            chosen = torch.tensor(index[low:high], device=slots.device)
+            tokens = [tails[i] for i in index[low:high]]
+            decoder.extend(prefilled, which[chosen], tokens, slots[chosen])
+            self._stats.prefill_tokens += sum(map(len, tokens))
+
+
+@dataclass(slots=True)
+class _PrefillPlan:
+    """What is computed to admit R completions; lists but `prompts` have one entry a completion."""
+
+    prompts: list[list[int]] = field(default_factory=list)  # token sequences, each computed once
+    which: list[int] = field(default_factory=list)  # its prompt, ascending
+    tails: list[list[int]] = field(default_factory=list)  # what follows the prompt, sampled before
+    sampled: list[int] = field(default_factory=list)  # number of tokens it has
+    latest: list[int] = field(default_factory=list)  # the last of them, not fed to the model yet
+
+
+def _plan_prefill(admitted: Admitted, shares_prompts: bool) -> _PrefillPlan:
+    """Plan the prefill of `admitted`, in order.
+
+    Where completions share prompts, a request's prompt is computed once. Otherwise only those
+    without tokens share it; a resumed one is computed as a whole, all but the latest token.
+    """
+    plan = _PrefillPlan()
+    for request, parts in admitted:
+        shared = -1  # the entry that is the prompt alone
+        for part in parts:
+            tail = part.token_ids[:-1]
+            if tail and not shares_prompts:
+                plan.prompts.append(request.prompt_ids + tail)
+                entry, tail, shared = len(plan.prompts) - 1, [], -1
+            else:
+                if shared < 0:
+                    plan.prompts.append(request.prompt_ids)
+                    shared = len(plan.prompts) - 1
+                entry = shared
+            plan.which.append(entry)
+            plan.tails.append(tail)
+            plan.sampled.append(len(part.token_ids))
+            plan.latest.append(part.token_ids[-1] if part.token_ids else 0)
+    return plan
+
+
+def prefill_spans(sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """Cut `sequences` into runs (low, high) that are padded and computed in one forward pass."""
+    first, count = 0, len(sequences)
+    while first < count:
+        high, widest = first + 1, len(sequences[first])
+        while high < count:
+            widest = max(widest, len(sequences[high]))
+            if widest * (high + 1 - first) > _PREFILL_TOKENS:
+                break
+            high += 1
+        yield first, high
+        first = high

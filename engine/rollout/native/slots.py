@@ -1,148 +1,116 @@
-"""Slots: the rows that decode together, each step's work on them, and closing up behind the dead.
+"""Slots: the sequences that are decoded together, and what a step does for them.
 
-All bookkeeping is on tensors with one entry a slot; Python sees a step only as a few counts.
-Finished rows ("dead") stay in their slots until new rows take them or enough have gathered to be
-worth closing up. Which row comes next is the business of `scheduler.py` and `stream.py`.
+All state is in tensors with one entry a slot; Python sees a step only as a few counts. A finished
+sequence stays in its slot until another one takes it, or until enough have finished to be worth
+closing the gaps. Which sequences come next is `scheduler.py`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
-from engine.rollout.native.decoder import Prefilled
-from engine.rollout.native.rows import RowTable
+from engine.rollout.native.decoder import Decoder
+from engine.rollout.native.sequences import SequenceTable
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.requests import RolloutStats
 from engine.rollout.sampling import sample, uniforms
 
-_PREFILL_TOKENS = 16384  # padded tokens of one forward pass
-
-
-class Decoder(Protocol):
-    """What slots need of a model; see `decoder.LlamaDecoder`."""
-
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled: ...
-    def place(self, prefilled: Prefilled, which: Tensor, slots: Tensor, seated: Tensor) -> None: ...
-    def compact(self, source: Tensor, target: Tensor, live: int) -> None: ...
-    def decode(self, tokens: Tensor, positions: Tensor, columns: Tensor) -> Tensor: ...
-    def settle(self, token: Tensor, log_prob: Tensor) -> None: ...
-
-
-def prefill_spans(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut sequences of these lengths into runs (low, high) that are padded and computed at once."""
-    first, last = 0, len(lengths) - 1
-    while first <= last:
-        high, widest = first + 1, lengths[first]
-        while high <= last:
-            widest = max(widest, lengths[high])
-            if widest * (high + 1 - first) > _PREFILL_TOKENS:
-                break
-            high += 1
-        yield first, high
-        first = high
-
 
 class Slots:
-    """Up to `count` rows of a `RowTable` in decoding."""
+    """Up to `count` sequences of a table in decoding."""
 
     def __init__(
         self,
         decoder: Decoder,
-        table: RowTable,
+        table: SequenceTable,
         params: SamplingParams,
         count: int,
         stats: RolloutStats,
     ) -> None:
         self._decoder, self._table, self._params = decoder, table, params
         self.count, self._stats = count, stats
-        self._live = self._dead = 0  # slots in use, and those of them whose row is done
-        # One entry a slot; a dead slot's row is the spare one, and its column is 0.
-        self._row = torch.full((count,), table.total, device=table.device)
+        self._used = self._finished = 0  # slots in use, and those of them that have finished
+        # One entry a slot; a finished slot's row is the spare one, and its column is 0.
+        self._row = torch.full((count,), table.capacity, device=table.device)
         self._column = torch.zeros_like(self._row)  # of the next token, within its completion
         self._position = torch.zeros_like(self._row)  # of the latest token, within its sequence
         self._token = torch.zeros_like(self._row)  # latest token, not fed to the model yet
 
     @property
     def free(self) -> int:
-        """Slots that rows can take."""
-        return self.count - self._live + self._dead
+        """Slots that sequences can take."""
+        return self.count - self.running
 
     @property
-    def busy(self) -> bool:
-        """Whether any row is in decoding."""
-        return self._live > self._dead
+    def running(self) -> int:
+        """Sequences in decoding."""
+        return self._used - self._finished
 
-    def take(self, count: int) -> Tensor:
-        """Reserve `count` free slots; `place` must follow for each of them."""
-        dead = self._dead_slots()
-        fresh = torch.arange(self._live, self.count, device=dead.device)
-        self._dead -= min(len(dead), count)
-        self._live += max(0, count - len(dead))
-        return torch.cat((dead, fresh))[:count]
+    def allocate(self, count: int) -> Tensor:
+        """Reserve `count` free slots; `assign` must follow for each of them."""
+        finished = self._finished_slots()
+        unused = torch.arange(self._used, self.count, device=finished.device)
+        self._finished -= min(len(finished), count)
+        self._used += max(0, count - len(finished))
+        return torch.cat((finished, unused))[:count]
 
-    def place(self, rows: Tensor, which: Tensor, slots: Tensor, prefilled: Prefilled) -> None:
-        """Put new `rows` `[k]` of prompts `which` `[k]` of a prefill in `slots` `[k]`."""
-        seated = (self._row < self._table.total).nonzero()[:, 0]
-        self._decoder.place(prefilled, which, slots, seated)
+    def running_slots(self) -> Tensor:
+        """Slots that are assigned to a sequence, ascending."""
+        return (self._row < self._table.capacity).nonzero()[:, 0]
+
+    def assign(self, slots: Tensor, rows: Tensor) -> None:
+        """Give `slots` `[k]` to the sequences in `rows` `[k]` of the table, without tokens yet."""
         self._row[slots] = rows
         self._column[slots] = 0
         self._position[slots] = self._table.prompt_lengths[rows] - 1
 
-    def go_on(self, slots: Tensor, columns: Tensor, tokens: Tensor) -> None:
-        """Let placed rows go on at `columns` `[k]` after their latest `tokens` `[k]`."""
+    def resume(self, slots: Tensor, columns: Tensor, tokens: Tensor) -> None:
+        """Continue assigned sequences at `columns` `[k]` after their latest `tokens` `[k]`."""
         self._column[slots] = columns
         self._position[slots] += columns
         self._token[slots] = tokens
 
     def step(self) -> None:
-        """Decode one token of every row."""
-        live = self._live
-        columns = (self._column[:live] - 1).clamp(min=0)  # a dead slot's may be anything
-        logits = self._decoder.decode(self._token[:live], self._position[:live], columns)
+        """Decode one token of every sequence."""
+        used = self._used
+        columns = (self._column[:used] - 1).clamp(min=0)  # a finished slot's may be anything
+        logits = self._decoder.decode(self._token[:used], self._position[:used], columns)
         self._stats.decode_steps += 1
-        self.draw(logits, slice(0, live))
+        self.sample(logits, slice(0, used))
 
-    def draw(self, logits: Tensor, slots: Tensor | slice) -> None:
-        """Sample a token for each of `slots`, record it, and retire the rows it ends."""
+    def sample(self, logits: Tensor, slots: Tensor | slice) -> None:
+        """Sample a token for each of `slots`, record it, and free the slots of those that end."""
         table = self._table
         row, column = self._row[slots], self._column[slots]
         noise = uniforms(table.keys[row], column)
         token, log_prob = sample(logits, noise, self._params)
-        self._decoder.settle(token, log_prob)
+        self._decoder.sync_samples(token, log_prob)
         before = table.finished
         done = table.record(row, column, token, log_prob)
-        live = row < table.total
-        position = self._position[slots] + live
-        column = column + live
+        real = row < table.capacity
+        position = self._position[slots] + real
+        column = column + real
         ended = table.finished - before
         if ended:
-            self._row[slots] = row.masked_fill(done, table.total)
+            self._row[slots] = row.masked_fill(done, table.capacity)
             column, position = column.masked_fill(done, 0), position.masked_fill(done, 0)
-            self._dead += ended
+            self._finished += ended
         self._token[slots], self._column[slots], self._position[slots] = token, column, position
 
     def compact(self) -> None:
-        """Close the gaps that dead slots leave, once they are worth the copying."""
-        left = self._live - self._dead
-        if not self._dead or (left and self._dead < max(4, self._live // 32)):
+        """Close the gaps that finished sequences leave, once they are worth the copying."""
+        left = self.running
+        if not self._finished or (left and self._finished < max(4, self._used // 32)):
             return
-        dead = self._dead_slots()
-        gaps = dead[dead < left]
-        tail = (self._row[left : self._live] < self._table.total).nonzero()[:, 0] + left
-        self._decoder.compact(tail, gaps, left)
+        finished = self._finished_slots()
+        gaps = finished[finished < left]
+        tail = (self._row[left : self._used] < self._table.capacity).nonzero()[:, 0] + left
+        self._decoder.move(tail, gaps, left)
         for state in (self._row, self._column, self._position, self._token):
             state[gaps] = state[tail]
-        self._row[left:] = self._table.total
-        self._live, self._dead = left, 0
+        self._row[left:] = self._table.capacity
+        self._used, self._finished = left, 0
 
-    def _dead_slots(self) -> Tensor:
-        return (self._row[: self._live] == self._table.total).nonzero()[:, 0]
-
-
-def enough_to_admit(waiting: int, slots: int, n: int) -> int:
-    """Free slots that make a prefill worth it, with `waiting` rows in groups of `n`."""
-    return min(waiting, slots, max(n, slots // 16))
+    def _finished_slots(self) -> Tensor:
+        return (self._row[: self._used] == self._table.capacity).nonzero()[:, 0]

@@ -1,39 +1,68 @@
-"""The native engine's stream: continuous batching without an end, over the trainer's own storage.
+"""The native engine's stream: open-ended continuous batching over the trainer's own storage.
 
-A stream owns a queue, a table of rows and the slots they decode in; `seating.py` brings rows in.
-Whatever interrupts decoding (an update that recomputes, an error, the caller) takes the rows out
-with their tokens; from there they are seated again. So no failure loses or doubles a token.
+It adds to the scheduler what changes from step to step: requests with keys of their own, and
+weights. An update that recomputes, or an error, preempts the running sequences with their tokens,
+and they are admitted again later: no failure loses or repeats a token.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Sequence
-from itertools import islice
+from dataclasses import dataclass
 from typing import get_args
 
 import torch
 from torch import nn
 
 from engine.errors import ConfigError, RolloutError
-from engine.rollout.native.decoder import LlamaDecoder, can_graph
-from engine.rollout.native.generic_slots import GenericDecoder
-from engine.rollout.native.model_handle import ServedModel, whole
-from engine.rollout.native.prefill_admission import StreamDecoder, plan_seating, seat
-from engine.rollout.native.slots import Slots, enough_to_admit
-from engine.rollout.native.stream_limits import StreamLimits
-from engine.rollout.native.stream_rows import Request, StreamRows
-from engine.rollout.native.weights import Unsupported, bind
+from engine.rollout.native.decoder import Decoder
+from engine.rollout.native.model_handle import ModelHandle, create_decoder, whole_model
+from engine.rollout.native.scheduler import Scheduler
+from engine.rollout.native.sequences import Request, SequenceTable
 from engine.rollout.protocol import SamplingParams
-from engine.rollout.requests import RolloutStats, check_params, check_tokens
+from engine.rollout.requests import RolloutStats, check_params, check_prompt, check_tokens
 from engine.rollout.stream import (
     KvOnUpdate,
-    Partial,
     PartialCompletion,
+    PartialRequest,
     StreamedCompletion,
     check_partial,
-    draw_number,
+    noise_index,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """The sizes of a stream."""
+
+    max_num_seqs: int  # sequences decoded at once, e.g. 512
+    longest_prompt: int  # in tokens, e.g. 1024
+    max_new_tokens: int  # longest completion, in tokens, e.g. 512
+    max_model_len: int  # longest prompt plus completion, in tokens, e.g. 2048
+
+    def check(self, n: int) -> None:
+        """Raise ConfigError if no request of `n` completions fits."""
+        if self.max_num_seqs < n:
+            raise ConfigError(
+                f"max_num_seqs={self.max_num_seqs} is less than the n={n} completions of a prompt, "
+                f"which a stream admits together; raise it to {n} or more"
+            )
+        if not 1 <= self.longest_prompt < self.max_model_len:
+            raise ConfigError(
+                f"longest_prompt={self.longest_prompt} must be 1 or more and less than "
+                f"max_model_len={self.max_model_len}"
+            )
+
+    def check_prompt(self, key: Hashable, prompt_ids: Sequence[int], vocab_size: int) -> int:
+        """Return the longest completion of the prompt, in tokens, or raise RolloutError."""
+        name = f"the prompt of request {key!r}"
+        check_prompt(name, prompt_ids, self.max_model_len, vocab_size)
+        if len(prompt_ids) > self.longest_prompt:
+            raise RolloutError(
+                f"{name} has {len(prompt_ids)} tokens and the stream takes "
+                f"longest_prompt={self.longest_prompt}; open the stream with a greater one"
+            )
+        return min(self.max_new_tokens, self.max_model_len - len(prompt_ids))
 
 
 class NativeStream:
@@ -48,35 +77,41 @@ class NativeStream:
 
     def __init__(
         self,
-        served: ServedModel,
+        handle: ModelHandle,
         params: SamplingParams,
         limits: StreamLimits,
         kv_on_update: KvOnUpdate,
         *,
         cuda_graphs: bool = False,
     ) -> None:
-        """Serve `served` with `params`, whose seed is complete.
+        """Serve the model of `handle` with `params`, whose seed is complete.
 
-        Raises RolloutError for bad parameters and ConfigError for limits that hold no request.
+        Raises RolloutError for bad parameters and ConfigError for limits that fit no request.
         """
         check_params(params)
         limits.check(params.n)
-        self.stats = RolloutStats()  # of the stream's life; `prefill_tokens` has recomputed ones
-        self._served, self._params, self._limits = served, params, limits
+        self.stats = RolloutStats()  # of all steps so far; `prefill_tokens` has recomputed ones
+        self._handle, self._params, self._limits = handle, params, limits
         if kv_on_update not in get_args(KvOnUpdate):
             raise ConfigError(
                 f"kv_on_update={kv_on_update!r} is unknown; use one of {get_args(KvOnUpdate)}"
             )
-        self._keeps, self._cuda_graphs = kv_on_update == "keep", cuda_graphs
-        device = next(served.get().parameters()).device
-        self._table = StreamRows(limits.max_num_seqs, params, limits.max_new_tokens, device)
-        self._table.version = served.version
-        self._seen = served.state()  # weights that the rows in flight are decoded with
-        self._queue: deque[Request] = deque()
+        self._keeps_kv, self._cuda_graphs = kv_on_update == "keep", cuda_graphs
+        self._table = SequenceTable(
+            limits.max_num_seqs,
+            params,
+            limits.max_new_tokens,
+            next(handle.get().parameters()).device,
+            version=handle.version,
+            track_versions=True,
+        )
+        self._scheduler = Scheduler(
+            self._table, params, limits.max_num_seqs, self.stats, split_requests=False
+        )
+        self._fingerprint = handle.fingerprint()  # of the weights of the running sequences
         self._open: dict[Hashable, Request] = {}  # all that is unfinished
         self._submitted = 0
         self._finished: list[StreamedCompletion] = []  # not returned, as a step failed after them
-        self._decoding: tuple[Slots, StreamDecoder] | None = None  # None: no row is seated
         self._closed = False
 
     @property
@@ -87,197 +122,141 @@ class NativeStream:
     @property
     def in_flight(self) -> int:
         """Completions being decoded."""
-        return self._table.active
+        return self._table.running
 
     @property
     def waiting(self) -> int:
         """Completions waiting for a slot."""
-        return sum(len(request.parts) for request in self._queue)
+        return self._scheduler.waiting
 
     def submit(
-        self, key: Hashable, prompt_ids: Sequence[int], resume: Partial | None = None
+        self, key: Hashable, prompt_ids: Sequence[int], resume: PartialRequest | None = None
     ) -> None:
         """Queue the `n` completions of a prompt, or those that `resume` left unfinished.
 
-        `key` decides the draws (see `draw_number`) and may be used again once all its completions
-        have been returned. Raises RolloutError for a bad prompt or partial, and for a key in use.
+        `key` decides the sampling noise (see `noise_index`) and may be used again once all its
+        completions have been returned. Raises RolloutError for a bad prompt or partial, and for a
+        key in use.
         """
         self._check_open()
-        self._served.check()
+        self._handle.check()
         if key in self._open:
             raise RolloutError(
                 f"stream key {key!r} is in use by an unfinished request; give each request a key "
                 f"of its own, such as (epoch, row)"
             )
-        vocabulary = self._served.vocabulary()
-        draw, limit = draw_number(key), self._limits.check_prompt(key, prompt_ids, vocabulary)
+        vocab_size = self._handle.vocab_size()
+        index, max_tokens = noise_index(key), self._limits.check_prompt(key, prompt_ids, vocab_size)
+        name = f"request {key!r}"
         if resume is None:
-            parts = [PartialCompletion(index, [], [], []) for index in range(self._params.n)]
+            parts = [PartialCompletion(i, [], [], []) for i in range(self._params.n)]
         else:
             stops = self._params.stop_token_ids
-            check_partial(resume, key, prompt_ids, self._params.n, limit, stops)
+            check_partial(resume, key, prompt_ids, self._params.n, max_tokens, stops)
             parts = sorted(resume.completions, key=lambda part: part.completion_index)
             for part in parts:
-                name = f"completion {part.completion_index} of request {key!r}"
-                check_tokens(name, [*part.token_ids, prompt_ids[0]], vocabulary)
+                tokens = [*part.token_ids, prompt_ids[0]]
+                check_tokens(f"completion {part.completion_index} of {name}", tokens, vocab_size)
         prompt, number = list(prompt_ids), self._submitted
-        request = Request(key, prompt, number, draw, limit, len(parts), parts)
+        request = Request(key, name, prompt, number, index, max_tokens, len(parts), parts)
         self._submitted += 1
         self.stats.prompt_tokens += len(prompt)
         self._open[key] = request
-        self._queue.append(request)
+        self._scheduler.add(request)
 
     def step(self) -> list[StreamedCompletion]:
-        """Seat waiting completions where slots are free, then decode one token of every row.
+        """Admit waiting completions where slots are free, then decode one token of every sequence.
 
         Returns the completions that ended; with nothing to do, [] at once. Raises RolloutError for
         NaN logits and for weights that are not whole or were changed without `update_weights`; all
-        unfinished completions then wait in the queue, to go on after an update or be taken out by
-        `interrupt`. What ended in a step that failed comes from the next call.
+        unfinished completions then wait in the queue, to continue after an update. What ended in a
+        step that failed comes from the next call.
         """
         self._check_open()
         if self._finished:
             finished, self._finished = self._finished, []
             return finished
-        self._served.check()
+        self._handle.check()
         if not self._open:
             return []
         self._check_unchanged()
         try:
             with torch.inference_mode():
-                self._admit()
-                self._decode()
+                decoder = self._scheduler.decoder or self._bind(whole_model(self._handle.get()))
+                with decoder.session():
+                    self._scheduler.step()
         except Exception:
-            self._finished = self._harvest()
-            self._displace()
+            self._finished = self._take_finished()
+            self._scheduler.preempt()
             raise
-        return self._harvest()
+        return self._take_finished()
 
     def update_weights(self, model: nn.Module | None, version: int) -> None:
-        """Let the rows in flight go on under `model`'s weights, as policy `version`.
+        """Continue the running sequences under `model`'s weights, as policy `version`.
 
         None: the served model's storage holds the new weights. The engine and its other streams
-        are updated with it; a stream finds out at its next step. With `kv_on_update="recompute"`
-        the keys of all unfinished tokens are computed anew here. Raises RolloutError if the update
-        fails; the stream serves nothing then until one succeeds, and loses no token.
+        are updated with it; another stream sees that at its next step. With
+        `kv_on_update="recompute"` the keys of all unfinished tokens are computed again here. Raises
+        RolloutError if the update fails; the stream serves nothing then until one succeeds, and
+        loses no token.
         """
         self._check_open()
-        with self._served.updating(model, version) as chosen, torch.inference_mode():
-            self._rebind(whole(chosen))
+        with self._handle.updating(model, version) as chosen, torch.inference_mode():
+            self._rebind(whole_model(chosen))
         self._table.version = version
-        self._seen = self._served.state()
+        self._fingerprint = self._handle.fingerprint()
 
-    def interrupt(self) -> list[Partial]:
-        """Take out all that is unfinished, the oldest request first; the stream stays open.
+    def partials(self) -> list[PartialRequest]:
+        """Copies of all that is unfinished, the oldest request first; decoding is not affected.
 
-        Completions that have ended and were not returned still come from `step`. Works on a stream
-        that refuses to serve, too.
+        Works while the stream can't serve, too.
         """
         self._check_open()
-        self._displace()
-        partials = [request.partial() for request in self._queue]
-        self._queue.clear()
-        self._open.clear()
-        return partials
-
-    def partials(self) -> list[Partial]:
-        """Copies of all that is unfinished, the oldest request first; decoding goes on."""
-        self._check_open()
-        waiting = [request.partial() for request in self._queue]
-        return [*self._table.partials(), *waiting]
+        return self._scheduler.partials()
 
     def close(self) -> None:
-        """Drop all that is unfinished and free the cache; the engine serves on."""
-        self._closed, self._decoding = True, None
-        self._queue.clear()
+        """Drop all that is unfinished and free the cache; the engine still serves."""
+        self._closed = True
+        self._scheduler.clear()
         self._open.clear()
         self._finished = []
 
-    def _admit(self) -> None:
-        """Seat whole requests from the queue, when enough slots are free to make it worth it."""
-        waiting = self.waiting
-        free = self._limits.max_num_seqs if self._decoding is None else self._decoding[0].free
-        if not waiting or free < enough_to_admit(
-            waiting, self._limits.max_num_seqs, self._params.n
-        ):
-            return
-        count = 0
-        for request in self._queue:
-            free -= len(request.parts)
-            if free < 0:
-                break
-            count += 1
-        self._seat(count, whole(self._served.get()))
-
-    def _seat(self, count: int, model: nn.Module) -> None:
-        """Seat the first `count` requests of the queue, over `model` if no row is seated yet."""
-        if not count:
-            return
-        slots, decoder = self._decoding = self._decoding or self._start(model)
-        requests = list(islice(self._queue, count))
-        plan = plan_seating(requests, decoder.shares_prompts)
-        rows = self._table.add(requests)
-        for _ in requests:
-            self._queue.popleft()
-        seat(plan, rows, slots, decoder, self.stats)
-
-    def _start(self, model: nn.Module) -> tuple[Slots, StreamDecoder]:
-        """Empty slots over `model`.
-
-        Caches are new as well: numbers of weights that had diverged would outlive their masks.
-        """
-        limits, params = self._limits, self._params
-        count = limits.max_num_seqs
-        decoder: StreamDecoder
-        try:
-            weights = bind(model)
-        except Unsupported:
-            columns = limits.longest_prompt + limits.max_new_tokens
-            decoder = GenericDecoder(model, count, columns, self._table.device)
-        else:
-            decoder = LlamaDecoder(
-                weights,
-                count,
-                params.n,
-                limits.longest_prompt,
-                limits.max_new_tokens,
-                cuda_graphs=self._cuda_graphs and can_graph(weights),
-            )
-        return Slots(decoder, self._table, params, count, self.stats), decoder
-
-    def _decode(self) -> None:
-        if self._decoding is None:
-            return
-        slots, _ = self._decoding
-        slots.compact()
-        if slots.busy:
-            slots.step()
+    def _bind(self, model: nn.Module) -> Decoder:
+        """Decode with `model`, in caches without any sequence."""
+        decoder = create_decoder(
+            model,
+            self._limits.max_num_seqs,
+            self._params.n,
+            self._limits.longest_prompt,
+            self._limits.max_new_tokens,
+            cuda_graphs=self._cuda_graphs,
+            static_batches=False,
+        )
+        self._scheduler.bind(decoder)
+        return decoder
 
     def _rebind(self, model: nn.Module) -> None:
-        """Put `model` under the rows in flight."""
-        if self._decoding is None or (self._keeps and self._decoding[1].adopt(model)):
+        """Decode the running sequences with `model` from now on."""
+        decoder = self._scheduler.decoder
+        if decoder is None or (self._keeps_kv and decoder.rebind(model)):
             return
-        displaced = self._displace()
+        preempted = self._scheduler.preempt()
+        if not preempted:
+            return
         try:
-            self._seat(displaced, model)
+            with self._bind(model).session():
+                self._scheduler.admit_first(preempted)
         except Exception:
-            self._displace()
+            self._scheduler.preempt()
             raise
 
-    def _displace(self) -> int:
-        """Move all rows that have not ended to the queue's front; return their requests' number."""
-        requests = self._table.evacuate()
-        self._queue.extendleft(reversed(requests))
-        self._decoding = None
-        return len(requests)
-
-    def _harvest(self) -> list[StreamedCompletion]:
-        found = self._table.harvest()
-        for done in found:
-            self.stats.generated_tokens += len(done.completion.token_ids)
-        for key in {done.key for done in found}:
-            if not self._open[key].open:
-                del self._open[key]
+    def _take_finished(self) -> list[StreamedCompletion]:
+        found = []
+        for request, index, completion in self._table.take_finished():
+            self.stats.generated_tokens += len(completion.token_ids)
+            found.append(StreamedCompletion(request.key, index, completion))
+            if not request.unfinished:
+                self._open.pop(request.key, None)  # two may have ended at once
         return found
 
     def _check_open(self) -> None:
@@ -285,7 +264,7 @@ class NativeStream:
             raise RolloutError("the stream was closed; open another one by engine.stream")
 
     def _check_unchanged(self) -> None:
-        if self._served.state() != self._seen:
+        if self._handle.fingerprint() != self._fingerprint:
             raise RolloutError(
                 f"the weights were changed since the stream took policy version "
                 f"{self.policy_version}, so its tokens would be recorded under the wrong one; call "

@@ -1,9 +1,8 @@
-"""The ranks of a tensor-parallel group while they decode together: sums, embeddings and logits.
+"""The collectives of tensor-parallel decoding: sums, embeddings, logits and samples.
 
-Every rank of the group runs the same rollout in step. Each holds slices of the matrices; what is
-whole on all ranks after each block is the hidden state, and after the head the logits: they are
-gathered `[rows, V]`, so that every rank draws the same tokens by the same rule. Which slices a rank
-holds is the matter of `sliced.py`.
+Every rank of the group runs the same rollout in step, on its shards of the matrices
+(`tp_shards.py`). The hidden state is whole on all ranks after each block, and so are the logits
+`[sequences, V]`, which are gathered: every rank draws the same tokens by the same rule.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class TensorParallel:
     """
 
     def __init__(self, group: dist.ProcessGroup, index: int, device: torch.device) -> None:
-        """`index`: which of the slices are this rank's; not always its rank in `group`.
+        """`index`: which of the shards are this rank's; not always its rank in `group`.
 
         Collective: all ranks of the group must call it.
         """
@@ -39,17 +38,17 @@ class TensorParallel:
         indices = self._gather(torch.tensor([index]))[:, 0].tolist()
         if sorted(indices) != list(range(self.size)):
             raise RolloutError(
-                f"the ranks of a tensor-parallel group say they hold slices {indices}; give each "
+                f"the ranks of a tensor-parallel group say they hold shards {indices}; give each "
                 f"of 0 to {self.size - 1} to one rank"
             )
-        self._order = [indices.index(i) for i in range(self.size)]  # group rank of each slice
-        self._widths = [0] * self.size  # rows of each slice of the vocabulary
+        self._order = [indices.index(i) for i in range(self.size)]  # group rank of each shard
+        self._widths = [0] * self.size  # rows of each shard of the vocabulary
         self._start = 0
 
-    def split_vocabulary(self, rows: int) -> int:
-        """Learn how many rows of the vocabulary each rank holds, this one `rows`; return the sum.
+    def partition_vocabulary(self, rows: int) -> int:
+        """Exchange how many rows of the vocabulary each rank has, this one `rows`; return the sum.
 
-        Collective. A rank without usable slices passes -1, and all ranks get -1.
+        Collective. A rank without usable shards passes -1, and all ranks get -1.
         """
         found = self._gather(torch.tensor([rows]))[:, 0].tolist()
         if min(found) < 0:
@@ -59,7 +58,7 @@ class TensorParallel:
         return sum(self._widths)
 
     def embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
-        """Rows of the vocabulary's embedding for `ids`, `[…, hidden]`, from its slices `[v, H]`."""
+        """Rows of the vocabulary's embedding for `ids`, `[…, hidden]`, from its shards `[v, H]`."""
         local, rows = ids - self._start, embedding.shape[0]
         mine = (local >= 0) & (local < rows)
         if rows == 0:
@@ -67,11 +66,11 @@ class TensorParallel:
         else:
             found = F.embedding(local.clamp(0, rows - 1), embedding)
             found.masked_fill_(~mine[..., None], 0.0)
-        return self.sum(found)
+        return self.all_reduce(found)
 
-    def sum(self, partial: Tensor) -> Tensor:
-        """The ranks' `partial` tensors added up, in place."""
-        with self._in_step():
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum of the ranks' `partial` tensors, in place."""
+        with self._collective():
             dist.all_reduce(partial, group=self._group)
         return partial
 
@@ -80,25 +79,25 @@ class TensorParallel:
         widest = max(self._widths)
         padded = F.pad(local, (0, widest - local.shape[1])).contiguous()
         every = padded.new_empty(self.size, *padded.shape)
-        with self._in_step():
+        with self._collective():
             dist.all_gather_into_tensor(every.flatten(0, 1), padded, group=self._group)
         parts = [
             every[rank, :, :width] for rank, width in zip(self._order, self._widths, strict=True)
         ]
         return torch.cat(parts, dim=1)
 
-    def settle(self, token: Tensor, log_prob: Tensor) -> None:
-        """Make drawn tokens `[R]` those of the group's first rank, in place.
+    def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Broadcast the samples `[R]` of the group's first rank, in place.
 
-        Equal logits give equal draws on CPUs; a GPU's parallel sums may round differently.
+        Equal logits give equal samples on CPUs; a GPU's parallel sums may round differently.
         """
-        if token.device.type == "cpu":
+        if tokens.device.type == "cpu":
             return
-        with self._in_step():
-            dist.broadcast(token, group=self._group, group_src=0)
-            dist.broadcast(log_prob, group=self._group, group_src=0)
+        with self._collective():
+            dist.broadcast(tokens, group=self._group, group_src=0)
+            dist.broadcast(log_probs, group=self._group, group_src=0)
 
-    def agree(
+    def check_same_request(
         self,
         version: int,
         prompts: Sequence[Sequence[int]],
@@ -135,12 +134,12 @@ class TensorParallel:
         """All ranks' `mine` `[k]` (int64), `[size, k]` by group rank, on the CPU."""
         mine = mine.to(self._device)
         every = mine.new_empty(self.size * len(mine))
-        with self._in_step():
+        with self._collective():
             dist.all_gather_into_tensor(every, mine, group=self._group)
         return every.view(self.size, -1).cpu()
 
     @contextmanager
-    def _in_step(self) -> Iterator[None]:
+    def _collective(self) -> Iterator[None]:
         if self._lost is not None:
             raise RolloutError(self._lost)
         try:
@@ -148,6 +147,6 @@ class TensorParallel:
         except RuntimeError as error:
             self._lost = (
                 f"a rank of the tensor-parallel group of {self.size} was lost or fell out of step: "
-                f"{error}; start the group's ranks anew"
+                f"{error}; start the group's ranks again"
             )
             raise RolloutError(self._lost) from error

@@ -1,8 +1,7 @@
-"""A model of which this rank holds slices: named local tensors, checked, as weights to decode with.
+"""A tensor-parallel rank's shard of a model: local tensors by name, checked, to decode with.
 
-The tensors are the caller's storage: a trainer's own (tensor-parallel DTensors' local parts), or
-buffers that a resharding step fills. None is copied. How the ranks compute together is in
-`tensor_parallel.py`; where slices come from is not this room's business.
+The tensors are the caller's storage: a trainer's own (the local parts of DTensors), or buffers that
+a resharding step fills. None is copied. How the ranks compute together is in `tensor_parallel.py`.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from engine.errors import ModelError
+from engine.rollout.native.llama_weights import LlamaWeights, UnsupportedModel, bind
 from engine.rollout.native.tensor_parallel import TensorParallel
-from engine.rollout.native.weights import ModelWeights, Unsupported, bind
 
 _ROWS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}  # outputs are split
 _COLUMNS = {"o_proj", "down_proj"}  # inputs are split, results are to be summed
 _VOCABULARY = {"embed_tokens", "lm_head"}
 
 
-class SlicedModel:
+class TPModelShard:
     """What `NativeEngine` decodes with on a rank of a tensor-parallel group.
 
     >>> local = {name: p.to_local() for name, p in model.named_parameters()}  # DTensors
-    >>> engine = NativeEngine(SlicedModel(model.config, local, group))
+    >>> engine = NativeEngine(TPModelShard(model.config, local, group))
     """
 
     def __init__(
@@ -40,10 +39,10 @@ class SlicedModel:
         group: ProcessGroup,
         index: int | None = None,
     ) -> None:
-        """Check slice `index` (None: this rank's number in `group`) of a Llama-shaped model.
+        """Check shard `index` (None: this rank's number in `group`) of a Llama-shaped model.
 
         `config` is the whole model's; `tensors` has this rank's part of each parameter under its
-        Hugging Face name. With t ranks, slice i of
+        Hugging Face name. With t ranks, shard i of
 
         - q, k, v, gate and up projections (weights and biases) is the i-th of t runs of rows; with
           fewer key heads than ranks, k and v are key head i // (t / kv_heads);
@@ -65,13 +64,13 @@ class SlicedModel:
             self._fill(self._skeleton)
             weights = bind(self._skeleton)
             rows = weights.embedding.shape[0]
-        except (Unsupported, ModelError) as error:
+        except (UnsupportedModel, ModelError) as error:
             problem = str(error)
-        total = self.tp.split_vocabulary(-1 if problem else rows)
+        total = self.tp.partition_vocabulary(-1 if problem else rows)
         if problem:
-            raise ModelError(f"the model's slices can't be decoded with: {problem}")
+            raise ModelError(f"the model's shards can't be decoded with: {problem}")
         if total < 0:
-            raise ModelError("another rank's slices can't be decoded with; see its own error")
+            raise ModelError("another rank's shards can't be decoded with; see its own error")
         if total != config.vocab_size:
             raise ModelError(
                 f"the ranks hold {total} rows of the embedding and the vocabulary has "
@@ -79,8 +78,8 @@ class SlicedModel:
             )
 
     @classmethod
-    def of(cls, model: Any) -> SlicedModel:
-        """The slices of a tensor-parallel trainer's model: the local parts of its DTensors.
+    def from_dtensors(cls, model: nn.Module) -> TPModelShard:
+        """This rank's shard of a tensor-parallel trainer's model: the local parts of its DTensors.
 
         They must be sharded over one mesh of one axis (no FSDP on top: reshard such a model into
         buffers first). Raises ModelError otherwise.
@@ -103,8 +102,8 @@ class SlicedModel:
             raise ModelError("no parameter is a DTensor; pass the whole model to NativeEngine")
         return cls(model.config, tensors, mesh.get_group())
 
-    def weights(self) -> ModelWeights:
-        """This rank's slices for the decoder, in the storage they were given in."""
+    def weights(self) -> LlamaWeights:
+        """This rank's weights for the decoder, in the storage they were given in."""
         whole = bind(self._skeleton)
         return dataclasses.replace(
             whole,
@@ -137,7 +136,7 @@ class SlicedModel:
             wanted = self._local_shape(name, tuple(whole.shape), tensor)
             if tuple(tensor.shape) != wanted:
                 raise ModelError(
-                    f"{name!r} is {tuple(tensor.shape)}, and slice {self.tp.index} of "
+                    f"{name!r} is {tuple(tensor.shape)}, and shard {self.tp.index} of "
                     f"{self.tp.size} is {wanted}"
                 )
             _set(skeleton, name, tensor)
@@ -149,7 +148,7 @@ class SlicedModel:
             raise ModelError(f"{sorted(left)[0]!r} is no parameter of a {type(skeleton).__name__}")
 
     def _local_shape(self, name: str, whole: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:
-        """The shape that slice `index` of a parameter of shape `whole` must have."""
+        """The shape that shard `index` of a parameter of shape `whole` must have."""
         module, size = name.split(".")[-2], self.tp.size
         if module in _VOCABULARY:  # any number of rows, but the head's are the embedding's
             rows = self._tensors["model.embed_tokens.weight"].shape[0]
@@ -175,7 +174,7 @@ def _skeleton(config: Any, device: torch.device) -> nn.Module:
     with torch.device("meta"):
         skeleton: Any = AutoModelForCausalLM.from_config(config)
     if not hasattr(getattr(skeleton, "model", None), "rotary_emb"):
-        raise Unsupported(
+        raise UnsupportedModel(
             f"{type(skeleton).__name__} is not a Llama, Mistral, Qwen2 or Qwen3 model"
         )
     rotary = skeleton.model.rotary_emb

@@ -29,7 +29,7 @@ from engine.rollout.requests import (
     check_request,
     resolve_max_model_len,
 )
-from engine.rollout.sampling import row_keys
+from engine.rollout.sampling import noise_keys
 from engine.rollout.server.client import Client
 from engine.rollout.server.openai import OpenAIWire
 from engine.rollout.server.probe import check_probe, probe_request
@@ -167,7 +167,7 @@ class ServerEngine:
             (index, first) for index in range(len(prompts)) for first in range(0, params.n, size)
         ]
         index, first = torch.tensor(places).T
-        keys = row_keys(params.seed + self._seed, params.first_prompt + index, first).tolist()
+        keys = noise_keys(params.seed + self._seed, params.first_prompt + index, first).tolist()
         return [
             (
                 index,

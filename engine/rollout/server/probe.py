@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import RolloutError
-from engine.rollout.inference_mode import evaluating
+from engine.rollout.causal_lm import eval_mode
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.server.wire import Drawn, Wanted
 
@@ -59,7 +59,7 @@ def check_probe(model: nn.Module, wanted: Wanted, drawn: Drawn, tolerance: float
 def _logits(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """float32 `[len(tokens), V]`, of the positions that drew `tokens`."""
     device = model.get_input_embeddings().weight.device
-    with evaluating(model):
+    with eval_mode(model):
         logits = model(input_ids=torch.tensor([[*prompt, *tokens]], device=device)).logits[0]
     rows: Tensor = logits[len(prompt) - 1 : -1].float().cpu()
     return rows

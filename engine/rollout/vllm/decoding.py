@@ -14,7 +14,7 @@ import torch
 from engine.errors import RolloutError
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.requests import RolloutStats
-from engine.rollout.sampling import row_keys
+from engine.rollout.sampling import noise_keys
 
 
 class DecodingFailed(RolloutError):
@@ -33,7 +33,7 @@ class Decoder:
         """Queue a request for each completion, with a seed of its own; return their ids."""
         row = torch.arange(len(prompts) * params.n)
         numbers = params.first_prompt + row // params.n
-        keys = row_keys(params.seed + self._seed, numbers, row % params.n)
+        keys = noise_keys(params.seed + self._seed, numbers, row % params.n)
         ids: list[str] = []
         try:
             for index, prompt in enumerate(prompts):

@@ -31,7 +31,7 @@ from engine.models import (
 )
 from engine.models.forward import response_log_probs, token_outputs
 from engine.models.lora import merged_copy
-from engine.rollout.native.weights import Unsupported, bind
+from engine.rollout.native.llama_weights import UnsupportedModel, bind
 from engine.rollout.protocol import SamplingParams, create_engine
 from engine.runtime.optimizer import Optimizer
 
@@ -302,5 +302,5 @@ def test_llama_families_keep_their_fast_path_with_adapters() -> None:
     assert bound.embedding is policy.model.embed_tokens.weight
     with BaseOfPolicy(policy).weights():
         assert bind(policy).layers[1].down.weight is layer.base_layer.weight
-    with pytest.raises(Unsupported, match="its embedding is a"):
+    with pytest.raises(UnsupportedModel, match="its embedding is a"):
         bind(adapted(tiny_model("llama"), target_modules=("embed_tokens",)))

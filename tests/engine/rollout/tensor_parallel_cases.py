@@ -10,7 +10,7 @@ from rollout_models import build
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.rollout.native import SlicedModel
+from engine.rollout.native import TPModelShard
 from engine.rollout.protocol import SamplingParams
 
 STOP = tuple(range(20, 26))
@@ -50,7 +50,7 @@ def slices(model: Any, index: int, size: int) -> dict[str, Tensor]:
     }
 
 
-def sliced(model: Any) -> SlicedModel:
+def sliced(model: Any) -> TPModelShard:
     group = dist.group.WORLD
     assert group is not None
-    return SlicedModel(model.config, slices(model, dist.get_rank(), group.size()), group)
+    return TPModelShard(model.config, slices(model, dist.get_rank(), group.size()), group)

@@ -9,11 +9,11 @@ from torch import nn
 
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.native import NativeEngine
-from engine.rollout.native.weights import ModelWeights, Unsupported, bind
+from engine.rollout.native.llama_weights import LlamaWeights, UnsupportedModel, bind
 from engine.rollout.protocol import SamplingParams, create_engine
 
 
-def tensors(weights: ModelWeights) -> list[torch.Tensor]:
+def tensors(weights: LlamaWeights) -> list[torch.Tensor]:
     found = [weights.embedding, *weights.head, weights.norm.weight]
     for layer in weights.layers:
         for name in layer.__slots__:
@@ -107,7 +107,7 @@ def test_reaching_far_beyond_the_first_cache_columns() -> None:
 
 @pytest.mark.parametrize("family", GENERIC)
 def test_other_shapes_take_the_generic_path(family: str) -> None:
-    with pytest.raises(Unsupported):
+    with pytest.raises(UnsupportedModel):
         bind(build(family))
 
 
@@ -115,7 +115,7 @@ def test_a_hooked_or_adapted_module_takes_the_generic_path() -> None:
     model = build("qwen2")
     projection = model.model.layers[1].self_attn.q_proj
     handle = projection.register_forward_hook(lambda module, args, output: output * 0.5)
-    with pytest.raises(Unsupported, match="hooks"):
+    with pytest.raises(UnsupportedModel, match="hooks"):
         bind(model)
     completion = NativeEngine(model).generate([[5, 6]], SamplingParams(max_new_tokens=5))[0]
     expected = reference_log_probs(model, [5, 6], completion.token_ids)
@@ -127,7 +127,7 @@ def test_a_hooked_or_adapted_module_takes_the_generic_path() -> None:
             return 2 * super().forward(x)
 
     model.model.layers[0].mlp.up_proj = Doubled(128, 96)
-    with pytest.raises(Unsupported, match="Doubled"):
+    with pytest.raises(UnsupportedModel, match="Doubled"):
         bind(model)
 
 

@@ -15,18 +15,17 @@ from rollout_models import build, make_prompts, reference_log_probs
 from stream_checks import drain, generated, texts, update, weights_of, with_n, worst_error
 from torch import Tensor
 
-from engine.rollout.native import NativeEngine, graphs
-from engine.rollout.native import engine as native_engine
-from engine.rollout.native import stream as native_stream
-from engine.rollout.native.decoder import LlamaDecoder, can_graph
-from engine.rollout.native.graphs import FixedSteps
-from engine.rollout.native.weights import bind
+from engine.rollout.native import NativeEngine, cuda_graphs, model_handle
+from engine.rollout.native.cuda_graphs import GraphedSteps
+from engine.rollout.native.kv_cache import KVCache
+from engine.rollout.native.llama_decoder import LlamaDecoder, can_graph
+from engine.rollout.native.llama_weights import bind
 from engine.rollout.protocol import SamplingParams
 
 
 def addresses(decoder: LlamaDecoder) -> tuple[int, int]:
-    assert decoder._rows is not None
-    return decoder._rows._kv.data_ptr(), decoder._w.embedding.data_ptr()
+    assert isinstance(decoder._cache, KVCache)
+    return decoder._cache._kv.data_ptr(), decoder._w.embedding.data_ptr()
 
 
 @pytest.fixture
@@ -48,8 +47,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         made = LlamaDecoder(*sizes, **options | {"cuda_graphs": True, "capture": capture})
         return made
 
-    for module in (native_engine, native_stream):
-        monkeypatch.setattr(module, "LlamaDecoder", decoder)
+    monkeypatch.setattr(model_handle, "LlamaDecoder", decoder)
     return outputs
 
 
@@ -71,10 +69,10 @@ def test_tokens_are_those_of_plain_steps(
         assert errors.abs().max() < 1e-5
 
 
-def test_beyond_the_first_columns_keys_move_and_steps_are_captured_anew(
+def test_steps_are_captured_again_after_the_cache_has_grown(
     captures: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "_COLUMNS", 32)
+    monkeypatch.setattr(cuda_graphs, "_COLUMNS", 32)
     prompt, model = [5, 6, 7], build("qwen3")
     (done,) = NativeEngine(model).generate([prompt], SamplingParams(max_new_tokens=120))
     expected = reference_log_probs(model, prompt, done.token_ids)
@@ -115,13 +113,13 @@ def test_a_shape_is_captured_once_it_has_come_up_often() -> None:
         calls.append((len(tokens), columns))
         return (tokens + positions)[:, None].float()
 
-    steps = FixedSteps(step, slots=6, columns=300, capture=lambda function: function)
-    assert [steps.columns(used) for used in (1, 128, 129, 290)] == [128, 128, 256, 300]
+    steps = GraphedSteps(step, slots=6, columns=300, capture=lambda function: function)
+    assert [steps.padded_columns(used) for used in (1, 128, 129, 290)] == [128, 128, 256, 300]
     for rows in (3, 3, 4, 3, 5, 5, 5):
         tokens = torch.arange(rows)
         assert steps.run(tokens, 2 * tokens, 128).flatten().tolist() == (3.0 * tokens).tolist()
     assert calls == [(3, 128), (3, 128), (4, 128), (4, 128), (5, 128), (5, 128), (6, 128)]
-    steps.forget()
+    steps.clear()
     steps.run(torch.arange(3), torch.arange(3), 128)
     assert calls[-1] == (3, 128)
 

@@ -30,9 +30,9 @@ FAMILIES = and_slow(  # and completions a prompt
     [("qwen2", 3), ("llama", 1), ("gpt2", 1), ("mistral_sliding", 1)],
     [("qwen2", 1), ("llama", 3), ("gpt2", 3), ("mistral_sliding", 3)],
 )
-# What happens between two decode steps: several submissions, an interruption, an update, nothing.
+# What happens between two decode steps: several submissions, another stream, an update, nothing.
 EVENTS = st.lists(
-    st.sampled_from(["step"] * 6 + ["submit"] * 3 + ["interrupt", "update"]), max_size=60
+    st.sampled_from(["step"] * 6 + ["submit"] * 3 + ["restart", "update"]), max_size=60
 )
 
 
@@ -42,7 +42,7 @@ EVENTS = st.lists(
 @QUICK
 @given(events=EVENTS, width=st.integers(3, 20), data=st.data())
 @pytest.mark.parametrize(("family", "n"), FAMILIES)
-def test_arrivals_slots_and_interruptions_change_no_token(
+def test_arrivals_slots_and_restarts_change_no_token(
     family: str, n: int, events: list[str], width: int, data: st.DataObject
 ) -> None:
     engine = NativeEngine(build(family).double(), max_model_len=60)
@@ -54,9 +54,10 @@ def test_arrivals_slots_and_interruptions_change_no_token(
         if event == "submit" and order:
             key = order.pop()
             stream.submit(key, prompts[key])
-        elif event == "interrupt":
-            partials = stream.interrupt()
-            assert stream.in_flight == stream.waiting == 0
+        elif event == "restart":
+            partials = stream.partials()
+            stream.close()
+            assert stream.waiting == 0
             stream = engine.stream(params, max_num_seqs=width)
             for partial in data.draw(st.permutations(partials)):
                 stream.submit(partial.key, partial.prompt_ids, resume=partial)
@@ -82,13 +83,17 @@ def test_each_log_prob_is_that_of_its_versions_forward_pass(
     model = build(family)
     prompts: dict[Hashable, list[int]] = {f"row {i}": p for i, p in enumerate(make_prompts(7))}
     left, version, found = list(prompts), 0, {}
-    stream = NativeEngine(model).stream(with_n(n), max_num_seqs=width)
+    engine = NativeEngine(model)
+    stream = engine.stream(with_n(n), max_num_seqs=width)
     for event in events:
         if event == "submit" and left:
             key = left.pop()
             stream.submit(key, prompts[key])
-        elif event == "interrupt":
-            for partial in stream.interrupt():
+        elif event == "restart":
+            partials = stream.partials()
+            stream.close()
+            stream = engine.stream(with_n(n), max_num_seqs=width)
+            for partial in partials:
                 stream.submit(partial.key, prompts[partial.key], resume=partial)
         elif event == "update" and version + 1 < VERSIONS:
             version += 1
@@ -164,7 +169,7 @@ def test_kept_keys_are_the_old_weights_and_all_else_the_new(n: int, in_place: bo
         assert torch.allclose(torch.tensor(c.log_probs[first:]), expected, atol=1e-4)
 
 
-def test_a_new_models_storage_takes_over_in_flight() -> None:
+def test_running_sequences_continue_with_a_new_models_storage() -> None:
     model, other = build("qwen2"), weights_of("qwen2")[3]
     engine = NativeEngine(model)
     stream = engine.stream(with_n(2, stop_token_ids=()))

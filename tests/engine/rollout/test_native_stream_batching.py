@@ -1,4 +1,4 @@
-"""The native stream's batches: partials go on, prompts are computed once, slots are refilled."""
+"""The native stream's batches: partials are continued, prompts computed once, slots refilled."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from stream_checks import (
     worst_error,
 )
 
-from engine.rollout.native import NativeEngine, slots
-from engine.rollout.stream import Partial, PartialCompletion, draw_number
+from engine.rollout.native import NativeEngine, scheduler
+from engine.rollout.stream import PartialCompletion, PartialRequest, noise_index
 
 
-def test_a_partial_goes_on_in_another_engine_with_its_group_prefilled_once() -> None:
+def test_a_partial_is_continued_in_another_engine_with_its_prompt_prefilled_once() -> None:
     first = NativeEngine(build("qwen2")).stream(PARAMS)
     first.submit("a", [5, 6, 7, 8])
     first.submit("b", [9] * 30)
     found: Found = {}
     for _ in range(6):
         gather(found, first.step())
-    partials = first.interrupt()
+    partials = first.partials()
     assert [p.key for p in partials] == ["a", "b"]
     assert len(found) + sum(len(p.completions) for p in partials) == 6
     tails = sum(len(part.token_ids) - 1 for p in partials for part in p.completions)
@@ -49,10 +49,10 @@ def test_a_partial_goes_on_in_another_engine_with_its_group_prefilled_once() -> 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 @pytest.mark.parametrize("at_once", [1, 16384])
-def test_started_and_fresh_completions_of_a_group_go_on_together(
+def test_resumed_and_fresh_completions_of_a_group_are_decoded_together(
     family: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "_PREFILL_TOKENS", at_once)
+    monkeypatch.setattr(scheduler, "_PREFILL_TOKENS", at_once)
     engine = NativeEngine(build(family).double())
     expected = generated(engine, [[5, 6, 7]], with_n(4, stop_token_ids=()))
     parts = []
@@ -60,7 +60,7 @@ def test_started_and_fresh_completions_of_a_group_go_on_together(
         c = expected[0, index]
         parts.append(PartialCompletion(index, c.token_ids[:have], c.log_probs[:have], [0] * have))
     stream = engine.stream(with_n(4, stop_token_ids=()))
-    stream.submit(0, [5, 6, 7], resume=Partial(0, [5, 6, 7], parts[::-1]))
+    stream.submit(0, [5, 6, 7], resume=PartialRequest(0, [5, 6, 7], parts[::-1]))
     assert texts(drain(stream)) == texts(expected)
 
 
@@ -75,7 +75,7 @@ def test_a_groups_prompt_is_prefilled_once_and_idle_streams_answer_at_once(famil
         assert (stream.in_flight, stream.waiting) == (0, 9)
         gather(found, stream.step())
         assert stream.in_flight + stream.waiting + len(found) == 9 * (start // 3 + 1)
-        assert stream.in_flight <= 6  # groups are seated whole
+        assert stream.in_flight <= 6  # groups are admitted whole
         drain(stream, found)
         assert stream.step() == []
     assert len(found) == 27
@@ -106,11 +106,11 @@ def test_completions_end_at_the_context() -> None:
 
 def test_string_keys_draw_alike_in_every_process() -> None:
     keys = ["row 17", ("epoch", 3), 5, -1, b"x"]
-    code = f"from engine.rollout.stream import draw_number\nprint([draw_number(k) for k in {keys}])"
+    code = f"from engine.rollout.stream import noise_index\nprint([noise_index(k) for k in {keys}])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=True)
-    assert eval(run.stdout) == [draw_number(key) for key in keys]
-    assert [draw_number(5), draw_number(-1)] == [5, -1]
-    assert len({draw_number(key) for key in keys}) == len(keys)
+    assert eval(run.stdout) == [noise_index(key) for key in keys]
+    assert [noise_index(5), noise_index(-1)] == [5, -1]
+    assert len({noise_index(key) for key in keys}) == len(keys)
     model = build("qwen2")
     answers = []
     for seed in (3, 3, 4):

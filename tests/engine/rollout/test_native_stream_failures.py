@@ -8,7 +8,7 @@ from rollout_models import build, make_prompts
 from stream_checks import PARAMS, Found, drain, gather, generated, texts, weights_of, with_n, write
 
 from engine.errors import RolloutError
-from engine.rollout.native import NativeEngine, slots
+from engine.rollout.native import NativeEngine, scheduler
 
 
 def test_diverged_weights_cost_no_token() -> None:
@@ -41,7 +41,7 @@ def test_diverged_weights_cost_no_token() -> None:
 def test_what_ended_before_a_failure_in_the_same_step_is_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(slots, "_PREFILL_TOKENS", 1)  # one prompt a prefill
+    monkeypatch.setattr(scheduler, "_PREFILL_TOKENS", 1)  # one prompt a prefill
     model = build("qwen2")
     with torch.no_grad():
         model.model.embed_tokens.weight[50] = torch.nan
@@ -55,8 +55,7 @@ def test_what_ended_before_a_failure_in_the_same_step_is_returned(
     assert [done.key for done in stream.step()] == ["fine"]
     with pytest.raises(RolloutError, match="request 'bad'"):
         stream.step()
-    assert [partial.key for partial in stream.interrupt()] == ["bad"]
-    assert stream.step() == []
+    assert [partial.key for partial in stream.partials()] == ["bad"]
 
 
 def test_a_failed_update_stops_the_stream_until_one_succeeds() -> None:
@@ -76,10 +75,8 @@ def test_a_failed_update_stops_the_stream_until_one_succeeds() -> None:
         stream.step()
     with pytest.raises(RolloutError, match="policy version 1 failed"):
         stream.submit(2, prompts[2])
-    partials = stream.interrupt()  # what was sampled is sound
+    assert [partial.key for partial in stream.partials()] == [0, 1]  # what was sampled is sound
     stream.update_weights(model, 1)
-    for partial in partials:
-        stream.submit(partial.key, partial.prompt_ids, resume=partial)
     stream.submit(2, prompts[2])
     drain(stream, found)
     assert texts(found) == texts(expected)

@@ -10,12 +10,12 @@ from stream_checks import PARAMS, STOP, drain
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.native import NativeEngine
 from engine.rollout.protocol import SamplingParams
-from engine.rollout.stream import Partial, PartialCompletion, open_stream
+from engine.rollout.stream import PartialCompletion, PartialRequest, open_stream
 
 
-def partial_of(**changes: object) -> Partial:
+def partial_of(**changes: object) -> PartialRequest:
     part = {"completion_index": 0, "token_ids": [9], "log_probs": [-1.0], "token_versions": [0]}
-    return Partial("k", [5, 6], [PartialCompletion(**(part | changes))])
+    return PartialRequest("k", [5, 6], [PartialCompletion(**(part | changes))])
 
 
 BAD_SUBMISSIONS = {
@@ -66,7 +66,7 @@ def test_bad_streams_and_closing() -> None:
     stream, other = open_stream(engine, PARAMS), engine.stream(PARAMS)
     stream.submit(0, [5])
     stream.close()
-    for use in (stream.step, stream.interrupt, lambda: stream.submit(1, [5])):
+    for use in (stream.step, stream.partials, lambda: stream.submit(1, [5])):
         with pytest.raises(RolloutError, match="closed"):
             use()
     other.submit(0, [5])
@@ -74,6 +74,6 @@ def test_bad_streams_and_closing() -> None:
     engine.close()
     with pytest.raises(RolloutError, match="closed"):
         other.step()
-    partial = other.interrupt()[0]
+    partial = other.partials()[0]
     expected = reference_log_probs(build("qwen2"), [5], partial.completions[0].token_ids)
     assert torch.allclose(torch.tensor(partial.completions[0].log_probs), expected, atol=1e-4)

@@ -14,7 +14,7 @@ from thorough import and_slow
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from engine.rollout.native import NativeEngine, SlicedModel
+from engine.rollout.native import NativeEngine, TPModelShard
 from engine.rollout.protocol import Completion, SamplingParams
 
 SAMPLED = SamplingParams(n=3, max_new_tokens=20, seed=4, stop_token_ids=STOP)
@@ -76,7 +76,7 @@ def tiny_vocabulary(changes: dict[str, Any]) -> list[list[int]]:
 # -- one storage with the trainer
 
 
-def pointers(model: SlicedModel) -> set[int]:
+def pointers(model: TPModelShard) -> set[int]:
     weights = model.weights()
     found = [weights.embedding, *weights.head, weights.norm.weight]
     for layer in weights.layers:
@@ -102,7 +102,7 @@ def trained_in_place() -> tuple[bool, list[list[int]], list[list[int]]]:
                 placement = Shard(0)
             tensor = distribute_tensor(parameter.data, mesh, [placement])
             module.register_parameter(name, nn.Parameter(tensor))
-    view = SlicedModel.of(model)
+    view = TPModelShard.from_dtensors(model)
     local = [p.data.to_local() for p in model.parameters() if isinstance(p.data, DTensor)]
     shared = pointers(view) == {t.data_ptr() for t in local}
     engine = NativeEngine(view)
@@ -140,7 +140,7 @@ def buffers_in_subgroups() -> list[list[int]]:
     index = 1 - rank // 2
     model = model_of("qwen2", vocab_size=101)
     buffers = {name: torch.zeros_like(t) for name, t in slices(model, index, 2).items()}
-    view = SlicedModel(model.config, buffers, groups[rank % 2], index)
+    view = TPModelShard(model.config, buffers, groups[rank % 2], index)
     engine = NativeEngine(view)
     for name, tensor in slices(model, index, 2).items():  # what a resharding step does
         buffers[name].copy_(tensor)

@@ -14,7 +14,7 @@ from rollout_models import build, make_prompts
 from tensor_parallel_cases import GREEDY, STOP, model_of, sliced, slices
 
 from engine.errors import ModelError, RolloutError
-from engine.rollout.native import NativeEngine, SlicedModel
+from engine.rollout.native import NativeEngine, TPModelShard
 from engine.rollout.protocol import SamplingParams
 
 
@@ -40,7 +40,7 @@ def refusal(case: str) -> str:
             config.num_attention_heads = 3
         elif case == "family":
             config = build("gpt2").config
-        view = SlicedModel(config, local, group, 0 if case == "index" else None)
+        view = TPModelShard(config, local, group, 0 if case == "index" else None)
         engine = NativeEngine(view)
         if case == "stream":
             engine.stream(GREEDY)
@@ -52,7 +52,7 @@ def refusal(case: str) -> str:
         elif case == "long":
             engine.generate([[5] * (1 + 127 * rank)], GREEDY)
         elif case == "refusing" and rank == 0:
-            with pytest.raises(RolloutError), engine._served.updating(view, 1):
+            with pytest.raises(RolloutError), engine._handle.updating(view, 1):
                 raise ValueError("the sync broke")
         if case == "refusing":
             engine.generate([[5]], GREEDY)
@@ -90,7 +90,7 @@ def lonely(seconds: float) -> tuple[str, str, float]:
     """Rank 1 leaves in the middle of a rollout; the others say what they get, and when."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
     model = model_of("qwen2")
-    view = SlicedModel(model.config, slices(model, dist.get_rank(), 2), group)
+    view = TPModelShard(model.config, slices(model, dist.get_rank(), 2), group)
     engine = NativeEngine(view)
     params = SamplingParams(n=4, max_new_tokens=100, stop_token_ids=STOP)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.rollout.protocol import SamplingParams
-from engine.rollout.sampling import row_keys, sample, uniforms
+from engine.rollout.sampling import noise_keys, sample, uniforms
 
 logits_rows = st.integers(2, 40).flatmap(
     lambda size: st.lists(
@@ -96,7 +96,7 @@ def test_nan_logits_give_nan_log_probs() -> None:
 
 def test_noise_is_uniform_and_uncorrelated() -> None:
     row = torch.arange(200)
-    keys = row_keys(0, row // 8, row % 8)
+    keys = noise_keys(0, row // 8, row % 8)
     grid = torch.stack([uniforms(keys, torch.full_like(keys, p)) for p in range(100)])
     assert (grid >= 0).all()
     assert (grid < 1).all()
@@ -109,9 +109,9 @@ def test_noise_is_uniform_and_uncorrelated() -> None:
 
 @given(seed=st.integers(-(2**70), 2**70), prompt=st.integers(0, 10**6), j=st.integers(0, 10**4))
 def test_noise_depends_on_place_alone(seed: int, prompt: int, j: int) -> None:
-    alone = row_keys(seed, torch.tensor([prompt]), torch.tensor([j]))
-    among = row_keys(seed, torch.tensor([0, prompt, 7]), torch.tensor([1, j, 7]))
+    alone = noise_keys(seed, torch.tensor([prompt]), torch.tensor([j]))
+    among = noise_keys(seed, torch.tensor([0, prompt, 7]), torch.tensor([1, j, 7]))
     assert alone[0] == among[1]
     assert uniforms(alone, torch.tensor([3]))[0] == uniforms(among, torch.tensor([0, 3, 9]))[1]
-    others = row_keys(seed + 1, torch.tensor([prompt]), torch.tensor([j]))
+    others = noise_keys(seed + 1, torch.tensor([prompt]), torch.tensor([j]))
     assert others[0] != alone[0]

@@ -72,7 +72,7 @@ def shares_storage(actor: HybridActor) -> bool:
     """Whether rollout decodes with the very storage that is trained."""
     trained = [p.data for p in actor.parameters()]
     local = [t.to_local() if isinstance(t, DTensor) else t for t in trained]
-    rollout = {p.data_ptr() for p in actor.engine._served.get().parameters()}
+    rollout = {p.data_ptr() for p in actor.engine._handle.get().parameters()}
     return {t.data_ptr() for t in local} == rollout
 
 

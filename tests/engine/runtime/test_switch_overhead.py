@@ -13,10 +13,9 @@ from tiny_engine import tiny_model
 from engine import HybridActor, measure_switch_overhead
 from engine.errors import ConfigError
 from engine.rollout import protocol
-from engine.rollout.native import NativeEngine
-from engine.rollout.native import engine as native_engine
-from engine.rollout.native.decoder import LlamaDecoder
-from engine.rollout.native.weights import ModelWeights
+from engine.rollout.native import NativeEngine, model_handle
+from engine.rollout.native.llama_decoder import LlamaDecoder
+from engine.rollout.native.llama_weights import LlamaWeights
 from engine.runtime.switch_overhead import StorageCounter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,13 +83,13 @@ def test_native_decodes_at_the_trainers_own_addresses(
 ) -> None:
     """Also after the optimizer's first step, and for a tied head."""
     actor = HybridActor(tiny_model(family))
-    bound: list[ModelWeights] = []
+    bound: list[LlamaWeights] = []
 
-    def spy(weights: ModelWeights, *sizes: Any, **options: Any) -> LlamaDecoder:
+    def spy(weights: LlamaWeights, *sizes: Any, **options: Any) -> LlamaDecoder:
         bound.append(weights)
         return LlamaDecoder(weights, *sizes, **options)
 
-    monkeypatch.setattr(native_engine, "LlamaDecoder", spy)
+    monkeypatch.setattr(model_handle, "LlamaDecoder", spy)
     trained = {p.data_ptr() for p in actor.parameters()}
     for fused in (False, True):
         actor.generate(**prompts(), max_new_tokens=2)
@@ -98,7 +97,7 @@ def test_native_decodes_at_the_trainers_own_addresses(
         assert addresses(bound.pop()) == trained == {p.data_ptr() for p in actor.parameters()}
 
 
-def addresses(weights: ModelWeights) -> set[int]:
+def addresses(weights: LlamaWeights) -> set[int]:
     found = [weights.embedding, weights.head.weight, weights.norm.weight]
     for layer in weights.layers:
         parts = [getattr(layer, name) for name in layer.__slots__]

@@ -5,7 +5,7 @@ without; the result lives as long as the binding.
 
 `bind` reads a transformers model of the Llama family (Llama, Mistral, Qwen2, Qwen3) into plain
 tuples of its parameters. Anything it does not know exactly, it refuses with the reason; such a
-model is decoded by `generic.py`.
+model is decoded by `generic_decoder.py`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCau
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # frequencies that don't follow the length
 
 
-class Weight(NamedTuple):
+class LinearWeights(NamedTuple):
     """A linear's parameters: weight `[out, in]`, bias `[out]` or None."""
 
     weight: Tensor
     bias: Tensor | None
 
 
-class Norm(NamedTuple):
+class RMSNorm(NamedTuple):
     """An RMSNorm's weight `[size]` and epsilon."""
 
     weight: Tensor
@@ -49,27 +49,27 @@ class Norm(NamedTuple):
 class LayerWeights:
     """One decoder layer."""
 
-    q: Weight
-    k: Weight
-    v: Weight
-    o: Weight
-    gate: Weight
-    up: Weight
-    down: Weight
-    input_norm: Norm
-    post_norm: Norm
-    q_norm: Norm | None
-    k_norm: Norm | None
+    q: LinearWeights
+    k: LinearWeights
+    v: LinearWeights
+    o: LinearWeights
+    gate: LinearWeights
+    up: LinearWeights
+    down: LinearWeights
+    input_norm: RMSNorm
+    post_norm: RMSNorm
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
 
 
 @dataclass(frozen=True, slots=True)
-class ModelWeights:
+class LlamaWeights:
     """A Llama-shaped model: its parameters and the numbers its forward pass needs."""
 
     layers: tuple[LayerWeights, ...]
     embedding: Tensor  # [V, hidden]
-    head: Weight
-    norm: Norm
+    head: LinearWeights
+    norm: RMSNorm
     heads: int
     kv_heads: int
     head_dim: int
@@ -77,24 +77,25 @@ class ModelWeights:
     activation: Callable[[Tensor], Tensor]
     rotary: nn.Module
     linear: LinearFunction
-    tp: TensorParallel | None = None  # set: these are one rank's slices, and heads are its own
+    tp: TensorParallel | None = None  # set: these are one rank's shards, and heads are its own
 
 
-class Unsupported(Exception):
-    """The model differs from the shapes `decoder.py` computes; the message says where."""
+class UnsupportedModel(Exception):
+    """The model differs from what `llama_decoder.py` computes; the message says where."""
 
 
-def bind(model: Any) -> ModelWeights:
-    """Look up `model`'s parameters; raise Unsupported where its forward pass is another one."""
+def bind(model: Any) -> LlamaWeights:
+    """Look up `model`'s parameters; raises UnsupportedModel if its forward pass is another."""
     if type(model) not in _FAMILIES:
-        raise Unsupported(f"{type(model).__name__} is not a Llama, Mistral, Qwen2 or Qwen3 model")
+        name = type(model).__name__
+        raise UnsupportedModel(f"{name} is not a Llama, Mistral, Qwen2 or Qwen3 model")
     _refuse_variants(model)
     config, body = model.config, model.model
     if type(body.embed_tokens) is not nn.Embedding:
-        raise Unsupported(f"its embedding is a {type(body.embed_tokens).__name__}")
+        raise UnsupportedModel(f"its embedding is a {type(body.embed_tokens).__name__}")
     attention = body.layers[0].self_attn
     head = _linear(model.lm_head)
-    return ModelWeights(
+    return LlamaWeights(
         layers=tuple(_layer(layer) for layer in body.layers),
         embedding=body.embed_tokens.weight,
         head=head,
@@ -110,21 +111,21 @@ def bind(model: Any) -> ModelWeights:
 
 
 def _refuse_variants(model: Any) -> None:
-    """Raise Unsupported for sliding windows, moving RoPE, hooks and sharded tensors."""
+    """Raise UnsupportedModel for sliding windows, moving RoPE, hooks and sharded tensors."""
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]
     if any(windows) or (
         isinstance(model, MistralForCausalLM) and model.config.sliding_window is not None
     ):
-        raise Unsupported("it uses sliding-window attention")
+        raise UnsupportedModel("it uses sliding-window attention")
     if model.model.rotary_emb.rope_type not in _STATIC_ROPE:
-        raise Unsupported(f"its RoPE type is {model.model.rotary_emb.rope_type!r}")
+        raise UnsupportedModel(f"its RoPE type is {model.model.rotary_emb.rope_type!r}")
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:
-            raise Unsupported(f"its module {name!r} has forward hooks")
+            raise UnsupportedModel(f"its module {name!r} has forward hooks")
         for own, parameter in module._parameters.items():
             if parameter is not None and type(parameter.data) is not Tensor:
                 kind = type(parameter.data).__name__
-                raise Unsupported(f"its parameter {f'{name}.{own}'!r} is a {kind}")
+                raise UnsupportedModel(f"its parameter {f'{name}.{own}'!r} is a {kind}")
 
 
 def _layer(layer: Any) -> LayerWeights:
@@ -145,13 +146,13 @@ def _layer(layer: Any) -> LayerWeights:
     )
 
 
-def _linear(module: nn.Module) -> Weight:
+def _linear(module: nn.Module) -> LinearWeights:
     if type(module) is nn.Linear:
-        return Weight(module.weight, module.bias)
-    return _merged(module)
+        return LinearWeights(module.weight, module.bias)
+    return _with_adapters(module)
 
 
-def _merged(module: nn.Module) -> Weight:
+def _with_adapters(module: nn.Module) -> LinearWeights:
     """A linear and its LoRA adapters as one; the same numbers but for rounding.
 
     A quantised matrix is made dense here, once a binding.
@@ -161,29 +162,29 @@ def _merged(module: nn.Module) -> Weight:
     if type(module) is not Linear:
         return _base(module)
     if module.merged or module.lora_variant or any(module.lora_bias.values()):
-        raise Unsupported("an adapter is not plain LoRA")
+        raise UnsupportedModel("an adapter is not plain LoRA")
     weight, bias = _base(module.get_base_layer())
     if module.disable_adapters:
-        return Weight(weight, bias)
+        return LinearWeights(weight, bias)
     with torch.no_grad():
         merged = weight.detach()
         for name in module.active_adapters:
             merged = merged + module.get_delta_weight(name)
-        return Weight(merged.to(weight.dtype), bias)
+        return LinearWeights(merged.to(weight.dtype), bias)
 
 
-def _base(module: nn.Module) -> Weight:
+def _base(module: nn.Module) -> LinearWeights:
     """A linear below its adapters, or without any; a quantised one says what it computes with."""
     if type(module) is nn.Linear:
-        return Weight(module.weight, module.bias)
+        return LinearWeights(module.weight, module.bias)
     dense = getattr(module, "dense", None)
     if not isinstance(module, nn.Linear) or dense is None:
-        raise Unsupported(f"a projection is a {type(module).__name__}, not a plain Linear")
-    return Weight(dense(), module.bias)
+        raise UnsupportedModel(f"a projection is a {type(module).__name__}, not a plain Linear")
+    return LinearWeights(dense(), module.bias)
 
 
-def _norm(module: Any) -> Norm:
-    return Norm(module.weight, module.variance_epsilon)
+def _norm(module: Any) -> RMSNorm:
+    return RMSNorm(module.weight, module.variance_epsilon)
 
 
 def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:

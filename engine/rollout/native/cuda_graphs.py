@@ -1,9 +1,9 @@
 """Decode steps in a few fixed shapes, so that a GPU can replay them as CUDA graphs.
 
 A step of a small model is hundreds of short kernels, and launching them takes longer than running
-them. A graph launches them at once, but it has one shape and fixed addresses. So rows are padded to
-a power of two and columns to a multiple of 128, and a shape is captured once it has come up a few
-times. What a step computes is `decoder.py`'s; on CPUs nothing is to be gained.
+them. A graph launches them at once, but it has one shape and fixed addresses. So the batch is
+padded to a power of two and columns to a multiple of 128, and a shape is captured after it has come
+up a few times. What a step computes is `llama_decoder.py`'s; on CPUs nothing is gained.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class _Captured(NamedTuple):
     replay: Replay
 
 
-class FixedSteps:
-    """Runs steps over the first rows of `slots`, each in the next larger of a few shapes.
+class GraphedSteps:
+    """Runs steps over the first of `slots`, each in the next larger of a few shapes.
 
     A padding row feeds token 0 at position 0 to a free slot: what it writes there the slot's next
-    row overwrites.
+    sequence overwrites.
     """
 
     def __init__(self, step: Step, slots: int, columns: int, capture: Capture) -> None:
-        """`columns`: most that a row has."""
-        self._step, self._slots, self._most = step, slots, columns
+        """`columns`: most that a sequence has."""
+        self._step, self._slots, self._max_columns = step, slots, columns
         self._capture = capture
-        self.forget()
+        self.clear()
 
-    def columns(self, used: int) -> int:
-        """Columns that a step runs over whose rows use at most `used`."""
-        return min(-(-used // _COLUMNS) * _COLUMNS, self._most)
+    def padded_columns(self, used: int) -> int:
+        """Columns that a step runs over whose sequences use at most `used`."""
+        return min(-(-used // _COLUMNS) * _COLUMNS, self._max_columns)
 
     def run(self, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
         """Logits `[R, V]` for `tokens` and `positions` `[R]`; read them before the next call."""
@@ -58,7 +58,7 @@ class FixedSteps:
             return self._step(tokens, positions, columns)
         found = self._captured.get(shape)
         # A capture runs the step once more: its inputs must be this step's, which changes nothing.
-        into = (found.tokens, found.positions) if found else _two_rows(padded, tokens)
+        into = (found.tokens, found.positions) if found else _two_like(padded, tokens)
         for buffer, values in zip(into, (tokens, positions), strict=True):
             buffer[:rows] = values
             buffer[rows:] = 0
@@ -67,13 +67,13 @@ class FixedSteps:
             found = self._captured[shape] = _Captured(*into, replay)
         return found.replay()[:rows]
 
-    def forget(self) -> None:
-        """Drop what was captured: weights or keys have another address now."""
+    def clear(self) -> None:
+        """Drop all graphs: weights or keys have another address now."""
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._seen: Counter[tuple[int, int]] = Counter()
 
 
-def _two_rows(length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _two_like(length: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return like.new_empty(length), like.new_empty(length)
 
 

@@ -1,9 +1,9 @@
-"""Keys and values of the rows in flight, and attention of one new token a row over them.
+"""Key/value caches of the running sequences, and attention of one new token each over them.
 
-`RowCache` keeps a row's whole sequence in its slot. `GroupCache`, for several completions a prompt,
-keeps each prompt once and only the completions by row: all queries of a group meet the prompt's
-keys in one product, which reads them once and not once a row. Both give the same numbers but for
-rounding. What is projected, and which row sits where, is the callers' business.
+`KVCache` stores a whole sequence in its slot. `SharedPromptCache`, for groups of completions,
+stores each prompt once and only the completions by slot: all queries of a group meet the prompt's
+keys in one product, which reads them once and not once a sequence. Both give the same numbers but
+for rounding.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ class CacheShape(NamedTuple):
     layers: int
     kv_heads: int
     head_dim: int
-    share: int  # query heads a key head serves
+    queries_per_key: int  # query heads that share a key head
     scaling: float  # multiplies q·k
 
 
-class RowCache:
-    """Storage `[layers, 2, slots, kv_heads, T, head_dim]`; row r of a step owns slot r."""
+class KVCache:
+    """Storage `[layers, 2, slots, kv_heads, T, head_dim]`, grown as sequences do."""
 
     def __init__(self, shape: CacheShape, slots: int, max_columns: int, like: Tensor) -> None:
-        """Hold up to `max_columns` tokens for each of `slots` rows, as tensors `like` this one."""
+        """Hold up to `max_columns` tokens in each of `slots`, in the dtype and device of `like`."""
         self.shape, self._max_columns = shape, max_columns
         size = (shape.layers, 2, slots, shape.kv_heads, 0, shape.head_dim)
         self._kv = like.new_empty(size)
         self._slots = torch.arange(slots, device=like.device)
         self._all_columns = torch.arange(max_columns, device=like.device)
-        self._used = 0  # columns that any row has used
+        self._used = 0  # columns that any slot has used
         self.width = 0  # columns of this step
-        self.moves = 0  # how often the storage was replaced by a larger one
+        self.reallocations = 0  # how often the storage was replaced by a larger one
 
-    def place(self, kv: Tensor, which: Tensor, slots: Tensor) -> None:
+    def insert(self, kv: Tensor, which: Tensor, slots: Tensor) -> None:
         """Copy prompts `which` `[k]` of `kv` `[layers, 2, B, kv_heads, P, d]` to `slots` `[k]`."""
         width = kv.shape[4]
         self.reserve(width)
         self._kv[:, :, slots, :, :width] = kv[:, :, which]
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy the rows in slots `source` `[k]` to slots `target` `[k]`."""
+        """Copy slots `source` `[k]` to slots `target` `[k]`."""
         used = self._used
         self._kv[:, :, target, :, :used] = self._kv[:, :, source, :, :used]
 
     def begin(self, columns: Tensor, width: int | None = None) -> None:
-        """Start a step in which row r's new token goes to column `columns[r]`, int64 `[L]`.
+        """Start a step in which the new token of slot i goes to column `columns[i]`, int64 `[L]`.
 
         `width`: columns to look at, which must have been reserved; None: those in use.
         """
@@ -61,17 +61,17 @@ class RowCache:
             width = int(columns.max()) + 1
             self.reserve(width)
         self.width = width
-        self._columns, self._rows = columns, self._slots[: len(columns)]
+        self._columns, self._used_slots = columns, self._slots[: len(columns)]
         hidden = self._all_columns[: self.width] > columns[:, None]
         self.mask = self._kv.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)  # [L, T]
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k and v `[L, kv_heads, d]`; return all keys and values `[L, kv_heads, T, d]`."""
         keys, values = self._kv[layer]
-        keys[self._rows, :, self._columns] = k
-        values[self._rows, :, self._columns] = v
-        live = len(self._rows)
-        return keys[:live, :, : self.width], values[:live, :, : self.width]
+        keys[self._used_slots, :, self._columns] = k
+        values[self._used_slots, :, self._columns] = v
+        used = len(self._used_slots)
+        return keys[:used, :, : self.width], values[:used, :, : self.width]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend from q `[L, heads, d]` after storing k and v `[L, kv_heads, d]` → `[L, heads·d]`.
@@ -81,9 +81,9 @@ class RowCache:
         """
         s, rows = self.shape, q.shape[0]
         keys, values = self.store(layer, k, v)
-        folded = q.view(rows, s.kv_heads, s.share, s.head_dim)
+        folded = q.view(rows, s.kv_heads, s.queries_per_key, s.head_dim)
         if q.device.type != "cpu":
-            bias = self.mask[:, None, None].expand(-1, -1, s.share, -1)
+            bias = self.mask[:, None, None].expand(-1, -1, s.queries_per_key, -1)
             a = F.scaled_dot_product_attention(folded, keys, values, bias, scale=s.scaling)
             return a.flatten(1)
         scores = _product(folded * s.scaling, keys.transpose(2, 3))
@@ -91,88 +91,88 @@ class RowCache:
         return _product(probs, values).view(rows, -1)
 
     def reserve(self, columns: int) -> None:
-        """Make room for `columns` tokens a row, keeping what is there."""
+        """Make room for `columns` tokens a slot, keeping what is there."""
         self._used = max(self._used, columns)
         have = self._kv.shape[4]
         if columns > have:
             room = min(self._max_columns, max(columns + _COLUMN_STEP, have + have // 2))
             self._kv = _widened(self._kv, room)
-            self.moves += 1
+            self.reallocations += 1
 
 
-class GroupCache:
-    """Prompts `[layers, 2, groups, kv_heads, P, d]` kept once, completions in a `RowCache`."""
+class SharedPromptCache:
+    """Prompts `[layers, 2, groups, kv_heads, P, d]`, and completions in a `KVCache`."""
 
     def __init__(
         self, shape: CacheShape, slots: int, n: int, max_new_tokens: int, like: Tensor
     ) -> None:
         """Serve `slots` rows in groups of at most `n`, of at most `max_new_tokens` each."""
         self.shape, self._n = shape, n
-        self._completions = RowCache(shape, slots, max_new_tokens, like)
+        self._completions = KVCache(shape, slots, max_new_tokens, like)
         size = (shape.layers, 2, 0, shape.kv_heads, 0, shape.head_dim)
         self._prompts = like.new_empty(size)
-        self._hidden = torch.empty(0, 0, dtype=torch.bool, device=like.device)  # [groups, P]
+        self._padding = torch.empty(0, 0, dtype=torch.bool, device=like.device)  # [groups, P]
         self._group = torch.zeros(slots, dtype=torch.long, device=like.device)
         self._member = torch.zeros(slots, dtype=torch.long, device=like.device)
 
-    def place(
-        self, kv: Tensor, lengths: Tensor, which: Tensor, slots: Tensor, seated: Tensor
+    def insert(
+        self, kv: Tensor, lengths: Tensor, which: Tensor, slots: Tensor, running: Tensor
     ) -> None:
-        """Seat rows of prompts `which` `[k]` (ascending) in `slots` `[k]`.
+        """Give prompts `which` `[k]` (ascending) to `slots` `[k]`.
 
-        `kv` is `[layers, 2, B, kv_heads, P, d]` and `lengths` `[B]` of all B prompts. Only the
-        groups of the slots in `seated` are still needed of those already here.
+        `kv` is `[layers, 2, B, kv_heads, P, d]` and `lengths` `[B]` of all B prompts. Of the groups
+        already here only those of the slots `running` are still needed.
         """
-        self._drop_groups(seated)
+        self._drop_groups(running)
         taken, inverse, counts = torch.unique(which, return_inverse=True, return_counts=True)
         here, width = self._prompts.shape[2], max(kv.shape[4], self._prompts.shape[4])
         old, new = _widened(self._prompts, width), _widened(kv[:, :, taken], width)
         self._prompts = torch.cat((old, new), dim=2)
-        hidden = torch.arange(width, device=lengths.device) >= lengths[taken][:, None]
-        padding = (0, width - self._hidden.shape[1])
-        self._hidden = torch.cat((F.pad(self._hidden, padding, value=True), hidden))
+        padding = torch.arange(width, device=lengths.device) >= lengths[taken][:, None]
+        wider = (0, width - self._padding.shape[1])
+        self._padding = torch.cat((F.pad(self._padding, wider, value=True), padding))
         self._group[slots] = here + inverse
         first = counts.cumsum(0) - counts
         self._member[slots] = torch.arange(len(which), device=which.device) - first[inverse]
         self._make_scratch()
 
-    def place_tails(self, kv: Tensor, slots: Tensor) -> None:
+    def extend(self, kv: Tensor, slots: Tensor) -> None:
         """Copy the first columns of completions, `[layers, 2, k, kv_heads, T, d]`, to `slots`."""
-        self._completions.place(kv, torch.arange(len(slots), device=slots.device), slots)
+        self._completions.insert(kv, torch.arange(len(slots), device=slots.device), slots)
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy the rows in slots `source` `[k]` to slots `target` `[k]`."""
+        """Copy slots `source` `[k]` to slots `target` `[k]`."""
         self._completions.move(source, target)
         self._group[target] = self._group[source]
         self._member[target] = self._member[source]
 
-    def trim(self, live: int) -> None:
-        """Forget the prompts that none of the first `live` slots needs, once they are many."""
-        needed = torch.unique(self._group[:live])
+    def drop_unused(self, used: int) -> None:
+        """Drop the prompts that none of the first `used` slots needs, once they are many."""
+        needed = torch.unique(self._group[:used])
         if len(needed) < 0.75 * self._prompts.shape[2]:
-            self._drop_groups(torch.arange(live, device=needed.device))
+            self._drop_groups(torch.arange(used, device=needed.device))
             self._make_scratch()
 
     def begin(self, columns: Tensor) -> None:
         """Start a step; `columns` `[L]` count within the completions."""
         self._completions.begin(columns)
         self._at = self._group[: len(columns)], slice(None), self._member[: len(columns)]
-        prompt_mask = self._completions.mask.new_zeros(self._hidden.shape)
-        prompt_mask.masked_fill_(self._hidden, -torch.inf)
+        prompt_mask = self._completions.mask.new_zeros(self._padding.shape)
+        prompt_mask.masked_fill_(self._padding, -torch.inf)
         self._mask = torch.cat((prompt_mask[self._at[0]], self._completions.mask), dim=1)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend from q `[L, heads, d]` after storing k and v `[L, kv_heads, d]` → `[L, heads·d]`.
 
         One softmax runs over the scores on the prompt, computed group by group, and those on the
-        completion, computed row by row. Members of a group that have left keep old finite numbers
-        in the scratch tensors, whose products nobody reads.
+        completion, computed slot by slot. Members of a group that have finished leave old finite
+        numbers in the scratch tensors, whose products are not read.
         """
         s, rows = self.shape, q.shape[0]
         keys, values = self._completions.store(layer, k, v)
         prompt_keys, prompt_values = self._prompts[layer]  # each [groups, kv_heads, P, d]
         width = prompt_keys.shape[2]
-        folded = q.view(rows, s.kv_heads, s.share, s.head_dim) * s.scaling
+        folded = q.view(rows, s.kv_heads, s.queries_per_key, s.head_dim) * s.scaling
         self._queries[self._at] = folded
         on_prompt = _product(self._queries.flatten(2, 3), prompt_keys.transpose(2, 3))
         on_prompt = on_prompt.view(self._scratch_shape(width))[self._at]
@@ -183,15 +183,15 @@ class GroupCache:
         from_prompt = from_prompt.view(self._scratch_shape(s.head_dim))[self._at]
         return _product(probs[..., width:], values).add_(from_prompt).view(rows, -1)
 
-    def _drop_groups(self, seated: Tensor) -> None:
-        """Keep the prompts of the slots in `seated` `[k]` alone."""
-        needed, inverse = torch.unique(self._group[seated], return_inverse=True)
+    def _drop_groups(self, running: Tensor) -> None:
+        """Keep only the prompts of the slots `running` `[k]`."""
+        needed, inverse = torch.unique(self._group[running], return_inverse=True)
         if len(needed) < self._prompts.shape[2]:
-            self._prompts, self._hidden = self._prompts[:, :, needed], self._hidden[needed]
-            members = self._member[seated]
+            self._prompts, self._padding = self._prompts[:, :, needed], self._padding[needed]
+            members = self._member[running]
             self._group.zero_()
-            self._member.fill_(self._n)  # dead slots must not write where a row sits
-            self._group[seated], self._member[seated] = inverse, members
+            self._member.fill_(self._n)  # finished slots must not write where a running one does
+            self._group[running], self._member[running] = inverse, members
 
     def _make_scratch(self) -> None:
         width = self._prompts.shape[4]
@@ -199,9 +199,9 @@ class GroupCache:
         self._probs = self._prompts.new_zeros(self._scratch_shape(width))
 
     def _scratch_shape(self, last: int) -> tuple[int, ...]:
-        """Queries of all groups and members; one spare member a group is for dead slots."""
+        """Queries of all groups and members; one spare member a group is for finished slots."""
         groups = self._prompts.shape[2]
-        return groups, self.shape.kv_heads, self._n + 1, self.shape.share, last
+        return groups, self.shape.kv_heads, self._n + 1, self.shape.queries_per_key, last
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,179 @@
+"""Decoding with any causal LM by its own forward pass: correct for all, slower than the Llama path.
+
+Sequences are one left-padded batch. A model that keeps transformers' key/value caches reuses them;
+one that takes only `(input_ids, attention_mask)` is run over the whole sequence for each token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from engine.rollout.causal_lm import eval_mode
+from engine.rollout.native.decoder import Prefilled
+
+
+class GenericDecoder:
+    """A `Decoder` over the model's own forward pass.
+
+    In static batches a prefill's cache is decoded on. Otherwise sequences may enter while others
+    run: each slot's tokens are kept, and whenever some enter, all are computed again.
+    """
+
+    shares_prompts = False  # resumed sequences are prefilled whole
+
+    def __init__(
+        self,
+        model: nn.Module,
+        slots: int,
+        columns: int,
+        device: torch.device,
+        *,
+        static_batches: bool,
+    ) -> None:
+        """Serve `slots` sequences of at most `columns` tokens, prompts included."""
+        self._model, self._device, self.static_batches = model, device, static_batches
+        kept = (slots, 0 if static_batches else columns)
+        self._ids = torch.zeros(kept, dtype=torch.long, device=device)  # by slot and position
+        self._prefilled: _PaddedBatch | None = None  # the latest prefill's, in static batches
+        self._batch: _PaddedBatch | None = None  # None: to be computed again from `_ids`
+        self._slots = torch.empty(0, dtype=torch.long, device=device)  # of the batch's sequences
+
+    def session(self) -> AbstractContextManager[None]:
+        """Dropout is off."""
+        return eval_mode(self._model)
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
+        """Run whole prompts; `state` is their tokens `[B, P]`, padded on the right."""
+        batch = _PaddedBatch(self._model, prompts, self._device)
+        logits = batch.prefill()
+        if self.static_batches:
+            self._prefilled = batch
+        lengths = torch.tensor([len(p) for p in prompts], device=self._device)
+        ids = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(p) for p in prompts], True)
+        return Prefilled(logits, lengths, ids.to(self._device))
+
+    def insert(self, prefilled: Prefilled, which: Tensor, slots: Tensor, running: Tensor) -> None:
+        """Give prompts `which` `[k]` to `slots` `[k]`; in static batches, those of the latest
+        prefill."""
+        if self.static_batches:
+            self._batch, self._prefilled, self._slots = self._prefilled, None, slots
+            assert self._batch is not None
+            self._batch.select(which)
+            return
+        self._ids[slots, : prefilled.state.shape[1]] = prefilled.state[which]
+        self._batch = None
+
+    def extend(
+        self, prefilled: Prefilled, which: Tensor, tokens: Sequence[Sequence[int]], slots: Tensor
+    ) -> None:
+        """Never called, as `insert` gets whole sequences."""
+        raise AssertionError("GenericDecoder shares no prompts")
+
+    def move(self, source: Tensor, target: Tensor, used: int) -> None:
+        """Copy slots `source` `[k]` to `target` `[k]`; the first `used` slots stay in use."""
+        self._ids[target] = self._ids[source]
+        if self._batch is None:
+            return
+        if not used:
+            self._batch = None
+            return
+        moved = torch.isin(self._slots, source)
+        stays = (self._slots < used) & ~torch.isin(self._slots, target)
+        self._keep((moved | stays).nonzero()[:, 0], self._batch)
+        new_slot = torch.arange(len(self._ids), device=self._device)
+        new_slot[source] = target
+        self._slots = new_slot[self._slots]
+
+    def decode(self, tokens: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+        """Feed one token to each of the first L slots and return logits `[L, V]`.
+
+        `tokens` and their `positions` in the sequence are int64 `[L]`. Position 0 is a finished
+        sequence's, as a running one's tokens follow its prompt; its logits are 0.
+        """
+        if not self.static_batches:
+            self._ids[torch.arange(len(tokens), device=self._device), positions] = tokens
+        if self._batch is None:
+            self._slots = positions.nonzero()[:, 0]
+            ends = (positions + 1).tolist()
+            sequences = [self._ids[slot, : ends[slot]].tolist() for slot in self._slots.tolist()]
+            self._batch = _PaddedBatch(self._model, sequences, self._device)
+            logits = self._batch.prefill()
+        else:
+            self._keep(positions[self._slots].nonzero()[:, 0], self._batch)
+            logits = self._batch.step(tokens[self._slots])
+        every = logits.new_zeros(len(tokens), logits.shape[1])
+        every[self._slots] = logits
+        return every
+
+    def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Nothing: no other rank decodes the same sequences."""
+
+    def rebind(self, model: nn.Module) -> bool:
+        """False: the model's cache can't be kept apart from it."""
+        return False
+
+    def _keep(self, index: Tensor, batch: _PaddedBatch) -> None:
+        """Keep the batch's sequences at `index`, ascending."""
+        if len(index) < len(self._slots):
+            batch.select(index)
+            self._slots = self._slots[index]
+
+
+class _PaddedBatch:
+    """Sequences as the model sees them: ids and mask `[R, T]`, and its cache if it has one."""
+
+    def __init__(
+        self, model: nn.Module, sequences: Sequence[Sequence[int]], device: torch.device
+    ) -> None:
+        self._model = model
+        accepted = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._cache = DynamicCache(config=model.config) if "past_key_values" in accepted else None  # type: ignore[arg-type]
+        self._use_cache: dict[str, bool] = {}
+        if "use_cache" in accepted:
+            self._use_cache = {"use_cache": self._cache is not None}
+        width = max(map(len, sequences))
+        self._ids = torch.zeros(len(sequences), width, dtype=torch.long)
+        self._mask = torch.zeros(len(sequences), width, dtype=torch.long)
+        for row, sequence in enumerate(sequences):
+            self._ids[row, width - len(sequence) :] = torch.as_tensor(sequence)
+            self._mask[row, width - len(sequence) :] = 1
+        self._ids, self._mask = self._ids.to(device), self._mask.to(device)
+
+    def prefill(self) -> Tensor:
+        """Run the sequences; logits `[R, V]` after the last token."""
+        return self._forward(self._ids.shape[1])
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append `tokens` `[R]`; logits `[R, V]` after them."""
+        self._ids = torch.cat((self._ids, tokens[:, None]), dim=1)
+        self._mask = torch.cat((self._mask, torch.ones_like(tokens)[:, None]), dim=1)
+        return self._forward(1 if self._cache is not None else self._ids.shape[1])
+
+    def select(self, index: Tensor) -> None:
+        """Keep the sequences at `index` `[K]`, repeated where it repeats."""
+        self._ids, self._mask = self._ids[index], self._mask[index]
+        if self._cache is not None:
+            self._cache.batch_select_indices(index)
+
+    def _forward(self, new: int) -> Tensor:
+        """Run the last `new` columns and return the logits of the last one."""
+        positions = {}
+        if self._takes_positions:
+            positions["position_ids"] = (self._mask.cumsum(1) - 1).clamp(min=0)[:, -new:]
+        cache = {} if self._cache is None else {"past_key_values": self._cache}
+        output = self._model(
+            input_ids=self._ids[:, -new:],
+            attention_mask=self._mask,
+            **positions,
+            **cache,
+            **self._use_cache,
+        )
+        logits: Tensor = output.logits if hasattr(output, "logits") else output
+        return logits[:, -1]

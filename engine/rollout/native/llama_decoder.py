@@ -1,0 +1,284 @@
+"""Forward passes for decoding with the trainer's parameters.
+
+`LlamaDecoder` computes what the transformers modules of the Llama family compute, in fewer and
+larger operations, over the caches of `kv_cache.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.rollout.native.cuda_graphs import Capture, CudaGraphs, GraphedSteps
+from engine.rollout.native.decoder import Prefilled
+from engine.rollout.native.kv_cache import CacheShape, KVCache, SharedPromptCache
+from engine.rollout.native.llama_weights import (
+    LayerWeights,
+    LinearWeights,
+    LlamaWeights,
+    RMSNorm,
+    UnsupportedModel,
+    bind,
+)
+
+
+class Prefix(NamedTuple):
+    """What whole sequences attend to before themselves."""
+
+    kv: Tensor  # [layers, 2, B, kv_heads, P, head_dim]
+    which: Tensor  # [k], int64: sequence i follows prefix number which[i]
+    mask: Tensor  # [k, 1, T, P + T], bool: True where a token of the sequence looks
+
+
+class LlamaDecoder:
+    """A `Decoder` over bound weights; lives for one rollout or stream."""
+
+    static_batches = False
+
+    _captured_at: int  # the cache's reallocations when steps were captured; -1: none are
+    _w: LlamaWeights
+
+    def __init__(
+        self,
+        weights: LlamaWeights,
+        slots: int,
+        n: int,
+        longest_prompt: int,
+        max_new_tokens: int,
+        *,
+        cuda_graphs: bool = False,
+        capture: Capture | None = None,
+    ) -> None:
+        """Serve `slots` sequences, `n` completions a prompt.
+
+        With `cuda_graphs`, the completions of a prompt don't share keys, whose addresses would
+        change with the groups; `capture` replaces the graph.
+        """
+        like = weights.embedding
+        self._columns = columns = longest_prompt + max_new_tokens
+        shape = _cache_shape(weights)
+        grouped = n > 1 and not cuda_graphs
+        self._cache: KVCache | SharedPromptCache
+        if grouped:
+            self._cache = SharedPromptCache(shape, slots, n, max_new_tokens, like)
+        else:
+            self._cache = KVCache(shape, slots, columns, like)
+        self._graphed: GraphedSteps | None = None
+        if cuda_graphs:
+            capture = capture or CudaGraphs(like.device)
+            self._graphed = GraphedSteps(self._step, slots, columns, capture)
+        self._use(weights)
+
+    @property
+    def shares_prompts(self) -> bool:
+        return isinstance(self._cache, SharedPromptCache)
+
+    def session(self) -> AbstractContextManager[None]:
+        """Any context: modules are not called."""
+        return nullcontext()
+
+    def rebind(self, model: nn.Module) -> bool:
+        """Continue with `model`'s weights over the cached keys and values, if they fit."""
+        try:
+            weights = bind(model)
+        except UnsupportedModel:
+            return False
+        old, new = self._w.embedding, weights.embedding
+        same_place = (old.dtype, old.device) == (new.dtype, new.device)
+        if not same_place or _cache_shape(weights) != _cache_shape(self._w):
+            return False
+        self._use(weights)
+        return True
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
+        """Run whole prompts, padded on the right (causal attention never looks there)."""
+        device = self._w.embedding.device
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        ids = _padded(prompts).to(device)
+        width = ids.shape[1]
+        x, kv = self._run(ids, self._cos[:width, None], self._sin[:width, None], None)
+        last = x[torch.arange(len(prompts), device=device), lengths - 1]
+        return Prefilled(self._logits(last), lengths, kv)
+
+    def extend(
+        self, prefilled: Prefilled, which: Tensor, tokens: Sequence[Sequence[int]], slots: Tensor
+    ) -> None:
+        """Append k lists of `tokens` to prompts `which` `[k]` in `slots` `[k]`.
+
+        The prompts' keys are used as they are: a prompt is not computed again for each completion.
+        """
+        assert isinstance(self._cache, SharedPromptCache)
+        lengths = prefilled.lengths[which]
+        ids = _padded(tokens).to(lengths.device)
+        count, width = ids.shape
+        positions = lengths[:, None] + torch.arange(width, device=lengths.device)
+        columns = torch.arange(prefilled.state.shape[4], device=lengths.device)
+        on_prompt = (columns < lengths[:, None])[:, None].expand(-1, width, -1)
+        on_itself = ids.new_ones(width, width, dtype=torch.bool).tril().expand(count, -1, -1)
+        mask = torch.cat((on_prompt, on_itself), dim=-1)[:, None]
+        cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
+        _, kv = self._run(ids, cos, sin, Prefix(prefilled.state, which, mask))
+        self._cache.extend(kv, slots)
+
+    def insert(self, prefilled: Prefilled, which: Tensor, slots: Tensor, running: Tensor) -> None:
+        """Give prompts `which` `[k]` to `slots` `[k]`; `running` are those of other sequences."""
+        if isinstance(self._cache, SharedPromptCache):
+            self._cache.insert(prefilled.state, prefilled.lengths, which, slots, running)
+        else:
+            self._cache.insert(prefilled.state, which, slots)
+
+    def move(self, source: Tensor, target: Tensor, used: int) -> None:
+        """Copy slots `source` `[k]` to `target` `[k]`; the first `used` slots stay in use."""
+        self._cache.move(source, target)
+        if isinstance(self._cache, SharedPromptCache):
+            self._cache.drop_unused(used)
+
+    def decode(self, tokens: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+        """Feed one token to each of the first L slots and return logits `[L, V]`.
+
+        `tokens`, their `positions` in the sequence and `columns` in the completion are int64 `[L]`.
+        """
+        if isinstance(self._cache, SharedPromptCache):
+            self._cache.begin(columns)
+            return self._layers(tokens, positions)
+        if self._graphed is None:
+            self._cache.begin(positions)
+            return self._layers(tokens, positions)
+        width = self._graphed.padded_columns(int(positions.max()) + 1)
+        self._cache.reserve(width)
+        if self._captured_at != self._cache.reallocations:
+            self._captured_at = self._cache.reallocations
+            self._graphed.clear()
+        return self._graphed.run(tokens, positions, width)
+
+    def _step(self, tokens: Tensor, positions: Tensor, width: int) -> Tensor:
+        """One step over `width` columns, with nothing in it that a graph can't hold."""
+        assert isinstance(self._cache, KVCache)
+        self._cache.begin(positions, width)
+        return self._layers(tokens, positions)
+
+    def _layers(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Logits `[L, V]` of one token a slot, over a cache that has begun the step."""
+        w = self._w
+        x = self._embed(tokens)
+        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        for index, layer in enumerate(w.layers):
+            q, k, v = self._qkv(layer, x, cos, sin)
+            x = self._finish_layer(layer, x, self._cache.attend(index, q, k, v))
+        return self._logits(x)
+
+    def _use(self, weights: LlamaWeights) -> None:
+        self._w = w = weights
+        self._captured_at = -1
+        positions = torch.arange(self._columns, device=w.embedding.device)
+        cos, sin = w.rotary(w.embedding, positions[None])
+        self._cos = cos[0]  # [columns, head_dim]
+        # rotate_half(x) * sin == roll(x, head_dim / 2) * sin with the first half's sign turned
+        half = w.head_dim // 2
+        self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+
+    def _run(
+        self, ids: Tensor, cos: Tensor, sin: Tensor, prefix: Prefix | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run sequences `[B, T]`: the last layer's output `[B, T, hidden]`, and their own keys and
+        values `[layers, 2, B, kv_heads, T, head_dim]`."""
+        w = self._w
+        x = self._embed(ids)
+        kv = x.new_empty(len(w.layers), 2, len(ids), w.kv_heads, ids.shape[1], w.head_dim)
+        for index, (layer, (keys, values)) in enumerate(zip(w.layers, kv, strict=True)):
+            q, k, v = self._qkv(layer, x, cos, sin)
+            keys.copy_(k.transpose(1, 2))
+            values.copy_(v.transpose(1, 2))
+            if prefix is not None:
+                before_keys, before_values = prefix.kv[index]
+                keys = torch.cat((before_keys[prefix.which], keys), dim=2)
+                values = torch.cat((before_values[prefix.which], values), dim=2)
+            a = F.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                keys,
+                values,
+                attn_mask=None if prefix is None else prefix.mask,
+                is_causal=prefix is None,
+                scale=w.scaling,
+                enable_gqa=w.heads != w.kv_heads,
+            )
+            x = self._finish_layer(layer, x, a.transpose(1, 2).flatten(2))
+        return x, kv
+
+    def _qkv(
+        self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x `[…, hidden]` to rotated q and k and v, each `[…, heads, head_dim]`."""
+        w = self._w
+        h = _rms_norm(x, layer.input_norm)
+        q = w.linear(h, *layer.q).unflatten(-1, (w.heads, w.head_dim))
+        k = w.linear(h, *layer.k).unflatten(-1, (w.kv_heads, w.head_dim))
+        v = w.linear(h, *layer.v).unflatten(-1, (w.kv_heads, w.head_dim))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = _rms_norm(q, layer.q_norm), _rms_norm(k, layer.k_norm)
+        return self._rotate(q, cos, sin), self._rotate(k, cos, sin), v
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Apply RoPE (Su et al., 2021; arXiv:2104.09864) in the half-split layout."""
+        return (x * cos).addcmul_(x.roll(self._w.head_dim // 2, -1), sin)
+
+    def _finish_layer(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
+        """Output projection, residuals and the gated MLP, on x `[…, hidden]`."""
+        w = self._w
+        x = x + self._project_back(attended, layer.o)
+        h = _rms_norm(x, layer.post_norm)
+        gated = w.activation(w.linear(h, *layer.gate)).mul_(w.linear(h, *layer.up))
+        return x.add_(self._project_back(gated, layer.down))
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        w = self._w
+        return F.embedding(ids, w.embedding) if w.tp is None else w.tp.embed(ids, w.embedding)
+
+    def _project_back(self, x: Tensor, weight: LinearWeights) -> Tensor:
+        """A projection back to the hidden size; ranks that hold columns of it add theirs up."""
+        w = self._w
+        if w.tp is None:
+            return w.linear(x, *weight)
+        y = w.tp.all_reduce(w.linear(x, weight.weight, None))
+        return y if weight.bias is None else y.add_(weight.bias)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        w = self._w
+        logits = w.linear(_rms_norm(x, w.norm), *w.head)
+        return logits if w.tp is None else w.tp.gather_logits(logits)
+
+    def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Make the samples of all tensor-parallel ranks the same, in place."""
+        if self._w.tp is not None:
+            self._w.tp.sync_samples(tokens, log_probs)
+
+
+def can_graph(weights: LlamaWeights) -> bool:
+    """Whether steps over these weights can be captured as CUDA graphs."""
+    return weights.embedding.device.type == "cuda" and weights.tp is None
+
+
+def _cache_shape(w: LlamaWeights) -> CacheShape:
+    return CacheShape(len(w.layers), w.kv_heads, w.head_dim, w.heads // w.kv_heads, w.scaling)
+
+
+def _padded(sequences: Sequence[Sequence[int]]) -> Tensor:
+    """Token ids int64 `[B, T]`, padded on the right with 0."""
+    ids = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.as_tensor(sequence)
+    return ids
+
+
+def _rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
+    """RMSNorm (arXiv:1910.07467) as transformers computes it: statistics in float32."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + norm.eps)
+    return norm.weight * y.to(x.dtype)

@@ -1,0 +1,228 @@
+"""Requests, and a table with the sampled tokens of the sequences that are decoded for them.
+
+A request is a prompt and its completions; a sequence is one completion from its admission to its
+end or preemption. The table lies on the model's device, one row a sequence, and becomes Python
+lists when sequences leave it. Rows are used again. Slots and batches are not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.errors import RolloutError
+from engine.rollout.protocol import Completion, SamplingParams
+from engine.rollout.sampling import noise_keys
+from engine.rollout.stream import PartialCompletion, PartialRequest
+
+
+@dataclass(slots=True)
+class Request:
+    """A prompt to complete; `waiting` are its completions that no row of the table has."""
+
+    key: Hashable
+    name: str  # in messages, e.g. "prompt 3"
+    prompt_ids: list[int]
+    number: int  # place among the requests of its engine call or stream
+    noise_index: int  # stands for the prompt in the sampling noise
+    max_tokens: int  # length limit of its completions
+    unfinished: int  # completions that have not ended
+    waiting: list[PartialCompletion]  # by completion_index
+
+    def partial(self) -> PartialRequest:
+        """The completions that wait, for the caller to keep."""
+        return PartialRequest(self.key, self.prompt_ids, self.waiting)
+
+
+class FinishedSequence(NamedTuple):
+    """A completion that ended."""
+
+    request: Request
+    completion_index: int
+    completion: Completion
+
+
+class SequenceTable:
+    """Tokens and log-probs of up to `capacity` sequences.
+
+    Row `capacity`, one past the sequences, is spare: what is recorded there is dropped.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        params: SamplingParams,
+        columns: int,
+        device: torch.device,
+        *,
+        version: int,
+        track_versions: bool,
+    ) -> None:
+        """Sequences have at most `columns` sampled tokens, drawn from policy `version`.
+
+        `track_versions`: keep the version of each token, as `version` may change meanwhile.
+        """
+        self.device, self.capacity, self.version = device, capacity, version
+        self.finished = 0  # sequences that have ended so far
+        rows = capacity + 1
+        self.keys = torch.zeros(rows, dtype=torch.long, device=device)  # of the sampling noise
+        self.prompt_lengths = torch.zeros_like(self.keys)
+        self._params = params
+        self._limits = torch.full_like(self.keys, columns + 1)  # the spare row never ends
+        self._lengths = torch.zeros_like(self.keys)  # tokens so far
+        self._stop = torch.tensor(params.stop_token_ids, dtype=torch.long, device=device)
+        self._stopped = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._tokens = torch.zeros((rows, columns), dtype=torch.long, device=device)
+        self._log_probs = torch.zeros((rows, columns), dtype=torch.float32, device=device)
+        self._versions: Tensor | None = None
+        if track_versions:
+            self._versions = torch.zeros((rows, columns), dtype=torch.int32, device=device)
+        self._owners: dict[int, tuple[Request, int]] = {}  # row → request, completion_index
+        self._free = list(range(capacity))[::-1]
+        self._ended: list[int] = []  # rows that ended and were not taken out
+
+    @property
+    def running(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._owners) - len(self._ended)
+
+    def add(self, members: Sequence[tuple[Request, PartialCompletion]]) -> list[int]:
+        """Give each member a row, in order, with the tokens it has; return the rows."""
+        rows = self._free[: -len(members) - 1 : -1]
+        index = torch.tensor(rows, device=self.device)
+
+        def column(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=self.device)
+
+        prompts = column([request.noise_index for request, _ in members])
+        indices = column([part.completion_index for _, part in members])
+        self.keys[index] = noise_keys(self._params.seed, prompts, indices)
+        self.prompt_lengths[index] = column([len(request.prompt_ids) for request, _ in members])
+        self._limits[index] = column([request.max_tokens for request, _ in members])
+        self._lengths[index] = column([len(part.token_ids) for _, part in members])
+        self._stopped[index] = False
+        for row, (_, part) in zip(rows, members, strict=True):
+            if have := len(part.token_ids):
+                self._tokens[row, :have] = torch.tensor(part.token_ids)
+                self._log_probs[row, :have] = torch.tensor(part.log_probs)
+                if self._versions is not None:
+                    versions = torch.tensor(part.token_versions, dtype=torch.int32)
+                    self._versions[row, :have] = versions
+        for row, (request, part) in zip(rows, members, strict=True):
+            self._owners[row] = request, part.completion_index
+        del self._free[-len(members) :]
+        return rows
+
+    def record(self, rows: Tensor, column: Tensor, token: Tensor, log_prob: Tensor) -> Tensor:
+        """Store a token at `column` of each of `rows`, all `[R]`; return which ended, bool `[R]`.
+
+        Raises RolloutError if a row's log-prob is NaN.
+        """
+        self._tokens[rows, column] = token
+        self._log_probs[rows, column] = log_prob
+        real = rows < self.capacity
+        done = column + 1 >= self._limits[rows]
+        stop = None
+        if len(self._stop):
+            stop = token == self._stop if len(self._stop) == 1 else torch.isin(token, self._stop)
+            stop &= real
+            done |= stop
+        bad = log_prob.isnan() & real
+        ended, wrong = torch.stack((done.sum(), bad.sum())).tolist()
+        if wrong:
+            request, index = self._owners[int(rows[bad][0])]
+            raise RolloutError(
+                f"the model gave NaN logits for {wrong} rows, the first being completion {index} "
+                f"of {request.name}; its weights have diverged: go back to a checkpoint and lower "
+                f"the learning rate"
+            )
+        if self._versions is not None:
+            self._versions[rows, column] = self.version
+        self._lengths[rows] = column + 1
+        if ended:
+            self.finished += ended
+            ended_rows = rows[done]
+            self._ended += ended_rows.tolist()
+            if stop is not None:
+                self._stopped[ended_rows] = stop[done]
+        return done
+
+    def take_finished(self) -> list[FinishedSequence]:
+        """Take out the sequences that ended, in the order of their ends."""
+        rows, self._ended = self._ended, []
+        if not rows:
+            return []
+        stopped = self._stopped[torch.tensor(rows, device=self.device)].tolist()
+        found = []
+        for row, part, stop in zip(rows, self._take(rows), stopped, strict=True):
+            request, index = self._owners.pop(row)
+            request.unfinished -= 1
+            versions = part.token_versions
+            completion = Completion(
+                prompt_index=request.number,
+                token_ids=part.token_ids,
+                log_probs=part.log_probs,
+                finish_reason="stop" if stop else "length",
+                policy_version=min(versions, default=self.version),
+                token_versions=versions or None,
+            )
+            found.append(FinishedSequence(request, index, completion))
+        return found
+
+    def preempt(self) -> list[Request]:
+        """Take out the sequences that have not ended; they wait in their requests, oldest first."""
+        rows = self._unended()
+        requests: dict[int, Request] = {}
+        for row, part in zip(rows, self._take(rows), strict=True):
+            request, _ = self._owners.pop(row)
+            request.waiting.append(part)
+            requests[request.number] = request
+        for request in requests.values():
+            request.waiting.sort(key=lambda part: part.completion_index)
+        return [requests[number] for number in sorted(requests)]
+
+    def partials(self) -> list[PartialRequest]:
+        """Copies of the sequences that have not ended, by request, the oldest first."""
+        rows = self._unended()
+        found: dict[int, tuple[Request, list[PartialCompletion]]] = {}
+        for row, part in zip(rows, self._read(rows), strict=True):
+            request, _ = self._owners[row]
+            found.setdefault(request.number, (request, []))[1].append(part)
+        return [
+            PartialRequest(r.key, r.prompt_ids, sorted(parts, key=lambda p: p.completion_index))
+            for _, (r, parts) in sorted(found.items())
+        ]
+
+    def _unended(self) -> list[int]:
+        ended = set(self._ended)
+        return [row for row in self._owners if row not in ended]
+
+    def _take(self, rows: list[int]) -> list[PartialCompletion]:
+        """Read `rows` and free them."""
+        found = self._read(rows)
+        self._free += rows
+        return found
+
+    def _read(self, rows: list[int]) -> list[PartialCompletion]:
+        if not rows:
+            return []
+        index = torch.tensor(rows, device=self.device)
+        lengths = self._lengths[index].tolist()
+        longest = max(lengths)
+
+        def lists(table: Tensor) -> list[list[int]]:
+            values: list[list[int]] = table[index, :longest].tolist()
+            return [row[:length] for row, length in zip(values, lengths, strict=True)]
+
+        log_probs: list[list[float]] = self._log_probs[index, :longest].tolist()
+        versions = [[]] * len(rows) if self._versions is None else lists(self._versions)
+        return [
+            PartialCompletion(self._owners[row][1], tokens, values[: len(tokens)], versions_)
+            for row, tokens, values, versions_ in zip(
+                rows, lists(self._tokens), log_probs, versions, strict=True
+            )
+        ]
