@@ -1,4 +1,4 @@
-"""Slices of the rollout tests' models, as tensor-parallel ranks hold them."""
+"""Shards of the rollout tests' models, as tensor-parallel ranks have them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def model_of(family: str, **changes: Any) -> Any:
     return model
 
 
-def local_slice(name: str, whole: Tensor, config: Any, index: int, size: int) -> Tensor:
-    """Slice `index` of `size` of a parameter, a view of it."""
+def local_shard(name: str, whole: Tensor, config: Any, index: int, size: int) -> Tensor:
+    """Shard `index` of `size` of a parameter, a view of it."""
     module = name.split(".")[-2]
     if module in ("k_proj", "v_proj") and config.num_key_value_heads < size:
         shared = size // config.num_key_value_heads
@@ -43,14 +43,14 @@ def local_slice(name: str, whole: Tensor, config: Any, index: int, size: int) ->
     return whole
 
 
-def slices(model: Any, index: int, size: int) -> dict[str, Tensor]:
+def local_shards(model: Any, index: int, size: int) -> dict[str, Tensor]:
     return {
-        name: local_slice(name, p.data, model.config, index, size)
+        name: local_shard(name, p.data, model.config, index, size)
         for name, p in model.named_parameters()
     }
 
 
-def sliced(model: Any) -> TPModelShard:
+def tp_shard(model: Any) -> TPModelShard:
     group = dist.group.WORLD
     assert group is not None
-    return TPModelShard(model.config, slices(model, dist.get_rank(), group.size()), group)
+    return TPModelShard(model.config, local_shards(model, dist.get_rank(), group.size()), group)

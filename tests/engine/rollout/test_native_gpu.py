@@ -1,4 +1,4 @@
-"""The native engine on a GPU: bfloat16, CUDA graphs, slices; skipped without one."""
+"""The native engine on a GPU: bfloat16, CUDA graphs, shards; skipped without one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from rollout_models import build, make_prompts
 from stream_checks import drain, generated, texts, with_n
-from tensor_parallel_cases import GREEDY, model_of, sliced
+from tensor_parallel_cases import GREEDY, model_of, tp_shard
 
 from engine.rollout.native import NativeEngine
 from engine.rollout.protocol import SamplingParams
@@ -102,12 +102,12 @@ def test_a_rollout_moves_no_weight_and_frees_its_cache() -> None:
     assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
-def test_slices_decode_as_one_rank_does() -> None:
+def test_a_shard_decodes_as_one_rank_does() -> None:
     """A group of one, on NCCL: the collectives' path on a device."""
     dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29655", rank=0, world_size=1)
     try:
         model = model_of("qwen2").to("cuda", torch.bfloat16)
-        found = NativeEngine(sliced(model)).generate(make_prompts(4), GREEDY)
+        found = NativeEngine(tp_shard(model)).generate(make_prompts(4), GREEDY)
         expected = NativeEngine(model).generate(make_prompts(4), GREEDY)
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
     finally:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
 from rollout_models import make_prompts
-from tensor_parallel_cases import GREEDY, STOP, model_of, sliced, slices
+from tensor_parallel_cases import GREEDY, STOP, local_shards, model_of, tp_shard
 from thorough import and_slow
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -23,7 +23,7 @@ SAMPLED = SamplingParams(n=3, max_new_tokens=20, seed=4, stop_token_ids=STOP)
 def roll_out(
     family: str, changes: dict[str, Any], dtype: torch.dtype, params: SamplingParams
 ) -> list[Completion]:
-    engine = NativeEngine(sliced(model_of(family, **changes).to(dtype)), max_num_seqs=8)
+    engine = NativeEngine(tp_shard(model_of(family, **changes).to(dtype)), max_num_seqs=8)
     return engine.generate(make_prompts(7), params)
 
 
@@ -69,7 +69,7 @@ def test_a_vocabulary_smaller_than_its_shares_leaves_ranks_empty() -> None:
 
 
 def tiny_vocabulary(changes: dict[str, Any]) -> list[list[int]]:
-    engine = NativeEngine(sliced(model_of("qwen2", **changes)))
+    engine = NativeEngine(tp_shard(model_of("qwen2", **changes)))
     return [c.token_ids for c in engine.generate([[1, 2], [4]], SAMPLED)]
 
 
@@ -134,15 +134,15 @@ def test_a_trainers_dtensors_are_decoded_in_place_and_its_steps_are_seen() -> No
 
 
 def buffers_in_subgroups() -> list[list[int]]:
-    """Two groups of two ranks each, slices in the reverse order of their ranks, in own buffers."""
+    """Two groups of two ranks each, shards in the reverse order of their ranks, in own buffers."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rank = dist.get_rank()
     index = 1 - rank // 2
     model = model_of("qwen2", vocab_size=101)
-    buffers = {name: torch.zeros_like(t) for name, t in slices(model, index, 2).items()}
+    buffers = {name: torch.zeros_like(t) for name, t in local_shards(model, index, 2).items()}
     view = TPModelShard(model.config, buffers, groups[rank % 2], index)
     engine = NativeEngine(view)
-    for name, tensor in slices(model, index, 2).items():  # what a resharding step does
+    for name, tensor in local_shards(model, index, 2).items():  # what a resharding step does
         buffers[name].copy_(tensor)
     engine.update_weights(view, 3)
     return [c.token_ids for c in engine.generate(make_prompts(4 + rank % 2), GREEDY)]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import RankError, run_ranks
 from rollout_models import build, make_prompts
-from tensor_parallel_cases import GREEDY, STOP, model_of, sliced, slices
+from tensor_parallel_cases import GREEDY, STOP, local_shards, model_of, tp_shard
 
 from engine.errors import ModelError, RolloutError
 from engine.rollout.native import NativeEngine, TPModelShard
@@ -24,7 +24,7 @@ def refusal(case: str) -> str:
     group = dist.group.WORLD
     assert group is not None
     model = model_of("qwen2")
-    local, config = slices(model, rank, size), model.config
+    local, config = local_shards(model, rank, size), model.config
     try:
         if case == "missing" and rank == 1:
             del local["model.layers.1.mlp.up_proj.weight"]
@@ -64,14 +64,14 @@ def refusal(case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("missing", ["another rank's slices", "'model.layers.1.mlp.up_proj.weight' is missing"]),
-        ("shape", [r"o_proj.weight' is (128, 128), and slice 0 of 2 is (128, 64)", "slice 1 of 2"]),
+        ("missing", ["another rank's shards", "'model.layers.1.mlp.up_proj.weight' is missing"]),
+        ("shape", [r"o_proj.weight' is (128, 128), and shard 0 of 2 is (128, 64)", "shard 1 of 2"]),
         ("extra", ["'model.layers.0.lora_A' is no parameter"] * 2),
         ("dtype", ["'model.norm.weight' is torch.float64"] * 2),
         ("vocabulary", ["100 rows of the embedding and the vocabulary has 90"] * 2),
         ("heads", ["2 ranks can't share 3 attention heads"] * 2),
         ("family", ["GPT2LMHeadModel is not a Llama"] * 2),
-        ("index", ["hold slices [0, 0]"] * 2),
+        ("index", ["hold shards [0, 0]"] * 2),
         ("stream", ["stream decodes on one rank"] * 2),
         ("version", ["policy versions [0, 1]"] * 2),
         ("prompts", ["different prompts"] * 2),
@@ -90,7 +90,7 @@ def lonely(seconds: float) -> tuple[str, str, float]:
     """Rank 1 leaves in the middle of a rollout; the others say what they get, and when."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
     model = model_of("qwen2")
-    view = TPModelShard(model.config, slices(model, dist.get_rank(), 2), group)
+    view = TPModelShard(model.config, local_shards(model, dist.get_rank(), 2), group)
     engine = NativeEngine(view)
     params = SamplingParams(n=4, max_new_tokens=100, stop_token_ids=STOP)
 
@@ -123,7 +123,7 @@ def test_a_rank_that_falls_out_of_step_ends_the_others_wait() -> None:
 
 
 def dying() -> None:
-    engine = NativeEngine(sliced(model_of("qwen2")))
+    engine = NativeEngine(tp_shard(model_of("qwen2")))
 
     def die(done: int) -> None:
         if dist.get_rank() == 1:
