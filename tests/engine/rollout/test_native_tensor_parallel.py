@@ -148,7 +148,7 @@ def buffers_in_subgroups() -> list[list[int]]:
     return [c.token_ids for c in engine.generate(make_prompts(4 + rank % 2), GREEDY)]
 
 
-def test_buffers_are_filled_later_and_slices_need_not_follow_ranks() -> None:
+def test_buffers_are_filled_later_and_shards_need_not_follow_ranks() -> None:
     engine = NativeEngine(model_of("qwen2", vocab_size=101))
     found = run_ranks(4, buffers_in_subgroups)
     for rank, tokens in enumerate(found):
