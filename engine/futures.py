@@ -1,55 +1,59 @@
 """Values that are still being computed, and the batch that is made of them.
 
-A `Future` is what a group's method returns at once. A `LazyBatch` collects batches and futures
-with `|=`; it waits only when a field is read. Handing a LazyBatch to another group hands over the
+A `Future` is what a worker group's method returns at once. A `LazyBatch` collects batches and
+futures with `|=`; it waits only when a field is read. A group that gets a LazyBatch gets the
 futures themselves, so rows go from worker to worker and not through the controller.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from functools import reduce
+from operator import or_
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from engine.batch import Batch
 
+R_co = TypeVar("R_co", covariant=True)
 
-@runtime_checkable
-class Future(Protocol):
-    """One call on a group, under way or done."""
 
-    gives: frozenset[str]  # fields of the batch that it results in; none: unknown
+class Future(ABC, Generic[R_co]):
+    """A value that is being computed, or is there."""
 
-    def result(self) -> Any:
+    number = 0  # of the call that computes it, from 1; 0: no call of a group
+    fields: frozenset[str] = frozenset()  # of the batch that it results in; empty: unknown
+
+    @abstractmethod
+    def result(self) -> R_co:
         """Wait (up to the group's deadline) and return the value, or raise WorkerError."""
-        ...
 
+    @abstractmethod
     def done(self) -> bool:
-        """Whether `result` would answer, or raise, without waiting for work."""
-        ...
+        """Whether `result` would return, or raise, without waiting for work."""
 
 
-class Ready:
-    """A future whose value is already there."""
+class Ready(Future[R_co]):
+    """A future whose value is there already."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: R_co) -> None:
         self._value = value
-        self.gives: frozenset[str] = frozenset()
 
-    def result(self) -> Any:
+    def result(self) -> R_co:
         return self._value
 
     def done(self) -> bool:
         return True
 
 
-class ConcatFuture:
+class ConcatFuture(Future[Batch]):
     """The rows of several futures, one after the other, as one future."""
 
-    def __init__(self, parts: Sequence[Future]) -> None:
+    def __init__(self, parts: Sequence[Future[Batch]]) -> None:
         self.parts = tuple(parts)
-        self.gives = self.parts[0].gives
+        self.fields = self.parts[0].fields
 
     def result(self) -> Batch:
         """Wait for all parts."""
@@ -67,11 +71,11 @@ class LazyBatch:
     >>> batch["ref_log_probs"]                      # waits
     """
 
-    def __init__(self, *pieces: Batch | Future) -> None:
-        self.pieces: list[Batch | Future] = list(pieces)
+    def __init__(self, *pieces: Batch | Future[Batch]) -> None:
+        self.pieces = list(pieces)
         self._whole: Batch | None = None
 
-    def __or__(self, other: Batch | Future | LazyBatch | dict[str, Tensor]) -> LazyBatch:
+    def __or__(self, other: BatchLike | dict[str, Tensor]) -> LazyBatch:
         if isinstance(other, LazyBatch):
             return LazyBatch(*self.pieces, *other.pieces)
         if isinstance(other, dict):
@@ -82,7 +86,8 @@ class LazyBatch:
         """Wait for all pieces and return them as one batch (later pieces win)."""
         if self._whole is None:
             # The pieces stay: a group that gets them later still reads them from where they are.
-            self._whole = unite([p if isinstance(p, Batch) else p.result() for p in self.pieces])
+            whole = [p if isinstance(p, Batch) else p.result() for p in self.pieces]
+            self._whole = reduce(or_, whole)
         return self._whole
 
     def __getitem__(self, name: str) -> Tensor:
@@ -92,17 +97,4 @@ class LazyBatch:
         return len(self.resolve())
 
 
-def unite(pieces: list[Any]) -> Any:
-    """Merge batches over the same rows, later ones winning; one value of any kind stays itself."""
-    whole = pieces[0]
-    for piece in pieces[1:]:
-        whole = whole | piece
-    return whole
-
-
-def late(what: str, timeout_s: float) -> str:
-    """The message for a call that passed its deadline."""
-    return (
-        f"{what} gave no result within {timeout_s:g} s; the worker hangs or the deadline "
-        "(trainer.step_timeout_s, trainer.start_timeout_s) is too short"
-    )
+BatchLike = Batch | LazyBatch | Future[Batch]  # what a group takes where its workers get a Batch

@@ -1,4 +1,4 @@
-"""Bringing a placement up: worker groups in this process, or Ray actors on a placement group.
+"""Starts a placement: worker groups in this process, or Ray actors on a placement group.
 
 The values (`Placement`, `Pool`) and the check of what a cluster holds are in `placement`.
 """
@@ -10,19 +10,26 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from engine.controller.groups import Roles, WorkerGroup
+from engine.controller.groups import WorkerGroup
 from engine.controller.local_groups import LocalGroup, LocalHost, take_spans
 from engine.controller.placement import Node, Placement, Pool, require_capacity
+from engine.controller.roles import Roles
 from engine.controller.timeline import CONTROLLER, Recorder, Span, recording
-from engine.controller.worker_host import Host, RoleSpec
+from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.errors import PlacementError
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+    from engine.batch import Batch
 
 __all__ = ["Placement", "Pool", "launch"]
 
-Started = tuple[dict[str, WorkerGroup], Callable[[], list[Span]]]
+Launched = tuple[dict[str, WorkerGroup], Callable[[], list[Span]]]
 DASHBOARD_VARIABLE = "HYBRIDFLYTE_RAY_DASHBOARD"
 
 
@@ -34,8 +41,8 @@ def launch(
 ) -> Roles:
     """Start the processes, build the roles in them, and return their groups.
 
-    `recorder` is that of a run which these roles join (`Roles.recorder`): its timeline keeps the
-    controller's own spans, and these roles record theirs if that run does.
+    `recorder` is that of a run which these roles join (`Roles.recorder`): the run keeps the
+    controller's own spans, and these roles record theirs if it has a timeline.
     Raises PlacementError when a role has no pool or the cluster can't hold the pools, and
     WorkerError when a role can't be built.
     """
@@ -47,7 +54,7 @@ def launch(
         )
     start = _launch_local if placement.kind == "local" else _launch_ray
     own = Recorder(CONTROLLER) if placement.timeline and recorder is None else None
-    with ExitStack() as closing:  # undoes a launch that fails, and later is what close() does
+    with ExitStack() as closing:  # undoes a launch that fails; otherwise Roles.close runs it
         if own:
             closing.enter_context(recording(own))
         groups, spans = start(placement, by_name, threads, own or recorder, closing)
@@ -64,7 +71,7 @@ def _launch_local(
     threads: int,
     recorder: Recorder | None,
     closing: ExitStack,
-) -> Started:
+) -> Launched:
     groups: dict[str, WorkerGroup] = {}
     hosts: list[LocalHost] = []
     for pool in placement.pools:
@@ -73,11 +80,11 @@ def _launch_local(
                 f"roles {pool.roles} ask for {pool.world_size} ranks in one process; use "
                 "trainer.placement=ray"
             )
-        held = [specs[role] for role in pool.roles]
+        in_pool = [specs[role] for role in pool.roles]
         count = threads or max(1, int(pool.cpus))
-        hosts.append(LocalHost(Host(held, threads=count, timeline=recorder is not None)))
+        hosts.append(LocalHost(WorkerHost(in_pool, threads=count, timeline=recorder is not None)))
         closing.callback(hosts[-1].close)
-        for spec in held:
+        for spec in in_pool:
             groups[spec.name] = LocalGroup(spec, hosts[-1:], placement.call_timeout_s, recorder)
     for host in hosts:
         host.host.build()
@@ -94,54 +101,56 @@ def _launch_ray(
     threads: int,
     recorder: Recorder | None,
     closing: ExitStack,
-) -> Started:
+) -> Launched:
     import ray
 
-    from engine.controller.ray_groups import RayGroup, RayHost, stop, wait
+    from engine.controller.ray_groups import RayGroup, RayHost, stop_actors, wait_all
 
     if not ray.is_initialized():
         ray.init(**init_options(placement, os.environ))
     require_capacity(placement.pools, _nodes(), placement.strategy)
-    where = iter(_reserve(placement, closing))
+    options = iter(_reserve(placement, closing))
     run = f"hybridflyte-{placement.run}{'-' if placement.run else ''}{uuid.uuid4().hex[:6]}"
+    actor_class: Any = ray.remote(RayHost)
     groups: dict[str, WorkerGroup] = {}
-    actors: list[Any] = []
-    closing.callback(stop, actors)
-    sent: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the run's, for all groups
+    actors: list[ActorHandle] = []
+    closing.callback(stop_actors, actors)
+    stored: WeakKeyDictionary[Batch, ObjectRef] = WeakKeyDictionary()  # shared by all groups
     names: list[str] = []
-    first: list[int] = []  # which of `actors` is rank 0 of each one's pool
+    rank_zeros: list[int] = []  # for each actor, which of `actors` is rank 0 of its pool
     for pool in placement.pools:
         count = (threads or max(1, int(pool.cpus))) if pool.cpus else 1
-        held = [specs[role] for role in pool.roles]
-        ranks = [
-            ray.remote(RayHost)
-            .options(
+        in_pool = [specs[role] for role in pool.roles]
+        ranks: list[ActorHandle] = [
+            actor_class.options(
                 name=f"{run}/{pool.name}/{rank}",
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": str(count)}},
-                **next(where),
-            )
-            .remote(held, rank, pool.world_size, count, recorder is not None)
+                **next(options),
+            ).remote(in_pool, rank, pool.world_size, count, recorder is not None)
             for rank in range(pool.world_size)
         ]
-        first.extend([len(actors)] * len(ranks))
+        rank_zeros.extend([len(actors)] * len(ranks))
         actors.extend(ranks)
         names.extend(f"{pool.name} rank {rank}: " for rank in range(pool.world_size))
-        for spec in held:
-            groups[spec.name] = RayGroup(spec, ranks, placement.call_timeout_s, recorder, sent)
-    # A reference to the answer of rank 0: its pool's ranks wait for it, the controller doesn't.
-    points = {
-        at: actors[at].rendezvous_address.remote() for at in set(first) if first.count(at) > 1
+        for spec in in_pool:
+            groups[spec.name] = RayGroup(spec, ranks, placement.call_timeout_s, recorder, stored)
+    # References: the ranks of a pool wait for rank 0's address, the controller doesn't.
+    addresses = {
+        zero: actors[zero].rendezvous_address.remote()
+        for zero in set(rank_zeros)
+        if rank_zeros.count(zero) > 1
     }
-    built = [a.build.remote(points.get(at, "")) for a, at in zip(actors, first, strict=True)]
-    wait(
-        {ref: f"{n}its start" for ref, n in zip(built, names, strict=True)},
-        placement.start_timeout_s,
-    )
+    built: list[ObjectRef] = [
+        actor.build.remote(addresses.get(zero, ""))
+        for actor, zero in zip(actors, rank_zeros, strict=True)
+    ]
+    labels = {ref: f"{name}its start" for ref, name in zip(built, names, strict=True)}
+    wait_all(labels, placement.start_timeout_s)
 
     def spans() -> list[Span]:
-        asked = [actor.spans.remote() for actor in actors]
-        parts = {ref: f"{n}its timeline" for ref, n in zip(asked, names, strict=True)}
-        return [span for part in wait(parts, placement.call_timeout_s) for span in part]
+        refs: list[ObjectRef] = [actor.spans.remote() for actor in actors]
+        labels = {ref: f"{name}its timeline" for ref, name in zip(refs, names, strict=True)}
+        return [span for spans in wait_all(labels, placement.call_timeout_s) for span in spans]
 
     return groups, spans
 
@@ -168,12 +177,12 @@ def _nodes() -> list[Node]:
 def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, Any]]:
     """Reserve room for all processes at once; return each one's actor options, pool by pool."""
     import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     wanted = [pool for pool in placement.pools for _ in range(pool.world_size)]
     bundles = [pool.bundle for pool in wanted if pool.bundle]
-    group: Any = None
+    group: PlacementGroup | None = None
     if bundles:
         labels = [dict(pool.labels) for pool in wanted if pool.bundle]
         group = placement_group(
@@ -183,7 +192,8 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, Any]]:
         )
         closing.callback(remove_placement_group, group)
         if not group.wait(placement.start_timeout_s):
-            free = {k: v for k, v in ray.available_resources().items() if k in _kinds(bundles)}
+            names = {name for bundle in bundles for name in bundle}
+            free = {k: v for k, v in ray.available_resources().items() if k in names}
             raise PlacementError(
                 f"no room for {bundles} within {placement.start_timeout_s:g} s: something else "
                 f"holds the cluster; free now: {free}"
@@ -192,7 +202,7 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, Any]]:
     index = 0
     for pool in wanted:
         amounts = {"num_cpus": pool.cpus, "num_gpus": pool.gpus, "resources": dict(pool.resources)}
-        if pool.bundle:
+        if group is not None and pool.bundle:
             amounts["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=index
             )
@@ -201,7 +211,3 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, Any]]:
             amounts["label_selector"] = dict(pool.labels)
         options.append(amounts)
     return options
-
-
-def _kinds(bundles: Sequence[dict[str, float]]) -> set[str]:
-    return {kind for bundle in bundles for kind in bundle}

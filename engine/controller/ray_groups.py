@@ -1,7 +1,7 @@
 """Worker groups on Ray: one actor a rank, futures over the object store, deadlines everywhere.
 
-Results stay in the object store until somebody reads them: a future handed to another group goes
-there as an object reference. Placement (which actors, where) is in `launch`.
+Results stay in the object store until they are read: a future that is an argument is sent as an
+object reference. Which actors are started, and where, is in `launch`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from engine.batch import Batch
-from engine.controller.groups import WorkerGroup
-from engine.controller.row_sharding import join
+from engine.controller.groups import WorkerGroup, timeout_error
+from engine.controller.row_sharding import merge_results
 from engine.controller.timeline import Recorder, span
-from engine.controller.worker_host import Call, Host, RoleSpec, rendezvous_address
+from engine.controller.worker_host import Call, RoleSpec, WorkerHost, rendezvous_address
 from engine.errors import EngineError, WorkerError
-from engine.futures import Future, late
+from engine.futures import Future
 
 log = logging.getLogger(__name__)
-Sent = MutableMapping[Batch, Any]  # batches of the controller's that are in the object store
+Stored = MutableMapping[Batch, ObjectRef]  # the controller's batches that are in the object store
 
 
-class RayHost(Host):
+class RayHost(WorkerHost):
     """A host that is a Ray actor."""
 
     def rendezvous_address(self) -> str:
@@ -35,7 +37,7 @@ class RayHost(Host):
         return rendezvous_address(ray.util.get_node_ip_address())
 
 
-class RayFuture:
+class RayFuture(Future[object]):
     """One call on the ranks of a role; its results are in the object store.
 
     A failure is reported by its cause: where an argument's call failed, or never ended, the error
@@ -45,29 +47,28 @@ class RayFuture:
     def __init__(
         self,
         call: Call,
-        statuses: list[Any],
-        refs: list[Any],
+        statuses: list[ObjectRef],
+        refs: list[ObjectRef],
         timeout_s: float,
-        sources: Sequence[Future] = (),
+        sources: Sequence[Future[object]] = (),
     ) -> None:
         self.number = call.number
-        self.gives: frozenset[str] = frozenset()
         self.refs = refs  # the values of the ranks that collect
         names = [f"{call.role} rank {rank}: {call.method}" for rank in range(len(statuses))]
         self.statuses = dict(zip(statuses, names, strict=True))  # of all ranks
         self._name = f"{call.role}.{call.method}"
         self._timeout_s = timeout_s
         self._sources = [source for source in sources if isinstance(source, RayFuture)]
-        self._values: list[Any] | None = None
+        self._values: list[object] = []  # one, once it is there
 
-    def result(self) -> Any:
+    def result(self) -> object:
         """Wait for all ranks; raise WorkerError with role, rank, method and the remote traceback,
         or the EngineError that a rank raised."""
-        if self._values is None:
+        if not self._values:
             with span(f"wait for {self._name}"):
-                wait(self.statuses, self._timeout_s, self._ancestors())
-                self._values = [join([_read(ref, self._name, 60.0) for ref in self.refs])]
-            self._sources = []  # what went well needs no cause, and the arguments may be freed
+                wait_all(self.statuses, self._timeout_s, self._ancestors())
+                self._values = [merge_results([_get(ref, self._name, 60.0) for ref in self.refs])]
+            self._sources = []  # a success needs no cause, and the arguments may be freed
         return self._values[0]
 
     def done(self) -> bool:
@@ -100,58 +101,62 @@ class RayGroup(WorkerGroup):
     def __init__(
         self,
         spec: RoleSpec,
-        actors: Sequence[Any],
+        actors: Sequence[ActorHandle],
         timeout_s: float,
         recorder: Recorder | None = None,
-        sent: Sent | None = None,
+        stored: Stored | None = None,
     ) -> None:
         super().__init__(spec, len(actors), recorder)
         self._actors, self._timeout_s = list(actors), timeout_s
-        self._sent: Sent = WeakKeyDictionary() if sent is None else sent
+        self._stored: Stored = WeakKeyDictionary() if stored is None else stored
 
-    def _references(self, piece: Batch | Future) -> list[Any]:
+    def _references(self, piece: Batch | Future[object]) -> list[ObjectRef]:
         if isinstance(piece, RayFuture):
             return piece.refs
         value = piece if isinstance(piece, Batch) else piece.result()
         if not isinstance(value, Batch):
             return [ray.put(value)]
-        if value not in self._sent:
-            self._sent[value] = ray.put(value)
-        return [self._sent[value]]
+        if value not in self._stored:
+            self._stored[value] = ray.put(value)
+        return [self._stored[value]]
 
-    def _start(
-        self, call: Call, flat: list[Any], collecting: list[bool], sources: Sequence[Future]
+    def _submit(
+        self,
+        call: Call,
+        data: list[ObjectRef],
+        collecting: list[bool],
+        sources: Sequence[Future[object]],
     ) -> RayFuture:
         actors = self._actors[: len(collecting)]
-        ranks = [
-            actor.call_with_status.options(num_returns=2).remote(call, *flat) for actor in actors
+        ranks: list[tuple[ObjectRef, ObjectRef]] = [
+            actor.call_with_status.options(num_returns=2).remote(call, *data) for actor in actors
         ]
         values = [value for (value, _), gives in zip(ranks, collecting, strict=True) if gives]
         return RayFuture(call, [status for _, status in ranks], values, self._timeout_s, sources)
 
 
-def wait(
-    refs: Mapping[Any, str], timeout_s: float, ancestors: Sequence[RayFuture] = ()
+def wait_all(
+    refs: Mapping[ObjectRef, str], timeout_s: float, ancestors: Sequence[RayFuture] = ()
 ) -> list[Any]:
     """Return the values of all `refs`, or raise as soon as one of them, or of the calls that they
     take data from, has failed: Ray itself would wait for the other arguments first.
 
-    The names of `refs` say in a WorkerError what they are.
+    `refs` maps each reference to its name in a WorkerError.
     """
     deadline = time.monotonic() + timeout_s
     above = {ref: name for ancestor in ancestors for ref, name in ancestor.statuses.items()}
     pending = above | dict(refs)  # causes come before what they lead to
-    values: dict[Any, Any] = {}
+    values: dict[ObjectRef, Any] = {}
     while len(values) < len(refs):
         ready, _ = ray.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             what, first = next(n for r, n in refs.items() if r in pending), next(iter(pending))
             waits = f"{what} waits for {above[first]}, which" if first in above else what
-            raise WorkerError(late(waits, timeout_s))
+            raise timeout_error(waits, timeout_s)
         [ref] = ready
         name = pending.pop(ref)
         try:
-            value = _read(ref, name, 60.0)
+            value = _get(ref, name, 60.0)
         except WorkerError:
             _raise_first({ref: name for ref, name in pending.items() if ref in above})
             raise
@@ -160,13 +165,13 @@ def wait(
     return [values[ref] for ref in refs]
 
 
-def stop(actors: Sequence[Any], grace_s: float = 3.0) -> None:
+def stop_actors(actors: Sequence[ActorHandle], grace_s: float = 3.0) -> None:
     """Let all actors close their roles within `grace_s`, then end their processes.
 
-    One that is busy, stopped or dead is not waited for; Ray kills it, within 5 s where it can't
-    answer.
+    An actor that is busy, stopped or dead is not waited for; Ray kills it, within 5 s where it
+    can't answer.
     """
-    closing = {actor.close.remote(): actor for actor in actors}
+    closing: dict[ObjectRef, ActorHandle] = {actor.close.remote(): actor for actor in actors}
     if not closing:
         return
     ready, _ = ray.wait(list(closing), num_returns=len(closing), timeout=grace_s)
@@ -181,21 +186,21 @@ def stop(actors: Sequence[Any], grace_s: float = 3.0) -> None:
         ray.kill(actor, no_restart=True)
 
 
-def _raise_first(refs: Mapping[Any, str]) -> None:
+def _raise_first(refs: Mapping[ObjectRef, str]) -> None:
     """Raise the first failure among those that are done."""
     if refs:
         ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
         for ref, name in refs.items():
             if ref in ready:
-                _read(ref, name, 60.0)
+                _get(ref, name, 60.0)
 
 
-def _read(ref: Any, name: str, timeout_s: float) -> Any:
-    """Fetch a result that is there; what can go wrong is a WorkerError, or the remote's own."""
+def _get(ref: ObjectRef, name: str, timeout_s: float) -> Any:
+    """Fetch a result that is there; raise the remote EngineError, or a WorkerError."""
     try:
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError:
-        raise WorkerError(late(name, timeout_s)) from None
+        raise timeout_error(name, timeout_s) from None
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, EngineError):

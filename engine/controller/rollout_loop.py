@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from engine.batch import Batch
-from engine.controller.groups import Roles
 from engine.controller.health import Fleet, HealthPolicy
 from engine.controller.health_events import (
     Action,
@@ -33,6 +32,7 @@ from engine.controller.health_events import (
     Synced,
     SyncWeights,
 )
+from engine.controller.roles import Roles
 from engine.controller.rollout_processes import RolloutProcess, RolloutProcesses
 from engine.controller.staleness import Admission, Limits, Ticket
 from engine.controller.weight_publisher import PublishedWeights
@@ -70,7 +70,7 @@ class RolloutLoop:
         *,
         spawn: Callable[[str, int], Roles],
         next_prompt: Callable[[], Batch],
-        score: Callable[[Batch], Future],
+        score: Callable[[Batch], Future[Batch]],
         weights: PublishedWeights,
         keep: Callable[[Batch], bool] | None = None,
         finished: Sequence[tuple[Batch, Batch]] = (),
@@ -85,7 +85,7 @@ class RolloutLoop:
         self.counts = Counts()
         self._weights = weights
         self._prompts: dict[int, Batch] = {}  # by key, until consumed
-        self._scoring: dict[Ticket, tuple[Batch, Future]] = {}
+        self._scoring: dict[Ticket, tuple[Batch, Future[Batch]]] = {}
         self._scored: dict[int, Batch] = {}
         self._again: deque[Batch] = deque()  # prompts that come before all others
         self._asked: set[str] = set()  # workers that are to say what they have begun

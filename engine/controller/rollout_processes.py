@@ -6,11 +6,15 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
-from engine.controller.groups import Roles, WorkerGroup
+from engine.controller.roles import Roles
 from engine.controller.timeline import Span
 from engine.errors import WorkerError
 from engine.futures import Future
+
+if TYPE_CHECKING:
+    from engine.controller.roles import StreamRolloutGroup
 
 
 @dataclass(slots=True)
@@ -19,8 +23,8 @@ class RolloutProcess:
 
     attempt: int
     roles: Roles
-    group: WorkerGroup
-    call: Future | None = None  # in flight
+    group: StreamRolloutGroup
+    call: Future[Any] | None = None  # in flight
     loads: int | None = None  # version that the call loads, if it is load_weights
     sync: int | None = None  # version to load next
     needs_full_weights: bool = False  # a delta failed
@@ -49,7 +53,7 @@ class RolloutProcesses:
 
     def accept(self, name: str, attempt: int, roles: Roles) -> None:
         """Make a started process the worker's."""
-        self.running[name] = RolloutProcess(attempt, roles, getattr(roles, name))
+        self.running[name] = RolloutProcess(attempt, roles, cast("StreamRolloutGroup", roles[name]))
 
     def close_unused(self, roles: Roles) -> None:
         """Close the roles of a process that is not needed any more, without waiting."""

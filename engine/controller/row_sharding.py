@@ -1,10 +1,9 @@
-"""Rows and results on their way to and from ranks: splitting, padding, merging. No processes."""
+"""Splits and pads rows for ranks, and merges what ranks return. Values only, no processes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -45,10 +44,11 @@ def shard_rows(
     return part, int((index < rows).sum())
 
 
-def drop_padding(result: Any, rows: int, real: int) -> Any:
-    """Keep what came out of the first `real` of `rows` rows.
+def drop_padding(result: object, rows: int, real: int) -> object:
+    """Keep the results of the first `real` of `rows` rows.
 
     A method may return k rows for each row that it got (a rollout's n completions), in order.
+    Raises WorkerError for a result that isn't a batch of k rows each.
     """
     if real == rows or result is None:
         return result
@@ -61,18 +61,21 @@ def drop_padding(result: Any, rows: int, real: int) -> Any:
     return result.rows(slice(0, len(result) // rows * real))
 
 
-def join(results: Sequence[Any]) -> Any:
-    """Merge what the collecting ranks gave: metrics reduced, batches stacked, one value as it is.
+def merge_results(results: Sequence[object]) -> object:
+    """Merge what the collecting ranks return: metrics reduced, batches concatenated, one value as
+    it is.
 
     Raises WorkerError for several values of another kind, DataError for batches that don't match.
     """
-    if all(isinstance(result, RankMetrics) for result in results):
-        return reduce_metrics(results)
+    metrics = [result for result in results if isinstance(result, RankMetrics)]
+    if len(metrics) == len(results):
+        return reduce_metrics(metrics)
     if len(results) == 1:
         return results[0]
-    if all(isinstance(result, Batch) for result in results):
+    batches = [result for result in results if isinstance(result, Batch)]
+    if len(batches) == len(results):
         # Ranks that had padding alone are left out: they would only widen the others.
-        return Batch.concat([result for result in results if len(result)] or results[:1])
+        return Batch.concat([batch for batch in batches if len(batch)] or batches[:1])
     if all(result is None for result in results):
         return None
     raise WorkerError(
@@ -93,25 +96,25 @@ def reduce_metrics(ranks: Sequence[RankMetrics]) -> dict[str, float]:
 
 
 def _reduce(name: str, ranks: Sequence[RankMetrics]) -> float:
-    parts: list[tuple[Metric, float]] = []
+    weighted: list[tuple[Metric, float]] = []
     for rank in ranks:
         if name in rank.values:
             found = rank.values[name]
             metric = found if isinstance(found, Metric) else Metric(float(found))
-            parts.append((metric, rank.rows if metric.weight is None else metric.weight))
-    kinds = {metric.reduce for metric, _ in parts}
+            weighted.append((metric, rank.rows if metric.weight is None else metric.weight))
+    kinds = {metric.reduce for metric, _ in weighted}
     if len(kinds) > 1:
         raise WorkerError(f"metric {name!r} is merged as {sorted(kinds)}; let all ranks agree")
-    values = [metric.value for metric, _ in parts]
+    values = [metric.value for metric, _ in weighted]
     kind = kinds.pop()
     if kind == "sum":
         return sum(values)
     if kind != "mean":
         return max(values) if kind == "max" else min(values)
-    if len(parts) == 1:
+    if len(weighted) == 1:
         return values[0]  # exact, where value · weight / weight would round
-    total = sum(weight for _, weight in parts)
+    total = sum(weight for _, weight in weighted)
     if not total:
         return sum(values) / len(values)
     # A value without weight says nothing, not even where it is NaN.
-    return sum(metric.value * weight for metric, weight in parts if weight) / total
+    return sum(metric.value * weight for metric, weight in weighted if weight) / total

@@ -8,9 +8,13 @@ trainer is busy. Workers compute, check and apply deltas (`engine.weight_transfe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from engine.controller.groups import WorkerGroup
+from engine.batch import Batch
 from engine.futures import Future
+
+if TYPE_CHECKING:
+    from engine.controller.roles import ActorGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +22,11 @@ class PublishedWeights:
     """One version of the weights."""
 
     version: int
-    full: Future
-    delta: Future | None = None  # against version `base`
+    full: Future[Batch]
+    delta: Future[Batch] | None = None  # against version `base`
     base: int = -1
 
-    def update_from(self, version: int) -> Future:
+    def update_from(self, version: int) -> Future[Batch]:
         """The update for a process with weights of `version` (-1: none)."""
         return self.delta if self.delta is not None and version == self.base else self.full
 
@@ -30,7 +34,7 @@ class PublishedWeights:
 class WeightPublisher:
     """Publishes an actor's weights, with `deltas` also as a delta against the version before."""
 
-    def __init__(self, actor: WorkerGroup, *, deltas: bool) -> None:
+    def __init__(self, actor: ActorGroup, *, deltas: bool) -> None:
         self._actor, self._deltas = actor, deltas
         self._base: int | None = None
 

@@ -1,7 +1,7 @@
 """The process side of a worker group: builds roles, receives calls, merges their arguments.
 
-One `Host` lives in one process (this one, or a Ray actor) and holds one rank of each role placed
-there. It imports torch, never Ray.
+One `WorkerHost` lives in one process (this one, or a Ray actor) and has one rank of each role that
+is placed there. It imports torch, never Ray.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from engine.batch import Batch
-from engine.controller.row_sharding import RankMetrics, drop_padding, join, shard_rows
+from engine.controller.row_sharding import RankMetrics, drop_padding, merge_results, shard_rows
 from engine.controller.timeline import Recorder, Span
 from engine.errors import EngineError, WorkerError
-from engine.futures import unite
 from engine.plugins import import_plugins
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch_rule
 from engine.workers.mesh import Mesh
@@ -30,43 +31,46 @@ class RoleSpec:
 
     name: str  # e.g. "actor"
     worker_class: type[Worker]
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mesh | None = None  # e.g. Mesh.of(dp=2, tp=2); None: all ranks data-parallel
     plugins: tuple[str, ...] = ()  # modules imported before the role is built, e.g. ("my_losses",)
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class PlainArgument:
     """An argument that is passed on as it is."""
 
-    value: Any
+    value: object
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """An argument that is a batch made of pieces; piece i consists of `ranks[i]` runs of rows."""
+class BatchArgument:
+    """An argument that is the union of pieces; piece i is the concatenation of `parts[i]` values.
 
-    ranks: tuple[int, ...]  # e.g. (1, 4): one whole piece, one that came from four ranks
+    A value that isn't a batch is one piece of one part.
+    """
+
+    parts: tuple[int, ...]  # e.g. (1, 4): one whole piece, one that came from four ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call on a role, as every one of its ranks gets it (the data itself apart)."""
+    """One call on a role, as every one of its ranks gets it, without the data itself."""
 
     role: str
     method: str
-    layout: tuple[Plain | Pieces, ...] = ()
-    names: tuple[str, ...] = ()  # of the last arguments, which are passed by keyword
+    arguments: tuple[PlainArgument | BatchArgument, ...] = ()
+    keywords: tuple[str, ...] = ()  # names of the last arguments, which are passed by keyword
     number: int = 0  # counts the run's calls from 1
     step: int = 0  # training step, for the timeline
     after: tuple[int, ...] = ()  # numbers of the calls whose results are arguments
 
 
-class Host:
-    """One rank of the roles that share a process; `build` brings them up.
+class WorkerHost:
+    """One rank of the roles that share a process; `build` makes them.
 
-    What a role raises leaves here as an EngineError: its own, with a note that says role, rank,
-    method and traceback, or a WorkerError that says so itself.
+    What a role raises leaves here as an EngineError: its own, with a note that has role, rank,
+    method and traceback, or a WorkerError whose message has them.
     """
 
     name = "host"  # until it is built: Ray asks for the repr of an actor whose constructor failed
@@ -93,7 +97,7 @@ class Host:
         return self.name  # Ray shows it in front of the process's log lines
 
     def build(self, address: str = "") -> int:
-        """Build the roles in order; answer with the process id.
+        """Build the roles in order; return the process id.
 
         `address` is where the ranks of this host's pool may form a process group.
         """
@@ -102,47 +106,49 @@ class Host:
             context = WorkerContext(
                 spec.name, self.rank, self.world_size, shared, spec.mesh, address
             )
-            with self._explained(spec.name, "its construction"):
+            with self._locating_errors(spec.name, "its construction"):
                 import_plugins(spec.plugins)
                 self.workers[spec.name] = spec.worker_class(context, **spec.options)
         return os.getpid()
 
-    def call(self, call: Call, *flat: Any) -> Any:
-        """Run a call; `flat` holds the data that its layout merges, in order.
+    def call(self, call: Call, *data: object) -> object:
+        """Run a call; `data` are the values that its batch arguments are made of, in order.
 
-        Returns None on ranks whose result nobody collects, so that it isn't moved about.
+        Returns None on ranks whose result nobody collects, so that it isn't sent.
         """
-        with self._explained(call.role, call.method), self._recorded(call):
-            return self._run(call, iter(flat))
+        with self._locating_errors(call.role, call.method), self._recording(call):
+            return self._run(call, iter(data))
 
-    def call_with_status(self, call: Call, *flat: Any) -> tuple[Any, None]:
-        """As `call`, with a second result that tells whether it failed, without the first."""
-        return self.call(call, *flat), None
+    def call_with_status(self, call: Call, *data: object) -> tuple[object, None]:
+        """As `call`, with a second result that says, without the first, whether it failed."""
+        return self.call(call, *data), None
 
-    def _run(self, call: Call, flat: Iterator[Any]) -> Any:
+    def _run(self, call: Call, data: Iterator[object]) -> object:
         worker = self.workers[call.role]
         rule = dispatch_rule(type(worker), call.method)
         mesh = self.specs[call.role].mesh or Mesh.of(dp=self.world_size)
-        share = mesh.share(self.rank, rule.axes)
-        arguments, counts = [], []
-        for item in call.layout:
-            if isinstance(item, Plain):
+        share = mesh.share(self.rank)
+        arguments: list[object] = []
+        rows, real_rows = 1, 1  # of the first batch
+        first = True
+        for item in call.arguments:
+            if isinstance(item, PlainArgument):
                 arguments.append(item.value)
                 continue
-            value = unite([join([next(flat) for _ in range(ranks)]) for ranks in item.ranks])
-            if rule.splits and isinstance(value, Batch):
+            value = _argument(item, data)
+            if rule.splits_rows and isinstance(value, Batch):
                 value, real = shard_rows(value, share, unit=rule.unit, pad=rule.pad)
-                counts.append((len(value), real))
+                if first:
+                    rows, real_rows, first = len(value), real, False
             arguments.append(value)
-        cut = len(arguments) - len(call.names)
-        keywords = dict(zip(call.names, arguments[cut:], strict=True))
-        result = getattr(worker, call.method)(*arguments[:cut], **keywords)
-        if not (share.collects if rule.splits else self.rank == 0):
+        cut = len(arguments) - len(call.keywords)
+        keywords = dict(zip(call.keywords, arguments[cut:], strict=True))
+        result: Any = getattr(worker, call.method)(*arguments[:cut], **keywords)
+        if not (share.collects if rule.splits_rows else self.rank == 0):
             return None
-        rows, real = counts[0] if counts else (1, 1)
         if rule.mode is Dispatch.DATA_PARALLEL_METRICS:
-            return RankMetrics(real, result)
-        return drop_padding(result, rows, real)
+            return RankMetrics(real_rows, result)
+        return drop_padding(result, rows, real_rows)
 
     def spans(self) -> list[Span]:
         """The timeline since the last time."""
@@ -155,7 +161,7 @@ class Host:
                 stack.callback(worker.close)
         self.workers.clear()
 
-    def _recorded(self, call: Call) -> AbstractContextManager[None]:
+    def _recording(self, call: Call) -> AbstractContextManager[None]:
         if self.recorder is None:
             return nullcontext()
         return self.recorder.span(
@@ -163,7 +169,7 @@ class Host:
         )
 
     @contextmanager
-    def _explained(self, role: str, what: str) -> Iterator[None]:
+    def _locating_errors(self, role: str, what: str) -> Iterator[None]:
         try:
             yield
         except EngineError as error:
@@ -174,6 +180,18 @@ class Host:
                 f"{role} rank {self.rank}: {what} failed with {type(error).__name__}: {error}\n"
                 f"{traceback.format_exc()}"
             ).with_traceback(error.__traceback__) from error
+
+
+def _argument(argument: BatchArgument, data: Iterator[object]) -> object:
+    """The next argument out of `data`."""
+    pieces = [merge_results([next(data) for _ in range(parts)]) for parts in argument.parts]
+    if len(pieces) == 1:
+        return pieces[0]
+    batches = [piece for piece in pieces if isinstance(piece, Batch)]
+    if len(batches) < len(pieces):
+        types = sorted({type(piece).__name__ for piece in pieces})
+        raise WorkerError(f"a LazyBatch is made of {types}; unite batches only")
+    return reduce(or_, batches)
 
 
 def rendezvous_address(host: str) -> str:

@@ -33,7 +33,7 @@ class StepResult:
     """What one step of a dataflow leaves: the batch it learned from and metrics under way."""
 
     batch: LazyBatch
-    updates: list[Future] = field(default_factory=list)
+    updates: list[Future[dict[str, float]]] = field(default_factory=list)
 
 
 class Algo:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.batch import Batch
-from engine.controller.groups import Roles
+from engine.controller.roles import Roles
 from engine.dataflows.algo import Algo, StepResult
 from engine.dataflows.registry import register_dataflow
 from engine.dataflows.stages import add_log_probs, generate_and_score

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.algorithms.preference import get_pair_loss
 from engine.batch import Batch
 from engine.config import RLConfig
-from engine.controller.groups import Roles
+from engine.controller.roles import Roles
 from engine.dataflows.algo import Algo, StepResult
 from engine.dataflows.preference_pairs import preference_pairs
 from engine.dataflows.registry import register_dataflow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.batch import Batch
-from engine.controller.groups import Roles
+from engine.controller.roles import Roles
 from engine.dataflows.algo import Algo
 from engine.futures import ConcatFuture, LazyBatch
 

@@ -34,7 +34,7 @@ def make_saver(trainer: RLTrainer, folder: str | Path) -> Saver:
     """Checkpoints of a trainer's roles under `folder` (local or s3://)."""
     settings = trainer.config.trainer
     store = CheckpointStore(folder, keep_last=settings.max_checkpoints_to_keep, metric=_SCORE)
-    groups = {role: getattr(trainer.roles, role) for role in _WITH_STATE if role in trainer.roles}
+    groups = {role: trainer.roles[role] for role in _WITH_STATE if role in trainer.roles}
     exports = None
     if settings.save_huggingface:
         exports = BackgroundExporter(store, trainer.spec.model_path, settings.step_timeout_s)

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine.batch import Batch
 from engine.controller.async_rollout import AsyncRollout
-from engine.controller.groups import Roles
 from engine.controller.health import HealthPolicy
 from engine.controller.launch import launch
+from engine.controller.roles import Roles
 from engine.controller.staleness import Limits
 from engine.controller.weight_publisher import PublishedWeights, WeightPublisher
 from engine.dataflows.algo import StepResult
@@ -170,7 +170,7 @@ class Ahead:
         )
         self._completions = sampler.generate(prompts)
 
-    def completions(self) -> Future:
+    def completions(self) -> Future[Batch]:
         """The completions, once the weights are in place: sent whole where a delta has failed."""
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
@@ -189,7 +189,7 @@ class Restored:
     def __init__(self, done: Batch) -> None:
         self._done = done
 
-    def completions(self) -> Future:
+    def completions(self) -> Future[Batch]:
         """They."""
         return Ready(self._done)
 
@@ -210,7 +210,7 @@ class Answers:
     A second call, such as one for other prompts, goes to the group.
     """
 
-    def __init__(self, group: Any, **answers: Future) -> None:
+    def __init__(self, group: Any, **answers: Future[Batch]) -> None:
         self._group, self._answers = group, answers
 
     def __getattr__(self, method: str) -> Any:

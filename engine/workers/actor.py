@@ -85,7 +85,7 @@ class ActorWorker(TrainingWorker):
         context.shared["sharded"], context.shared["policy"] = self.sharded, self.model
         context.shared["policy_version"] = 0
 
-    @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, gives=("old_log_probs", "sum_pi_squared"))
+    @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, writes=("old_log_probs", "sum_pi_squared"))
     def log_probs(self, batch: Batch) -> Batch:
         """The policy's log-probs before the update: `old_log_probs [B, R]`.
 

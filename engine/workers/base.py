@@ -1,9 +1,12 @@
-"""What every role has in common: where it runs, and how its methods are spread over ranks.
+"""What every role has in common: where it runs, and how its methods are dispatched to ranks.
 
-A role is a class whose public methods carry `@dispatch(...)`. Roles that share a process (actor,
-rollout and reference) meet in the `Host`'s `shared` space, where the actor puts its model; that is
-how a rollout engine decodes with the trainer's weights. How calls reach a process is the
-controller's matter.
+A role is a class whose public methods carry `@dispatch(...)`. On a worker such a method is an
+ordinary one. On the role's worker group (`roles.actor`) it takes batches that may still be
+computed and returns a `Future`; the class of a group, for the type checker alone, says so:
+
+    class ActorGroup(ActorWorker, AsGroup): ...
+
+How calls reach a process is the subject of `engine.controller`.
 """
 
 from __future__ import annotations
@@ -11,12 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, TypeVar
+from types import MethodType
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
+from engine.batch import Batch
 from engine.errors import WorkerError
-from engine.workers.mesh import DATA_AXES, Mesh
+from engine.futures import BatchLike, Future
+from engine.workers.mesh import Mesh
 
-F = TypeVar("F", bound=Callable[..., Any])
+W = TypeVar("W")  # the worker
+R = TypeVar("R")  # what a method returns
+P = ParamSpec("P")  # what it takes on a worker
+Q = ParamSpec("Q")  # what it takes on a group
 
 
 class Dispatch(Enum):
@@ -25,68 +34,97 @@ class Dispatch(Enum):
     ONE_TO_ALL = "one_to_all"  # same arguments to every rank; rank 0's result
     DATA_PARALLEL = "data_parallel"  # rows split over the mesh's data axes; rows concatenated
     DATA_PARALLEL_METRICS = "data_parallel_metrics"  # rows split; dict of metrics reduced
-    AXIS = "axis"  # rows split over the axes that the method names; rows concatenated
     RANK_ZERO = "rank_zero"  # rank 0 alone
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class DispatchRule:
     """How one method is dispatched."""
 
     mode: Dispatch
-    axes: tuple[str, ...] = DATA_AXES  # rows are split over these
     unit: int = 1  # rows that stay together, e.g. 2 for pairs
     pad: bool = False  # rows are padded so that every rank gets equally many
-    reads: frozenset[str] = frozenset()  # fields of a batch that it needs; none: all
-    gives: frozenset[str] = frozenset()  # fields of its result; none: unknown
+    reads: frozenset[str] = frozenset()  # fields of a batch that it needs; empty: all
+    writes: frozenset[str] = frozenset()  # fields of its result; empty: unknown
 
     @property
-    def splits(self) -> bool:
+    def splits_rows(self) -> bool:
         """Whether ranks get different rows."""
-        return self.mode not in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO)
+        return self.mode in (Dispatch.DATA_PARALLEL, Dispatch.DATA_PARALLEL_METRICS)
+
+
+class AsGroup:
+    """Says to the type checker that a worker class stands for its group; never instantiated."""
+
+
+class RoleMethod(Generic[P, Q, R]):
+    """A method that a worker group can call, and the rule by which it is dispatched."""
+
+    def __init__(self, function: Callable[..., R], rule: DispatchRule) -> None:
+        self._function, self.rule = function, rule
+        self.__doc__, self.__wrapped__ = function.__doc__, function
+
+    @overload
+    def __get__(self, worker: None, owner: type) -> RoleMethod[P, Q, R]: ...
+    @overload
+    def __get__(self, worker: AsGroup, owner: type) -> Callable[Q, Future[R]]: ...
+    @overload
+    def __get__(self, worker: object, owner: type) -> Callable[P, R]: ...
+    def __get__(self, worker: object, owner: type) -> object:
+        return self if worker is None else MethodType(self._function, worker)
+
+
+class RoleMethodDecorator:
+    """What `dispatch` returns. A first argument that is a Batch may be lazy on the group."""
+
+    def __init__(self, rule: DispatchRule) -> None:
+        self._rule = rule
+
+    @overload
+    def __call__(
+        self, method: Callable[Concatenate[W, Batch | None, P], R]
+    ) -> RoleMethod[Concatenate[Batch | None, P], Concatenate[BatchLike | None, P], R]: ...
+    @overload
+    def __call__(
+        self, method: Callable[Concatenate[W, Batch, P], R]
+    ) -> RoleMethod[Concatenate[Batch, P], Concatenate[BatchLike, P], R]: ...
+    @overload
+    def __call__(self, method: Callable[Concatenate[W, P], R]) -> RoleMethod[P, P, R]: ...
+    def __call__(self, method: Callable[..., R]) -> object:
+        return RoleMethod(method, self._rule)
 
 
 def dispatch(
     mode: Dispatch,
     *,
-    axis: str | tuple[str, ...] = (),
     unit: int = 1,
     pad: bool = False,
     reads: Iterable[str] = (),
-    gives: Iterable[str] = (),
-) -> Callable[[F], F]:
+    writes: Iterable[str] = (),
+) -> RoleMethodDecorator:
     """Mark a method as callable on a worker group.
 
-    `axis` names the mesh axes that rows are split over (default: "dp" and "fsdp"). Every
-    `unit` rows (2: pairs) go to one rank. With `pad`, every rank gets equally many units, at least
-    one: rows are repeated with `response_mask` 0, and what comes out for them is dropped. Without
-    it shares differ by one unit at most, and fewer units than ranks is a DataError.
+    Every `unit` rows (2: pairs) go to one rank. With `pad`, every rank gets equally many units, at
+    least one: rows are repeated with `response_mask` 0, and what comes out for them is dropped.
+    Without it shares differ by one unit at most, and fewer units than ranks is a DataError.
 
     A method that names the fields it `reads` doesn't wait for pieces of a batch whose methods say
-    that they `give` others: so reward, reference and critic run side by side.
+    that they write others (`writes`): so reward, reference and critic run side by side.
     """
-    axes = (axis,) if isinstance(axis, str) else axis
-    rule = Rule(mode, axes or DATA_AXES, unit, pad, frozenset(reads), frozenset(gives))
-    if (axes or pad or unit != 1) and not rule.splits:
-        raise WorkerError(f"{mode} splits no rows; leave axis, unit and pad away")
-    if mode is Dispatch.AXIS and not axes:
-        raise WorkerError('Dispatch.AXIS needs an axis, such as axis="tp"')
-
-    def mark(method: F) -> F:
-        method.dispatch_rule = rule  # type: ignore[attr-defined]
-        return method
-
-    return mark
+    rule = DispatchRule(mode, unit, pad, frozenset(reads), frozenset(writes))
+    if (pad or unit != 1) and not rule.splits_rows:
+        raise WorkerError(f"{mode} splits no rows; leave unit and pad away")
+    return RoleMethodDecorator(rule)
 
 
-def dispatch_rule(worker_class: type, method: str) -> Rule:
+def dispatch_rule(worker_class: type, method: str) -> DispatchRule:
     """Return how a method is dispatched; raise WorkerError for one that a group can't call."""
-    rule = getattr(getattr(worker_class, method, None), "dispatch_rule", None)
-    if rule is None:
+    found = getattr(worker_class, method, None)
+    if not isinstance(found, RoleMethod):
         raise WorkerError(
             f"{worker_class.__name__}.{method} can't be called on a group; mark it with @dispatch"
         )
-    return rule
+    return found.rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class CriticWorker(TrainingWorker):
         self.generator = torch.Generator().manual_seed(seed)
         self.trained = ShardedTrainState(self.sharded, self.optimizer, self.generator)
 
-    @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, gives=("values",))
+    @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, writes=("values",))
     def values(self, batch: Batch) -> Batch:
         """`values [B, R]` of the states before each response token."""
         passes = list(micro_batches(batch, self.config.max_tokens_per_micro_batch))

@@ -43,12 +43,12 @@ class ReferenceWorker(Worker):
             self.sharded = ShardedModel(model, ranks, parallel)
         context.shared[context.role] = self.sharded
 
-    @dispatch(Dispatch.DATA_PARALLEL, pad=True, reads=TOKENS, gives=("ref_log_probs",))
+    @dispatch(Dispatch.DATA_PARALLEL, pad=True, reads=TOKENS, writes=("ref_log_probs",))
     def log_probs(self, batch: Batch) -> Batch:
         """`ref_log_probs [B, R]`."""
         return Batch({"ref_log_probs": self._outputs(batch, self.sharded, None)["log_probs"]})
 
-    @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, gives=("ref_kl",))
+    @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, writes=("ref_kl",))
     def full_kl(self, batch: Batch) -> Batch:
         """`ref_kl [B, R]`: exact KL of the process's policy, as it is now, from this model."""
         policy: ShardedModel = self.context.shared["sharded"]

@@ -20,7 +20,7 @@ from engine.rewards import (
 )
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
 
-_GIVES = (
+_WRITES = (
     "token_level_scores",
     "reward_components",
     "reward_error",
@@ -47,7 +47,7 @@ class RewardWorker(Worker):
             ordered_weights(config.name, self.components, config.weights)
         self.tokenizer = load_tokenizer(model_path)
 
-    @dispatch(Dispatch.DATA_PARALLEL, gives=_GIVES)
+    @dispatch(Dispatch.DATA_PARALLEL, writes=_WRITES)
     def score(self, batch: Batch) -> Batch:
         """Score the rows; raise RewardError where none of them can be scored.
 
@@ -63,7 +63,7 @@ class RewardWorker(Worker):
         """
         return self._score(batch, whole=True)
 
-    @dispatch(Dispatch.DATA_PARALLEL, gives=_GIVES)
+    @dispatch(Dispatch.DATA_PARALLEL, writes=_WRITES)
     def score_part(self, batch: Batch) -> Batch:
         """Score some rows of a batch; parts that are concatenated equal the whole.
 

@@ -107,10 +107,6 @@ class Probe(Worker):
         mask = batch["response_mask"][:, 0]
         return {"mean": float((batch["x"] * mask).sum() / mask.sum())}
 
-    @dispatch(Dispatch.AXIS, axis="tp")
-    def over_tp(self, batch: Batch) -> Batch:
-        return Batch({"x": batch["x"], "rank": torch.full((len(batch),), self.context.rank)})
-
     @dispatch(Dispatch.ONE_TO_ALL)
     def place(self) -> dict[str, int]:
         return self.context.coordinates

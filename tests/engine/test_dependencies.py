@@ -35,13 +35,16 @@ def imported(node: ast.AST, package: str) -> Iterator[str]:
 
 
 def imports(path: Path, at_import_time: bool = False) -> set[str]:
-    """All modules a file imports; with `at_import_time`, only those outside functions."""
+    """All modules a file imports; with `at_import_time`, only those that loading it imports."""
     found: set[str] = set()
     package = module_name(path) + ".x"
     todo: list[ast.AST] = [ast.parse(path.read_text())]
     while todo:
         node = todo.pop()
         if at_import_time and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if at_import_time and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            todo.extend(node.orelse)
             continue
         found.update(imported(node, package))
         todo.extend(ast.iter_child_nodes(node))

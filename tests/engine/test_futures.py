@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from engine.batch import Batch
-from engine.futures import Future, LazyBatch, Ready, late, unite
+from engine.futures import Future, LazyBatch, Ready
 
 
-class Counted(Ready):
+class Counted(Ready[Batch]):
     """A future that counts how often it was waited for."""
 
     waits = 0
@@ -44,14 +44,3 @@ def test_what_counts_as_a_future() -> None:
     assert isinstance(Ready(1), Future)
     assert not isinstance(LazyBatch(), Future), "it is resolved piece by piece"
     assert not isinstance(Batch({"x": torch.zeros(1)}), Future)
-
-
-def test_one_value_of_any_kind_stays_itself() -> None:
-    value = {"loss": 1.0}
-    assert unite([value]) is value
-
-
-def test_a_deadline_is_said_in_full() -> None:
-    assert late("actor rank 1: update", 0.5).startswith(
-        "actor rank 1: update gave no result within 0.5 s"
-    )

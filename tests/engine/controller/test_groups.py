@@ -16,10 +16,11 @@ from probe_worker import Probe
 
 from engine.batch import Batch
 from engine.controller import ray_groups
-from engine.controller.groups import Roles, WorkerGroup
+from engine.controller.groups import WorkerGroup
 from engine.controller.launch import Placement, Pool, launch
 from engine.controller.local_groups import LocalGroup, LocalHost
-from engine.controller.worker_host import Host, RoleSpec
+from engine.controller.roles import Roles
+from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.errors import DataError, PlacementError, WorkerError
 from engine.futures import LazyBatch, Ready
 from engine.workers.base import Dispatch, dispatch
@@ -48,7 +49,7 @@ def masked(rows: int) -> Batch:
 
 def local_roles(ranks: int, mesh: Mesh | None = None, **options: Any) -> Roles:
     specs = [RoleSpec(role, Probe, mesh=mesh) for role in ROLES]
-    hosts = [LocalHost(Host(specs, rank, ranks, threads=1)) for rank in range(ranks)]
+    hosts = [LocalHost(WorkerHost(specs, rank, ranks, threads=1)) for rank in range(ranks)]
     for host in hosts:
         host.host.build()
     HOSTS.extend(hosts)
@@ -157,6 +158,12 @@ def test_any_value_can_be_handed_on(roles: Roles) -> None:
         roles.other.nap(metrics).result()  # reaches it as the merged dict
 
 
+def test_only_batches_are_united(roles: Roles) -> None:
+    lazy = LazyBatch(batch(), roles.probe.measure(batch()))
+    with pytest.raises(WorkerError, match=r"a LazyBatch is made of \['Batch', 'dict'\]"):
+        roles.other.double(lazy).result()
+
+
 def test_errors_of_ours_cross_as_themselves_and_say_where(group: WorkerGroup) -> None:
     with pytest.raises(DataError) as caught:
         group.fail("data").result()
@@ -261,13 +268,6 @@ def test_data_parallel_follows_the_dp_axis() -> None:
     assert sharded.double(batch(4)).result()["rank"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_method_may_split_over_another_axis() -> None:
-    out = local_group(4, Mesh.of(dp=2, tp=2)).over_tp(batch()).result()
-    assert out["x"].tolist() == [1, 2, 3, 4, 5]
-    assert out["rank"].tolist() == [0, 0, 1, 1, 1]
-    assert local_group(1).over_tp(batch()).result()["rank"].tolist() == [0] * 5
-
-
 def test_a_mesh_must_cover_the_ranks() -> None:
     with pytest.raises(
         PlacementError, match=r"mesh of 4 ranks \{'dp': 2, 'tp': 2\} on a pool of 2"
@@ -278,10 +278,8 @@ def test_a_mesh_must_cover_the_ranks() -> None:
 @pytest.mark.parametrize(
     ("mode", "options", "message"),
     [
-        (Dispatch.AXIS, {}, "needs an axis"),
         (Dispatch.RANK_ZERO, {"pad": True}, "splits no rows"),
         (Dispatch.ONE_TO_ALL, {"unit": 2}, "splits no rows"),
-        (Dispatch.ONE_TO_ALL, {"axis": "tp"}, "splits no rows"),
     ],
 )
 def test_dispatch_that_makes_no_sense(mode: Dispatch, options: Any, message: str) -> None:
@@ -325,16 +323,3 @@ def test_a_local_call_has_a_deadline(caplog: pytest.LogCaptureFixture) -> None:
     HOSTS[-1].close(grace_s=0.1)
     assert time.monotonic() - start < 0.6
     assert "probe+other/0: a call has not ended in 0.1 s" in caplog.text
-
-
-def test_roles_close_once() -> None:
-    calls: list[int] = []
-    group = local_group(1)
-    roles = Roles({"probe": group}, lambda: calls.append(1))
-    assert "probe" in roles
-    with roles:
-        assert roles.probe is group
-        with pytest.raises(AttributeError, match=r"no role 'critic' .*\['probe'\]"):
-            _ = roles.critic
-    roles.close()
-    assert calls == [1]

@@ -199,7 +199,7 @@ def test_pools_land_on_the_nodes_that_they_ask_for(two_nodes: dict[str, str]) ->
     )
     specs = [RoleSpec(role, Probe) for pool in pools for role in pool.roles]
     with launch(Placement(pools, call_timeout_s=60, run="try"), specs) as roles:
-        found = {spec.name: getattr(roles, spec.name).node().result() for spec in specs}
+        found = {spec.name: roles[spec.name].node().result() for spec in specs}
         names = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
     fast, head = two_nodes["fast"], two_nodes["head"]
     assert found == {

@@ -16,8 +16,8 @@ from probe_worker import Probe
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from engine.batch import Batch
-from engine.controller.groups import Roles
 from engine.controller.launch import Placement, Pool, launch
+from engine.controller.roles import Roles
 from engine.controller.worker_host import Call, RoleSpec
 from engine.errors import DataError, PlacementError, WorkerError
 from engine.futures import LazyBatch
@@ -81,7 +81,7 @@ def two_ranks(call_timeout_s: float = 60.0) -> Placement:
 
 
 def pids_of(roles: Roles, role: str) -> list[int]:
-    actors = getattr(roles, role)._actors
+    actors = roles[role]._actors
     return [ray.get(actor.call.remote(Call(role, "pid"))) for actor in actors]
 
 

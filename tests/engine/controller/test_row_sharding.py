@@ -13,7 +13,7 @@ from engine.batch import Batch
 from engine.controller.row_sharding import (
     RankMetrics,
     drop_padding,
-    join,
+    merge_results,
     reduce_metrics,
     shard_rows,
 )
@@ -37,7 +37,7 @@ def test_padded_shares_are_equal_and_join_to_the_whole(rows: int, ranks: int, re
         assert part["response_mask"].sum() == 2 * real
         result = part.rows(torch.arange(len(part)).repeat_interleave(repeat))
         parts.append(drop_padding(result, len(part), real))
-    whole = join(parts)
+    whole = merge_results(parts)
     assert whole["x"].tolist() == [row for row in range(rows) for _ in range(repeat)]
     assert whole.columns["tag"].tolist() == whole["x"].tolist()
     assert whole["response_mask"].min() == 1
@@ -53,7 +53,7 @@ def test_shares_without_padding_differ_by_one_row(rows: int, ranks: int) -> None
     parts = [shard_rows(batch(rows), mesh.share(rank)) for rank in range(ranks)]
     assert all(len(part) == real for part, real in parts)
     assert {len(part) for part, _ in parts} <= {rows // ranks, -(-rows // ranks)}
-    assert join([part for part, _ in parts])["x"].tolist() == list(range(rows))
+    assert merge_results([part for part, _ in parts])["x"].tolist() == list(range(rows))
 
 
 @given(
@@ -77,7 +77,7 @@ def test_units_of_rows_stay_together(units: int, unit: int, ranks: int, pad: boo
     sizes = {len(part) // unit for part, _ in shares}
     assert sizes <= ({-(-units // ranks)} if pad else {units // ranks, -(-units // ranks)})
     kept = [drop_padding(part, len(part), real) for part, real in shares]
-    assert join(kept)["x"].tolist() == list(range(units * unit))
+    assert merge_results(kept)["x"].tolist() == list(range(units * unit))
 
 
 def test_three_pairs_on_two_ranks() -> None:
@@ -148,10 +148,10 @@ def test_ranks_must_agree_on_a_reduction() -> None:
 
 
 def test_joining_other_results() -> None:
-    assert join([None, None]) is None
-    assert join(["alone"]) == "alone"
+    assert merge_results([None, None]) is None
+    assert merge_results(["alone"]) == "alone"
     with pytest.raises(WorkerError, match=r"\['float', 'str'\] can't be merged"):
-        join([1.0, "a"])
+        merge_results([1.0, "a"])
 
 
 def test_mesh_coordinates_and_shares() -> None:

@@ -13,8 +13,8 @@ from tiny_engine import save_family, training_batch
 
 from engine.batch import Batch
 from engine.config import ActorConfig
-from engine.controller.row_sharding import join
-from engine.controller.worker_host import Call, Host, Pieces, RoleSpec
+from engine.controller.row_sharding import merge_results
+from engine.controller.worker_host import BatchArgument, Call, RoleSpec, WorkerHost
 from engine.parallel.layout import Layout
 from engine.workers.actor import ActorWorker
 from engine.workers.mesh import Mesh
@@ -41,7 +41,7 @@ def course(folder: str, parallel: dict[str, int], pairs: int) -> dict[str, Any]:
         "max_tokens_per_micro_batch": 64,
         "parallel": config.parallel,
     }
-    host = Host(
+    host = WorkerHost(
         [
             RoleSpec("actor", ActorWorker, {"model_path": folder, **actor}, mesh),
             RoleSpec("reference", ReferenceWorker, {"model_path": folder, **reference}, mesh),
@@ -54,8 +54,8 @@ def course(folder: str, parallel: dict[str, int], pairs: int) -> dict[str, Any]:
 
     def call(role: str, method: str, batch: Batch) -> Any:
         every: list[Any] = [None] * world
-        dist.all_gather_object(every, host.call(Call(role, method, (Pieces((1,)),)), batch))
-        return join([result for result in every if result is not None])
+        dist.all_gather_object(every, host.call(Call(role, method, (BatchArgument((1,)),)), batch))
+        return merge_results([result for result in every if result is not None])
 
     metrics = []
     for step in range(STEPS):
