@@ -1,29 +1,29 @@
-"""Gradients of a preference loss on pairs of completions.
+"""Gradients of preference losses on pairs of completions; what a pair's loss is, is `algorithms`'.
 
-A pair is two consecutive rows, chosen then rejected, of one micro-batch. Where neither has response
-tokens the pair is padding: it gets no pass and is not counted.
+A pair is two consecutive rows, chosen then rejected, and never parted by a micro-batch. Where
+neither has response tokens it is padding: it gets no pass and counts nowhere.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from engine.algorithms.metrics import Sum
-from engine.algorithms.preference import Pairs, PreferenceOutput, sequence_log_probs
+from engine.algorithms.preference import Pairs, get_pair_loss, sequence_log_probs
 from engine.batch import Batch
+from engine.config import PreferenceConfig
 from engine.data.bucketing import token_budget_batches
 from engine.runtime.micro_batches import trim
 from engine.runtime.sharded_model import ShardedModel
 from engine.runtime.token_outputs import OutputReader, Outputs
+from engine.workers.algorithm_options import preference_options
 
 
 def accumulate_pairs(
     sharded: ShardedModel,
     batch: Batch,
-    pair_loss: Callable[[Pairs], PreferenceOutput],
+    config: PreferenceConfig,
     reader: OutputReader,
     max_tokens: int,
 ) -> list[dict[str, Sum]]:
@@ -31,6 +31,7 @@ def accumulate_pairs(
 
     `reader`'s log-probs must be of the temperature that the reference's are. Returns metrics.
     """
+    loss_function, options = get_pair_loss(config.loss), preference_options(config)
     real = batch["response_mask"].bool().any(1).view(-1, 2).any(1).nonzero().squeeze(1)
     lengths = batch["attention_mask"].sum(1).view(-1, 2).max(1).values[real]
     pairs = sharded.global_count(len(real))
@@ -41,7 +42,7 @@ def accumulate_pairs(
         micros.append(trim(batch.rows(torch.stack([first, first + 1], 1).flatten())))
 
     def loss(got: Outputs, micro: Batch) -> tuple[Tensor, dict[str, Sum]]:
-        out = pair_loss(_pairs(got["log_probs"], micro))
+        out = loss_function(_pairs(got["log_probs"], micro), **options)
         return out.loss.sum() / pairs, dict(out.metrics)
 
     return sharded.accumulate(batch, micros, reader, loss)

@@ -22,7 +22,7 @@ from engine.parallel.tensor_parallel import FAMILIES
 from engine.planner import Candidate, Cluster, Pins, Plan, Workload, explain, read_cluster, search
 from engine.planner.resources import Share
 from engine.trainers.layouts import check_layouts, pool_size
-from engine.trainers.rl_setup import COLOCATED
+from engine.trainers.rl_setup import default_pools
 
 _BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
 _DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0}
@@ -247,15 +247,13 @@ def _if_default(section: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pools(config: RLConfig, share: Share, roles: Collection[str]) -> tuple[PoolConfig, ...]:
-    """A pool for the policy's roles, one for the reward, one for a sampler."""
+    """A pool for the policy's roles, and one for each other role."""
     cpus = share.cpus
     if config.trainer.threads:
         cpus = min(cpus, max(1.0, config.trainer.threads // share.per_machine))
-    policy = tuple(role for role in COLOCATED if role in roles)
-    pools = [
-        PoolConfig(roles=policy, cpus=cpus, gpus=share.gpus),
-        PoolConfig(roles=("reward",), cpus=0.0),
-    ]
+    policy, *others = default_pools(roles)
+    pools = [PoolConfig(roles=policy, cpus=cpus, gpus=share.gpus)]
+    pools += [PoolConfig(roles=role, cpus=0.0) for role in others]
     if "sampler" in roles:
         threads = float(_sampler_threads(config, share))
         pools.append(PoolConfig(roles=("sampler",), cpus=threads, gpus=share.gpus))

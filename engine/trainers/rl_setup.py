@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.config import ActorConfig, CriticConfig, LoRAConfig, RLConfig
+from engine.config import LoRAConfig, RLConfig
 from engine.controller.launch import Placement, Pool
 from engine.controller.worker_host import RoleSpec
-from engine.dataflows import choose_dataflow
 from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError
-from engine.trainers.layouts import mesh_of, parallel_of, pool_size
+from engine.trainers.layouts import mesh_of, pool_size
+from engine.trainers.role_registry import ROLES, stream_sampler
 
 # Roles that share the policy's process, in build order.
-COLOCATED = ("actor", "rollout", "reference", "teacher", "critic")
+_COLOCATED = ("actor", "rollout", "reference", "teacher", "critic")
 
 
 def effective_config(config: RLConfig) -> RLConfig:
@@ -74,8 +74,7 @@ class RunSpec:
 
 
 def placement_of(spec: RunSpec) -> Placement:
-    """`trainer.pools`; by default the policy's roles share a process, reward and sampler have one
-    each.
+    """`trainer.pools`; by default the policy's roles share a process, others have one each.
 
     The policy's process gets the cores that samplers leave.
     """
@@ -86,12 +85,19 @@ def placement_of(spec: RunSpec) -> Placement:
         ]
         return _placement(spec.config, tuple(sized))
     taken = spec.samplers * spec.sampler_threads
-    policy = tuple(role for role in COLOCATED if role in spec.roles)
-    pools = [Pool(policy, cpus=float(max(1, spec.cores - taken))), Pool(("reward",), cpus=0.0)]
+    policy, *others = default_pools(spec.roles)
+    pools = [Pool(policy, cpus=float(max(1, spec.cores - taken)))]
+    pools += [Pool(roles, cpus=0.0) for roles in others]
     if "sampler" in spec.roles:
         pools.append(Pool(("sampler",), cpus=float(spec.sampler_threads)))
     pools = [replace(pool, **_pool_ranks(pool, spec)) for pool in pools]
     return _placement(spec.config, tuple(pools))
+
+
+def default_pools(roles: Collection[str]) -> list[tuple[str, ...]]:
+    """The roles of each process without `trainer.pools`, the policy's first; no sampler."""
+    policy = tuple(role for role in _COLOCATED if role in roles)
+    return [policy, *((role,) for role in sorted({*roles} - {*policy, "sampler"}))]
 
 
 def _pool_ranks(pool: Pool, spec: RunSpec) -> dict[str, Any]:
@@ -117,95 +123,16 @@ def _placement(config: RLConfig, pools: tuple[Pool, ...]) -> Placement:
 
 
 def role_specs(spec: RunSpec) -> list[RoleSpec]:
-    """How to build each role of the run."""
-    from engine.workers.actor import ActorWorker
-    from engine.workers.critic import CriticWorker
-    from engine.workers.reference import ReferenceWorker
-    from engine.workers.reward import RewardWorker
-    from engine.workers.rollout import RolloutWorker
-
+    """How to build each role of the run; raises ConfigError for a role that isn't registered."""
     config = spec.config
-    steps, rows = config.trainer.total_training_steps, _completions_per_step(config)
-    learned = choose_dataflow(config.algorithm).rows_an_update(config)
-    common = {"model_path": spec.model_path, "dtype": spec.dtype}
-    frozen = {
-        "parallel": parallel_of("reference", config),
-        "temperature": config.rollout.temperature,
-        "max_tokens_per_micro_batch": config.actor.max_tokens_per_micro_batch,
-    }
-    actor = {
-        "config": config.actor,
-        "lora": spec.lora,
-        "temperature": config.rollout.temperature,
-        "total_steps": steps * _optimizer_steps_per_update(config.actor, learned),
-        "seed": spec.seed,
-        "preference": config.algorithm.preference,
-        "sum_pi_squared": spec.needs.sum_pi_squared,
-        "sampler_dtype": config.rollout.dtype,
-        "delta_sync": config.trainer.delta_sync,
-    }
-    critic = {
-        "config": config.critic,
-        "total_steps": steps * _optimizer_steps_per_update(config.critic, rows),
-        "seed": spec.seed,
-        "parallel": parallel_of("critic", config),
-    }
-    own_rollout = config.rollout
-    if spec.samplers:  # beside them, the trainer's own rollout role only validates
-        tp = config.actor.parallel.tp
-        own_rollout = own_rollout.model_copy(
-            update={"engine": "native", "tensor_parallel_size": tp}
-        )
-    reward = {"model_path": spec.model_path, "config": config.reward}
-    specs = [
-        RoleSpec("actor", ActorWorker, common | actor),
-        RoleSpec(
-            "rollout", RolloutWorker, common | _rollout_options(spec) | {"config": own_rollout}
-        ),
-        RoleSpec("sampler", RolloutWorker, common | _rollout_options(spec) | _copy_options(spec)),
-        RoleSpec("reference", ReferenceWorker, common | frozen | {"base_of_policy": True}),
-        RoleSpec(
-            "teacher", ReferenceWorker, common | frozen | {"model_path": config.algorithm.teacher}
-        ),
-        RoleSpec("reward", RewardWorker, reward),
-        RoleSpec("critic", CriticWorker, common | critic),
-    ]
     return [
-        replace(role, mesh=mesh_of(role.name, config), plugins=config.plugins)
-        for role in specs
-        if role.name in spec.roles
+        replace(
+            ROLES.get(name)(spec), name=name, mesh=mesh_of(name, config), plugins=config.plugins
+        )
+        for name in sorted(spec.roles)
     ]
 
 
 def rollout_worker_spec(name: str, spec: RunSpec) -> RoleSpec:
     """How to build one worker of asynchronous rollout."""
-    from engine.workers.stream_rollout import StreamRolloutWorker
-
-    common = {"model_path": spec.model_path}
-    options = common | _rollout_options(spec) | _copy_options(spec)
-    return RoleSpec(name, StreamRolloutWorker, options, plugins=spec.config.plugins)
-
-
-def _rollout_options(spec: RunSpec) -> dict[str, Any]:
-    return {
-        "config": spec.config.rollout,
-        "lora": spec.lora,
-        "max_response_length": spec.max_response_length,
-        "max_model_len": spec.max_model_len,
-        "seed": spec.seed,
-    }
-
-
-def _copy_options(spec: RunSpec) -> dict[str, Any]:
-    """Options of a sampler, which has a copy of the policy."""
-    return {"dtype": spec.config.rollout.dtype or spec.dtype}
-
-
-def _completions_per_step(config: RLConfig) -> int:
-    return config.trainer.train_batch_size * config.rollout.n
-
-
-def _optimizer_steps_per_update(config: ActorConfig | CriticConfig, rows: int) -> int:
-    """Optimizer steps of one update with `rows` completions."""
-    size = config.ppo_mini_batch_size or rows
-    return config.ppo_epochs * math.ceil(rows / size)
+    return replace(stream_sampler(name, spec), plugins=spec.config.plugins)

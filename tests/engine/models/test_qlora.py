@@ -42,7 +42,7 @@ from engine.parallel.process_groups import Ranks
 from engine.rollout.native.llama_weights import bind
 from engine.rollout.protocol import SamplingParams, create_engine
 from engine.runtime.optimizer import Optimizer
-from engine.runtime.policy_runtime import PolicyRuntime
+from engine.weight_transfer.policy_weights import load_policy, pack_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -321,13 +321,11 @@ def test_rollout_decodes_what_the_forward_pass_computes(kind: str, targets: Any)
 def test_only_adapters_travel_to_other_processes(tiny_folder: Path, kind: str) -> None:
     here, there = (policy_model(tiny_folder, "float32", lora(kind), seed) for seed in (0, 1))
     move(here)
-    sender, receiver = PolicyRuntime(here), PolicyRuntime(there)
-    sender.version = 3
-    packed = sender.pack_weights()
+    packed = pack_policy({"policy": here, "policy_version": 3})
     assert packed["weights"].numel() == 4 * sum(
         p.numel() for p in adapter_parameters(here).values()
     )
-    assert receiver.load_weights(packed) == 3
+    assert load_policy({"policy": there, "policy_version": 0}, packed) == 3
     with torch.no_grad():
         assert torch.equal(log_probs(there), log_probs(here))
 

@@ -1,0 +1,95 @@
+"""A role from outside: one module that registers it, and a dataflow that calls it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from tiny_engine import arithmetic_rows
+
+from engine.config import RLConfig
+from engine.data.loader import PromptLoader
+from engine.dataflows import choose_dataflow
+from engine.dataflows.required_passes import RequiredPasses
+from engine.errors import ConfigError
+from engine.trainers.rl import RLTrainer
+from engine.trainers.rl_setup import RunSpec, default_pools, role_specs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+JUDGED = '''
+import torch
+
+from engine.batch import Batch
+from engine.controller.worker_host import RoleSpec
+from engine.dataflows import register_dataflow
+from engine.dataflows.algo import StepResult
+from engine.dataflows.stages import generate_and_score
+from engine.trainers.role_registry import register_role
+from engine.workers.base import Dispatch, Worker, dispatch
+
+
+class JudgeWorker(Worker):
+    """Likes every second completion, by a strictness of its own."""
+
+    def __init__(self, context, *, strictness: float) -> None:
+        super().__init__(context)
+        self.strictness = strictness
+
+    @dispatch(Dispatch.DATA_PARALLEL, writes=("verdict",))
+    def judge(self, batch: Batch) -> Batch:
+        return Batch({"verdict": self.strictness * (torch.arange(len(batch)) % 2)})
+
+
+@register_role("judge")
+def judge(spec):
+    return RoleSpec("judge", JudgeWorker, {"strictness": 0.5 * spec.config.rollout.n})
+
+
+@register_dataflow("judged", roles={"actor", "rollout", "reward", "judge"}, uses_advantages=False)
+def judged(roles, prompts, algo):
+    batch = generate_and_score(roles, prompts, algo)
+    batch |= roles["judge"].judge(batch)
+    verdict = batch["verdict"]
+    batch |= {"advantages": (verdict - verdict.mean())[:, None] * batch["response_mask"]}
+    algo.metrics["judge/mean"] = float(verdict.mean())
+    return StepResult(batch, [roles.actor.update(batch)])
+'''
+
+
+def test_a_role_from_outside_is_placed_and_called(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "judged_plugin.py").write_text(JUDGED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = RLConfig.model_validate(
+        {
+            "plugins": ["judged_plugin"],
+            "algorithm": {"dataflow": "judged"},
+            "actor": {"use_kl_loss": False, "optim": {"warmup_ratio": 0.0}},
+            "rollout": {"n": 2},
+            "reward": {"name": "tiny_engine:digit_share"},
+            "trainer": {
+                "total_training_steps": 1,
+                "train_batch_size": 4,
+                "placement": "local",
+                "threads": 1,
+            },
+        }
+    )
+    loader = PromptLoader(pd.DataFrame(arithmetic_rows(8)), 4, 0)
+    with RLTrainer(tiny_folder, config, loader, max_response_length=6, max_model_len=40) as run:
+        metrics = run.fit()
+        assert run.roles["judge"].world_size == 1
+    assert metrics["judge/mean"] == 0.5
+    assert metrics["actor/grad_norm"] > 0
+    needs = RequiredPasses.of(config, choose_dataflow(config.algorithm))
+    spec = RunSpec("folder", config, needs, frozenset({"actor", "juge"}), 6, 40, seed=3)
+    with pytest.raises(ConfigError, match=r"role='juge' is unknown \(did you mean 'judge'\?\)"):
+        role_specs(spec)
+
+
+def test_each_role_beside_the_policy_has_a_process_by_default() -> None:
+    roles = {"reward", "judge", "actor", "sampler", "rollout"}
+    assert default_pools(roles) == [("actor", "rollout"), ("judge",), ("reward",)]
