@@ -1,0 +1,104 @@
+"""The documentation: its map is that of the imports, its links lead somewhere, its code runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md"])
+# What every room may use, and what is no room.
+COMMON = {"errors", "batch", "console", "registry", "imports", "plugins", "config"}
+
+
+def rooms() -> dict[str, set[str]]:
+    """Every folder of `engine/` and the others that its modules import."""
+    names = {path.name for path in (ROOT / "engine").iterdir() if (path / "__init__.py").exists()}
+    return {name: imported(ROOT / "engine" / name) & (names - COMMON) - {name} for name in names}
+
+
+def imported(folder: Path) -> set[str]:
+    """The rooms that the modules of a folder import, at any place in them."""
+    found: set[str] = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            else:
+                continue
+            found |= {m.split(".")[1] for m in modules if m.startswith("engine.")}
+    return found
+
+
+def row(name: str, uses: set[str]) -> str:
+    return f"| `{name}` | {', '.join(f'`{use}`' for use in sorted(uses)) or '–'} |"
+
+
+def test_the_map_of_the_rooms_is_that_of_the_imports() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    table = page.split("## Who imports whom")[1].split("\n## ")[0]
+    written = re.findall(r"^\| `.*", table, re.MULTILINE)
+    assert written == [row(name, uses) for name, uses in sorted(rooms().items())]
+
+
+def test_each_room_has_its_paragraph() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    table = page.split("## The rooms of the engine")[1].split("\n## ")[0]
+    assert sorted(re.findall(r"^- \*\*`(\w+)/`\*\*", table, re.MULTILINE)) == sorted(rooms())
+
+
+def anchors(page: Path) -> set[str]:
+    """The places in a page that a link can name, as GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {text.strip().replace(" ", "-") for text in words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        to = (page.parent / name).resolve() if name else page
+        assert to.exists(), target
+        assert not anchor or anchor in anchors(to), target
+
+
+def test_the_index_names_every_page() -> None:
+    index = (DOCS / "README.md").read_text()
+    assert [page.name for page in DOCS.glob("*.md") if f"]({page.name})" not in index] == [
+        "README.md"
+    ]
+
+
+def test_paths_of_the_repository_exist() -> None:
+    """A page that names a file of ours names one that is there."""
+    for page in PAGES:
+        for path in re.findall(r"`((?:engine|tasks|workflows|tests)/[\w./]+)`", page.read_text()):
+            assert (ROOT / path).exists(), (page.name, path)
+
+
+def test_the_readme_shows_ppo_as_it_is() -> None:
+    shown = (ROOT / "README.md").read_text().split("this is the body of PPO")[1]
+    lines = shown.split("```python\n")[1].split("```")[0].splitlines()
+    source = (ROOT / "engine/dataflows/ppo.py").read_text()
+    assert [line for line in lines if line.split("  #")[0] not in source] == []
+
+
+def test_the_rewards_of_the_page_score() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "rewards.md").read_text(), re.DOTALL)
+    place: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "rewards.md", "exec"), place)
+    reward, named = place["reward"], place["short_and_right"]
+    assert callable(reward)
+    assert callable(named)
+    assert reward(["2+3?"] * 2, ["5", "6"], ground_truth=["5", "5"]) == [1.0, 0.0]
+    assert named(["2+3?"], ["5"], ground_truth=["5"]) == {"right": [1.0], "short": [0.5]}
