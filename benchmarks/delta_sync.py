@@ -34,7 +34,6 @@ from engine.data.collate import collate_completions
 from engine.models import load_model
 from engine.weight_transfer import delta
 from engine.weight_transfer.endpoints import WeightReceiver, WeightSender
-from engine.weight_transfer.policy_weights import pack_policy
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
 
@@ -134,12 +133,11 @@ class Copy:
         """Bring both up to date; the first time both get the whole."""
         whole, by_delta = (dict(model.named_parameters()) for model in self.models)
         before = torch.cat([delta.integers(p.detach()).clone() for p in by_delta.values()])
-        shared = actor.context.shared
-        send_s, sent = self.timed(lambda: pack_policy(shared, self.senders[0]))
+        send_s, sent = self.timed(lambda: actor.policy.pack_weights(self.senders[0]))
         load_s, _ = self.timed(lambda: self.receivers[0].load(whole, sent))
 
         def both() -> tuple[Batch, Batch]:
-            return pack_policy(shared, self.senders[1]), self.senders[1].delta()
+            return actor.policy.pack_weights(self.senders[1]), self.senders[1].delta()
 
         send_delta_s, (first, changes) = self.timed(both)
         load_delta_s, _ = self.timed(

@@ -21,7 +21,7 @@ from engine.controller.row_sharding import RankMetrics, drop_padding, merge_resu
 from engine.controller.timeline import Recorder, Span
 from engine.errors import EngineError, WorkerError
 from engine.plugins import import_plugins
-from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch_rule
+from engine.workers.base import Dispatch, ProcessState, Worker, WorkerContext, dispatch_rule
 from engine.workers.mesh import Mesh
 
 
@@ -101,10 +101,10 @@ class WorkerHost:
 
         `address` is where the ranks of this host's pool may form a process group.
         """
-        shared: dict[str, Any] = {}
+        process = ProcessState()
         for spec in self.specs.values():
             context = WorkerContext(
-                spec.name, self.rank, self.world_size, shared, spec.mesh, address
+                spec.name, self.rank, self.world_size, process, spec.mesh, address
             )
             with self._locating_errors(spec.name, "its construction"):
                 import_plugins(spec.plugins)

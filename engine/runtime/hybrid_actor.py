@@ -1,8 +1,7 @@
 """`HybridActor`: one causal language model to train and to sample from, without a reload between.
 
-It is the policy's module tree under another root, with a rollout engine beside it. Reading
-`generate`'s arguments is the matter of `generation.py`, measuring the switch that of `switch.py`,
-and being on many ranks that of `sharded.py` and `peers.py`.
+It is the policy's module tree under another root, over the `PolicyRuntime` that the RL workers use
+too. `generate`'s arguments are read in `generate_arguments`; many ranks are in `sharded_policy`.
 """
 
 from __future__ import annotations
@@ -25,16 +24,12 @@ from engine.models import (
     vocabulary_and_context,
 )
 from engine.models.load import adapter_base, whole_config
-from engine.rollout.protocol import (
-    Completion,
-    RolloutEngine,
-    SamplingParams,
-    check_engine,
-    create_engine,
-)
+from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams, check_engine
 from engine.runtime.generate_arguments import read_call
 from engine.runtime.hybrid_config import HybridConfig
 from engine.runtime.launcher_ranks import init_from_launcher
+from engine.runtime.policy_runtime import PolicyRuntime
+from engine.runtime.rollout_weights import RolloutWeights, SharedWeights
 from engine.runtime.sharded_policy import ShardedPolicy
 
 
@@ -51,7 +46,7 @@ class HybridActor(nn.Module):
     """
 
     policy: PreTrainedModel
-    engine: RolloutEngine
+    runtime: PolicyRuntime  # as `RLTrainer`'s workers have it
 
     def __init__(
         self,
@@ -64,11 +59,11 @@ class HybridActor(nn.Module):
     ) -> None:
         """Take a transformers causal LM as it is, and start a rollout engine over it.
 
-        On many ranks (torchrun, or a process group that is there already) each comes with the same
-        policy and keeps its share; `hybrid_config` is as in `HybridConfig`. `rollout_options` are
+        On many ranks (torchrun, or an existing default process group) each passes the same policy
+        and keeps its shard; `hybrid_config` is as in `HybridConfig`. `rollout_options` are
         those of `engine.rollout.protocol.create_engine`: `max_num_seqs`, `max_model_len`,
         `kv_cache_memory_mb`, `seed`. Raises ConfigError and RolloutError as it does, ConfigError
-        for a layout that can't be, and ModelError if the tokenizer has tokens that the model lacks.
+        for an impossible layout, and ModelError if the tokenizer has tokens that the model lacks.
         """
         super().__init__()
         sizes = HybridConfig.of(hybrid_config)
@@ -81,8 +76,12 @@ class HybridActor(nn.Module):
         self._sharded: ShardedPolicy | None = None
         if world_size > 1:
             self._sharded = ShardedPolicy(policy, layout, sizes.rollout_tp)
-        # Not registered as a child, which would put "policy." before every name. The root holds
-        # the very dictionaries of the policy, so whatever changes in one changes in the other.
+            self.runtime, weights = self._sharded.runtime, self._sharded.weights
+        else:
+            self.runtime = PolicyRuntime(policy, device=policy.device)
+            weights = SharedWeights(policy)
+        # Not registered as a child, which would put "policy." before every name. The root has the
+        # policy's own dictionaries, so what changes in one changes in the other.
         self.__dict__["policy"] = policy
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[shared] = getattr(policy, shared)
@@ -90,12 +89,10 @@ class HybridActor(nn.Module):
         options = dict(rollout_options or {})
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
         self._max_model_len = int(options.get("max_model_len") or context or 0)
-        self.engine = _start_engine(rollout_engine, self._rollout_model, options)
-        self._version = self.engine.policy_version
+        _init_rollout(self.runtime, rollout_engine, weights, options)
         self._seen = _writes(policy.parameters())
         self._closed = False
         self._trained = False  # whether weights may have changed in a way `_writes` doesn't show
-        self.received_bytes = 0  # by this rank in the latest switch to rollout
 
     @classmethod
     def from_pretrained(
@@ -152,7 +149,7 @@ class HybridActor(nn.Module):
         """The policy's own forward pass, with its arguments and outputs.
 
         On many ranks each passes its rows (ranks that differ in tp only: the same rows); all call
-        it together, and backward leaves the gradients' mean over those that had rows of their own.
+        it together, and backward leaves the gradients' mean over the data-parallel ranks.
         """
         self._trained |= torch.is_grad_enabled()
         if self._sharded is not None:
@@ -169,7 +166,7 @@ class HybridActor(nn.Module):
     def to_rollout(self) -> Self:
         """Turn to sampling: `eval()`, and the engine ready for its first token.
 
-        `generate` needs no such call; this is for doing the work of the switch at a chosen time.
+        `generate` does this by itself; call it to pay for the switch at a chosen time.
         """
         self.eval()
         self.refresh()
@@ -200,14 +197,14 @@ class HybridActor(nn.Module):
             call = read_call(self.policy, self._max_model_len, inputs, generation_config, kwargs)
         except EngineError as error:
             problem = error
-        self._agree(problem)
+        self._raise_everywhere(problem)
         assert call is not None
         return call.sequences(self.rollout(call.prompts, call.params))
 
     def rollout(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
         """Complete token lists with the newest weights, with log-probs and policy version.
 
-        On many ranks all call it together, each with its own prompts, and gets their completions.
+        On many ranks all call it together, each with its own prompts, and get their completions.
         """
         self.refresh()
         if self._sharded is None:
@@ -218,7 +215,7 @@ class HybridActor(nn.Module):
             done = self.engine.generate(task.prompts, task.params)
         except EngineError as error:
             problem = error
-        self._agree(problem)
+        self._raise_everywhere(problem)
         return self._sharded.peers.gather(task, done)
 
     def refresh(self) -> None:
@@ -234,31 +231,43 @@ class HybridActor(nn.Module):
         changed = self._trained or _writes(parameters) != self._seen
         if self._sharded is not None:
             changed = self._sharded.peers.any_rank(changed)
-            self.received_bytes = self._sharded.refresh()
-        self._version += changed
-        # Always, not only then: a write through `.data` or by a fused optimizer goes uncounted,
-        # and an update without news costs next to nothing where storage is shared.
-        self.engine.update_weights(self._rollout_model, self._version)
+        self.runtime.version += changed
+        # Always: a write through `.data` or by a fused optimizer isn't counted, and an update
+        # without changes costs next to nothing where storage is shared.
+        if self._sharded is not None:
+            self._sharded.sync_weights()
+        else:
+            self.runtime.sync_weights(force=True)
         self._seen, self._trained = _writes(parameters), self.training
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The rollout engine."""
+        return self.runtime.engine
 
     @property
     def policy_version(self) -> int:
         """How often the weights may have changed; completions carry it."""
-        return self._version
+        return self.runtime.version
+
+    @property
+    def received_bytes(self) -> int:
+        """What this rank received in the latest switch to rollout."""
+        return self.runtime.rollout_weights.received_bytes
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The policy's, names included."""
         return self.policy.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the policy's weights, also whole ones on many ranks; the next rollout has them."""
+        """Load the policy's weights, on many ranks full ones too; the next rollout has them."""
         self._trained = True
         if self._sharded is not None:
             return self._sharded.load_state_dict(*args, **kwargs)
         return self.policy.load_state_dict(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
-        """Write the policy as transformers does; of many ranks, who call it together, the first.
+        """Write the policy as transformers does; many ranks call it together, and rank 0 writes.
 
         Raises StorageError, on every rank, if it can't be written.
         """
@@ -268,9 +277,9 @@ class HybridActor(nn.Module):
             save_policy(self.policy, folder, options)
 
     def close(self) -> None:
-        """End the rollout engine; the policy stays as it is."""
+        """Close the rollout engine; the policy stays as it is."""
         self._closed = True
-        self.engine.close()
+        self.runtime.close()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -281,17 +290,12 @@ class HybridActor(nn.Module):
                 raise
             return getattr(policy, name)
 
-    @property
-    def _rollout_model(self) -> Any:
-        """What the rollout engine decodes with."""
-        return self.policy if self._sharded is None else self._sharded.mount.model
-
     def _check_open(self) -> None:
         if self._closed:
             raise RolloutError("the actor was closed and samples no more; create another one")
 
-    def _agree(self, problem: EngineError | None) -> None:
-        """Raise this rank's problem, or that of another rank."""
+    def _raise_everywhere(self, problem: EngineError | None) -> None:
+        """Raise this rank's problem, or another rank's."""
         if self._sharded is not None:
             self._sharded.peers.raise_everywhere(problem)
         elif problem is not None:
@@ -305,7 +309,7 @@ def _writes(parameters: Iterable[Tensor]) -> tuple[int, int]:
 
 
 def _check_rollout(engine: str, sizes: HybridConfig) -> None:
-    """Raise ConfigError for a rollout engine that isn't there, or can't do what is asked."""
+    """Raise ConfigError for an unknown rollout engine, or one that can't shard matrices."""
     check_engine(engine)
     if engine != "native" and sizes.rollout_tp > 1:
         raise ConfigError(
@@ -314,9 +318,11 @@ def _check_rollout(engine: str, sizes: HybridConfig) -> None:
         )
 
 
-def _start_engine(name: str, model: Any, options: dict[str, Any]) -> RolloutEngine:
+def _init_rollout(
+    runtime: PolicyRuntime, name: str, weights: RolloutWeights, options: dict[str, Any]
+) -> None:
     try:
-        return create_engine(name, model, **options)
+        runtime.init_rollout(name, weights, options)
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise

@@ -11,14 +11,14 @@ from engine.errors import DataError
 from engine.parallel.process_groups import DATA_AXES, Ranks
 
 
-def minibatches(
+def minibatch_indices(
     rows: int, size: int, ranks: Ranks, generator: torch.Generator | None
 ) -> list[Tensor]:
-    """Deal this rank's `rows` to mini-batches of `size` rows over all ranks; 0: one of all rows.
+    """Split this rank's `rows` into mini-batches of `size` rows over all ranks; 0: one of all rows.
 
     Returns row numbers (long), shuffled by `generator` where there are several mini-batches. All
     ranks get equally many of them, so that they step together: with several data-parallel ranks
-    each cuts its own rows into equal parts. Raises DataError when a rank has fewer rows than that.
+    each splits its own rows into equal parts. Raises DataError if a rank has fewer rows than that.
     """
     group = ranks.group(*DATA_AXES)
     total = rows if group is None else _total(rows, ranks)

@@ -1,29 +1,29 @@
-"""Gradients of preference losses on pairs of completions; what a pair's loss is, is `algorithms`'.
+"""Gradients of a preference loss on pairs of completions.
 
-A pair is two consecutive rows, chosen then rejected, and never parted by a micro-batch. Where
-neither has response tokens it is padding: it gets no pass and counts nowhere.
+A pair is two consecutive rows, chosen then rejected, of one micro-batch. Where neither has response
+tokens the pair is padding: it gets no pass and is not counted.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from engine.algorithms.metrics import Sum
-from engine.algorithms.preference import Pairs, get_pair_loss, sequence_log_probs
+from engine.algorithms.preference import Pairs, PreferenceOutput, sequence_log_probs
 from engine.batch import Batch
-from engine.config import PreferenceConfig
 from engine.data.bucketing import token_budget_batches
 from engine.runtime.micro_batches import trim
 from engine.runtime.sharded_model import ShardedModel
 from engine.runtime.token_outputs import OutputReader, Outputs
-from engine.workers.algorithm_options import preference_options
 
 
 def accumulate_pairs(
     sharded: ShardedModel,
     batch: Batch,
-    config: PreferenceConfig,
+    pair_loss: Callable[[Pairs], PreferenceOutput],
     reader: OutputReader,
     max_tokens: int,
 ) -> list[dict[str, Sum]]:
@@ -31,7 +31,6 @@ def accumulate_pairs(
 
     `reader`'s log-probs must be of the temperature that the reference's are. Returns metrics.
     """
-    loss_function, options = get_pair_loss(config.loss), preference_options(config)
     real = batch["response_mask"].bool().any(1).view(-1, 2).any(1).nonzero().squeeze(1)
     lengths = batch["attention_mask"].sum(1).view(-1, 2).max(1).values[real]
     pairs = sharded.global_count(len(real))
@@ -42,7 +41,7 @@ def accumulate_pairs(
         micros.append(trim(batch.rows(torch.stack([first, first + 1], 1).flatten())))
 
     def loss(got: Outputs, micro: Batch) -> tuple[Tensor, dict[str, Sum]]:
-        out = loss_function(_pairs(got["log_probs"], micro), **options)
+        out = pair_loss(_pairs(got["log_probs"], micro))
         return out.loss.sum() / pairs, dict(out.metrics)
 
     return sharded.accumulate(batch, micros, reader, loss)

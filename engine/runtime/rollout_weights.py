@@ -2,13 +2,15 @@
 
 Where a rank's training weights are those that its rollout needs, both use one storage and
 `refresh` does nothing. Otherwise `refresh` sends the slices that ranks lack, and nothing else
-(`engine.parallel.reshard`). Any engine decodes with them; vLLM's are in `vllm_rollout_weights`.
+(`engine.parallel.reshard`): into buffers of the rollout's layout, or into vLLM's own parameters.
 """
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from engine.config import RolloutConfig
 from engine.errors import ConfigError
 from engine.models import adapter_parameters, has_adapters
 from engine.parallel.exchange import Exchange
@@ -28,15 +31,34 @@ from engine.rollout.native.tp_shards import TPModelShard
 from engine.rollout.protocol import RolloutEngine
 from engine.runtime.sharded_model import ShardedModel
 
+LoadModel = Callable[[], PreTrainedModel]
+
+
+@runtime_checkable
+class VllmRanks(RolloutEngine, Protocol):
+    """vLLM, whose parameters can be written in place or filled tensor by tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def storages(self) -> dict[str, Tensor]: ...
+
+    def begin_update(self, version: int) -> None: ...
+
+    def weights_written(self, version: int) -> None: ...
+
+    def update_from(self, named: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+
 
 class RolloutWeights(ABC):
     """The weights that the rollout engine of this rank decodes with."""
 
-    model: Any  # handed to the engine: a transformers model, or this rank's slices of one
+    model: Any  # given to the engine: a transformers model, or this rank's slices of one
     engine_options: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed) for the engine
+    received_bytes = 0  # from other ranks in the latest refresh
 
     def sync_weights(self, engine: RolloutEngine, version: int) -> None:
-        """Make `engine` serve the trainer's weights as policy `version`; all ranks call it."""
+        """Let `engine` serve the trainer's weights as policy `version`; all ranks call it."""
         self.refresh()
         engine.update_weights(self.model, version)
 
@@ -51,7 +73,7 @@ class RolloutWeights(ABC):
 class SharedWeights(RolloutWeights):
     """The trainer's own storage: nothing is copied."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module | TPModelShard) -> None:
         self.model = model
 
     def refresh(self) -> None:
@@ -62,18 +84,16 @@ class ReshardedWeights(RolloutWeights):
     """Buffers in the rollout's layout; an exchange sends what a rank lacks straight into them."""
 
     def __init__(self, sharded: ShardedModel, to: Grouping) -> None:
-        self._sharded = sharded
         config: Any = sharded.module.config
+        device, dtype = next(sharded.module.parameters()).device, _dtype(sharded.module)
         held = gather_holdings(sharded.module, rename=sharded.full_name)
-        wanted = rollout_holdings(held.shapes, to, ModelShape.of(config), _dtype(sharded.module))
+        wanted = rollout_holdings(held.shapes, to, ModelShape.of(config), dtype)
         own = plan(held, wanted).for_rank(sharded.ranks.rank)
         target: dict[str, Tensor]
         if to.tp == 1:
-            place = next(sharded.module.parameters()).device
-            self.model = _empty(config, _dtype(sharded.module)).to(place)
+            self.model = _empty_model(config, dtype, device)
             target = {name: p.data for name, p in self.model.named_parameters()}
         else:
-            device, dtype = next(sharded.module.parameters()).device, _dtype(sharded.module)
             target = {
                 name: torch.empty(shape, dtype=dtype, device=device)
                 for name, shape in own.target_shapes().items()
@@ -87,7 +107,7 @@ class ReshardedWeights(RolloutWeights):
 
     def refresh(self) -> None:
         """Exchange the slices that ranks lack."""
-        self.moved = self._exchange.run()
+        self.received_bytes = self._exchange.run().received
 
     def require_intact(self) -> None:
         self._exchange.require_intact()
@@ -96,45 +116,113 @@ class ReshardedWeights(RolloutWeights):
 class AdapterWeights(RolloutWeights):
     """A full copy of a sharded policy with adapters, to which only the adapters are sent."""
 
-    def __init__(self, sharded: ShardedModel, copy: PreTrainedModel) -> None:
-        self._sharded, self.model = sharded, copy
+    def __init__(self, sharded: ShardedModel, model: PreTrainedModel) -> None:
+        self._sharded, self.model = sharded, model
         self.refresh()
 
     def refresh(self) -> None:
         """Gather the adapters, which are small, and copy them in place."""
         own = adapter_parameters(self.model)
         with torch.no_grad():
-            for name, whole in self._sharded.full_tensors():
+            for name, full in self._sharded.full_tensors():
                 if name in own:
-                    own[name].copy_(whole)
+                    own[name].copy_(full)
 
 
-def mount(sharded: ShardedModel, tensor_parallel_size: int, copy: Any = None) -> RolloutWeights:
-    """RolloutWeights a policy for rollout on groups of `tensor_parallel_size` ranks.
+class VllmWeights(RolloutWeights):
+    """vLLM over the policy's ranks; an exchange writes what a rank lacks into its parameters."""
 
-    `copy()` loads the policy anew, whole; it is called for a sharded policy with adapters only.
-    Raises ConfigError where adapters would have to be cut.
+    def __init__(self, sharded: ShardedModel, to: Grouping) -> None:
+        self._sharded, self._to = sharded, to
+        self._exchange: Exchange | None = None
+        self.model = _meta_model(sharded)
+        self.engine_options = {"rank_groups": to.tp_groups(), "load": False}
+
+    def sync_weights(self, engine: RolloutEngine, version: int) -> None:
+        """Exchange slices; a failure midway leaves the engine refusing to serve."""
+        assert isinstance(engine, VllmRanks)
+        if self._exchange is None:
+            self._exchange = self._plan(engine)
+        engine.begin_update(version)
+        self.received_bytes = self._exchange.run().received
+        engine.weights_written(version)
+
+    def require_intact(self) -> None:
+        if self._exchange is not None:
+            self._exchange.require_intact()
+
+    def refresh(self) -> None:
+        """Nothing: the trainer's slices go straight into the engine's parameters."""
+
+    def _plan(self, engine: VllmRanks) -> Exchange:
+        sharded, module = self._sharded, self._sharded.module
+        held = gather_holdings(module, rename=sharded.full_name)
+        shape = ModelShape.of(self.model.config)
+        wanted = rollout_holdings(held.shapes, self._to, shape, engine.dtype, fused=True)
+        own = plan(held, wanted).for_rank(sharded.ranks.rank)
+        source = local_tensors(module, rename=sharded.full_name)
+        return Exchange(own, source, engine.storages())
+
+
+class StreamedWeights(RolloutWeights):
+    """vLLM in processes of its own: full tensors are gathered one by one and sent on."""
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._sharded = sharded
+        self.model = _meta_model(sharded)
+        self.engine_options = {"load": False}
+
+    def sync_weights(self, engine: RolloutEngine, version: int) -> None:
+        """All ranks of the policy call it together."""
+        assert isinstance(engine, VllmRanks)
+        engine.update_from(self._sharded.full_tensors(), version)
+
+    def refresh(self) -> None:
+        """Nothing: tensors are gathered when they are sent."""
+
+
+def rollout_weights(sharded: ShardedModel, tp: int, load: LoadModel) -> RolloutWeights:
+    """A policy's weights for rollout on groups of `tp` ranks, by an engine that takes a model.
+
+    `load()` loads the full policy; it is called for a sharded policy with adapters only. Raises
+    ConfigError where adapters would have to be sharded.
     """
     layout, module = sharded.ranks.layout, sharded.module
     split = [axis for axis, size in layout.sizes.items() if size > 1 and axis != "dp"]
-    if not split and tensor_parallel_size == 1:
+    if not split and tp == 1:
         return SharedWeights(module)
     if has_adapters(module):
-        if tensor_parallel_size > 1:
+        if tp > 1:
             raise ConfigError(
-                f"rollout.tensor_parallel_size={tensor_parallel_size} with model.lora: native "
-                "decodes adapters on whole models; set it to 1"
+                f"rollout.tensor_parallel_size={tp} with model.lora: native decodes adapters on "
+                "full models; set it to 1"
             )
-        return AdapterWeights(sharded, copy())
-    if split == ["tp"] and tensor_parallel_size == layout.tp:
+        return AdapterWeights(sharded, load())
+    if split == ["tp"] and tp == layout.tp:
         return SharedWeights(TPModelShard.from_dtensors(module))
-    return ReshardedWeights(sharded, grouping(layout, tp=tensor_parallel_size))
+    return ReshardedWeights(sharded, grouping(layout, tp=tp))
+
+
+def vllm_weights(sharded: ShardedModel, config: RolloutConfig, load: LoadModel) -> RolloutWeights:
+    """A policy's weights for vLLM; `load()` as in `rollout_weights`."""
+    layout, tp = sharded.ranks.layout, config.tensor_parallel_size
+    full = all(size == 1 for axis, size in layout.sizes.items() if axis != "dp")
+    if full and (tp == 1 or not config.vllm.in_process):
+        return SharedWeights(sharded.module)
+    if has_adapters(sharded.module):
+        weights = AdapterWeights(sharded, load())
+        if config.vllm.in_process and tp > 1:
+            weights.engine_options = {"rank_groups": grouping(layout, tp=tp).tp_groups()}
+        return weights
+    if not config.vllm.in_process:
+        return StreamedWeights(sharded)
+    return VllmWeights(sharded, grouping(layout, tp=tp))
 
 
 def _tp_group(to: Grouping, rank: int) -> tuple[int, dist.ProcessGroup]:
-    """This rank's slice and group of ranks that decode together; all ranks make all groups."""
+    """This rank's index in, and the group of, the ranks that decode together."""
     found: dist.ProcessGroup | None = None
-    for members in to.tp_groups():
+    for members in to.tp_groups():  # all ranks create all groups
         group = dist.new_group(list(members), sort_ranks=False)  # slices are in this order
         if rank in members:
             found = group
@@ -142,12 +230,23 @@ def _tp_group(to: Grouping, rank: int) -> tuple[int, dist.ProcessGroup]:
     return to.place(rank).tp, found
 
 
-def _empty(config: Any, dtype: torch.dtype) -> Any:
-    """A whole model whose weights are still to be filled."""
+def _empty_model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A full model whose weights are uninitialised."""
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()  # else a tied head stays a parameter of its own, which no exchange fills
-    return model.eval().requires_grad_(False)
+    empty: nn.Module = model.eval().requires_grad_(False).to(device)
+    return empty
+
+
+def _meta_model(sharded: ShardedModel) -> PreTrainedModel:
+    """A model with the policy's configuration and dtype, without storage."""
+    module: Any = sharded.module
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(module.config), dtype=_dtype(module)
+        )
+    return model
 
 
 def _dtype(module: nn.Module) -> torch.dtype:

@@ -46,36 +46,47 @@ from engine.parallel.tensor_parallel import apply_tensor_parallel
 from engine.parallel.vocab_parallel import VocabularyReadout
 from engine.runtime.optimizer import Optimizer
 from engine.runtime.token_outputs import OutputReader, Outputs
-from engine.workers.base import WorkerContext
 
 Metrics = dict[str, Sum]
 Loss = Callable[[Outputs, Batch], tuple[Tensor, Metrics]]
 RENDEZVOUS_TIMEOUT_S = 120.0
 
 
-def init_mesh(context: WorkerContext, layout: Layout) -> Ranks:
-    """This process's mesh; the first role of a process that needs one makes the process group."""
+def init_mesh(layout: Layout, rank: int, world_size: int, address: str) -> Ranks:
+    """This process's place in `layout`; makes the default process group where there is none.
+
+    `address`: where the ranks meet, "host:port"; unused by a layout of one rank.
+    """
     if layout.world_size > 1 and not dist.is_initialized():
-        init_process_group(context.address, context.rank, context.world_size, RENDEZVOUS_TIMEOUT_S)
-    return Ranks.form(layout, device().type)
+        init_process_group(address, rank, world_size, RENDEZVOUS_TIMEOUT_S)
+    return Ranks.form(layout, process_device().type)
 
 
-def device() -> torch.device:
+def process_device() -> torch.device:
     """This process's CUDA device, or the CPU."""
-    return _cuda() if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _cuda() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 class ShardedModel:
     """This rank's shard of a model, and its passes."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks, config: ParallelConfig) -> None:
-        """Shard `model` in place; every rank passes the same full one. `module` is this rank's."""
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        config: ParallelConfig,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        """Shard `model` in place; every rank passes the same full one. `module` is this rank's.
+
+        `device`: where the model is and stays; None moves it to this process's device.
+        """
         self.ranks, self.config = ranks, config
-        self.module, self._pipeline = self._apply(model.to(device()))
+        self.device = device or process_device()
+        self.module, self._pipeline = self._apply(model if device else model.to(self.device))
         self._adapters_off = False
 
     def without_adapters(self) -> ShardedModel:
@@ -137,12 +148,12 @@ class ShardedModel:
         """The sum of all data-parallel ranks' counts."""
         if self.ranks.group(*DATA_AXES) is None:
             return count
-        return int(self.ranks.sum_over(torch.tensor(count, device=device()), DATA_AXES))
+        return int(self.ranks.sum_over(torch.tensor(count, device=self.device), DATA_AXES))
 
     def global_counts(self, mask: Tensor) -> Denominators:
         """Denominators of `mask [B, T]` over all ranks' rows."""
         own = Denominators.from_mask(mask)
-        counts = torch.tensor([own.tokens, own.sequences], dtype=torch.float64, device=device())
+        counts = torch.tensor([own.tokens, own.sequences], dtype=torch.float64, device=self.device)
         tokens, sequences = self.ranks.sum_over(counts, DATA_AXES).tolist()
         return Denominators(tokens, sequences, own.width)
 
@@ -203,7 +214,8 @@ class ShardedModel:
             apply_packing(module)
         if ranks.size("pp") > 1:
             module = stages.take_stage(model, ranks.index("pp"), ranks.size("pp"))
-        layers = decoder_layers(module)
+        shards = fsdp.shards(ranks)
+        layers = decoder_layers(module) if shards or config.activation_checkpointing else []
         if ranks.size("tp") > 1:
             apply_tensor_parallel(
                 module, ranks.submesh("tp"), sequence_parallel=config.sequence_parallel
@@ -216,7 +228,7 @@ class ShardedModel:
             return module, None
         dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else _dtype(module)
         hidden = module.config.hidden_size
-        return module, Pipeline(module, ranks, hidden, dtype, device())
+        return module, Pipeline(module, ranks, hidden, dtype, self.device)
 
     @property
     def _shards_sequences(self) -> bool:
@@ -228,11 +240,16 @@ class ShardedModel:
 
         Ranks gather sharded weights together, so all must run equally many passes.
         """
-        own = [_to_device(micro) for micro in micros]
+        own = [self._to_device(micro) for micro in micros]
         if not fsdp.shards(self.ranks):
             return own
         missing = self.ranks.max_over(len(own), DATA_AXES) - len(own)
-        return own + [_to_device(_dummy_row(batch)) for _ in range(missing)]
+        return own + [self._to_device(batch.rows([0])) for _ in range(missing)]
+
+    def _to_device(self, micro: Batch) -> Batch:
+        if self.device.type == "cpu":
+            return micro
+        return Batch({n: t.to(self.device) for n, t in micro.as_dict().items()}, micro.columns)
 
     def _run(self, micros: Sequence[Batch], reader: OutputReader) -> Iterator[Outputs]:
         if self._pipeline is None:
@@ -276,7 +293,7 @@ class ShardedModel:
         group, last = self.ranks.group("pp"), self.ranks.size("pp") - 1
         for index, micro in enumerate(micros):
             found = done.get(index) or {
-                name: torch.zeros(micro["responses"].shape, device=device())
+                name: torch.zeros(micro["responses"].shape, device=self.device)
                 for name in reader.names()
             }
             for name in reader.names():
@@ -332,7 +349,7 @@ class ShardedModel:
         if not self.config.compute_dtype or fsdp.shards(self.ranks):
             return nullcontext()
         dtype = getattr(torch, self.config.compute_dtype)
-        return torch.autocast(device().type, dtype=dtype, enabled=dtype != torch.float32)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32)
 
     def _all_reduce_gradients(self) -> None:
         if self.ranks.layout.world_size == 1:
@@ -368,14 +385,3 @@ def decoder_layers(module: Any) -> list[nn.Module]:
 
 def _dtype(module: nn.Module) -> torch.dtype:
     return next(p.dtype for p in module.parameters() if p.is_floating_point())
-
-
-def _to_device(micro: Batch) -> Batch:
-    if device().type == "cpu":
-        return micro
-    return Batch({n: t.to(device()) for n, t in micro.as_dict().items()}, micro.columns)
-
-
-def _dummy_row(batch: Batch) -> Batch:
-    """A row of `batch` for a dummy pass; its outputs are discarded."""
-    return batch.rows([0])

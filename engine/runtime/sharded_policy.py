@@ -1,8 +1,8 @@
-"""A policy on many ranks that is called as it is on one: forward, backward, weights for rollout.
+"""A policy on many ranks that an ordinary training script can call as on one.
 
-The layout of ranks is in `sharded_model`, what an exchange sends in `rollout_weights`; what is
-added here is what an ordinary training script expects of a model: `model(ids, labels=…).loss`,
-whole logits, and after `backward()` gradients averaged over the ranks that had rows of their own.
+`policy_runtime` shards and synchronises it; added here is what a script expects of a model:
+`model(ids, labels=…).loss`, full logits, and after `backward()` gradients averaged over the
+data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
 from engine.runtime.collective_generate import RolloutPeers
-from engine.runtime.rollout_weights import ReshardedWeights, RolloutWeights, mount
-from engine.runtime.sharded_model import ShardedModel, device
-from engine.weight_transfer.policy_weights import gathered
+from engine.runtime.policy_runtime import PolicyRuntime
+from engine.runtime.rollout_weights import rollout_weights
+from engine.runtime.sharded_model import process_device
 
 
 class ShardedPolicy:
-    """This rank's part of a policy, and its place among the ranks."""
+    """This rank's shard of a policy, and its peers."""
 
     def __init__(self, policy: PreTrainedModel, layout: Layout, rollout_tp: int) -> None:
-        """Shard `policy`, in place; every rank brings it whole and alike.
+        """Shard `policy` in place; every rank passes the same full one.
 
         Raises ConfigError, on every rank, for a model that can't be sharded so.
         """
@@ -51,22 +51,22 @@ class ShardedPolicy:
                 "which are merged into whole models; set rollout_tp_size=1"
             )
         self._config = policy.config
-        # Adapters are small and their base is not: rollout and files need a whole base again.
-        self._whole = copy.deepcopy(policy) if has_adapters(policy) else None
-        ranks = Ranks.form(layout, device().type)
+        # Of a policy with adapters, rollout and files need the full base again.
+        self._full = copy.deepcopy(policy) if has_adapters(policy) else None
+        ranks = Ranks.form(layout, process_device().type)
         self.peers = RolloutPeers(layout, ranks.rank, grouping(layout, tp=rollout_tp).tp_groups())
         config = ParallelConfig(dp=layout.dp, fsdp=layout.fsdp, tp=layout.tp)
-        self._sharded = ShardedModel(policy, ranks, config)
-        self.module: Any = self._sharded.module
+        self.runtime = PolicyRuntime(policy, ranks, config)
+        self.module: Any = self.runtime.module
         self._average_gradients()
         if layout.tp > 1:
             mesh, size = ranks.submesh("tp"), self._config.get_text_config().vocab_size
             head: Any = policy.get_output_embeddings()
             head.register_forward_hook(partial(_gather_logits, mesh, size))
-        self.mount: RolloutWeights = mount(self._sharded, rollout_tp, copy=lambda: self._whole)
+        self.weights = rollout_weights(self.runtime.sharded, rollout_tp, self._full_policy)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for this rank's rows, logits whole."""
+        """The model's output for this rank's rows, with full logits."""
         output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
             self.reshard()  # no backward pass will
@@ -78,43 +78,42 @@ class ShardedPolicy:
         return output
 
     def reshard(self) -> None:
-        """Drop weights that a forward pass gathered and whose backward pass has not come."""
+        """Free weights that a forward pass without backward gathered."""
         fsdp.reshard(self.module)
 
-    def refresh(self) -> int:
-        """Bring the rollout's weights up to date; returns the bytes that this rank received.
+    def sync_weights(self) -> None:
+        """Let the rollout engine serve the newest weights.
 
-        Raises RolloutError on every rank where the exchange broke on any.
+        Raises RolloutError on every rank if the exchange failed on any.
         """
         problem: EngineError | None = None
         try:
-            self.mount.refresh()
+            self.runtime.sync_weights(force=True)
         except EngineError as error:
             problem = error
         except RuntimeError as error:
             problem = RolloutError(
-                f"the weights did not reach the rollout ranks: {error}; start the ranks anew"
+                f"the weights did not reach the rollout ranks: {error}; restart the ranks"
             )
         self.peers.raise_everywhere(problem)
-        return self.mount.moved.received if isinstance(self.mount, ReshardedWeights) else 0
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy whole tensors, or what `state_dict` gave on these ranks, into this rank's part.
+        """Copy full tensors, or a `state_dict` of these ranks, into this rank's shard.
 
-        Raises CheckpointError for whole tensors of another model.
+        Raises CheckpointError for full tensors of another model.
         """
         if any(isinstance(tensor, DTensor) for tensor in state.values()):
             self.module.load_state_dict(state)
         else:
-            self._sharded.load_full_tensors(state)
-        if self._whole is not None:
-            self._renew_base(self._whole)
+            self.runtime.sharded.load_full_tensors(state)
+        if self._full is not None:
+            self._update_full(self._full)
 
-    def _renew_base(self, model: PreTrainedModel) -> None:
-        """Copy everything into the whole `model`, its base too, which `refresh` leaves alone."""
+    def _update_full(self, model: PreTrainedModel) -> None:
+        """Copy all weights into the full `model`: rollout refreshes its adapters only."""
         own = named_tensors(model)
         with torch.no_grad():
-            for name, tensor in self._sharded.full_tensors():
+            for name, tensor in self.runtime.sharded.full_tensors():
                 own[name].copy_(tensor)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
@@ -122,27 +121,31 @@ class ShardedPolicy:
 
         Raises StorageError, on every rank, where the first could not write them.
         """
-        first = self._sharded.ranks.rank == 0
-        model = gathered(self._sharded, self._empty if first else None)
+        first = self.runtime.sharded.ranks.rank == 0
+        model = self.runtime.full_model(self._empty)
         problem: EngineError | None = None
         if first:
             try:
                 save_policy(model, folder, options)
             except StorageError as error:
                 problem = error
-        self.peers.raise_everywhere(problem)  # the folder is there when any rank goes on
+        self.peers.raise_everywhere(problem)  # no rank continues before the folder is written
+
+    def _full_policy(self) -> PreTrainedModel:
+        assert self._full is not None, "kept for a policy with adapters"
+        return self._full
 
     def _empty(self) -> PreTrainedModel:
-        """A whole policy whose weights are to be filled in."""
-        if self._whole is not None:
-            return copy.deepcopy(self._whole)
+        """A full policy whose weights are still to be filled."""
+        if self._full is not None:
+            return copy.deepcopy(self._full)
         dtype = next(p.dtype for p in self.module.parameters() if p.is_floating_point())
         model: PreTrainedModel = AutoModelForCausalLM.from_config(self._config, dtype=dtype)
         return model
 
     def _average_gradients(self) -> None:
-        """See to it that backward leaves the mean over data ranks, as DDP and FSDP do."""
-        layout = self._sharded.ranks.layout
+        """Let backward leave the mean over data-parallel ranks, as DDP and FSDP do."""
+        layout = self.runtime.sharded.ranks.layout
         sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
         for module in sharded:
             module.set_gradient_divide_factor(float(layout.data_ranks))
@@ -153,12 +156,12 @@ class ShardedPolicy:
         engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        """Sum what is still in parts; FSDP has averaged by now.
+        """Reduce partial gradients; FSDP has averaged its own by now.
 
-        The mean of replicas that hold the mean is itself, so gradients of earlier backward passes,
-        accumulated in the same tensors, stay right.
+        Averaging an average over replicas changes nothing, so gradients that earlier backward
+        passes accumulated in the same tensors stay right.
         """
-        ranks = self._sharded.ranks
+        ranks = self.runtime.sharded.ranks
         trained = [p for p in self.module.parameters() if p.requires_grad]
         gradients.settle(trained)
         if not fsdp.shards(ranks) and ranks.layout.dp > 1:
@@ -170,7 +173,7 @@ class ShardedPolicy:
 def _gather_logits(
     mesh: DeviceMesh, vocabulary: int, head: Any, args: Any, local: Tensor
 ) -> Tensor:
-    """All ranks' logits side by side, `[…, V]`; the gradient goes back to each one's own."""
+    """All ranks' logits concatenated, `[…, V]`; each rank's gradient is that of its own."""
     shape = (*local.shape[:-1], vocabulary)
     stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     split = DTensor.from_local(

@@ -1,9 +1,9 @@
-"""The state of a model in training that is sharded over ranks: saved once, loaded under any layout.
+"""The state of a sharded model in training: saved once, loaded under any layout.
 
-Each rank saves the boxes of parameters and moments that it stores and no lower rank has, with
-their place in the whole; a rank that loads takes what it stores from whichever ranks saved it. So
-dp, fsdp, tp, pp and sp may all differ between the two. Not here: files (`engine.checkpoint`), and
-the random generators of the process (`state`).
+Each rank saves the boxes of parameters and moments that it stores and no lower rank does, with
+their offset in the full tensor; a rank that loads reads what it stores from whichever ranks saved
+it. So dp, fsdp, tp, pp and sp may all change between the two. Files are written by
+`engine.checkpoint`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from engine.checkpoint.dcp_metadata import BOXES
 from engine.checkpoint.rank_state import RankState
 from engine.checkpoint.state_dict import StateDict
+from engine.config import OptimConfig
 from engine.errors import CheckpointError
 from engine.models import has_adapters
 from engine.parallel import fsdp
@@ -27,45 +28,45 @@ from engine.parallel.boxes import Box
 from engine.parallel.gather import named_tensors
 from engine.parallel.gradients import local
 from engine.parallel.module_shards import local_box
-from engine.runtime.optimizer import Optimizer
-from engine.runtime.sharded_model import ShardedModel
-from engine.workers.stateful import StatefulWorker
+from engine.runtime.sharded_model import ShardedModel, sharded_optimizer
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
-    """A parameter or buffer, and this rank's part of it."""
+class _LocalTensor:
+    """This rank's part of a parameter or buffer."""
 
-    own_name: str  # in this rank's module, e.g. "model.layers.0.mlp.up_proj.weight"
-    name: str  # in the whole model
-    shape: tuple[int, ...]  # of the whole
-    box: Box  # what this rank has
-    tensor: Tensor  # it, live
+    module_name: str  # in this rank's module, e.g. "model.layers.0.mlp.up_proj.weight"
+    name: str  # in the full model
+    shape: tuple[int, ...]  # of the full tensor
+    box: Box  # this rank's part of it
+    tensor: Tensor  # live
 
     @property
     def kind(self) -> str:
-        """What the whole is, e.g. "float32 [97, 32]"."""
+        """The full tensor's dtype and shape, e.g. "float32 [97, 32]"."""
         return f"{str(self.tensor.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
 class ShardedTrainState:
-    """Saves and loads a sharded model, its optimizer and the generator of its mini-batches.
+    """A sharded model's optimizer and the generator of its mini-batches; saves and loads all three.
 
-    Of a model with adapters only these are saved: the base is its folder's. All ranks call each
+    Of a model with adapters only these are saved: its base stays as loaded. All ranks call each
     method together.
     """
 
     def __init__(
-        self, sharded: ShardedModel, optimizer: Optimizer, generator: torch.Generator
+        self, sharded: ShardedModel, config: OptimConfig, total_steps: int, seed: int
     ) -> None:
-        self._sharded, self._optimizer, self._generator = sharded, optimizer, generator
-        self._layout: tuple[set[str], dict[str, str]] | None = None
+        self.optimizer = sharded_optimizer(sharded, config, total_steps)
+        self.generator = torch.Generator().manual_seed(seed)
+        self._sharded = sharded
+        self._saved_names: tuple[set[str], dict[str, str]] | None = None
 
     def state_dict(self) -> StateDict:
-        """Tensors are the live ones; on many ranks those that this one is to save."""
-        writes, _ = self._gathered()
-        kept = [one for one in self._stored() if one.name in writes]
-        optimizer = self._optimizer.state_dict()
+        """The live tensors that this rank saves."""
+        writes, _ = self._assign_saves()
+        kept = [one for one in self._local_tensors() if one.name in writes]
+        optimizer = self.optimizer.state_dict()
         moments = optimizer.pop("moments")
         return {
             "model": {one.name: one.tensor for one in kept},
@@ -78,47 +79,51 @@ class ShardedTrainState:
                 }
                 for one in kept
             },
-            "moments": {one.name: moments[one.own_name] for one in kept if one.own_name in moments},
+            "moments": {
+                one.name: moments[one.module_name] for one in kept if one.module_name in moments
+            },
             "optimizer": optimizer,
-            "rng": {"minibatches": self._generator.get_state()},
+            "rng": {"minibatches": self.generator.get_state()},
         }
 
     def check(self, saved: Sequence[RankState]) -> None:
-        """Raise CheckpointError unless ranks saved a model of these names and shapes, whole."""
-        _, kinds = self._gathered()
-        _check(_pieces(saved), kinds)
+        """Raise CheckpointError unless ranks saved all of a model of these names and shapes."""
+        _, kinds = self._assign_saves()
+        _check(_saved_boxes(saved), kinds)
 
     def load(self, own: RankState, saved: Sequence[RankState]) -> None:
-        """Restore what ranks saved, the weights in their own storage, which others may share.
+        """Restore what ranks saved, weights in place: rollout may share their storage.
 
         Raises CheckpointError, before anything has changed, for the state of another model.
         """
         self.check(saved)
-        pieces = _pieces(saved)
-        stored = list(self._stored())
-        moments = {one.own_name: _moments(pieces[one.name], one) for one in stored}
+        boxes = _saved_boxes(saved)
+        stored = list(self._local_tensors())
+        moments = {one.module_name: _moments(boxes[one.name], one) for one in stored}
         state = dict(own.get("optimizer"))
         known = {name: value for name, value in moments.items() if value}
-        self._optimizer.load_state_dict(state | {"moments": known})
+        self.optimizer.load_state_dict(state | {"moments": known})
         with torch.no_grad():
             for one in stored:
-                _fill(one.tensor, one.box, pieces[one.name], "model", one.name)
-        self._generator.set_state(own.get("rng", "minibatches").clone())
+                _fill(one.tensor, one.box, boxes[one.name], "model", one.name)
+        self.generator.set_state(own.get("rng", "minibatches").clone())
 
-    def _stored(self) -> Iterator[_Stored]:
+    def _local_tensors(self) -> Iterator[_LocalTensor]:
         module = self._sharded.module
         fsdp.reshard(module)
         adapters = has_adapters(module)
-        for own_name, tensor in named_tensors(module).items():
+        for module_name, tensor in named_tensors(module).items():
             if adapters and not tensor.requires_grad:
                 continue
-            name = self._sharded.full_name(own_name)
-            yield _Stored(own_name, name, tuple(tensor.shape), local_box(tensor), local(tensor))
+            name = self._sharded.full_name(module_name)
+            yield _LocalTensor(
+                module_name, name, tuple(tensor.shape), local_box(tensor), local(tensor)
+            )
 
-    def _gathered(self) -> tuple[set[str], dict[str, str]]:
-        """Names that this rank is to save, and what all are that there are on any rank."""
-        if self._layout is None:
-            mine = {one.name: (one.kind, one.box) for one in self._stored()}
+    def _assign_saves(self) -> tuple[set[str], dict[str, str]]:
+        """Names that this rank saves, and dtype and shape of every name on any rank."""
+        if self._saved_names is None:
+            mine = {one.name: (one.kind, one.box) for one in self._local_tensors()}
             every, rank = [mine], 0
             if self._sharded.ranks.layout.world_size > 1:
                 every, rank = [mine] * dist.get_world_size(), dist.get_rank()
@@ -130,80 +135,60 @@ class ShardedTrainState:
                 if box.elements and (name, box) not in before
             }
             kinds = {name: kind for theirs in every for name, (kind, _) in theirs.items()}
-            self._layout = writes, kinds
-        return self._layout
-
-
-class TrainingWorker(StatefulWorker):
-    """A role whose state is a model in training; another number of ranks may load it."""
-
-    ranks_alike = True
-    trained: ShardedTrainState  # set by the role, once its optimizer is there
-
-    def state_dict(self) -> StateDict:
-        """Weights, moments and the generator that shuffles mini-batches: this rank's part."""
-        return self.trained.state_dict()
-
-    def load_sharded_state(self, own: RankState, saved: list[RankState]) -> None:
-        """Restore what all ranks saved, in place: engines that share the weights see it too."""
-        self.trained.load(own, saved)
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Restore the `state_dict` of a single rank."""
-        own = RankState.of(state)
-        self.load_sharded_state(own, [own])
+            self._saved_names = writes, kinds
+        return self._saved_names
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, saved: Sequence[RankState]) -> None:
-    """Fill a whole model, in place, with the weights that all ranks of a role saved.
+    """Fill a full model, in place, with the weights that all ranks of a role saved.
 
     Of a model with adapters, these alone. Raises CheckpointError, before anything has changed, for
     the state of another model.
     """
     adapters = has_adapters(model)
     own = [
-        _Stored(name, name, tuple(tensor.shape), Box.whole(tensor.shape), tensor)
+        _LocalTensor(name, name, tuple(tensor.shape), Box.whole(tensor.shape), tensor)
         for name, tensor in named_tensors(model).items()
         if tensor.requires_grad or not adapters
     ]
-    pieces = _pieces(saved)
-    _check(pieces, {one.name: one.kind for one in own})
+    boxes = _saved_boxes(saved)
+    _check(boxes, {one.name: one.kind for one in own})
     for one in own:
-        _fill(one.tensor, one.box, pieces[one.name], "model", one.name)
+        _fill(one.tensor, one.box, boxes[one.name], "model", one.name)
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _SavedBox:
     """A box of a parameter that a rank saved."""
 
-    kind: str  # of the whole
-    elements: int  # of the whole
+    kind: str  # of the full tensor
+    elements: int  # of the full tensor
     box: Box
     rank: RankState
 
 
-def _pieces(saved: Sequence[RankState]) -> dict[str, list[_Piece]]:
-    found: dict[str, list[_Piece]] = {}
+def _saved_boxes(saved: Sequence[RankState]) -> dict[str, list[_SavedBox]]:
+    found: dict[str, list[_SavedBox]] = {}
     for rank in saved:
         for name, it in rank.get(BOXES).items():
             box = Box(tuple(it["offset"]), tuple(it["size"]))
-            piece = _Piece(it["of"], math.prod(it["shape"]), box, rank)
-            found.setdefault(name, []).append(piece)
+            saved_box = _SavedBox(it["of"], math.prod(it["shape"]), box, rank)
+            found.setdefault(name, []).append(saved_box)
     return found
 
 
-def _check(pieces: dict[str, list[_Piece]], kinds: dict[str, str]) -> None:
-    """Raise CheckpointError unless the checkpoint is of this model, whole."""
-    for name in sorted(pieces.keys() | kinds.keys()):
-        there = pieces[name][0].kind if name in pieces else "missing"
+def _check(boxes: dict[str, list[_SavedBox]], kinds: dict[str, str]) -> None:
+    """Raise CheckpointError unless the checkpoint has all of this model."""
+    for name in sorted(boxes.keys() | kinds.keys()):
+        there = boxes[name][0].kind if name in boxes else "missing"
         here = kinds.get(name, "missing")
         if there != here:
             raise CheckpointError(
                 f"the checkpoint is of another model: {name!r} is {there} there and {here} here; "
                 "resume with the model that was saved, or save into another folder"
             )
-        covered, elements = sum(p.box.elements for p in pieces[name]), pieces[name][0].elements
+        covered, elements = sum(p.box.elements for p in boxes[name]), boxes[name][0].elements
         if covered != elements:
             raise CheckpointError(
                 f"the checkpoint has {covered} of the {elements} elements of {name!r}; load what "
@@ -211,9 +196,9 @@ def _check(pieces: dict[str, list[_Piece]], kinds: dict[str, str]) -> None:
             )
 
 
-def _moments(pieces: list[_Piece], one: _Stored) -> dict[str, Tensor]:
-    """AdamW's state of what this rank stores of a parameter; none where none was saved."""
-    near = [p for p in pieces if p.box.intersect(one.box)] or pieces[:1]
+def _moments(boxes: list[_SavedBox], one: _LocalTensor) -> dict[str, Tensor]:
+    """AdamW's state of this rank's part of a parameter; {} where none was saved."""
+    near = [p for p in boxes if p.box.intersect(one.box)] or boxes[:1]
     known = near[0].rank.get("moments", one.name)
     if not known:
         return {}
@@ -222,18 +207,18 @@ def _moments(pieces: list[_Piece], one: _Stored) -> dict[str, Tensor]:
         if value.dim() == 0 or near[0].box == one.box:  # the count of steps
             found[key] = value
         else:
-            whole = torch.empty(one.box.size, dtype=value.dtype)
-            found[key] = _fill(whole, one.box, near, "moments", one.name, key)
+            part = torch.empty(one.box.size, dtype=value.dtype)
+            found[key] = _fill(part, one.box, near, "moments", one.name, key)
     return found
 
 
-def _fill(target: Tensor, box: Box, pieces: list[_Piece], *path: str) -> Tensor:
-    """Copy what `pieces` have of `box` into `target`, which is it."""
-    for piece in pieces:
-        common = piece.box.intersect(box)
+def _fill(target: Tensor, box: Box, boxes: list[_SavedBox], *path: str) -> Tensor:
+    """Copy the saved elements of `box` into `target`, which has its shape."""
+    for saved in boxes:
+        common = saved.box.intersect(box)
         if common is not None:
             into = _slices(common, box)
-            target[into].copy_(piece.rank.get(*path)[_slices(common, piece.box)])
+            target[into].copy_(saved.rank.get(*path)[_slices(common, saved.box)])
     return target
 
 
@@ -243,9 +228,9 @@ def _slices(part: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """Tells the weights that training starts from apart from others, by a few values of each.
+    """A digest of a few values of each weight, to recognise the weights that training starts from.
 
-    Adapters aside, which are new or their folder's. To be asked before the first step.
+    Adapters are left out. Take it before the first step.
     """
     found = hashlib.sha256()
     for name, tensor in model.named_parameters():

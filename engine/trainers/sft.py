@@ -27,7 +27,7 @@ from engine.models.packing import apply_packing
 from engine.preemption import Notice
 from engine.runtime.micro_batches import micro_batches
 from engine.runtime.optimizer import Optimizer
-from engine.runtime.sharded_model import device
+from engine.runtime.sharded_model import process_device
 from engine.trainers.sft_checkpoints import Saves
 from engine.trainers.shutdown import ensure_last_save, finish_save_on_error, raise_preempted
 
@@ -64,7 +64,7 @@ class SFTTrainer:
         on_step: OnStep = lambda step, total, metrics: None,
     ) -> None:
         """`start` tells which weights `model` begins with, e.g. the digest of their folder."""
-        model.to(device())  # type: ignore[arg-type]  # a device is fine
+        model.to(process_device())  # type: ignore[arg-type]  # a device is fine
         if config.packing:
             apply_packing(model)
         self.model, self.config, self.seed, self.start = model, config, seed, start

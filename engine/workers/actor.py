@@ -1,4 +1,4 @@
-"""The actor: owns the policy's weights, gives its log-probs and updates it."""
+"""The actor role: the policy's log-probs and updates, and its weights for rollout and files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from engine.algorithms import losses
 from engine.algorithms.aggregation import Denominators, aggregate
 from engine.algorithms.kl import kl_estimate
 from engine.algorithms.metrics import Sum, finish, over_mask
+from engine.algorithms.preference import get_pair_loss
 from engine.algorithms.skip import rows_with_gradient
 from engine.batch import TOKENS, Batch
 from engine.checkpoint.rank_state import RankState
@@ -25,25 +26,22 @@ from engine.models import policy_model, save_model
 from engine.models.forward import TokenOutputs
 from engine.parallel.layout import Layout
 from engine.runtime.micro_batches import micro_batches
-from engine.runtime.mini_batches import minibatches
+from engine.runtime.mini_batches import minibatch_indices
 from engine.runtime.pair_gradients import accumulate_pairs
-from engine.runtime.sharded_model import ShardedModel, init_mesh, sharded_optimizer
-from engine.runtime.sharded_train_state import (
-    ShardedTrainState,
-    TrainingWorker,
-    weights_fingerprint,
-)
-from engine.runtime.token_outputs import LogProbReader, Outputs
+from engine.runtime.policy_runtime import PolicyRuntime
+from engine.runtime.sharded_model import init_mesh
+from engine.runtime.sharded_train_state import ShardedTrainState, weights_fingerprint
+from engine.runtime.token_outputs import LogProbReader, Outputs, ReferenceLogits
 from engine.weight_transfer.endpoints import WeightSender
-from engine.weight_transfer.policy_weights import gathered, pack_policy
-from engine.workers.algorithm_options import policy_loss_options
+from engine.workers.algorithm_options import policy_loss_options, preference_options
 from engine.workers.base import Dispatch, WorkerContext, dispatch
+from engine.workers.stateful import TrainingWorker
 
 Metrics = dict[str, Sum]
 
 
 class ActorWorker(TrainingWorker):
-    """Trains the policy. Shares `policy` (the model) and `policy_version` with its process."""
+    """Trains the policy, which it shares with its process."""
 
     def __init__(
         self,
@@ -64,26 +62,23 @@ class ActorWorker(TrainingWorker):
         super().__init__(context)
         self.config, self.temperature = config, temperature
         self.preference, self.sum_pi_squared = preference or PreferenceConfig(), sum_pi_squared
-        ranks = init_mesh(context, Layout.of(config.parallel))
-        # Dropout stays off: the update must see the probabilities that the rollout sampled from.
+        layout = Layout.of(config.parallel)
+        ranks = init_mesh(layout, context.rank, context.world_size, context.address)
         self._load = partial(policy_model, model_path, dtype, lora, seed)
-        model = self._load()
+        model = self._load()  # without dropout: updates see the probabilities that rollout sampled
         self.start = weights_fingerprint(model)
-        self.sharded = ShardedModel(model, ranks, config.parallel)
-        self.model = self.sharded.module
+        self.policy = PolicyRuntime(model, ranks, config.parallel)
+        self.sharded = self.policy.sharded
+        context.process.policy = self.policy
         self.lora = lora or LoRAConfig()
         self.tokenizer_path = model_path
         cast = getattr(torch, sampler_dtype) if sampler_dtype and not self.lora.rank else None
         self.sender = WeightSender(cast, deltas=delta_sync)
-        self.optimizer = sharded_optimizer(self.sharded, config.optim, total_steps)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.trained = ShardedTrainState(self.sharded, self.optimizer, self.generator)
+        self.train_state = ShardedTrainState(self.sharded, config.optim, total_steps, seed)
         self.loss_options = policy_loss_options(config)
         self.loss_agg_mode = losses.aggregation_mode(
             config.policy_loss.loss_mode, config.loss_agg_mode
         )
-        context.shared["sharded"], context.shared["policy"] = self.sharded, self.model
-        context.shared["policy_version"] = 0
 
     @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, writes=("old_log_probs", "sum_pi_squared"))
     def log_probs(self, batch: Batch) -> Batch:
@@ -111,50 +106,54 @@ class ActorWorker(TrainingWorker):
     def update_pairs(self, batch: Batch) -> dict[str, float]:
         """Take the optimizer steps of one batch of pairs: rows 2i are chosen, 2i+1 rejected.
 
-        Reads `ref_log_probs [B, R]`, unless the preference loss knows no reference. How many pairs
-        a step has is the samples' matter, so there may be fewer of them than ranks.
+        Reads `ref_log_probs [B, R]`, unless the preference loss has no reference. A step may have
+        fewer pairs than there are ranks.
         """
+
+        options = preference_options(self.preference)
+        pair_loss = partial(get_pair_loss(self.preference.loss), **options)
 
         def accumulate(mini: Batch) -> list[Metrics]:
             budget = self.config.max_tokens_per_micro_batch
-            return accumulate_pairs(self.sharded, mini, self.preference, self._reader(), budget)
+            return accumulate_pairs(self.sharded, mini, pair_loss, self._reader(), budget)
 
         return self._optimize(batch, 2, accumulate)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def skip_update(self) -> dict[str, float]:
-        """Leave the policy as it is for a step; it counts as one version newer all the same."""
-        self.context.shared["policy_version"] += 1
+        """Leave the policy as it is for a step, and raise its version all the same."""
+        self.policy.version += 1
         return {}
 
     def _optimize(
         self, batch: Batch, unit: int, accumulate: Callable[[Batch], list[Metrics]]
     ) -> dict[str, float]:
-        """Step on every mini-batch of every epoch; the policy is one version newer afterwards.
+        """Step on every mini-batch of every epoch, and raise the policy's version by one.
 
-        Runs of `unit` rows stay together.
+        Each `unit` consecutive rows stay together.
         """
         ranks, size = self.sharded.ranks, self.config.ppo_mini_batch_size // unit
+        optimizer, generator = self.train_state.optimizer, self.train_state.generator
         runs = torch.arange(len(batch)).view(-1, unit)
         norms, parts = [], []
         for _ in range(self.config.ppo_epochs):
-            for index in minibatches(len(runs), size, ranks, self.generator):
+            for index in minibatch_indices(len(runs), size, ranks, generator):
                 whole = len(index) == len(runs)
                 parts += accumulate(batch if whole else batch.rows(runs[index].flatten()))
-                norms.append(self.optimizer.step())
-        self.context.shared["policy_version"] += 1
+                norms.append(optimizer.step())
+        self.policy.version += 1
         metrics = {
             f"actor/{k}": v for k, v in finish(self.sharded.all_reduce_metrics(parts)).items()
         }
         return metrics | {
             "actor/grad_norm": sum(norms) / len(norms),
-            "actor/lr": self.optimizer.lr,
+            "actor/lr": optimizer.lr,
         }
 
     def _accumulate(self, mini: Batch) -> list[Metrics]:
         """Add the gradients of one mini-batch, micro-batch by micro-batch.
 
-        Rows that can't change the gradient get no pass; the denominators count them all the same.
+        Rows that can't change the gradient are skipped; the denominators count them all the same.
         """
         config, mask = self.config, mini["response_mask"]
         denominators = self.sharded.global_counts(mask)
@@ -167,7 +166,7 @@ class ActorWorker(TrainingWorker):
         )
         skipped: Metrics = {"rows_skipped": over_mask((~active).double(), mask.any(1))}
         if not self.sharded.any_rank_has(int(active.sum())):
-            self.optimizer.zero_gradients()  # Adam's momentum still moves the weights
+            self.train_state.optimizer.zero_gradients()  # Adam's momentum still moves the weights
             return [skipped]
         rows = mini if bool(active.all()) else mini.rows(active)
         micros = [m for _, m in micro_batches(rows, config.max_tokens_per_micro_batch)]
@@ -175,13 +174,18 @@ class ActorWorker(TrainingWorker):
         reader = self._reader(
             entropy=True,
             entropy_gradient=config.entropy_coeff > 0,
-            reference=self.context.shared["reference"].logits if full else None,
+            reference=self._reference_logits() if full else None,
         )
 
         def loss(got: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
             return self._loss(TokenOutputs(**got), micro, denominators)
 
         return [skipped, *self.sharded.accumulate(mini, micros, reader, loss)]
+
+    def _reference_logits(self) -> ReferenceLogits:
+        reference = self.context.process.reference
+        assert reference is not None, "the exact KL needs a reference in the same process"
+        return reference.logits
 
     def _reader(self, **asked: Any) -> LogProbReader:
         return LogProbReader(self.temperature, readout=self.sharded.readout(), **asked)
@@ -236,7 +240,7 @@ class ActorWorker(TrainingWorker):
     @dispatch(Dispatch.ONE_TO_ALL)
     def weights(self) -> Batch:
         """What is trained of the weights, and its version, for rollout in other processes."""
-        return pack_policy(self.context.shared, self.sender)
+        return self.policy.pack_weights(self.sender)
 
     @dispatch(Dispatch.RANK_ZERO)
     def weights_delta(self) -> Batch:
@@ -245,17 +249,15 @@ class ActorWorker(TrainingWorker):
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save(self, folder: str) -> str:
-        """Write the policy and its tokenizer as a Hugging Face folder; adapters go with it."""
-        model = self.model
-        if self.sharded.ranks.layout.world_size > 1:
-            model = gathered(self.sharded, self._load if self.context.rank == 0 else None)
+        """Write the policy, its adapters and its tokenizer as a Hugging Face folder."""
+        model = self.policy.full_model(self._load)
         if self.context.rank == 0:
             save_model(model, load_tokenizer(self.tokenizer_path), Path(folder))
         return folder
 
     def state_dict(self) -> StateDict:
         """Weights, moments, the generator that shuffles mini-batches, and the version."""
-        own = {"policy_version": self.context.shared["policy_version"], "start": self.start}
+        own = {"policy_version": self.policy.version, "start": self.start}
         if self.lora.rank:
             own |= {"lora_alpha": self.lora.alpha}
         return super().state_dict() | own
@@ -263,20 +265,20 @@ class ActorWorker(TrainingWorker):
     def load_sharded_state(self, own: RankState, saved: list[RankState]) -> None:
         """Restore what all ranks saved, in place: engines that share the weights see it too.
 
-        Raises CheckpointError for another model's, one of the same shape included, and for
+        Raises CheckpointError for the state of another model, even one of the same shape, and for
         adapters of another alpha.
         """
         alpha = own.get("lora_alpha")
-        if alpha is not None and self.lora.rank and alpha != self.lora.alpha:  # no shape tells
+        if alpha is not None and self.lora.rank and alpha != self.lora.alpha:  # not seen in shapes
             raise CheckpointError(
                 f"the checkpoint's adapters have model.lora.alpha={alpha}, this run has "
                 f"{self.lora.alpha}; resume with the alpha that was saved"
             )
-        self.trained.check(saved)
+        self.train_state.check(saved)
         if own.get("start") != self.start:
             raise CheckpointError(
                 f"the checkpoint is of another model: training began with other weights than those "
                 f"in {self.tokenizer_path}; resume with the model that it began with"
             )
         super().load_sharded_state(own, saved)
-        self.context.shared["policy_version"] = own.get("policy_version")
+        self.policy.version = own.get("policy_version")

@@ -6,7 +6,9 @@ computed and returns a `Future`; the class of a group, for the type checker alon
 
     class ActorGroup(ActorWorker, AsGroup): ...
 
-How calls reach a process is the subject of `engine.controller`.
+`engine.controller` delivers the calls to processes. Roles that share a process (actor, rollout and
+reference) share its `ProcessState`, where the actor puts its policy; so a rollout engine decodes
+with the trainer's weights.
 """
 
 from __future__ import annotations
@@ -15,12 +17,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MethodType
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from engine.batch import Batch
 from engine.errors import WorkerError
 from engine.futures import BatchLike, Future
 from engine.workers.mesh import Mesh
+
+if TYPE_CHECKING:
+    from engine.runtime.policy_runtime import PolicyRuntime
+    from engine.runtime.sharded_model import ShardedModel
 
 W = TypeVar("W")  # the worker
 R = TypeVar("R")  # what a method returns
@@ -139,6 +145,14 @@ class Metric:
     weight: float | None = None  # of a mean, e.g. the number of tokens; None: the rank's rows
 
 
+@dataclass(slots=True)
+class ProcessState:
+    """What the roles of one process share."""
+
+    policy: PolicyRuntime | None = None  # the actor's, or rollout's own copy
+    reference: ShardedModel | None = None
+
+
 @dataclass
 class WorkerContext:
     """Where a role instance runs."""
@@ -146,7 +160,7 @@ class WorkerContext:
     role: str  # e.g. "actor"
     rank: int = 0  # e.g. 0
     world_size: int = 1  # ranks of this role, e.g. 4
-    shared: dict[str, Any] = field(default_factory=dict)  # objects of all roles in this process
+    process: ProcessState = field(default_factory=ProcessState)  # shared by the process's roles
     mesh: Mesh | None = None  # how the ranks are arranged; None: all of them data-parallel
     address: str = ""  # where rank 0 lets the ranks meet, "host:port"; empty for a single rank
 

@@ -1,8 +1,7 @@
-"""The critic: values of the states along a completion, and their update."""
+"""The critic role: values of the states along a completion, and their update."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from engine.algorithms.aggregation import aggregate
@@ -13,11 +12,12 @@ from engine.config import CriticConfig, ParallelConfig
 from engine.models import create_critic_model, load_model
 from engine.parallel.layout import Layout
 from engine.runtime.micro_batches import micro_batches
-from engine.runtime.mini_batches import minibatches
-from engine.runtime.sharded_model import ShardedModel, init_mesh, sharded_optimizer
-from engine.runtime.sharded_train_state import ShardedTrainState, TrainingWorker
+from engine.runtime.mini_batches import minibatch_indices
+from engine.runtime.sharded_model import ShardedModel, init_mesh
+from engine.runtime.sharded_train_state import ShardedTrainState
 from engine.runtime.token_outputs import Outputs, ValueReader
 from engine.workers.base import Dispatch, WorkerContext, dispatch
+from engine.workers.stateful import TrainingWorker
 
 
 class CriticWorker(TrainingWorker):
@@ -39,12 +39,10 @@ class CriticWorker(TrainingWorker):
         super().__init__(context)
         self.config = config
         model = create_critic_model(load_model(model_path, dtype)).eval()  # no dropout
-        ranks = init_mesh(context, Layout.of(parallel))
+        layout = Layout.of(parallel)
+        ranks = init_mesh(layout, context.rank, context.world_size, context.address)
         self.sharded = ShardedModel(model, ranks, parallel)
-        self.model = self.sharded.module
-        self.optimizer = sharded_optimizer(self.sharded, config.optim, total_steps)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.trained = ShardedTrainState(self.sharded, self.optimizer, self.generator)
+        self.train_state = ShardedTrainState(self.sharded, config.optim, total_steps, seed)
 
     @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, writes=("values",))
     def values(self, batch: Batch) -> Batch:
@@ -56,12 +54,13 @@ class CriticWorker(TrainingWorker):
     def update(self, batch: Batch) -> dict[str, float]:
         """Fit `returns [B, R]` from `values [B, R]`, clipped around the old values."""
         ranks, size = self.sharded.ranks, self.config.ppo_mini_batch_size
+        optimizer, generator = self.train_state.optimizer, self.train_state.generator
         parts, norms = [], []
         for _ in range(self.config.ppo_epochs):
-            for index in minibatches(len(batch), size, ranks, self.generator):
+            for index in minibatch_indices(len(batch), size, ranks, generator):
                 whole = len(index) == len(batch)
                 parts += self._accumulate(batch if whole else batch.rows(index))
-                norms.append(self.optimizer.step())
+                norms.append(optimizer.step())
         metrics = {
             f"critic/{k}": v for k, v in finish(self.sharded.all_reduce_metrics(parts)).items()
         }

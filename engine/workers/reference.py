@@ -1,6 +1,6 @@
 """The reference: the policy as it was before RL, frozen; or a teacher, which is as frozen.
 
-Beside a policy with adapters the reference is that policy without them, and no copy is made.
+Beside a policy with adapters the reference is that policy with them disabled; nothing is copied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
 
 
 class ReferenceWorker(Worker):
-    """Gives the frozen model's log-probs. Shares itself with its process by the role's name."""
+    """Gives the frozen model's log-probs."""
 
     def __init__(
         self,
@@ -29,19 +29,24 @@ class ReferenceWorker(Worker):
         base_of_policy: bool = False,
         parallel: ParallelConfig | None = None,
     ) -> None:
-        """Load the model, unless it is the base of the process's policy, whose adapters are off
-        then. `parallel` is how the model is sharded; None: one rank."""
+        """Load the model, or use the process's policy with its adapters disabled.
+
+        The latter with `base_of_policy`. `parallel`: how the model is sharded; None: one rank.
+        """
         super().__init__(context)
         self.temperature, self.budget = temperature, max_tokens_per_micro_batch
-        policy: ShardedModel | None = context.shared.get("sharded") if base_of_policy else None
+        policy = context.process.policy if base_of_policy else None
         if policy is not None and has_adapters(policy.module):
-            self.sharded = policy.without_adapters()
+            self.sharded = policy.sharded.without_adapters()
         else:
             parallel = parallel or ParallelConfig()
             model = load_model(model_path, dtype).eval().requires_grad_(False)
-            ranks = init_mesh(context, Layout.of(parallel))
+            ranks = init_mesh(
+                Layout.of(parallel), context.rank, context.world_size, context.address
+            )
             self.sharded = ShardedModel(model, ranks, parallel)
-        context.shared[context.role] = self.sharded
+        if context.role == "reference":
+            context.process.reference = self.sharded
 
     @dispatch(Dispatch.DATA_PARALLEL, pad=True, reads=TOKENS, writes=("ref_log_probs",))
     def log_probs(self, batch: Batch) -> Batch:
@@ -51,8 +56,10 @@ class ReferenceWorker(Worker):
     @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, writes=("ref_kl",))
     def full_kl(self, batch: Batch) -> Batch:
         """`ref_kl [B, R]`: exact KL of the process's policy, as it is now, from this model."""
-        policy: ShardedModel = self.context.shared["sharded"]
-        return Batch({"ref_kl": self._outputs(batch, policy, self.sharded.logits)["full_kl"]})
+        policy = self.context.process.policy
+        assert policy is not None, "full_kl needs an actor in the same process"
+        outputs = self._outputs(batch, policy.sharded, self.sharded.logits)
+        return Batch({"ref_kl": outputs["full_kl"]})
 
     def _outputs(
         self, batch: Batch, sharded: ShardedModel, reference: ReferenceLogits | None

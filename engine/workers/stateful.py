@@ -1,7 +1,7 @@
-"""What a role with state adds to `Worker`: saving it beside the role's own work, and loading it.
+"""Roles with state: a checkpoint's calls on every rank, to save in the background and to load.
 
-What lives here: the calls that a checkpoint makes on every rank. What does not: the state of a
-model in training (`trained`), the files (`engine.checkpoint`), and when to save (the trainer).
+The state of a model in training is in `engine.runtime.sharded_train_state`; files are written by
+`engine.checkpoint`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from engine.checkpoint.rank_state import RankState, read_role_states, state_of_r
 from engine.checkpoint.rng import process_rng, set_process_rng
 from engine.checkpoint.state_dict import Snapshot, StateDict
 from engine.errors import CheckpointError, DamagedCheckpointError
+from engine.runtime.sharded_train_state import ShardedTrainState
 from engine.storage.folder import Folder
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
 
@@ -22,13 +23,13 @@ WRITE_TIMEOUT_S = 1800.0  # a rank's whole write
 
 
 class StatefulWorker(Worker, ABC):
-    """A role whose state belongs into checkpoints.
+    """A role whose state is saved in checkpoints.
 
-    It defines `state_dict` and `load_state_dict`; each first-level part of its state with tensors
+    It defines `state_dict` and `load_state_dict`; each first-level entry of its state with tensors
     becomes a file. The process's random generators are saved and restored with it.
     """
 
-    ranks_alike = False  # whether a rank may take another one's state, and their number change
+    ranks_alike = False  # whether any rank may load any rank's state
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -42,13 +43,13 @@ class StatefulWorker(Worker, ABC):
 
     @abstractmethod
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over a saved state; raise CheckpointError, changing nothing, if it doesn't fit."""
+        """Load a saved state; raise CheckpointError, changing nothing, if it doesn't fit."""
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save_state(self, folder: str) -> float:
-        """Copy the state and return how long that took, in s; files are written meanwhile.
+        """Copy the state, write it in the background, and return the seconds that the copy took.
 
-        Raises CheckpointError when the write before this one failed.
+        Raises CheckpointError if the write before this one failed.
         """
         begin = time.perf_counter()
         self._writing.wait()
@@ -63,12 +64,12 @@ class StatefulWorker(Worker, ABC):
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def wait_saved(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
-        """Wait for the write; raise CheckpointError, once, when it failed."""
+        """Wait for the write; raise CheckpointError, once, if it failed."""
         self._writing.wait(timeout_s)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
-        """Take over this rank's state from a complete checkpoint.
+        """Load this rank's state from a complete checkpoint.
 
         Raises DamagedCheckpointError for a torn or changed one, CheckpointError for one of
         another model or another number of ranks; the role is as it was then.
@@ -85,13 +86,33 @@ class StatefulWorker(Worker, ABC):
         set_process_rng(own.get("process_rng"))
 
     def load_sharded_state(self, own: RankState, saved: list[RankState]) -> None:
-        """Take over `own`, one of `saved`; overridden where a rank needs what others wrote."""
+        """Load `own`, one of `saved`; overridden where a rank needs what other ranks wrote."""
         self.load_state_dict(own.state_dict())
 
     def close(self) -> None:
-        """Let a write that is under way end."""
+        """Wait for a write in progress."""
         self._writing.wait()
         super().close()
 
     def _stem(self) -> str:
         return rank_file_prefix(self.context.role, self.context.rank, self.context.world_size)
+
+
+class TrainingWorker(StatefulWorker):
+    """A role whose state is a model in training; another number of ranks may load it."""
+
+    ranks_alike = True
+    train_state: ShardedTrainState  # set by the role's constructor
+
+    def state_dict(self) -> StateDict:
+        """Weights, moments and the generator that shuffles mini-batches: this rank's part."""
+        return self.train_state.state_dict()
+
+    def load_sharded_state(self, own: RankState, saved: list[RankState]) -> None:
+        """Restore what all ranks saved, in place: engines that share the weights see it too."""
+        self.train_state.load(own, saved)
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Restore the `state_dict` of a single rank."""
+        own = RankState.of(state)
+        self.load_sharded_state(own, [own])

@@ -1,7 +1,7 @@
-"""The rollout role of asynchronous RL: completions come and go while it decodes.
+"""The rollout role of asynchronous RL: it decodes without waiting for a batch to finish.
 
-Between two of its calls its weights may change; what is being decoded goes on under the new ones,
-and every token says which version drew it. Which prompts it gets, and when, is the controller's.
+Between two calls its weights may change; unfinished completions continue under the new ones, and
+every token carries the version it was sampled under. The controller sends prompts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 from engine.batch import Batch
 from engine.rollout.partial_groups import PartialGroup
-from engine.weight_transfer.policy_weights import check_weights
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.group_stream import GroupStream
 from engine.workers.rollout import RolloutWorker
@@ -20,7 +19,7 @@ from engine.workers.rollout import RolloutWorker
 
 @dataclass(frozen=True, slots=True)
 class PollResult:
-    """What one call of `poll` leaves."""
+    """What one call of `poll` returns."""
 
     groups: tuple[Batch, ...]  # finished groups, each `rollout.n` rows
     busy: int  # completions that are decoded or wait for a slot, e.g. 61
@@ -29,7 +28,7 @@ class PollResult:
 
 
 class StreamRolloutWorker(RolloutWorker):
-    """A rollout role, with a copy of the policy of its own, that never has to finish a batch."""
+    """A rollout role with its own copy of the policy that decodes continuously."""
 
     def __init__(self, context: WorkerContext, **options: Any) -> None:
         super().__init__(context, **options)
@@ -37,7 +36,7 @@ class StreamRolloutWorker(RolloutWorker):
 
     @dispatch(Dispatch.RANK_ZERO)
     def load_weights(self, weights: Batch) -> int:
-        """Go on under the actor's weights, whole or a delta; return their version.
+        """Continue under the actor's weights, full or a delta; return their version.
 
         Raises WeightSyncError as RolloutWorker's does.
         """
@@ -47,12 +46,12 @@ class StreamRolloutWorker(RolloutWorker):
 
     @dispatch(Dispatch.RANK_ZERO)
     def poll(self, prompts: Batch | None, seconds: float, report: bool = False) -> PollResult:
-        """Take on `prompts` (one row a group, its key in `group_ids`) and decode for a while.
+        """Submit `prompts` (one row a group, its key in `group_ids`) and decode for a while.
 
         Returns after `seconds`, or as soon as nothing is left to decode; with `report` copies of
         what isn't whole, too.
         """
-        check_weights(self.context.shared)
+        self.policy.require_synced()
         if prompts is not None:
             self.stream.submit(prompts)
         done: list[Batch] = []

@@ -66,7 +66,7 @@ class _Noting:
         except BaseException as error:
             self.notes.add(kind=kind, version=None, error=str(error), pid=os.getpid())
             raise
-        model = self.context.shared["policy"]  # type: ignore[attr-defined]
+        model = self.context.process.policy.module  # type: ignore[attr-defined]
         self.notes.add(kind=kind, version=version, digest=digest_of(model), pid=os.getpid())
         return version
 
@@ -74,7 +74,7 @@ class _Noting:
         if self.fault == "exit":
             os._exit(3)
         if self.fault == "stale":  # what it is put on is not what the actor put it on
-            parameter = next(self.context.shared["policy"].parameters())  # type: ignore[attr-defined]
+            parameter = next(self.context.process.policy.module.parameters())  # type: ignore[attr-defined]
             parameter.data.view(-1)[0] += 1.0
             return sent
         changed = sent["delta"].clone()

@@ -42,7 +42,7 @@ from engine.parallel.process_groups import Ranks
 from engine.rollout.native.llama_weights import bind
 from engine.rollout.protocol import SamplingParams, create_engine
 from engine.runtime.optimizer import Optimizer
-from engine.weight_transfer.policy_weights import load_policy, pack_policy
+from engine.runtime.policy_runtime import PolicyRuntime
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -321,11 +321,13 @@ def test_rollout_decodes_what_the_forward_pass_computes(kind: str, targets: Any)
 def test_only_adapters_travel_to_other_processes(tiny_folder: Path, kind: str) -> None:
     here, there = (policy_model(tiny_folder, "float32", lora(kind), seed) for seed in (0, 1))
     move(here)
-    packed = pack_policy({"policy": here, "policy_version": 3})
+    sender, receiver = PolicyRuntime(here), PolicyRuntime(there)
+    sender.version = 3
+    packed = sender.pack_weights()
     assert packed["weights"].numel() == 4 * sum(
         p.numel() for p in adapter_parameters(here).values()
     )
-    assert load_policy({"policy": there, "policy_version": 0}, packed) == 3
+    assert receiver.load_weights(packed) == 3
     with torch.no_grad():
         assert torch.equal(log_probs(there), log_probs(here))
 

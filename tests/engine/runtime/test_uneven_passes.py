@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +15,7 @@ from engine.config import ActorConfig, CriticConfig
 from engine.parallel.layout import Layout
 from engine.runtime.micro_batches import micro_batches
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
+from engine.workers.base import ProcessState, WorkerContext
 from engine.workers.critic import CriticWorker
 from engine.workers.mesh import Mesh
 from engine.workers.reference import ReferenceWorker
@@ -40,10 +38,10 @@ def course(folder: str, sizes: dict[str, int]) -> list[tuple[int, dict[str, Tens
     world = Layout(**sizes).world_size
     config = ActorConfig.model_validate({"parallel": sizes, "max_tokens_per_micro_batch": BUDGET})
     mesh = Mesh(tuple(Layout.of(config.parallel).sizes.items()))
-    shared: dict[str, Any] = {}
+    process = ProcessState()
 
     def context(role: str) -> WorkerContext:
-        return WorkerContext(role, rank, world, shared, mesh)
+        return WorkerContext(role, rank, world, process, mesh)
 
     actor = ActorWorker(
         context("actor"), model_path=folder, config=config, temperature=0.8, total_steps=1, seed=0

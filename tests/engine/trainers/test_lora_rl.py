@@ -23,7 +23,7 @@ from engine.models import adapter_parameters, add_adapters, load_model, save_mod
 from engine.trainers.rl import RLTrainer
 from engine.trainers.sft import Example, SFTTrainer
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
+from engine.workers.base import ProcessState, WorkerContext
 from engine.workers.reference import ReferenceWorker
 from engine.workers.rollout import RolloutWorker
 
@@ -42,10 +42,10 @@ def start_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return save_model(model, load_tokenizer(tiny_folder), folder)
 
 
-def actor(folder: Path, shared: dict[str, Any], lora: LoRAConfig = LORA, **kl: Any) -> ActorWorker:
+def actor(folder: Path, process: ProcessState, lora: LoRAConfig = LORA, **kl: Any) -> ActorWorker:
     values = {"use_kl_loss": False, "optim": {"lr": 1e-2}, "max_tokens_per_micro_batch": 64}
     return ActorWorker(
-        WorkerContext("actor", shared=shared),
+        WorkerContext("actor", process=process),
         model_path=str(folder),
         config=ActorConfig.model_validate(values | kl),
         temperature=0.9,
@@ -55,9 +55,9 @@ def actor(folder: Path, shared: dict[str, Any], lora: LoRAConfig = LORA, **kl: A
     )
 
 
-def reference(folder: Path, shared: dict[str, Any]) -> ReferenceWorker:
+def reference(folder: Path, process: ProcessState) -> ReferenceWorker:
     return ReferenceWorker(
-        WorkerContext("reference", shared=shared),
+        WorkerContext("reference", process=process),
         model_path=str(folder),
         temperature=0.9,
         max_tokens_per_micro_batch=64,
@@ -65,9 +65,9 @@ def reference(folder: Path, shared: dict[str, Any]) -> ReferenceWorker:
     )
 
 
-def rollout(folder: Path, shared: dict[str, Any], lora: LoRAConfig = LORA) -> RolloutWorker:
+def rollout(folder: Path, process: ProcessState, lora: LoRAConfig = LORA) -> RolloutWorker:
     return RolloutWorker(
-        WorkerContext("rollout", shared=shared),
+        WorkerContext("rollout", process=process),
         model_path=str(folder),
         config=RolloutConfig(n=2),
         max_response_length=6,
@@ -93,11 +93,11 @@ def parameters_alive() -> int:
 
 @pytest.mark.slow
 def test_the_reference_is_the_shared_base_before_and_after_updates(start_folder: Path) -> None:
-    batch, shared = training_batch(9), dict[str, Any]()
-    start = reference(start_folder, {}).log_probs(batch)["ref_log_probs"]
-    policy = actor(start_folder, shared)
-    before, base = parameters_alive(), copies(policy.model)
-    subject = reference(start_folder, shared)
+    batch, process = training_batch(9), ProcessState()
+    start = reference(start_folder, ProcessState()).log_probs(batch)["ref_log_probs"]
+    policy = actor(start_folder, process)
+    before, base = parameters_alive(), copies(policy.sharded.module)
+    subject = reference(start_folder, process)
     assert torch.equal(subject.log_probs(batch)["ref_log_probs"], start)
     assert parameters_alive() == before
     for _ in range(2):
@@ -106,8 +106,8 @@ def test_the_reference_is_the_shared_base_before_and_after_updates(start_folder:
         assert (ours - start).abs().max() > 1e-3
         assert torch.equal(subject.log_probs(batch)["ref_log_probs"], start)
         assert torch.equal(policy.log_probs(batch)["old_log_probs"], ours)
-    own = set(adapter_parameters(policy.model))
-    for name, tensor in policy.model.state_dict().items():
+    own = set(adapter_parameters(policy.sharded.module))
+    for name, tensor in policy.sharded.module.state_dict().items():
         assert torch.equal(tensor, base[name]) == (name not in own), name
 
 
@@ -117,12 +117,12 @@ def test_a_kl_loss_to_the_shared_base_trains_as_one_to_a_copy(
 ) -> None:
     batch, results = training_batch(9), []
     for own in (False, True):
-        shared: dict[str, Any] = {}
-        policy = actor(start_folder, shared, use_kl_loss=True, kl_loss_type=kind, kl_loss_coef=0.5)
-        subject = reference(start_folder, {} if own else shared)
-        shared["reference"] = subject.sharded
+        process = ProcessState()
+        policy = actor(start_folder, process, use_kl_loss=True, kl_loss_type=kind, kl_loss_coef=0.5)
+        subject = reference(start_folder, ProcessState() if own else process)
+        process.reference = subject.sharded
         facts = [policy.update(batch | subject.log_probs(batch)) for _ in range(2)]
-        results.append((facts, copies(policy.model), subject.full_kl if not own else None))
+        results.append((facts, copies(policy.sharded.module), subject.full_kl if not own else None))
     (facts, weights, full_kl), (same_facts, same_weights, _) = results
     assert facts == same_facts
     assert facts[1]["actor/kl"] > 0
@@ -132,13 +132,13 @@ def test_a_kl_loss_to_the_shared_base_trains_as_one_to_a_copy(
 
 
 def test_rollout_beside_the_actor_and_elsewhere_follows_updates(start_folder: Path) -> None:
-    shared, other = dict[str, Any](), dict[str, Any]()
-    policy, here = actor(start_folder, shared), rollout(start_folder, shared)
+    process, other = ProcessState(), ProcessState()
+    policy, here = actor(start_folder, process), rollout(start_folder, process)
     there = rollout(start_folder, other)
     for _ in range(3):
         policy.update(training_batch(9))
     packed = policy.weights()
-    count = sum(p.numel() for p in adapter_parameters(policy.model).values())
+    count = sum(p.numel() for p in adapter_parameters(policy.sharded.module).values())
     assert packed["weights"].numel() == 4 * count, "only adapters travel"
     assert there.load_weights(packed) == 3
     first, second = here.generate(prompts()), there.generate(prompts())
@@ -147,30 +147,34 @@ def test_rollout_beside_the_actor_and_elsewhere_follows_updates(start_folder: Pa
     policy.temperature = 1.0
     wanted = policy.log_probs(first)["old_log_probs"]
     assert (first["rollout_log_probs"] - wanted).abs().max() < 1e-4
-    start = reference(start_folder, {})
+    start = reference(start_folder, ProcessState())
     start.temperature = 1.0
     assert (start.log_probs(first)["ref_log_probs"] - wanted).abs().max() > 1e-2
-    plain = rollout(start_folder, {}, LoRAConfig())
+    plain = rollout(start_folder, ProcessState(), LoRAConfig())
     with pytest.raises(WorkerError, match="same model folder, dtype and adapters"):
         plain.load_weights(packed)
 
 
 def test_state_moves_to_another_actor_with_the_same_adapters(start_folder: Path) -> None:
-    batch, first = training_batch(9), actor(start_folder, {})
+    batch, first = training_batch(9), actor(start_folder, ProcessState())
     first.update(batch)
-    kept = copies(first.model)
-    second = actor(start_folder, {})
+    kept = copies(first.sharded.module)
+    second = actor(start_folder, ProcessState())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert all(torch.equal(t, kept[name]) for name, t in second.model.state_dict().items())
+    assert all(torch.equal(t, kept[name]) for name, t in second.sharded.module.state_dict().items())
     assert first.update(batch) == second.update(batch)
-    for name, tensor in first.model.state_dict().items():
-        assert torch.equal(tensor, second.model.state_dict()[name])
+    for name, tensor in first.sharded.module.state_dict().items():
+        assert torch.equal(tensor, second.sharded.module.state_dict()[name])
     with pytest.raises(CheckpointError, match=r"alpha=8.0, this run has 9.0"):
-        actor(start_folder, {}, LoRAConfig(rank=4, alpha=9.0)).load_state_dict(first.state_dict())
+        actor(start_folder, ProcessState(), LoRAConfig(rank=4, alpha=9.0)).load_state_dict(
+            first.state_dict()
+        )
     with pytest.raises(CheckpointError, match="of another model"):
-        actor(start_folder, {}, LoRAConfig(rank=2, alpha=8.0)).load_state_dict(first.state_dict())
+        actor(start_folder, ProcessState(), LoRAConfig(rank=2, alpha=8.0)).load_state_dict(
+            first.state_dict()
+        )
     with pytest.raises(CheckpointError, match="of another model"):
-        actor(start_folder, {}, LoRAConfig()).load_state_dict(first.state_dict())
+        actor(start_folder, ProcessState(), LoRAConfig()).load_state_dict(first.state_dict())
 
 
 def trainer(folder: Path, lora: LoRAConfig = LORA, **changes: Any) -> RLTrainer:

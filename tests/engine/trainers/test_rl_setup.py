@@ -115,7 +115,7 @@ def test_the_schedule_ends_with_the_last_optimizer_step(
     )
     for _ in range(settings.trainer.total_training_steps):
         worker.update(training_batch(20))
-    assert worker.optimizer._schedule.last_epoch == planned
+    assert worker.train_state.optimizer._schedule.last_epoch == planned
 
 
 @pytest.mark.parametrize(("mini", "epochs", "steps"), [(0, 1, 1), (4, 1, 3), (8, 2, 4), (20, 1, 1)])

@@ -379,7 +379,7 @@ def prompts() -> Batch:
 
 
 def policy(worker: RolloutWorker) -> Tensors:
-    return dict(worker.context.shared["policy"].named_parameters())
+    return dict(worker.context.process.policy.module.named_parameters())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -393,7 +393,8 @@ def test_a_sampler_follows_the_actor_by_deltas(tiny_folder: Path, dtype: str) ->
         assert there.load_weights(changes) == version
         sizes.append(changes["delta"].numel() / whole["weights"].numel())
         wanted = {
-            n: p.detach().to(getattr(torch, dtype)) for n, p in trained.model.named_parameters()
+            n: p.detach().to(getattr(torch, dtype))
+            for n, p in trained.sharded.module.named_parameters()
         }
         assert same(policy(there), wanted)
     assert 0 < max(sizes) < {"float32": 0.6, "bfloat16": 0.1}[dtype]
@@ -432,12 +433,12 @@ def test_an_actor_resumed_from_a_checkpoint_sends_the_whole_first(tiny_folder: P
     with pytest.raises(WeightSyncError, match="started anew"):
         there.load_weights(resumed.weights_delta())
     assert there.load_weights(whole) == 2
-    assert same(policy(there), dict(resumed.model.named_parameters()))
+    assert same(policy(there), dict(resumed.sharded.module.named_parameters()))
     # The same process taken back: its snapshot is still what the sampler has.
     resumed.load_state_dict(saved)
     resumed.weights()
     assert there.load_weights(resumed.weights_delta()) == 1
-    assert same(policy(there), dict(resumed.model.named_parameters()))
+    assert same(policy(there), dict(resumed.sharded.module.named_parameters()))
 
 
 def followed(folder: str, parallel: dict[str, int], lora: int) -> bool:
@@ -459,7 +460,7 @@ def followed(folder: str, parallel: dict[str, int], lora: int) -> bool:
     whole = {name: t.clone() for name, t in trained.sharded.full_tensors()}
     if there is None:
         return True
-    found = adapter_parameters(there.context.shared["policy"]) if lora else policy(there)
+    found = adapter_parameters(there.context.process.policy.module) if lora else policy(there)
     return same(found, {name: whole[name] for name in found})
 
 

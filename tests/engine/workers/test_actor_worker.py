@@ -12,8 +12,9 @@ from torch import Tensor
 
 from engine.algorithms import aggregation, losses
 from engine.algorithms.metrics import merge
+from engine.algorithms.preference import get_pair_loss
 from engine.batch import Batch
-from engine.config import ActorConfig, ParallelConfig, PreferenceConfig
+from engine.config import ActorConfig, ParallelConfig
 from engine.models import load_model
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
@@ -44,7 +45,7 @@ def actor(folder: Path, steps: int = 10, **changes: Any) -> ActorWorker:
 
 
 def weights(worker: ActorWorker) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in worker.model.parameters()])
+    return torch.cat([p.detach().flatten() for p in worker.sharded.module.parameters()])
 
 
 def updated(folder: Path, batch: Batch, **changes: Any) -> tuple[Tensor, dict[str, float]]:
@@ -56,7 +57,10 @@ def updated(folder: Path, batch: Batch, **changes: Any) -> tuple[Tensor, dict[st
 def gradient(worker: ActorWorker, batch: Batch) -> Tensor:
     """The accumulated gradient of one mini-batch, flat, in float64."""
     worker._accumulate(batch)
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in worker.model.parameters()]
+    grads = [
+        torch.zeros_like(p) if p.grad is None else p.grad
+        for p in worker.sharded.module.parameters()
+    ]
     return torch.cat([g.flatten().double() for g in grads])
 
 
@@ -149,7 +153,7 @@ def test_full_kl_is_exact(folder: Path, tmp_path: Path) -> None:
         for parameter in reference.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     worker = actor(folder, use_kl_loss=True, kl_loss_type="full", kl_loss_coef=1.0)
-    worker.context.shared["reference"] = ShardedModel(reference, Ranks(Layout()), ParallelConfig())
+    worker.context.process.reference = ShardedModel(reference, Ranks(Layout()), ParallelConfig())
     metrics = worker.update(batch)
     wanted = torch.zeros(())
     with torch.no_grad():
@@ -201,22 +205,21 @@ def test_pairs_raise_the_chosen_over_the_rejected(folder: Path) -> None:
     before = pairs_by_hand(folder, batch, 0.1)
     history = [worker.update_pairs(batch) for _ in range(5)]
     assert history[-1]["actor/rewards/margins"] > history[0]["actor/rewards/margins"] + 0.1
-    worker.model.save_pretrained(folder.parent / "after")
+    worker.sharded.module.save_pretrained(folder.parent / "after")
     assert pairs_by_hand(folder.parent / "after", batch, 0.1) < before - 0.01
-    assert worker.context.shared["policy_version"] == 5
+    assert worker.context.process.policy.version == 5
 
 
 def test_pair_gradients_are_exact_and_don_t_depend_on_micro_batches(folder: Path) -> None:
     batch = training_batch(8)
     whole, small = actor(folder), actor(folder)
+    sigmoid, reader = get_pair_loss("sigmoid"), LogProbReader(1.0)
     parts = [
-        merge(
-            accumulate_pairs(worker.sharded, batch, PreferenceConfig(), LogProbReader(1.0), budget)
-        )
+        merge(accumulate_pairs(worker.sharded, batch, sigmoid, reader, budget))
         for worker, budget in ((whole, 10_000), (small, 40))
     ]
     flat = [
-        torch.cat([p.grad.flatten() for p in w.model.parameters() if p.grad is not None])
+        torch.cat([p.grad.flatten() for p in w.sharded.module.parameters() if p.grad is not None])
         for w in (whole, small)
     ]
     assert (flat[0] - flat[1]).norm() < 1e-5 * flat[0].norm()
@@ -224,10 +227,10 @@ def test_pair_gradients_are_exact_and_don_t_depend_on_micro_batches(folder: Path
     # Along the gradient, the loss changes by the squared norm.
     step = 1e-3 / float(flat[0].norm())
     with torch.no_grad():
-        for parameter in whole.model.parameters():
+        for parameter in whole.sharded.module.parameters():
             if parameter.grad is not None:
                 parameter.sub_(step * parameter.grad)
-    whole.model.save_pretrained(folder.parent / "moved")
+    whole.sharded.module.save_pretrained(folder.parent / "moved")
     change = pairs_by_hand(folder, batch, 0.1) - pairs_by_hand(folder.parent / "moved", batch, 0.1)
     assert change == pytest.approx(step * float(flat[0].square().sum()), rel=0.1)
 
@@ -303,14 +306,13 @@ def test_steps_versions_and_learning_rates(folder: Path) -> None:
         optim={"lr": 0.1, "schedule": "linear", "min_lr_ratio": 0.0, "warmup_ratio": 0.0},
     )
     taken = []
-    real = worker.optimizer.step
-    worker.optimizer.step = lambda: taken.append(1) or real()  # type: ignore[method-assign]
-    shared = worker.context.shared
-    assert shared["policy"] is worker.model
-    assert shared["policy_version"] == 0
+    real = worker.train_state.optimizer.step
+    worker.train_state.optimizer.step = lambda: taken.append(1) or real()  # type: ignore[method-assign]
+    assert worker.context.process.policy is worker.policy
+    assert worker.policy.version == 0
     metrics = worker.update(training_batch(10))
     assert len(taken) == 2 * 3  # epochs × mini-batches of 4, 4 and 2 rows
-    assert shared["policy_version"] == 1
+    assert worker.policy.version == 1
     assert metrics["actor/lr"] == pytest.approx(0.1 / 6)  # that of the sixth of six steps
 
 

@@ -15,7 +15,7 @@ from engine.data.collate import collate_prompts
 from engine.data.templates import encode_prompt
 from engine.data.tokenizer import load_tokenizer
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
+from engine.workers.base import ProcessState, WorkerContext
 from engine.workers.critic import CriticWorker
 from engine.workers.reference import ReferenceWorker
 from engine.workers.rollout import RolloutWorker
@@ -31,9 +31,9 @@ def critic(folder: Path, **changes: Any) -> CriticWorker:
 
 
 def policy(folder: Path, **rollout: Any) -> tuple[ActorWorker, RolloutWorker]:
-    shared: dict[str, Any] = {}
+    process = ProcessState()
     actor = ActorWorker(
-        WorkerContext("actor", shared=shared),
+        WorkerContext("actor", process=process),
         model_path=str(folder),
         config=ActorConfig(use_kl_loss=False),
         temperature=rollout.get("temperature", 1.0),
@@ -41,7 +41,7 @@ def policy(folder: Path, **rollout: Any) -> tuple[ActorWorker, RolloutWorker]:
         seed=0,
     )
     engine = RolloutWorker(
-        WorkerContext("rollout", shared=shared),
+        WorkerContext("rollout", process=process),
         model_path=str(folder),
         config=RolloutConfig.model_validate({"n": 4} | rollout),
         max_response_length=6,
@@ -81,9 +81,9 @@ def test_critic_update_doesn_t_depend_on_micro_batches(tmp_path: Path) -> None:
     for budget in (64, 10_000):
         worker = critic(folder, max_tokens_per_micro_batch=budget)
         with torch.no_grad():
-            worker.model.head.weight.copy_(torch.linspace(-1.0, 1.0, 32)[None])
+            worker.sharded.module.head.weight.copy_(torch.linspace(-1.0, 1.0, 32)[None])
         worker._accumulate(batch)
-        gradients = {name: p.grad.clone() for name, p in worker.model.named_parameters()}
+        gradients = {name: p.grad.clone() for name, p in worker.sharded.module.named_parameters()}
         results.append((gradients, worker.update(batch)))
     (few, facts), (one, same) = results
     for name, gradient in few.items():

@@ -18,7 +18,7 @@ from engine.parallel.layout import Layout
 from engine.runtime.rollout_weights import AdapterWeights, ReshardedWeights, SharedWeights
 from engine.trainers.layouts import rollout_mesh
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
+from engine.workers.base import ProcessState, WorkerContext
 from engine.workers.mesh import Mesh
 from engine.workers.rollout import RolloutWorker
 
@@ -41,17 +41,17 @@ def course(
     )
     layout = Layout.of(config.parallel)
     training, sampling = Mesh(tuple(layout.sizes.items())), rollout_mesh(layout, tp)
-    shared: dict[str, Any] = {}
+    process = ProcessState()
     common: dict[str, Any] = {"model_path": folder, "seed": 0, "lora": LoRAConfig(rank=lora)}
     actor = ActorWorker(
-        WorkerContext("actor", rank, world, shared, training),
+        WorkerContext("actor", rank, world, process, training),
         config=config,
         temperature=1.0,
         total_steps=3,
         **common,
     )
     rollout = RolloutWorker(
-        WorkerContext("rollout", rank, world, shared, sampling),
+        WorkerContext("rollout", rank, world, process, sampling),
         config=RolloutConfig.model_validate({"n": 2, "tensor_parallel_size": tp} | (options or {})),
         max_response_length=8,
         max_model_len=32,
@@ -71,14 +71,13 @@ def course(
             ]
         )
         actor.update(shard_rows(training_batch(ROWS, seed=step), training.share(rank))[0])
-    rollout_weights = rollout.rollout_weights
+    weights = rollout.policy.rollout_weights
     rollout.close()
-    moved = rollout_weights.moved.received if isinstance(rollout_weights, ReshardedWeights) else 0
     return {
         "samples": samples,
         "part": share.index,
-        "kind": type(rollout_weights),
-        "moved": moved,
+        "kind": type(weights),
+        "received": weights.received_bytes,
         "model": sum(p.numel() * 4 for p in actor.sharded.module.parameters()),
     }
 
@@ -122,7 +121,7 @@ def test_ranks_sample_what_one_rank_samples(
     assert {result["kind"] for result in results} == {kind}
     same(rows(results), alone)
     for result in results:
-        assert (result["moved"] > 0) == (kind is ReshardedWeights)
+        assert (result["received"] > 0) == (kind is ReshardedWeights)
 
 
 def test_adapters_of_a_sharded_policy_are_gathered_for_rollout(folder: str) -> None:

@@ -13,8 +13,7 @@ from test_rollout_on_ranks import course, rows, same
 from tiny_engine import TINY_MODEL, write_tiny_folder
 
 from engine.parallel.layout import Layout
-from engine.runtime.rollout_weights import AdapterWeights, SharedWeights
-from engine.runtime.vllm_rollout_weights import VllmWeights
+from engine.runtime.rollout_weights import AdapterWeights, SharedWeights, VllmWeights
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"

@@ -103,8 +103,8 @@ def test_a_loaded_role_goes_on_bit_for_bit(role: str, folder: Path, tmp_path: Pa
     assert_same_state(second.state_dict(), first.state_dict())
     assert steps(second, BATCHES[2:]) == wanted[2:]
     assert_same_state(second.state_dict(), whole.state_dict())
-    moments = second.optimizer.state_dict()["moments"]
-    assert len(moments) == len(list(second.model.parameters()))
+    moments = second.train_state.optimizer.state_dict()["moments"]
+    assert len(moments) == len(list(second.sharded.module.parameters()))
     assert all(bool(m["exp_avg_sq"].any()) for name, m in moments.items() if "v_proj.w" in name)
 
 
@@ -161,18 +161,18 @@ def test_updates_during_the_write_are_not_in_the_checkpoint(folder: Path, tmp_pa
     assert found is not None
     loaded.load_state(found.folder)
     assert_same_state({k: v.detach() for k, v in loaded.state_dict()["model"].items()}, before)
-    assert loaded.context.shared["policy_version"] == 1
+    assert loaded.context.process.policy.version == 1
 
 
 def test_loading_keeps_the_storage_that_engines_share(folder: Path, tmp_path: Path) -> None:
     worker = actor(folder)
     worker.update(BATCHES[0])
     found = saved(worker, tmp_path)
-    places = [p.data_ptr() for p in worker.model.parameters()]
+    places = [p.data_ptr() for p in worker.sharded.module.parameters()]
     worker.update(BATCHES[1])
     worker.load_state(found.folder)
-    assert [p.data_ptr() for p in worker.model.parameters()] == places
-    tied = worker.model
+    assert [p.data_ptr() for p in worker.sharded.module.parameters()] == places
+    tied = worker.sharded.module
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     files = [path.name for path in Path(found.folder).iterdir()]
     model = next(name for name in files if ".model." in name)
@@ -201,14 +201,14 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
 ) -> None:
     found = saved(actor(folder), tmp_path / "root")
     other = actor(save_family("llama", tmp_path / "llama"))
-    before = [p.detach().clone() for p in other.model.parameters()]
+    before = [p.detach().clone() for p in other.sharded.module.parameters()]
     with pytest.raises(
         CheckpointError,
         match=r"step_2: actor-00000-of-00001: .*another model: 'lm_head\.weight' is missing there "
         r"and float32 \[97, 32\] here; resume with the model",
     ):
         other.load_state(found.folder)
-    assert all(map(torch.equal, before, other.model.parameters()))
+    assert all(map(torch.equal, before, other.sharded.module.parameters()))
     wide = critic(folder)
     with pytest.raises(CheckpointError, match=r"has no state of role 'critic'; resume with"):
         wide.load_state(found.folder)
@@ -217,12 +217,12 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
 def test_moments_of_another_model_are_refused_and_change_nothing(folder: Path) -> None:
     worker = actor(folder)
     worker.update(BATCHES[0])
-    before = worker.optimizer.state_dict()
+    before = worker.train_state.optimizer.state_dict()
     other = critic(folder)
     other.update(BATCHES[0])
     with pytest.raises(CheckpointError, match=r"for 'backbone\..*no such parameter; resume with"):
-        worker.optimizer.load_state_dict(other.optimizer.state_dict())
-    assert_same_state(worker.optimizer.state_dict(), before)
+        worker.train_state.optimizer.load_state_dict(other.train_state.optimizer.state_dict())
+    assert_same_state(worker.train_state.optimizer.state_dict(), before)
 
 
 def test_a_damaged_file_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sampling(tiny: Path) -> tuple[ActorWorker, RolloutWorker]:
     lead = actor(tiny)
     rollout = RolloutWorker(
-        WorkerContext("rollout", shared=lead.context.shared),
+        WorkerContext("rollout", process=lead.context.process),
         model_path=str(tiny),
         config=RolloutConfig(n=2, max_num_seqs=8),
         max_response_length=6,

@@ -1,0 +1,197 @@
+"""A policy on this process's ranks: one object for training and for rollout.
+
+`HybridActor` holds one, and the actor, rollout and reference workers of a process hold one between
+them (`WorkerContext.process`). So what a user calls in a notebook is what trains in production.
+The optimizer and the state to save are in `sharded_train_state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.batch import Batch
+from engine.config import ParallelConfig
+from engine.errors import RolloutError
+from engine.models import adapter_parameters, has_adapters
+from engine.parallel.gather import named_tensors
+from engine.parallel.layout import Layout
+from engine.parallel.process_groups import Ranks
+from engine.rollout.protocol import RolloutEngine, check_version, create_engine
+from engine.runtime.rollout_weights import RolloutWeights, SharedWeights
+from engine.runtime.sharded_model import ShardedModel
+from engine.weight_transfer.endpoints import WeightReceiver, WeightSender
+
+
+@runtime_checkable
+class SleepingEngine(RolloutEngine, Protocol):
+    """An engine that frees its memory between rollouts."""
+
+    @property
+    def asleep(self) -> bool: ...
+
+    def sleep(self, level: int) -> None: ...
+
+    def wake_weights(self) -> None: ...
+
+    def wake_kv(self) -> None: ...
+
+
+class PolicyRuntime:
+    """A policy's sharded weights, the rollout engine over them, and their version.
+
+    `sharded` trains; `rollout_weights` are the same weights for `engine`; `version` counts updates.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        ranks: Ranks | None = None,
+        config: ParallelConfig | None = None,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        """Shard `model` in place over `ranks` (None: one rank); every rank passes the same one.
+
+        `device`: where the model is and stays; None moves it to this process's device.
+        """
+        ranks, config = ranks or Ranks(Layout()), config or ParallelConfig()
+        self.sharded = ShardedModel(model, ranks, config, device=device)
+        self.version = 0
+        self.rollout_weights: RolloutWeights = SharedWeights(self.module)
+        self._engine: RolloutEngine | None = None
+        self._sleep_level = 0
+        self._receiver = WeightReceiver()
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's shard of the policy."""
+        return self.sharded.module
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The rollout engine; raises RolloutError before `init_rollout`."""
+        if self._engine is None:
+            raise RolloutError("this policy has no rollout engine; call init_rollout first")
+        return self._engine
+
+    def init_rollout(
+        self,
+        engine: str,
+        weights: RolloutWeights,
+        options: dict[str, Any],
+        *,
+        sleep_level: int = 0,
+    ) -> None:
+        """Start the rollout engine of this name over `weights`.
+
+        `options` are those of `create_engine`. `sleep_level`: how deep the engine sleeps between
+        rollouts, 0 for not at all. Raises ConfigError and RolloutError as `create_engine` does.
+        """
+        self.rollout_weights, self._sleep_level = weights, sleep_level
+        self._engine = create_engine(engine, weights.model, **(options | weights.engine_options))
+        if not weights.engine_options.get("load", True):  # the engine has no weights yet
+            weights.sync_weights(self._engine, self.version)
+
+    def sync_weights(self, *, force: bool = False) -> None:
+        """Let the engine serve the newest weights as `version`; all ranks call it together.
+
+        Weights wake before they are synchronised, the KV cache after. With `force` also when the
+        engine has this version. Raises RolloutError where old and new weights may be mixed.
+        """
+        engine = self.engine
+        sleeper = engine if self._sleep_level and isinstance(engine, SleepingEngine) else None
+        asleep = sleeper is not None and sleeper.asleep
+        if sleeper is not None and asleep:
+            sleeper.wake_weights()
+        lost = asleep and self._sleep_level == 2
+        if force or lost or engine.policy_version != self.version:
+            self.rollout_weights.sync_weights(engine, self.version)
+        if sleeper is not None and asleep:
+            sleeper.wake_kv()
+        check_version(engine, self.version)
+        self.rollout_weights.require_intact()
+
+    def sleep(self) -> None:
+        """Let the engine sleep until `sync_weights`, where it sleeps at all."""
+        if self._sleep_level and isinstance(self.engine, SleepingEngine):
+            self.engine.sleep(self._sleep_level)
+
+    def pack_weights(self, sender: WeightSender | None = None) -> Batch:
+        """The weights for rollout in other processes: what `WeightSender.send` gives.
+
+        All ranks call it together; ranks above 0 get the version alone.
+        """
+        named = self._transferred()
+        if self.sharded.ranks.rank:
+            for _ in named:  # a collective each
+                pass
+            return Batch({"policy_version": torch.tensor([self.version])})
+        return (sender or WeightSender()).send(named, self.version)
+
+    def load_weights(self, packed: Batch) -> int:
+        """Write packed weights, full or a delta, into the policy in place; return their version.
+
+        Raises WorkerError for weights of a model of another size, and WeightSyncError where the
+        process needs them in full: it samples nothing until then.
+        """
+        self.version = self._receiver.load(_transferred_tensors(self.module), packed)
+        return self.version
+
+    def require_synced(self) -> None:
+        """Raise WeightSyncError if this process failed to load the last weights sent to it."""
+        self._receiver.check()
+
+    def full_model(self, load: Callable[[], PreTrainedModel]) -> Any:
+        """The policy with its newest weights on rank 0, None on others; all ranks call it.
+
+        One rank returns its module; of several, rank 0 fills the full policy that `load()` loads.
+        """
+        ranks = self.sharded.ranks
+        if ranks.layout.world_size == 1:
+            return self.module
+        full = {
+            name: tensor.to("cpu", copy=True)
+            for name, tensor in self._transferred()
+            if ranks.rank == 0
+        }
+        if ranks.rank:
+            return None
+        model = load()
+        with torch.no_grad():
+            for name, tensor in named_tensors(model).items():
+                if name in full:
+                    tensor.copy_(full[name])
+        return model
+
+    def close(self) -> None:
+        """Close the rollout engine, if there is one; the policy stays as it is."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def _transferred(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors that change in training; of a policy with adapters, these alone."""
+        if self.sharded.ranks.layout.world_size == 1:
+            yield from _transferred_tensors(self.module).items()
+            return
+        adapters = has_adapters(self.module)
+        for name, full in self.sharded.full_tensors():
+            if not adapters or ".lora_" in name:
+                yield name, full
+
+
+def _transferred_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters (tied ones once) and buffers that a state dict holds, by name.
+
+    Of a model with adapters: these alone, since all processes load the same base.
+    """
+    if has_adapters(model):
+        return {name: p.data for name, p in adapter_parameters(model).items()}
+    named: dict[str, Tensor] = dict(model.named_parameters())
+    kept = model.state_dict(keep_vars=True)
+    named |= {name: b for name, b in model.named_buffers() if name in kept}
+    return {name: tensor.data for name, tensor in named.items()}
