@@ -34,15 +34,15 @@ from engine.config import ParallelConfig
 from engine.parallel.boxes import Box, chunk
 from engine.parallel.exchange import Exchange, view
 from engine.parallel.fsdp import shard_model
-from engine.parallel.gather import full_parameters
+from engine.parallel.gather import gather_full_tensors
 from engine.parallel.grouping import Grouping, grouping
 from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.module_shards import gather_holdings, local_tensors
-from engine.parallel.pipeline_stages import layers_by_stage, take_stage
+from engine.parallel.module_shards import gather_shard_map, local_tensors
+from engine.parallel.pipeline_stages import extract_stage, layers_by_stage
 from engine.parallel.process_groups import Ranks
-from engine.parallel.reshard import Plan, RankPlan, plan
-from engine.parallel.shard_map import Held, Holdings
-from engine.parallel.sharding_specs import rollout_holdings
+from engine.parallel.reshard import RankPlan, ReshardPlan, plan_reshard
+from engine.parallel.shard_map import Shard, ShardMap
+from engine.parallel.sharding_specs import rollout_shard_map
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 
 WORLD = 4
@@ -196,16 +196,16 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     shape = ModelShape.of(whole.config)
     stages = layers_by_stage(shape, case.layout.pp)
     ranks = Ranks.form(case.layout)
-    model = spread(whole, case.layout, ranks)
-    held = gather_holdings(model)
-    wanted = rollout_holdings(
-        held.shapes,
+    model = shard_like_trainer(whole, case.layout, ranks)
+    source = gather_shard_map(model)
+    wanted = rollout_shard_map(
+        source.shapes,
         grouping(case.layout, case.pp, case.tp),
         shape,
         getattr(torch, args.dtype),
         merge_stages(stages, case.pp),
     )
-    full = plan(held, wanted)
+    full = plan_reshard(source, wanted)
     part = full.for_rank(dist.get_rank())
     gather_peak, gather_s = timed(lambda: gather_and_cut(model, ranks, wanted), args.repeats)
     own = sum(tensor.nbytes for tensor in local_tensors(model).values())
@@ -213,7 +213,7 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     peak, _ = timed(lambda: first_exchange(model, part, args).run(), 0)
     exchange = first_exchange(model, part, args)
     with counted(sent):
-        moved = exchange.run()
+        stats = exchange.run()
     _, seconds = timed(exchange.run, args.repeats)
     total = full.model_bytes
     figures = {
@@ -222,9 +222,9 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "gathered": total - own,
         "peak": peak,
         "gather_peak": gather_peak,
-        "copied": moved.kept,
+        "copied": stats.copied,
     }
-    assert sent[-1] == moved.sent == full.sent[dist.get_rank()], "other bytes than planned"
+    assert sent[-1] == stats.sent == full.sent[dist.get_rank()], "other bytes than planned"
     every: list[Any] = [None] * WORLD
     dist.all_gather_object(every, figures)
     means = {name: statistics.mean(f[name] for f in every) / total for name in figures}
@@ -257,11 +257,11 @@ def build(args: argparse.Namespace) -> PreTrainedModel:
     return model
 
 
-def spread(model: Any, layout: Layout, ranks: Ranks) -> Any:
-    """This rank's share, as a trainer makes it."""
+def shard_like_trainer(model: Any, layout: Layout, ranks: Ranks) -> Any:
+    """This rank's part, sharded as a trainer does."""
     part: Any = model
     if layout.pp > 1:
-        part = take_stage(model, ranks.index("pp"), layout.pp)
+        part = extract_stage(model, ranks.index("pp"), layout.pp)
     if layout.tp > 1:
         apply_tensor_parallel(part, ranks.submesh("tp"))
     layers = part.layers if layout.pp > 1 else part.model.layers
@@ -276,15 +276,15 @@ def first_exchange(model: Any, part: RankPlan, args: argparse.Namespace) -> Exch
     return Exchange(part, local_tensors(model), target, bucket_bytes=args.bucket_kib << 10)
 
 
-def gather_and_cut(model: Any, ranks: Ranks, wanted: Holdings) -> dict[str, Tensor]:
+def gather_and_cut(model: Any, ranks: Ranks, wanted: ShardMap) -> dict[str, Tensor]:
     """The baseline: the whole model on every rank, then its slices, each whole dropped when cut."""
-    whole = {name: tensor.clone() for name, tensor in full_parameters(model, ranks)}
+    whole = {name: tensor.clone() for name, tensor in gather_full_tensors(model, ranks)}
     target: dict[str, Tensor] = {}
-    for name, spread in wanted.spreads.items():
-        for held in spread.held:
-            if dist.get_rank() in held.ranks:
-                target[spread.storage] = view(
-                    whole.pop(name), held.box.offset, held.box.size
+    for name, sharded in wanted.parameters.items():
+        for shard in sharded.shards:
+            if dist.get_rank() in shard.ranks:
+                target[sharded.storage] = view(
+                    whole.pop(name), shard.box.offset, shard.box.size
                 ).clone()
     return target
 
@@ -332,7 +332,7 @@ def timed(run: Callable[[], Any], repeats: int) -> tuple[int, float]:
 
 
 def planned(sizes: Sequence[str]) -> list[dict[str, Any]]:
-    """Plan for large models on many ranks and print it."""
+    """ReshardPlan for large models on many ranks and print it."""
     print(
         "\nPlanned for bfloat16 rollout, in GB a rank (mean of all ranks; the most that one gets "
         "in brackets). Peak: rollout's share of the model and two buckets of 64 MiB.\n\n"
@@ -364,12 +364,14 @@ def plan_one(size: str, case: Case) -> dict[str, Any]:
     """Bytes a rank of one case, by HybridFlow's grouping and by groups of neighbours."""
     model, shapes = llama(size)
     stages = layers_by_stage(model, case.layout.pp)
-    source = train_holdings(shapes, case.layout, model, stages)
+    source = training_shard_map(shapes, case.layout, model, stages)
 
-    def to(groups: Grouping) -> Plan:
+    def to(groups: Grouping) -> ReshardPlan:
         rollout_stages = merge_stages(stages, case.pp)
-        wanted = rollout_holdings(shapes, groups, model, torch.bfloat16, rollout_stages, fused=True)
-        return plan(source, wanted)
+        wanted = rollout_shard_map(
+            shapes, groups, model, torch.bfloat16, rollout_stages, fused=True
+        )
+        return plan_reshard(source, wanted)
 
     started = time.perf_counter()
     found = to(grouping(case.layout, case.pp, case.tp))
@@ -396,26 +398,28 @@ def plan_one(size: str, case: Case) -> dict[str, Any]:
     }
 
 
-def train_holdings(
+def training_shard_map(
     shapes: dict[str, tuple[int, ...]], layout: Layout, model: ModelShape, stages: list[range]
-) -> Holdings:
+) -> ShardMap:
     """A trainer's stages, tensor parallel shards of them, and FSDP2's chunks of their rows."""
     ranks = Grouping(tuple(layout.sizes.items()))
-    unsharded = rollout_holdings(shapes, ranks, model, torch.float32, stages)
+    unsharded = rollout_shard_map(shapes, ranks, model, torch.float32, stages)
     size = layout.fsdp * layout.sp
 
     @cache
-    def rows(held: tuple[Held, ...]) -> tuple[Held, ...]:
+    def rows(shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
         found: dict[Box, list[int]] = {}
-        for one in held:
+        for one in shards:
             for rank in one.ranks:
                 at = layout.coordinates(rank)
                 box = chunk(one.box, 0, size, at["fsdp"] * layout.sp + at["sp"])
                 found.setdefault(box, []).append(rank)
-        return tuple(Held(b, (0,) * len(b.size), tuple(r)) for b, r in found.items() if b.elements)
+        return tuple(Shard(b, (0,) * len(b.size), tuple(r)) for b, r in found.items() if b.elements)
 
-    spreads = {n: replace(one, held=rows(one.held)) for n, one in unsharded.spreads.items()}
-    return Holdings(layout.world_size, spreads, unsharded.dtypes)
+    parameters = {
+        n: replace(one, shards=rows(one.shards)) for n, one in unsharded.parameters.items()
+    }
+    return ShardMap(layout.world_size, parameters, unsharded.dtypes)
 
 
 def merge_stages(stages: list[range], count: int) -> list[range]:

@@ -61,13 +61,13 @@ def named_content(rl: RLConfig) -> str:
 
 def model_digest(path: str) -> str:
     """Digest of a model's folder, with that of the base of an adapter's; a pinned id as it is."""
-    from engine.models.load import adapter_base
+    from engine.models.load import adapter_base_path
     from engine.storage.hashing import tree_digest
     from engine.storage.hub import pinned
 
     if not Path(path).is_dir():
         return path
-    own, base = tree_digest(Path(path)), adapter_base(path)
+    own, base = tree_digest(Path(path)), adapter_base_path(path)
     if base is None:
         return own
     under = model_digest(pinned(base, f"the base of model.path={path!r}"))

@@ -40,7 +40,7 @@ def sft(
         adapter_parameters,
         build_model,
         has_adapters,
-        policy_model,
+        load_policy_model,
         save_model,
     )
     from engine.trainers.sft import SFTTrainer
@@ -55,7 +55,7 @@ def sft(
         data = this.load_parent("dataset", dataset)
         tokenizer = load_tokenizer(data / "tokenizer")
         model = (
-            policy_model(start.path, start.dtype, start.lora, seed)
+            load_policy_model(start.path, start.dtype, start.lora, seed)
             if start.path
             else build_model(start, tokenizer, seed)
         )

@@ -11,16 +11,16 @@ from engine.models.load import (
     vocabulary_and_context,
 )
 from engine.models.lora import (
-    BaseOfPolicy,
+    BaseModelView,
     adapter_parameters,
     add_adapters,
     has_adapters,
 )
-from engine.models.policy import policy_model, resolve_lora
+from engine.models.policy import load_policy_model, resolve_lora
 from engine.models.save import save_model, save_policy
 
 __all__ = [
-    "BaseOfPolicy",
+    "BaseModelView",
     "CriticModel",
     "adapter_parameters",
     "add_adapters",
@@ -30,7 +30,7 @@ __all__ = [
     "create_critic_model",
     "has_adapters",
     "load_model",
-    "policy_model",
+    "load_policy_model",
     "require_model_folder",
     "resolve_lora",
     "save_model",

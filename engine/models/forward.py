@@ -5,9 +5,9 @@ alone then keeps padding out, without a mask, and only response positions meet t
 A model that `packing.apply_packing` was called on runs its body on the rows end to end, without
 padding; results have the same shapes.
 
-The pass is made of parts, for models whose parts are on several ranks: `hidden_states` (the body),
-`response_logits` (the head), `read_tokens` (statistics of softmax, by a `Readout`). Which rows go
-together (micro-batching), and how ranks compute a readout together, is not settled here.
+The pass has parts, for models that several ranks share: `hidden_states` (the body),
+`response_logits` (the head), `read_tokens` (log-probs and entropy, by a `TokenStatistics`). Callers
+choose which rows go together (micro-batching).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from engine.algorithms.kl_full import full_kl
 from engine.batch import Batch
 from engine.errors import DataError
 from engine.models.critic import CriticModel
-from engine.models.lora import BaseOfPolicy
+from engine.models.lora import BaseModelView
 from engine.models.packing import PackedRows, pack_rows, packed_forward, takes_packed_rows
 
-Model = nn.Module | BaseOfPolicy  # a transformers causal language model, or a policy's base
+Model = nn.Module | BaseModelView  # a transformers causal language model, or a policy's base
 
 # Families whose logits are exactly head(hidden): no soft-capping, scaling or extra bias.
 _PLAIN_HEADS = {"qwen2", "qwen3", "llama", "mistral", "gpt2", "gpt_neox", "phi3", "olmo2"}
@@ -86,7 +86,7 @@ class TokenOutputs:
     """KL(π ‖ π_ref), exact over the vocabulary, in nats."""
 
 
-class Readout(Protocol):
+class TokenStatistics(Protocol):
     """Statistics of softmax(logits / temperature) for each token, from what this rank has of the
     logits.
 
@@ -109,7 +109,7 @@ class Readout(Protocol):
     ) -> dict[str, Tensor]: ...
 
 
-def plain_readout(
+def token_statistics(
     logits: Tensor,
     targets: Tensor,
     temperature: float,
@@ -119,7 +119,7 @@ def plain_readout(
     sum_pi_squared: bool = False,
     reference_logits: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The readout of logits over the whole vocabulary."""
+    """The statistics of logits over the whole vocabulary."""
     logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
@@ -145,7 +145,7 @@ def token_outputs(
     entropy_gradient: bool = False,
     sum_pi_squared: bool = False,
     reference: Model | None = None,
-    readout: Readout = plain_readout,
+    statistics: TokenStatistics = token_statistics,
 ) -> TokenOutputs:
     """Run `model` over a batch, its distributions being softmax(logits / temperature).
 
@@ -164,7 +164,7 @@ def token_outputs(
         seqs,
         batch,
         temperature,
-        readout=readout,
+        statistics=statistics,
         entropy=entropy,
         entropy_gradient=entropy_gradient,
         sum_pi_squared=sum_pi_squared,
@@ -177,10 +177,10 @@ def response_log_probs(
     batch: Batch,
     temperature: float,
     *,
-    readout: Readout = plain_readout,
+    statistics: TokenStatistics = token_statistics,
 ) -> Tensor:
     """Log-probs `[B, R]` (float32) of the response tokens; 0 where there is no token."""
-    return token_outputs(model, batch, temperature, readout=readout).log_probs
+    return token_outputs(model, batch, temperature, statistics=statistics).log_probs
 
 
 def response_values(critic: CriticModel | nn.Module, batch: Batch) -> Tensor:
@@ -221,7 +221,7 @@ def read_tokens(
     batch: Batch,
     temperature: float,
     *,
-    readout: Readout = plain_readout,
+    statistics: TokenStatistics = token_statistics,
     entropy: bool = False,
     entropy_gradient: bool = False,
     sum_pi_squared: bool = False,
@@ -229,11 +229,11 @@ def read_tokens(
 ) -> TokenOutputs:
     """Read statistics of the N response tokens off their logits `[N, V]` into the batch's columns.
 
-    `reference_logits` are of the same shape. V is whatever `readout` can read: a share of the
+    `reference_logits` are of the same shape. V is whatever `statistics` can read: a share of the
     vocabulary, for one that knows the other shares' ranks.
     """
     seqs = seqs.to(logits.device)
-    flat = readout(
+    flat = statistics(
         logits,
         seqs.targets,
         temperature,
@@ -254,7 +254,7 @@ def read_values(values: Tensor, seqs: Sequences, batch: Batch) -> Tensor:
 
 def model_logits(model: Model, seqs: Sequences) -> Tensor:
     """Logits [N, V] at the positions that predict response tokens."""
-    if isinstance(model, BaseOfPolicy):
+    if isinstance(model, BaseModelView):
         with model.weights() as base:
             return model_logits(base, seqs)
     module: Any = model

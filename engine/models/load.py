@@ -35,7 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def one_at_a_time(make: Callable[P, T]) -> Callable[P, T]:
+def with_model_lock(make: Callable[P, T]) -> Callable[P, T]:
     """Have other threads wait while one makes a model.
 
     Meanwhile transformers has set the whole process's default dtype and initialisers, and seeds
@@ -50,7 +50,7 @@ def one_at_a_time(make: Callable[P, T]) -> Callable[P, T]:
     return alone
 
 
-@one_at_a_time
+@with_model_lock
 def build_model(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
@@ -80,7 +80,7 @@ def build_model(
     return model
 
 
-@one_at_a_time
+@with_model_lock
 def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     """Load any Hugging Face causal LM from a folder or hub id (`owner/name`, or with `@revision`).
 
@@ -91,7 +91,7 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     if dtype not in _DTYPES:
         raise ConfigError(f"model.dtype={dtype!r} is unknown; choose one of {sorted(_DTYPES)}")
     require_model_folder(path)
-    if (base := adapter_base(path)) is not None:
+    if (base := adapter_base_path(path)) is not None:
         return _load_merged(Path(path), load_model(base, dtype))
     name, revision = split_revision(path)
     try:
@@ -115,7 +115,7 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     return model
 
 
-def adapter_base(path: str | Path) -> str | None:
+def adapter_base_path(path: str | Path) -> str | None:
     """The model that an adapter's folder belongs to, by path or hub id (with the revision that it
     names, if any); None for other folders.
 
@@ -174,7 +174,7 @@ def require_model_folder(path: str | Path, setting: str = "model.path") -> None:
             f"{setting}={str(path)!r} does not exist; give a folder written by save_pretrained, "
             "a hub id (owner/name), or leave it empty for a model from scratch"
         )
-    if (base := adapter_base(folder)) is not None:
+    if (base := adapter_base_path(folder)) is not None:
         if not any(folder.glob("adapter_model.*")):
             raise ModelError(
                 f"{setting}={str(path)!r} has no adapter_model.safetensors; copy the whole folder"
@@ -246,12 +246,12 @@ def text_config(path: str | Path) -> Any:
 
     Raises ModelError when it can't be read.
     """
-    if (base := adapter_base(path)) is not None:
+    if (base := adapter_base_path(path)) is not None:
         return text_config(base)
-    return whole_config(path).get_text_config()
+    return load_model_config(path).get_text_config()
 
 
-def whole_config(path: str | Path) -> Any:
+def load_model_config(path: str | Path) -> Any:
     """The transformers configuration of a model's folder or hub id; ModelError as `text_config`."""
     name, revision = split_revision(path)
     try:

@@ -55,10 +55,10 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
                 f"{type(model).__name__}: {error}; name linear modules of it, or {ALL_LINEAR!r}"
             ) from error
     _refuse_tied(model, settings)
-    finish_adapters(model, settings)
+    finalize_adapters(model, settings)
 
 
-def finish_adapters(model: PreTrainedModel, settings: Any) -> None:
+def finalize_adapters(model: PreTrainedModel, settings: Any) -> None:
     """Make new adapters float32, and note in peft's `settings` what they belong to."""
     for parameter in adapter_parameters(model).values():
         parameter.data = parameter.data.float()
@@ -93,7 +93,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if ".lora_" in name}
 
 
-class BaseOfPolicy:
+class BaseModelView:
     """The model that a policy with adapters started from: its own weights, the adapters off.
 
     It has no storage. `with base.weights() as model:` lends the policy, which computes as the base

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
 from engine.errors import ConfigError, ModelError
-from engine.models.load import adapter_base, load_model, one_at_a_time, require_model_folder
-from engine.models.lora import ADAPTER, add_adapters, finish_adapters
+from engine.models.load import adapter_base_path, load_model, require_model_folder, with_model_lock
+from engine.models.lora import ADAPTER, add_adapters, finalize_adapters
 from engine.models.quantize import quantize_linears
 
 
-@one_at_a_time
-def policy_model(
+@with_model_lock
+def load_policy_model(
     path: str | Path, dtype: str, lora: LoRAConfig | None = None, seed: int = 0
 ) -> PreTrainedModel:
     """Load a policy in evaluation mode, with adapters and a quantised base as `lora` asks.
@@ -28,7 +28,7 @@ def policy_model(
     that it names. Otherwise such a folder is merged first. Raises ConfigError and ModelError.
     """
     lora = resolve_lora(path, lora or LoRAConfig())
-    base = adapter_base(path) if lora.from_folder else path
+    base = adapter_base_path(path) if lora.from_folder else path
     model = load_model(base or path, dtype)
     if lora.quantize:
         quantize_linears(model, lora.quantize)
@@ -67,7 +67,7 @@ def _folder_settings(path: str | Path) -> Any:
     """peft's LoraConfig in an adapter's folder, checked."""
     from peft import LoraConfig, PeftConfig
 
-    if not Path(path).is_dir() or adapter_base(path) is None:
+    if not Path(path).is_dir() or adapter_base_path(path) is None:
         raise ConfigError(
             f"model.lora.from_folder: model.path={str(path)!r} has no adapter_config.json; give an "
             "adapter's folder, or set model.lora.rank for new adapters"
@@ -115,4 +115,4 @@ def _restore_adapters(model: PreTrainedModel, folder: Path, lora: LoRAConfig) ->
             f"their base has no place for, first {(missing + strangers)[0]!r}; copy the whole "
             "folder"
         )
-    finish_adapters(model, settings)
+    finalize_adapters(model, settings)

@@ -1,6 +1,6 @@
-"""Boxes: runs of indices in every dimension of a parameter, and what sets of them share.
+"""Boxes: index ranges in every dimension of a tensor, their intersections and differences.
 
-A rank's share of a parameter is a box in whole coordinates. Pure values; no torch, no ranks.
+A rank's shard of a parameter is a box in the full tensor. Pure values; no torch, no ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-Index = tuple[int, ...]  # one number a dimension
+Index = tuple[int, ...]  # one number per dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Box:
             size.append(length)
         return Box(tuple(offset), tuple(size))
 
-    def minus(self, other: Box) -> list[Box]:
+    def subtract(self, other: Box) -> list[Box]:
         """The elements that are not in `other`, as boxes that don't overlap."""
         common = self.intersect(other)
         if common is None:
@@ -87,18 +87,20 @@ def chunk(box: Box, dim: int | None, parts: int, index: int) -> Box:
     )
 
 
-def minus_all(box: Box, others: Iterable[Box]) -> list[Box]:
+def subtract_all(box: Box, others: Iterable[Box]) -> list[Box]:
     """The elements of `box` that none of `others` has, as boxes that don't overlap."""
     left = [box] if box.elements else []
     for other in others:
-        left = [part for piece in left for part in piece.minus(other)]
+        left = [rest for part in left for rest in part.subtract(other)]
     return left
 
 
-def tiles(holders: Iterable[tuple[Box, Iterable[int]]]) -> list[tuple[Box, tuple[int, ...]]]:
-    """Cut boxes with holders into boxes that don't overlap, each with all of its holders, sorted.
+def disjoint_boxes(
+    holders: Iterable[tuple[Box, Iterable[int]]],
+) -> list[tuple[Box, tuple[int, ...]]]:
+    """Split boxes with holders into boxes that don't overlap, each with all its holders, sorted.
 
-    >>> tiles([(Box((0,), (4,)), [0]), (Box((2,), (2,)), [1])])
+    >>> disjoint_boxes([(Box((0,), (4,)), [0]), (Box((2,), (2,)), [1])])
     [(Box(offset=(0,), size=(2,)), (0,)), (Box(offset=(2,), size=(2,)), (0, 1))]
     """
     same: dict[Box, set[int]] = {}
@@ -106,7 +108,7 @@ def tiles(holders: Iterable[tuple[Box, Iterable[int]]]) -> list[tuple[Box, tuple
         if box.elements:
             same.setdefault(box, set()).update(ranks)
     done: list[tuple[Box, set[int]]] = []
-    active: list[tuple[Box, set[int]]] = []  # those that a later box, sorted by offset, may meet
+    active: list[tuple[Box, set[int]]] = []  # those that a later box, sorted by offset, may overlap
     for box in sorted(same, key=lambda b: (b.offset, b.size)):
         ranks, met, fresh = same[box], [], [box]
         for tile, holding in active:
@@ -115,8 +117,8 @@ def tiles(holders: Iterable[tuple[Box, Iterable[int]]]) -> list[tuple[Box, tuple
                 met.append((tile, holding))
                 continue
             met.append((common, holding | ranks))
-            met.extend((part, holding) for part in tile.minus(box))
-            fresh = [part for piece in fresh for part in piece.minus(common)]
+            met.extend((part, holding) for part in tile.subtract(box))
+            fresh = [rest for part in fresh for rest in part.subtract(common)]
         met.extend((part, ranks) for part in fresh)
         active = []
         for tile, holding in met:
@@ -126,10 +128,10 @@ def tiles(holders: Iterable[tuple[Box, Iterable[int]]]) -> list[tuple[Box, tuple
     return [(tile, tuple(sorted(holding))) for tile, holding in ordered]
 
 
-def flat_run(size: Index, start: int, stop: int) -> list[Box]:
+def flat_range(size: Index, start: int, stop: int) -> list[Box]:
     """The elements `start` to `stop` of a row-major walk through a box, as boxes in order.
 
-    >>> [(b.offset, b.size) for b in flat_run((3, 4), 2, 9)]
+    >>> [(b.offset, b.size) for b in flat_range((3, 4), 2, 9)]
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
     if start >= stop:
@@ -141,12 +143,12 @@ def flat_run(size: Index, start: int, stop: int) -> list[Box]:
     if start == first * row and stop == (last + 1) * row:  # whole rows
         return [Box((first, *(0 for _ in size[1:])), (last + 1 - first, *size[1:]))]
     if first == last:
-        inner = flat_run(size[1:], start - first * row, stop - first * row)
+        inner = flat_range(size[1:], start - first * row, stop - first * row)
         return [Box((first, *box.offset), (1, *box.size)) for box in inner]
     head = (first + 1) * row if start % row else start
     tail = last * row if stop % row else stop
     return [
-        *flat_run(size, start, head),
-        *flat_run(size, head, tail),
-        *flat_run(size, tail, stop),
+        *flat_range(size, start, head),
+        *flat_range(size, head, tail),
+        *flat_range(size, tail, stop),
     ]

@@ -1,9 +1,9 @@
-"""Carrying out a resharding plan on torch.distributed: bounded buckets, straight into place.
+"""Running a resharding plan on torch.distributed, in bounded buckets.
 
-Each round is one uneven all-to-all of at most a bucket a rank each way. Slices are packed from the
-trainer's storage, in the destination's dtype, and unpacked into the rollout's: no whole tensor is
-ever made, and two buckets are all the memory that it takes. A run that fails leaves its target
-marked: `require_intact` is what a rollout engine asks before it serves.
+Each uneven all-to-all moves at most one bucket a rank each way. Slices are packed from the
+trainer's tensors, in the target's dtype, and unpacked into the rollout's: no full tensor is made,
+and two buckets are all the memory needed. After a run that fails, `require_intact` raises, which
+a rollout engine calls before it serves.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 
 from engine.errors import ConfigError, ModelError, RolloutError
 from engine.parallel.boxes import Index
-from engine.parallel.comm_buckets import Bucket, Piece, Round, make_rounds
+from engine.parallel.comm_buckets import AllToAll, Bucket, BucketSlice, make_all_to_alls
 from engine.parallel.reshard import RankPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """What one run did on this rank; sizes in bytes of the target's dtypes."""
+class ExchangeStats:
+    """What one run did on this rank, in bytes of the target's dtypes."""
 
     sent: int
     received: int
-    kept: int  # copied on this rank
-    shared: int  # in the target's memory already, so not even copied
-    rounds: int
-    buffers: int  # memory that it took besides source and target
+    copied: int  # on this rank
+    shared: int  # in the target's memory already, so not copied
+    all_to_alls: int
+    buffers: int  # memory taken besides source and target
 
 
 class Exchange:
@@ -45,7 +45,7 @@ class Exchange:
         bucket_bytes: int = 64 << 20,
         device: torch.device | str | None = None,
     ) -> None:
-        """Check that tensors fit the plan and lay out the rounds; nothing is sent yet.
+        """Check that tensors fit the plan and plan the all-to-alls; nothing is sent yet.
 
         source: parameter name → this rank's own part. target: storage name → tensor to fill, whose
         rows or columns beyond the plan stay as they are. Both are looked up at each run, so their
@@ -58,81 +58,81 @@ class Exchange:
         _check_source(plan, source)
         _check_target(plan, target)
         self._bucket_bytes = bucket_bytes
-        self._rounds = list(make_rounds(plan, bucket_bytes))
+        self._all_to_alls = list(make_all_to_alls(plan, bucket_bytes))
         tensors = [*target.values(), *source.values()]
         self._device = torch.device(device or (tensors[0].device if tensors else "cpu"))
-        self._flaw = "they were never filled"
+        self._failure = "they were never filled"
 
     @property
     def intact(self) -> bool:
         """Whether the last run succeeded on every rank, so that the target is of one version."""
-        return not self._flaw
+        return not self._failure
 
     def require_intact(self) -> None:
         """Raise RolloutError unless the target is `intact`."""
-        if self._flaw:
+        if self._failure:
             raise RolloutError(
-                f"rollout's weights on rank {self._plan.rank} can't be served: {self._flaw}; run "
-                "the exchange again on all ranks, or start the engine anew"
+                f"rollout's weights on rank {self._plan.rank} can't be served: {self._failure}; "
+                "run the exchange again on all ranks, or restart the engine"
             )
 
     @torch.no_grad()
-    def run(self) -> Moved:
-        """Bring the target up to the source's present values. All ranks of the plan must call it.
+    def run(self) -> ExchangeStats:
+        """Update the target to the source's current values. All ranks of the plan must call it.
 
         Raises RolloutError, caused by what went wrong, on every rank if one of them fails: on the
         others within their group's deadline. The target may then hold old and new values, and is
-        not `intact` before a run succeeds.
+        not `intact` until a run succeeds.
         """
-        self._flaw = "an exchange is under way"
+        self._failure = "an exchange is under way"
         try:
-            moved = self._run()
-            self._agree()
+            stats = self._run()
+            self._barrier()
         except Exception as error:
-            self._flaw = (
+            self._failure = (
                 f"an exchange failed midway ({type(error).__name__}: {error}), and left old and "
                 "new values"
             )
             raise RolloutError(
                 f"bringing rollout's weights on rank {self._plan.rank} of {self._plan.world_size} "
                 f"up to date failed: {type(error).__name__}: {error}; they must not be served "
-                "before an exchange succeeds"
+                "until an exchange succeeds"
             ) from error
-        self._flaw = ""
-        return moved
+        self._failure = ""
+        return stats
 
-    def _run(self) -> Moved:
-        kept, shared = self._keep()
-        outgoing = self._buffer(r.send.elements * r.dtype.itemsize for r in self._rounds)
-        incoming = self._buffer(r.receive.elements * r.dtype.itemsize for r in self._rounds)
+    def _run(self) -> ExchangeStats:
+        copied, shared = self._copy_local()
+        outgoing = self._buffer(r.send.elements * r.dtype.itemsize for r in self._all_to_alls)
+        incoming = self._buffer(r.receive.elements * r.dtype.itemsize for r in self._all_to_alls)
         sent = received = 0
-        for one in self._rounds:
-            out, into = _part(outgoing, one, one.send), _part(incoming, one, one.receive)
-            for piece in one.send.pieces:
-                source = self._source[piece.parameter]
-                _slot(out, piece).copy_(view(source, piece.start, piece.size))
-            self._all_to_all(one, out, into)
-            for piece in one.receive.pieces:
-                target = self._target[self._plan.storages[piece.parameter]]
-                view(target, piece.start, piece.size).copy_(_slot(into, piece))
+        for step in self._all_to_alls:
+            out, into = _bucket(outgoing, step, step.send), _bucket(incoming, step, step.receive)
+            for part in step.send.slices:
+                source = self._source[part.parameter]
+                _bucket_view(out, part).copy_(view(source, part.start, part.size))
+            self._all_to_all(step, out, into)
+            for part in step.receive.slices:
+                target = self._target[self._plan.storages[part.parameter]]
+                view(target, part.start, part.size).copy_(_bucket_view(into, part))
             sent, received = sent + out.nbytes, received + into.nbytes
         buffers = outgoing.nbytes + incoming.nbytes
-        return Moved(sent, received, kept, shared, len(self._rounds), buffers)
+        return ExchangeStats(sent, received, copied, shared, len(self._all_to_alls), buffers)
 
-    def _agree(self) -> None:
-        """Wait until all ranks have their slices: ranks decode together, so one's flaw is all's."""
+    def _barrier(self) -> None:
+        """Wait until all ranks have their slices: ranks decode together, so all fail with one."""
         if self._plan.world_size > 1:
             done = torch.zeros(1, device=self._device)
             dist.all_reduce(done, group=self._group)
             done.item()  # waits for the device
 
-    def _keep(self) -> tuple[int, int]:
-        """Copy what this rank holds; bytes copied, and bytes that needed no copy."""
+    def _copy_local(self) -> tuple[int, int]:
+        """Copy what this rank has; return bytes copied, and bytes that needed no copy."""
         copied = shared = 0
-        for kept in self._plan.kept:
-            have = view(self._source[kept.parameter], kept.source, kept.size)
-            target = self._target[self._plan.storages[kept.parameter]]
-            want = view(target, kept.target, kept.size)
+        for local in self._plan.local_copies:
+            have = view(self._source[local.parameter], local.source, local.size)
+            target = self._target[self._plan.storages[local.parameter]]
+            want = view(target, local.target, local.size)
             if _same_memory(have, want):
                 shared += want.nbytes
             else:
@@ -145,24 +145,24 @@ class Exchange:
         assert size <= self._bucket_bytes, f"a bucket of {size} bytes, not {self._bucket_bytes}"
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def _all_to_all(self, one: Round, out: Tensor, into: Tensor) -> None:
+    def _all_to_all(self, step: AllToAll, out: Tensor, into: Tensor) -> None:
         """Raw bytes travel, so that every backend carries every dtype."""
-        size = one.dtype.itemsize
+        size = step.dtype.itemsize
         dist.all_to_all_single(
             into.view(torch.uint8),
             out.view(torch.uint8),
-            [count * size for count in one.receive.counts],
-            [count * size for count in one.send.counts],
+            [count * size for count in step.receive.counts],
+            [count * size for count in step.send.counts],
             group=self._group,
         )
 
 
-def _part(buffer: Tensor, one: Round, bucket: Bucket) -> Tensor:
-    return buffer[: bucket.elements * one.dtype.itemsize].view(one.dtype)
+def _bucket(buffer: Tensor, step: AllToAll, bucket: Bucket) -> Tensor:
+    return buffer[: bucket.elements * step.dtype.itemsize].view(step.dtype)
 
 
-def _slot(buffer: Tensor, piece: Piece) -> Tensor:
-    return buffer[piece.offset : piece.offset + piece.elements].view(piece.size)
+def _bucket_view(buffer: Tensor, part: BucketSlice) -> Tensor:
+    return buffer[part.offset : part.offset + part.elements].view(part.size)
 
 
 def view(tensor: Tensor, start: Index, size: Index) -> Tensor:
@@ -187,13 +187,19 @@ def _check_group(plan: RankPlan, group: dist.ProcessGroup | None) -> None:
 
 def _check_source(plan: RankPlan, source: Mapping[str, Tensor]) -> None:
     needed = [(s.parameter, s.start, s.size) for s in plan.sends]
-    for name, start, size in [*needed, *((k.parameter, k.source, k.size) for k in plan.kept)]:
+    for name, start, size in [
+        *needed,
+        *((k.parameter, k.source, k.size) for k in plan.local_copies),
+    ]:
         _check_fit(source.get(name), "trainer", name, start, size)
 
 
 def _check_target(plan: RankPlan, target: Mapping[str, Tensor]) -> None:
-    taken = [(s.parameter, s.start, s.size) for s in plan.receives]
-    for name, start, size in [*taken, *((k.parameter, k.target, k.size) for k in plan.kept)]:
+    wanted = [(s.parameter, s.start, s.size) for s in plan.receives]
+    for name, start, size in [
+        *wanted,
+        *((k.parameter, k.target, k.size) for k in plan.local_copies),
+    ]:
         storage, dtype = plan.storages[name], plan.dtypes[name]
         tensor = _check_fit(target.get(storage), "rollout engine", storage, start, size)
         if tensor.dtype != dtype:

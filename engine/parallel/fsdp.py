@@ -1,9 +1,8 @@
-"""Weights, gradients and moments shared among ranks: FSDP2 (`fully_shard`), and its passes.
+"""FSDP2 (`fully_shard`): sharding a model, and forward passes for which FSDP gathers the weights.
 
-What lives here: putting a model on its shard ranks, and running forward passes so that FSDP gathers
-what they read. Layouts that share no weights (`shards` is False) need none of it, and their
-gradients are summed by `gradients.sync_replicas`. Activation checkpointing is here because it must
-come before sharding; it works without.
+Layouts that shard no weights (`shards_weights` is False) don't need it: their gradients are summed
+by `gradients.all_reduce_gradients`. Activation checkpointing is here because it must come before
+sharding; it works without.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ from engine.parallel.process_groups import SHARD_AXES, Ranks
 
 T = TypeVar("T")
 
-_RUN = "_run_with_weights"  # the method of a sharded model that `call` goes through
+_RUN = "_run_with_weights"  # the method of a sharded model that `run_forward` calls
 
 
-def shards(ranks: Ranks) -> bool:
-    """Whether this layout's ranks share weights, so that `shard_model` has something to do."""
+def shards_weights(ranks: Ranks) -> bool:
+    """Whether this layout shards weights, so that `shard_model` does something."""
     return ranks.size(*SHARD_AXES) > 1
 
 
 def shard_model(
     model: nn.Module, ranks: Ranks, config: ParallelConfig, *, layers: Sequence[nn.Module]
 ) -> None:
-    """Keep, in place, this rank's share of every weight: one gather a layer, one for the rest.
+    """Shard every weight in place: one FSDP unit a layer, and one for the rest.
 
-    The shares are over the axes `fsdp` and `sp` together; over `dp` they are copies. Each rank must
-    come with the same weights, whole or as tensor-parallel DTensors of the mesh "tp". Parameters
+    Weights are sharded over the axes `fsdp` and `sp` together, and replicated over `dp`. Each rank
+    must have the same weights, full or as tensor-parallel DTensors of the mesh "tp". Parameters
     become DTensors; backward leaves in them the SUM of the gradients over dp, fsdp and sp, reduced
     in float32: losses are to be divided by global counts. Stored weights keep their dtype; gathered
-    ones have `config.compute_dtype`. Tensors of a Parameter subclass (quantised weights) stay whole
-    and are not trained. A layout that shares nothing leaves the model as it is.
+    ones have `config.compute_dtype`. Tensors of a Parameter subclass (quantised weights) are
+    replicated and not trained. A layout that shards no weights leaves the model as it is.
     """
-    if not shards(ranks):
+    if not shards_weights(ranks):
         return
     mesh = _mesh(ranks)
     dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
@@ -76,13 +75,13 @@ def shard_model(
     register_fsdp_forward_method(model, _RUN)
 
 
-def call(model: nn.Module, function: Callable[[], T]) -> T:
-    """`function()`, which may read any of `model`'s weights and run any of its modules.
+def run_forward(model: nn.Module, function: Callable[[], T]) -> T:
+    """Call `function()`, which may read any of `model`'s weights and run any of its modules.
 
-    This is what a pass that is not `model(…)` goes through, such as backbone, then head on chosen
-    positions. Tensors to differentiate must be in the result (a tensor, or a dict, list, tuple or
-    dataclass of them). For a model without shares it is the function alone. All ranks of the shard
-    group must call it equally often, and equally often with gradients.
+    For a forward pass other than `model(…)`, such as the backbone, then the head on some positions.
+    Tensors to differentiate must be in the result (a tensor, or a dict, list, tuple or dataclass of
+    them). Without FSDP it only calls the function. All ranks of the shard group must call it
+    equally often, and equally often with gradients.
     """
     if not isinstance(model, FSDPModule):
         return function()
@@ -97,7 +96,7 @@ def call(model: nn.Module, function: Callable[[], T]) -> T:
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop gathered weights, so that `model`'s parameters are the shares that are trained."""
+    """Free gathered weights, so that `model`'s parameters are the trained shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -109,11 +108,11 @@ def checkpoint_activations(layers: Sequence[nn.Module]) -> None:
     Call it before `shard_model`. Names of parameters stay as they are.
     """
     for layer in layers:
-        layer.forward = _Recomputed(layer.forward)
+        layer.forward = _CheckpointedForward(layer.forward)
 
 
-class _Recomputed:
-    """A forward method whose intermediate results are not kept for backward."""
+class _CheckpointedForward:
+    """A forward method that is run again in backward."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
@@ -130,12 +129,12 @@ def _run(model: nn.Module, function: Callable[[], T]) -> T:
 
 
 def _mesh(ranks: Ranks) -> DeviceMesh:
-    """The ranks of a copy of the weights; with copies, two-dimensional: (dp, shares)."""
+    """The ranks that shard the weights; with replicas, two-dimensional: (dp, shards)."""
     axes = [axis for axis in SHARD_AXES if ranks.size(axis) > 1]
-    shares = ranks.submesh(*axes)
+    shards = ranks.submesh(*axes)
     if ranks.size("dp") == 1:
-        return shares
-    return DeviceMesh._concatenate([ranks.submesh("dp"), shares])
+        return shards
+    return DeviceMesh._concatenate([ranks.submesh("dp"), shards])
 
 
 def _dtensor(parameter: nn.Parameter) -> bool:

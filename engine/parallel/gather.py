@@ -1,8 +1,7 @@
-"""Whole parameters out of, and into, a model that is spread over ranks: one at a time.
+"""Full tensors from, and into, a model sharded over ranks: one at a time.
 
-For what reads or writes Hugging Face folders, and for other layouts' checkpoints. Names are those
-of the plain transformers model. Moving weights to a rollout engine is the resharding's matter: it
-sends slices, not wholes.
+For Hugging Face folders, and checkpoints of other layouts. Names are those of the plain
+transformers model. Weights for a rollout engine go through `exchange`, which sends slices.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from engine.errors import CheckpointError
 from engine.parallel import fsdp
-from engine.parallel.gradients import local
+from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """A tensor of the whole model, and the pipeline stage that has it."""
+class _TensorInfo:
+    """A tensor of the full model, and the pipeline stage that has it."""
 
     name: str  # e.g. "model.layers.3.mlp.up_proj.weight"
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype
     stage: int
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's live parameters and persistent buffers by name; tied ones once."""
+    """This rank's parameters and persistent buffers by name; tied ones once."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), (name, tensor))
@@ -42,22 +41,22 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def full_parameters(
+def gather_full_tensors(
     model: nn.Module, ranks: Ranks, copies: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and persistent buffer, whole, in its own dtype, on the ranks' device.
+    """Every parameter and persistent buffer, in full, in its own dtype, on the ranks' device.
 
-    All ranks must iterate to the end together: each step is a collective, gives all of them the
-    same name and tensor, and needs memory for that one. A tensor may be the model's own storage:
-    read it, or copy. `copies` names this rank's tensors that repeat one of another stage (the
-    second end of a tied embedding) and the name that the one is given under; they are left out.
+    All ranks must iterate to the end together: each step is a collective, yields the same name and
+    tensor on all of them, and needs memory for that tensor. A tensor may be the model's own
+    storage: read it, or copy. `copies` maps this rank's tensors that repeat one of another stage (a
+    tied head) to the name of that one; they are left out.
     """
     fsdp.reshard(model)
     own = {n: t for n, t in named_tensors(model).items() if n not in (copies or {})}
     stages = ranks.group("pp")
-    for entry in _entries(own, ranks):
+    for entry in _tensor_infos(own, ranks):
         if entry.stage == ranks.index("pp"):
-            whole = _whole(own[entry.name])
+            whole = _full_tensor(own[entry.name])
         else:
             whole = torch.empty(entry.shape, dtype=entry.dtype, device=_device(ranks))
         if stages is not None:
@@ -66,17 +65,17 @@ def full_parameters(
 
 
 @torch.no_grad()
-def load_full(
+def load_full_tensors(
     model: nn.Module,
     tensors: Mapping[str, Tensor],
     ranks: Ranks,
     copies: Mapping[str, str] | None = None,
 ) -> None:
-    """Copy whole tensors into what this rank stores of them, in place and without traffic.
+    """Copy full tensors into this rank's shards, in place and without communication.
 
-    `tensors` has every name that `full_parameters` gives, or that this rank's model has; `copies`
-    is as there. Raises CheckpointError, before anything has changed, for a missing name or a wrong
-    shape.
+    `tensors` has every name that `gather_full_tensors` yields, or that this rank's model has;
+    `copies` is as there. Raises CheckpointError, before anything has changed, for a missing name or
+    a wrong shape.
     """
     fsdp.reshard(model)
     own = named_tensors(model)
@@ -90,11 +89,11 @@ def load_full(
                 f"{list(tensor.shape)}; load those of the same configuration"
             )
     for name, tensor in own.items():
-        local(tensor).copy_(part_of(tensors[sources[name]], tensor))
+        local_tensor(tensor).copy_(shard_like(tensors[sources[name]], tensor))
 
 
-def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of `whole`, a view, that this rank stores of a parameter `like` it.
+def shard_like(whole: Tensor, like: Tensor) -> Tensor:
+    """The shard of `whole`, a view, that this rank stores of a parameter `like` it.
 
     Raises ValueError for placements other than those of FSDP and tensor parallelism.
     """
@@ -115,8 +114,8 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
     return whole
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """All of `tensor`, by collectives of the ranks that share it."""
+def _full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor, by collectives of the ranks that share it."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     part: Any = tensor.detach().to(tensor.device_mesh.device_type)  # it may be offloaded
@@ -124,18 +123,18 @@ def _whole(tensor: Tensor) -> Tensor:
     for dim in range(len(placements)):  # in steps, as FSDP's cuts are inside tensor parallelism's
         placements[dim] = Replicate()
         part = part.redistribute(placements=placements)
-    return local(part)
+    return local_tensor(part)
 
 
-def _entries(own: Mapping[str, Tensor], ranks: Ranks) -> list[_Entry]:
-    """What `full_parameters` gives: the first stage's tensors in their order, then the next's."""
+def _tensor_infos(own: Mapping[str, Tensor], ranks: Ranks) -> list[_TensorInfo]:
+    """What `gather_full_tensors` yields: the first stage's tensors in order, then the next's."""
     stage, group = ranks.index("pp"), ranks.group("pp")
-    mine = [_Entry(name, tuple(t.shape), t.dtype, stage) for name, t in own.items()]
+    mine = [_TensorInfo(name, tuple(t.shape), t.dtype, stage) for name, t in own.items()]
     if group is None:
         return mine
-    stages: list[list[_Entry]] = [[] for _ in range(ranks.size("pp"))]
+    stages: list[list[_TensorInfo]] = [[] for _ in range(ranks.size("pp"))]
     dist.all_gather_object(stages, mine, group=group)
-    found: dict[str, _Entry] = {}
+    found: dict[str, _TensorInfo] = {}
     for entry in (entry for entries in stages for entry in entries):
         found.setdefault(entry.name, entry)  # a buffer may be on all stages
     return list(found.values())

@@ -2,8 +2,8 @@
 
 Who sums what. A backward pass leaves on each rank the gradients of that rank's tokens:
 - a layout that shares weights (fsdp, sp): FSDP sums over dp, fsdp and sp, in backward;
-- any other: `sync_replicas` sums over dp, after the last backward of a step;
-- tp: DTensor sums inside a layer; what it leaves as partial sums, `settle` adds up;
+- any other: `all_reduce_gradients` sums over dp, after the last backward of a step;
+- tp: DTensor sums inside a layer; what it leaves as partial sums, `redistribute_gradients` adds up;
 - pp: each stage has its own parameters; the two ends of a tied embedding are the pipeline's matter.
 Nothing divides: losses carry global denominators.
 
@@ -19,25 +19,17 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from engine.parallel.fsdp import shards
+from engine.parallel.fsdp import shards_weights
 from engine.parallel.layout import AXES
+from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
 
 BUCKET_ELEMENTS = 16 << 20  # of float32: 64 MiB
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that this rank stores: the live storage, without a graph."""
-    part = tensor.detach()
-    if isinstance(part, DTensor):
-        part = part.to_local()
-    return part.wait() if isinstance(part, AsyncCollectiveTensor) else part
-
-
-def settle(parameters: Iterable[nn.Parameter]) -> None:
+def redistribute_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Bring DTensor gradients into their parameters' placements, adding up partial sums.
 
     All ranks of the meshes must call it with the same parameters.
@@ -51,7 +43,7 @@ def settle(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def sync_replicas(
+def all_reduce_gradients(
     parameters: Iterable[nn.Parameter], ranks: Ranks, bucket_elements: int = BUCKET_ELEMENTS
 ) -> None:
     """Sum gradients over the copies of the model, in float32, one all-reduce a bucket.
@@ -60,43 +52,43 @@ def sync_replicas(
     afterwards. All ranks must call it with the same parameters in the same order. It does nothing
     where FSDP sums, or where there is one copy.
     """
-    group = None if shards(ranks) else ranks.group("dp")
+    group = None if shards_weights(ranks) else ranks.group("dp")
     if group is None:
         return
     trained = [p for p in parameters if p.requires_grad]
-    settle(trained)
+    redistribute_gradients(trained)
     _fill_missing(trained, group)
     for parameter in trained:
         grad = parameter.grad  # all ranks must have its elements in the same order
-        if grad is not None and not local(grad).is_contiguous():
+        if grad is not None and not local_tensor(grad).is_contiguous():
             parameter.grad = grad.clone(memory_format=torch.contiguous_format)
-    grads = [local(p.grad) for p in trained if p.grad is not None]
+    grads = [local_tensor(p.grad) for p in trained if p.grad is not None]
     for bucket in _buckets(grads, bucket_elements):
         if len(bucket) == 1 and bucket[0].dtype == torch.float32:
             dist.all_reduce(bucket[0], group=group)
             continue
-        flat = torch.cat([piece.float() for piece in bucket])
+        flat = torch.cat([part.float() for part in bucket])
         dist.all_reduce(flat, group=group)
-        for piece, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-            piece.copy_(total)
+        for part, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            part.copy_(total)
 
 
-def global_norm(
+def global_grad_norm(
     parameters: Iterable[nn.Parameter],
     ranks: Ranks,
-    counted_elsewhere: Collection[nn.Parameter] = frozenset(),
+    tied_duplicates: Collection[nn.Parameter] = frozenset(),
 ) -> float:
     """The 2-norm of the whole layout's gradient: the same number on every rank.
 
-    Every element counts once, however many ranks hold it; those of `counted_elsewhere` (an end of
+    Every element counts once, however many ranks hold it; those of `tied_duplicates` (an end of
     a tied embedding whose other end is on another stage) not at all. All ranks must call it.
     Gradients must be summed already; partial sums of tp are added up here.
     """
     with_grad = [p for p in parameters if p.grad is not None]
-    settle(with_grad)
-    skipped = {id(p) for p in counted_elsewhere}
+    redistribute_gradients(with_grad)
+    skipped = {id(p) for p in tied_duplicates}
     counted = [p for p in with_grad if id(p) not in skipped and _counts_here(p, ranks)]
-    squares = _sum_of_squares([local(p.grad) for p in counted if p.grad is not None])
+    squares = _sum_of_squares([local_tensor(p.grad) for p in counted if p.grad is not None])
     if ranks.mesh is None:
         return math.sqrt(squares)
     own = torch.tensor([squares], dtype=torch.float64, device=ranks.mesh.device_type)
@@ -106,21 +98,21 @@ def global_norm(
 
 
 @torch.no_grad()
-def clip(
+def clip_grad_norm(
     parameters: Iterable[nn.Parameter],
     ranks: Ranks,
     max_norm: float,
-    counted_elsewhere: Collection[nn.Parameter] = frozenset(),
+    tied_duplicates: Collection[nn.Parameter] = frozenset(),
 ) -> float:
-    """Scale gradients so that their `global_norm` is at most `max_norm`; return it as it was.
+    """Scale gradients so that their `global_grad_norm` is at most `max_norm`; return it as it was.
 
     A norm that is not finite is returned, and nothing scaled: the caller must not take the step.
     """
     parameters = list(parameters)
-    norm = global_norm(parameters, ranks, counted_elsewhere)
+    norm = global_grad_norm(parameters, ranks, tied_duplicates)
     factor = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
     if math.isfinite(norm) and factor < 1.0:
-        for _, grads in _by_kind([local(p.grad) for p in parameters if p.grad is not None]):
+        for _, grads in _by_kind([local_tensor(p.grad) for p in parameters if p.grad is not None]):
             torch._foreach_mul_(grads, factor)
     return norm
 
@@ -162,7 +154,7 @@ def _fill_missing(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
     if not parameters:
         return
     has = [p.grad is not None for p in parameters]
-    some = torch.tensor(has, dtype=torch.uint8, device=local(parameters[0]).device)
+    some = torch.tensor(has, dtype=torch.uint8, device=local_tensor(parameters[0]).device)
     dist.all_reduce(some, op=dist.ReduceOp.MAX, group=group)
     for parameter, elsewhere in zip(parameters, some.tolist(), strict=True):
         if elsewhere and parameter.grad is None:
@@ -174,11 +166,11 @@ def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        for piece in tensor.view(-1).split(limit):
-            if size + piece.numel() > limit:
+        for part in tensor.view(-1).split(limit):
+            if size + part.numel() > limit:
                 yield bucket
                 bucket, size = [], 0
-            bucket.append(piece)
-            size += piece.numel()
+            bucket.append(part)
+            size += part.numel()
     if bucket:
         yield bucket

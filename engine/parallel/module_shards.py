@@ -1,6 +1,6 @@
-"""Holdings of live models: read from the parameters themselves, so true whatever made the layout.
+"""The shards of a module: read from its parameters, so right for any layout.
 
-A parameter is a DTensor (FSDP2, tensor parallel, both) or a plain tensor that its rank holds whole.
+A parameter is a DTensor (FSDP2, tensor parallel, both) or a plain tensor, full on its rank.
 """
 
 from __future__ import annotations
@@ -12,19 +12,28 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from engine.errors import ConfigError
 from engine.parallel.boxes import Box, Index, chunk
-from engine.parallel.shard_map import Held, Holdings, Spread
+from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
 
 # From a module's parameter name to its name in the whole model; None for what is left out.
 Rename = Callable[[str], str | None]
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The part of `tensor` that this rank stores: its own storage, without a graph."""
+    part = tensor.detach()
+    if isinstance(part, DTensor):
+        part = part.to_local()
+    return part.wait() if isinstance(part, AsyncCollectiveTensor) else part
+
+
 def local_tensors(model: nn.Module, rename: Rename | None = None) -> dict[str, Tensor]:
-    """This rank's storage of each parameter, without copies: what an Exchange sends from."""
-    return {name: _local(parameter) for name, parameter in named_parameters(model, rename)}
+    """This rank's part of each parameter, without copies: what an Exchange sends from."""
+    return {name: local_tensor(parameter) for name, parameter in named_parameters(model, rename)}
 
 
 def named_parameters(model: nn.Module, rename: Rename | None) -> Iterator[tuple[str, Tensor]]:
@@ -35,10 +44,10 @@ def named_parameters(model: nn.Module, rename: Rename | None) -> Iterator[tuple[
             yield known, parameter
 
 
-def gather_holdings(
+def gather_shard_map(
     model: nn.Module, group: dist.ProcessGroup | None = None, rename: Rename | None = None
-) -> Holdings:
-    """What all ranks of `group` hold; every one of them must call it. Alone without a group.
+) -> ShardMap:
+    """The shards of all ranks of `group`, which must all call it; this rank's alone without ranks.
 
     Ranks are numbered as in `group`. Raises ConfigError where ranks disagree about a parameter.
     """
@@ -62,24 +71,24 @@ def gather_holdings(
                 )
             if box.elements:
                 boxes[name][box].append(rank)
-    spreads = {
-        name: Spread(
+    parameters = {
+        name: ShardedParameter(
             shape,
             name,
-            tuple(Held(b, (0,) * len(shape), tuple(r)) for b, r in boxes[name].items()),
+            tuple(Shard(b, (0,) * len(shape), tuple(r)) for b, r in boxes[name].items()),
         )
         for name, (shape, _, _) in known.items()
     }
     dtypes = {name: dtype for name, (_, dtype, _) in known.items()}
-    return Holdings(len(everyone), spreads, dtypes, tuple(host for host, _ in everyone))
+    return ShardMap(len(everyone), parameters, dtypes, tuple(host for host, _ in everyone))
 
 
 def local_box(parameter: Tensor) -> Box:
-    """The part of a parameter that this rank holds; its size has a 0 where the rank holds none.
+    """The part of a parameter that this rank stores; its size has a 0 where the rank stores none.
 
     FSDP2 cuts what tensor parallelism left, though its axis comes first in the mesh: DTensor writes
     that as a strided shard. So strided shards are applied last, and every cut is torch.chunk's.
-    Raises ConfigError for a parameter that is spread in another way.
+    Raises ConfigError for a parameter that is sharded in another way.
     """
     box = Box.whole(parameter.shape)
     if not isinstance(parameter, DTensor):
@@ -99,7 +108,3 @@ def local_box(parameter: Tensor) -> Box:
             "resharded; use FSDP2 (fully_shard) and tensor parallel Shard placements"
         )
     return box
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()

@@ -18,7 +18,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from engine.errors import ConfigError, WorkerError
-from engine.parallel.gradients import settle
+from engine.parallel.gradients import redistribute_gradients
 from engine.parallel.layout import ModelShape
 from engine.parallel.process_groups import Ranks
 
@@ -138,7 +138,7 @@ class Stage(nn.Module, PeftAdapterMixin):
         }
 
 
-def take_stage(model: nn.Module, stage: int, stages: int) -> Stage:
+def extract_stage(model: nn.Module, stage: int, stages: int) -> Stage:
     """Cut one stage out of a whole causal language model, or critic of a `backbone` and a `head`.
 
     The stage has the model's own modules: let go of `model` and what is of other stages is freed.
@@ -200,7 +200,7 @@ def tied_across_stages(stage: nn.Module) -> set[str]:
     return set(stage.tied) if isinstance(stage, Stage) else set()
 
 
-def counted_elsewhere(stage: nn.Module) -> set[nn.Parameter]:
+def tied_duplicates(stage: nn.Module) -> set[nn.Parameter]:
     """Parameters that a global gradient norm finds in another stage already."""
     if not isinstance(stage, Stage) or stage.first:
         return set()
@@ -221,7 +221,7 @@ def sum_tied_gradients(stage: Stage, ranks: Ranks) -> None:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        settle([parameter])
+        redistribute_gradients([parameter])
         mine = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         if not stage._tied_alike:
             _require_alike(parameter.grad, mine, name, ranks)

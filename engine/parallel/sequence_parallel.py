@@ -6,10 +6,10 @@ that attention, and how tokens are split before the model and brought together a
 it, and the loss, are the workers' matter.
 
 Gradients. Every `sp` rank computes the same whole loss and calls `backward()` on it, unscaled.
-`merge_tokens` gives each rank the gradient of its own tokens, once. So the sum of a parameter's
+`sum_tokens` gives each rank the gradient of its own tokens, once. So the sum of a parameter's
 gradients over `dp`, `fsdp` and `sp` is the gradient on one rank, for every parameter that is used
 BEFORE it. What comes after it is computed by all `sp` ranks alike, and a parameter there would
-count `sp` times: apply the head to a rank's own tokens (`own_tokens`) and sum the log-probs. That
+count `sp` times: apply the head to a rank's own tokens (`local_tokens`) and sum the log-probs. That
 also shards the logits, the largest of all activations.
 """
 
@@ -72,7 +72,7 @@ def split_tokens(ids: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     return padded[:, start : start + length].contiguous(), positions.contiguous()
 
 
-def own_tokens(positions: Tensor, length: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
+def local_tokens(positions: Tensor, length: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Which of the tokens at whole-row columns `positions` [N] lie on this rank, of `length` each.
 
     Returns their indices in `positions` [M] and their columns in this rank's stretch [M]; every
@@ -83,12 +83,12 @@ def own_tokens(positions: Tensor, length: int, ranks: Ranks) -> tuple[Tensor, Te
     return mine, positions[mine] - start
 
 
-def merge_tokens(values: Tensor, ranks: Ranks) -> Tensor:
+def sum_tokens(values: Tensor, ranks: Ranks) -> Tensor:
     """The sum over `sp` of `values`, of any shape; a rank's are 0 where a token isn't its own.
 
-    >>> mine, columns = own_tokens(positions, hidden.shape[1], ranks)       # doctest: +SKIP
+    >>> mine, columns = local_tokens(positions, hidden.shape[1], ranks)       # doctest: +SKIP
     >>> picked = log_probs_of(head(hidden[rows[mine], columns]), targets[mine])
-    >>> log_probs = merge_tokens(picked.new_zeros(N).index_put((mine,), picked), ranks)
+    >>> log_probs = sum_tokens(picked.new_zeros(N).index_put((mine,), picked), ranks)
 
     Backward hands the gradient on as it is.
     """

@@ -1,6 +1,7 @@
-"""Holdings: which rank has which box of each parameter, and where in its storage. Pure values.
+"""Shard maps: which rank has which box of each parameter, and where in its storage. Pure values.
 
-Layouts become holdings in `spreads`, live models in `live`; `reshard` plans from one to another.
+`sharding_specs` makes one of a layout, `module_shards` of a module; `reshard` plans from one to
+another.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from engine.parallel.boxes import Box, Index
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """These ranks hold `box`; its first element is at index `start` of each one's storage."""
+class Shard:
+    """A box that these ranks store; its first element is at index `start` of each one's tensor."""
 
     box: Box
     start: Index  # e.g. (1536, 0): the keys' rows in a fused matrix begin below the queries'
@@ -24,25 +25,26 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """One parameter over all ranks. A rank may be in several of `held`, or in none."""
+class ShardedParameter:
+    """One parameter over all ranks. A rank may have several of `shards`, or none."""
 
     shape: Index  # of the whole parameter, e.g. (1536, 1536)
     storage: str  # name of the tensor that it lies in, on every rank
-    held: tuple[Held, ...]
+    shards: tuple[Shard, ...]
 
 
 @dataclass(frozen=True)
-class Holdings:
+class ShardMap:
     """All parameters over all ranks, by the parameters' names in the whole model."""
 
     world_size: int
-    spreads: Mapping[str, Spread]
+    parameters: Mapping[str, ShardedParameter]
     dtypes: Mapping[str, torch.dtype] = field(repr=False)  # of each parameter in its storage
     hosts: tuple[str, ...] = ()  # the machine of each rank, where it is known
 
     def __post_init__(self) -> None:
-        last = max((r for s in self.spreads.values() for h in s.held for r in h.ranks), default=0)
+        shards = (shard for one in self.parameters.values() for shard in one.shards)
+        last = max((rank for shard in shards for rank in shard.ranks), default=0)
         if last >= self.world_size:
             raise ConfigError(
                 f"rank {last} holds parameters, but there are {self.world_size} ranks; give the "
@@ -52,4 +54,4 @@ class Holdings:
     @property
     def shapes(self) -> dict[str, Index]:
         """Whole parameters' shapes."""
-        return {name: spread.shape for name, spread in self.spreads.items()}
+        return {name: parameter.shape for name, parameter in self.parameters.items()}

@@ -1,8 +1,8 @@
-"""How a layout spreads a model's parameters: holdings from sizes alone, without a model or ranks.
+"""How rollout shards a model's parameters: a shard map from sizes alone, without a model or ranks.
 
 Names are those of transformers' Llama, Mistral, Qwen2 and Qwen3 models. A tied head is not a
-parameter of its own: "…embed_tokens.weight" is on the first stage and on the last. What a live
-model really holds `live` reads.
+parameter of its own: "…embed_tokens.weight" is on the first stage and on the last. The shard map
+of a real module is `module_shards`'.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from engine.errors import ConfigError
 from engine.parallel.boxes import Box, Index, chunk
 from engine.parallel.grouping import Grouping
 from engine.parallel.layout import ModelShape
-from engine.parallel.shard_map import Held, Holdings, Spread
+from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
 
 Shapes = Mapping[str, Index]
 Stages = Sequence[Sequence[int]]
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-_HEADS = ("q_proj", "k_proj", "v_proj")  # shared by heads, along rows
+_HEADS = ("q_proj", "k_proj", "v_proj")  # one block of rows a head
 _ROWS = (*_HEADS, "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _COLUMNS = ("o_proj", "down_proj")
 _VOCABULARY = ("embed_tokens", "lm_head")
@@ -32,69 +32,69 @@ _FUSED = {"qkv_proj": _HEADS, "gate_up_proj": ("gate_proj", "up_proj")}  # in vL
 _VLLM_PADDING = 64  # vLLM rounds the vocabulary up to a multiple of it
 
 
-def rollout_holdings(
+def rollout_shard_map(
     shapes: Shapes,
     grouping: Grouping,
     model: ModelShape,
     dtype: torch.dtype,
     stages: Stages | None = None,
     fused: bool = False,
-) -> Holdings:
-    """What rollout ranks must hold: whole layers of their stage, cut by `grouping.tp`.
+) -> ShardMap:
+    """The shards that rollout ranks need: full layers of their stage, split by `grouping.tp`.
 
     stages: each rollout stage's layers. fused: as vLLM stores them, with the rows of q, k and v in
-    one tensor, those of gate and up in another, and the vocabulary rounded up to 64 before it is
-    cut (rows beyond it have no source and stay as they are). A key head is on several ranks where
+    one tensor, those of gate and up in another, and the vocabulary rounded up to 64 above it is
+    split (rows beyond it have no source and stay as they are). A key head is on several ranks where
     there are more ranks than key heads. Raises ConfigError where names or sizes do not fit.
     """
     _check_rollout(grouping, model)
     stage_of = _stage_of(shapes, _checked(stages, grouping.pp, model.layers), model.tied)
     places = [grouping.place(rank) for rank in range(grouping.world_size)]
-    known: dict[tuple[object, ...], tuple[Held, ...]] = {}
+    known: dict[tuple[object, ...], tuple[Shard, ...]] = {}
 
-    def cut(kind: str, shape: Index, dim: int | None, tp: int) -> Box:
+    def local_part(module: str, shape: Index, dim: int | None, tp: int) -> Box:
         whole = Box.whole(shape)
-        if kind in _VOCABULARY:
+        if module in _VOCABULARY:
             unit = _VLLM_PADDING if fused else 1
             width = math.ceil(math.ceil(shape[0] / unit) * unit / grouping.tp)
             return _rows(whole, tp * width, width)
-        if kind in ("k_proj", "v_proj") and grouping.tp > model.kv_heads:
+        if module in ("k_proj", "v_proj") and grouping.tp > model.kv_heads:
             return chunk(whole, 0, model.kv_heads, tp * model.kv_heads // grouping.tp)
         return chunk(whole, dim, grouping.tp, tp)
 
-    def held(name: str, shape: Index) -> tuple[Held, ...]:
-        kind, dim = _kind(name), split_dim(name, shape, grouping.tp)
-        before = _before(name, shapes) if fused else ()
-        key = (kind, shape, dim, before, stage_of[name])
+    def shards_of(name: str, shape: Index) -> tuple[Shard, ...]:
+        module, dim = _module_name(name), split_dim(name, shape, grouping.tp)
+        above = _above(name, shapes) if fused else ()
+        key = (module, shape, dim, above, stage_of[name])
         if key not in known:
             found: dict[tuple[Box, int], list[int]] = defaultdict(list)
             for rank, place in enumerate(places):
                 if place.pp not in stage_of[name]:
                     continue
-                box = cut(kind, shape, dim, place.tp)
-                above = [cut(k, s, 0, place.tp).size[0] for k, s in before]
+                box = local_part(module, shape, dim, place.tp)
+                rows_above = [local_part(m, s, 0, place.tp).size[0] for m, s in above]
                 if box.elements:
-                    found[box, sum(above)].append(rank)
+                    found[box, sum(rows_above)].append(rank)
             rest = (0,) * (len(shape) - 1)
             known[key] = tuple(
-                Held(box, (row, *rest) if shape else (), tuple(r))
+                Shard(box, (row, *rest) if shape else (), tuple(r))
                 for (box, row), r in found.items()
             )
         return known[key]
 
-    spreads = {
-        name: Spread(shape, _fused_name(name) if fused else name, held(name, shape))
+    parameters = {
+        name: ShardedParameter(shape, _fused_name(name) if fused else name, shards_of(name, shape))
         for name, shape in shapes.items()
     }
-    return Holdings(grouping.world_size, spreads, dict.fromkeys(shapes, dtype))
+    return ShardMap(grouping.world_size, parameters, dict.fromkeys(shapes, dtype))
 
 
 def split_dim(name: str, shape: Index, tp: int) -> int | None:
-    """The dimension that tensor parallelism cuts; None for what all its ranks hold whole."""
-    kind = _kind(name)
-    if kind in _ROWS:
+    """The dimension that tensor parallelism splits; None for what its ranks replicate."""
+    module = _module_name(name)
+    if module in _ROWS:
         return 0
-    if kind in _COLUMNS:
+    if module in _COLUMNS:
         return 1 if len(shape) > 1 else None  # their biases are added once, after the sum
     if tp > 1 and len(shape) > 1:
         raise ConfigError(
@@ -103,27 +103,27 @@ def split_dim(name: str, shape: Index, tp: int) -> int | None:
     return None
 
 
-def _kind(name: str) -> str:
+def _module_name(name: str) -> str:
     """The module's own name, e.g. "q_proj" of "model.layers.0.self_attn.q_proj.weight"."""
-    pieces = name.split(".")
-    return pieces[-2] if len(pieces) > 1 else name
+    parts = name.split(".")
+    return parts[-2] if len(parts) > 1 else name
 
 
-def _before(name: str, shapes: Shapes) -> tuple[tuple[str, Index], ...]:
-    """Kind and shape of what lies above a parameter in vLLM's fused tensor."""
-    kind = _kind(name)
+def _above(name: str, shapes: Shapes) -> tuple[tuple[str, Index], ...]:
+    """TransferGroup and shape of what lies above a parameter in vLLM's fused tensor."""
+    module = _module_name(name)
     for parts in _FUSED.values():
-        if kind in parts:
-            above = parts[: parts.index(kind)]
-            return tuple((part, shapes[name.replace(kind, part)]) for part in above)
+        if module in parts:
+            names = parts[: parts.index(module)]
+            return tuple((part, shapes[name.replace(module, part)]) for part in names)
     return ()
 
 
 def _fused_name(name: str) -> str:
-    kind = _kind(name)
+    module = _module_name(name)
     for whole, parts in _FUSED.items():
-        if kind in parts:
-            return name.replace(kind, whole)
+        if module in parts:
+            return name.replace(module, whole)
     return name
 
 
@@ -150,7 +150,7 @@ def _stage_of(shapes: Iterable[str], stages: Stages, tied: bool) -> dict[str, tu
     for name in shapes:
         layer = _LAYER.search(name)
         if layer is None:
-            first = _kind(name) == "embed_tokens"
+            first = _module_name(name) == "embed_tokens"
             found[name] = (0,) if first and not (tied and last) else (0, last) if first else (last,)
         elif int(layer[1]) in of_layer:
             found[name] = (of_layer[int(layer[1])],)

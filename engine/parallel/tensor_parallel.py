@@ -52,8 +52,8 @@ def apply_tensor_parallel(
       and gradients arrive placed as their parameter is;
     - hidden states that leave the layers are whole on every rank, for any sequence length, and so
       must their gradient be: run the same loss on every rank;
-    - the head gives logits of this rank's part of the vocabulary (`VocabularyReadout.of`), uneven
-      where tp does not divide it.
+    - the head gives logits of this rank's part of the vocabulary (`VocabParallelStatistics.of`),
+      uneven where tp does not divide it.
 
     A mesh of one rank leaves the model as it is. Raises ConfigError, before anything has changed,
     for a model that can't be spread so.

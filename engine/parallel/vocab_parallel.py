@@ -1,8 +1,8 @@
 """Softmax over a vocabulary that is split over ranks: log-probs, entropy, Σπ², and exact KL.
 
-Each rank holds the logits of consecutive vocabulary entries, and no rank ever holds a whole row:
-ranks exchange a few numbers a token in the forward pass and nothing in the backward pass. How the
-logits come to be split is `parallel.tensor`'s matter.
+Each rank has the logits of consecutive vocabulary entries, and no rank ever has a full row: ranks
+exchange a few numbers a token in the forward pass and nothing in the backward pass. The head that
+gives such logits is in `tensor_parallel`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def vocabulary_bounds(vocabulary: int, shards: int, index: int) -> tuple[int, in
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyReadout:
-    """This rank's shard of the vocabulary, and the statistics that all shards have together.
+class VocabParallelStatistics:
+    """Statistics of softmax over a vocabulary of which this rank has a shard.
 
-    It is called as `engine.models.forward.Readout` says, with local logits `[N, V_local]` and
-    targets `[N]` that are numbers in the whole vocabulary. Columns past `stop − start` are padding
+    A `engine.models.forward.TokenStatistics`, of local logits `[N, V_local]` and targets `[N]` that
+    are numbers in the full vocabulary. Columns past `stop − start` are padding
     and count as entries that can't be sampled. Every rank gets the same results, and must run the
     same loss on them: the gradient of local logits is then exact without communication.
     """
@@ -67,13 +67,13 @@ class VocabularyReadout:
         entropy. KL is as in `engine.algorithms.kl_full`.
         """
         width = self.stop - self.start
-        log_probs, spread, squared, kl = _Statistics.apply(
+        log_probs, entropies, squared, kl = _Statistics.apply(
             logits[:, :width],
             None if reference_logits is None else reference_logits[:, :width].detach(),
             targets - self.start,
             _Options(temperature, self.group, entropy, entropy_gradient, sum_pi_squared),
         )
-        named = {"entropy": spread, "sum_pi_squared": squared, "full_kl": kl}
+        named = {"entropy": entropies, "sum_pi_squared": squared, "full_kl": kl}
         asked = {
             "entropy": entropy,
             "sum_pi_squared": sum_pi_squared,

@@ -23,7 +23,7 @@ from engine.models import (
     save_policy,
     vocabulary_and_context,
 )
-from engine.models.load import adapter_base, whole_config
+from engine.models.load import adapter_base_path, load_model_config
 from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams, check_engine
 from engine.runtime.generate_arguments import read_call
 from engine.runtime.hybrid_config import HybridConfig
@@ -129,7 +129,7 @@ class HybridActor(nn.Module):
         require_model_folder(path, "path")
         vocabulary, _ = vocabulary_and_context(path)
         if world_size > 1:
-            config = whole_config(adapter_base(path) or path)
+            config = load_model_config(adapter_base_path(path) or path)
             sizes.check(config, world_size, on_node)
         loaded = _tokenizer(path, tokenizer)
         if loaded is not None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from engine.config import OptimConfig
 from engine.errors import CheckpointError, EngineError
 from engine.parallel import fsdp, gradients
+from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
 
 _PART_ELEMENTS = (
@@ -29,7 +30,7 @@ class Optimizer:
 
     Biases, norms and other vectors get no weight decay. Build it when the model's parameters are
     sharded over `ranks`, who then take every step together. With `offload`, moments wait in CPU
-    memory and are on the device only while their parameters are updated. Those `counted_elsewhere`
+    memory and are on the device only while their parameters are updated. Those `tied_duplicates`
     are updated, but another pipeline stage's copy of them counts in the gradient norm.
     """
 
@@ -41,12 +42,12 @@ class Optimizer:
         ranks: Ranks | None = None,
         *,
         offload: bool = False,
-        counted_elsewhere: Collection[nn.Parameter] = frozenset(),
+        tied_duplicates: Collection[nn.Parameter] = frozenset(),
     ) -> None:
         fsdp.reshard(model)
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self._named.values())
-        self._counted_elsewhere = counted_elsewhere
+        self._tied_duplicates = tied_duplicates
         self._model, self._ranks, self._offload = model, ranks, offload
         self._stored = {name: self._stored_part(p) for name, p in self._named.items()}
         matrices = [p for p in self._stored.values() if p.dim() >= 2]
@@ -76,7 +77,7 @@ class Optimizer:
         A view's gradient is set part by part, so that only that part's moments are needed.
         """
         view = self._offload or isinstance(parameter, DTensor)
-        return gradients.local(parameter) if view else parameter
+        return local_tensor(parameter) if view else parameter
 
     def zero_gradients(self) -> None:
         """Give every parameter a gradient of 0: an update that nothing pulls at."""
@@ -112,7 +113,9 @@ class Optimizer:
     def _clip_gradients(self) -> float:
         if self._ranks is None or self._ranks.mesh is None:
             return float(nn.utils.clip_grad_norm_(self.parameters, self._clip))
-        return gradients.clip(self.parameters, self._ranks, self._clip, self._counted_elsewhere)
+        return gradients.clip_grad_norm(
+            self.parameters, self._ranks, self._clip, self._tied_duplicates
+        )
 
     def _parts(self) -> Iterator[list[str]]:
         """Names of the parameters that are updated together."""
@@ -135,8 +138,8 @@ class Optimizer:
         for name in names:
             parameter, stored = self._named[name], self._stored[name]
             if stored is not parameter and parameter.grad is not None:
-                stored.data = gradients.local(parameter)  # it may have been moved since
-                stored.grad = gradients.local(parameter.grad)
+                stored.data = local_tensor(parameter)  # it may have been moved since
+                stored.grad = local_tensor(parameter.grad)
         self._move_moments(names, to_device=True)
         self._adam.step()
         for name in names:

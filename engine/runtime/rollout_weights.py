@@ -24,9 +24,9 @@ from engine.models import adapter_parameters, has_adapters
 from engine.parallel.exchange import Exchange
 from engine.parallel.grouping import Grouping, grouping
 from engine.parallel.layout import ModelShape
-from engine.parallel.module_shards import gather_holdings, local_tensors
-from engine.parallel.reshard import plan
-from engine.parallel.sharding_specs import rollout_holdings
+from engine.parallel.module_shards import gather_shard_map, local_tensors
+from engine.parallel.reshard import plan_reshard
+from engine.parallel.sharding_specs import rollout_shard_map
 from engine.rollout.native.tp_shards import TPModelShard
 from engine.rollout.protocol import RolloutEngine
 from engine.runtime.sharded_model import ShardedModel
@@ -86,9 +86,9 @@ class ReshardedWeights(RolloutWeights):
     def __init__(self, sharded: ShardedModel, to: Grouping) -> None:
         config: Any = sharded.module.config
         device, dtype = next(sharded.module.parameters()).device, _dtype(sharded.module)
-        held = gather_holdings(sharded.module, rename=sharded.full_name)
-        wanted = rollout_holdings(held.shapes, to, ModelShape.of(config), dtype)
-        own = plan(held, wanted).for_rank(sharded.ranks.rank)
+        held = gather_shard_map(sharded.module, rename=sharded.full_name)
+        wanted = rollout_shard_map(held.shapes, to, ModelShape.of(config), dtype)
+        own = plan_reshard(held, wanted).for_rank(sharded.ranks.rank)
         target: dict[str, Tensor]
         if to.tp == 1:
             self.model = _empty_model(config, dtype, device)
@@ -156,10 +156,10 @@ class VllmWeights(RolloutWeights):
 
     def _plan(self, engine: VllmRanks) -> Exchange:
         sharded, module = self._sharded, self._sharded.module
-        held = gather_holdings(module, rename=sharded.full_name)
+        held = gather_shard_map(module, rename=sharded.full_name)
         shape = ModelShape.of(self.model.config)
-        wanted = rollout_holdings(held.shapes, self._to, shape, engine.dtype, fused=True)
-        own = plan(held, wanted).for_rank(sharded.ranks.rank)
+        wanted = rollout_shard_map(held.shapes, self._to, shape, engine.dtype, fused=True)
+        own = plan_reshard(held, wanted).for_rank(sharded.ranks.rank)
         source = local_tensors(module, rename=sharded.full_name)
         return Exchange(own, source, engine.storages())
 

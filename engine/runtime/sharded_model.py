@@ -24,26 +24,26 @@ from engine.algorithms.aggregation import Denominators
 from engine.algorithms.metrics import Sum, merge
 from engine.batch import Batch
 from engine.config import OptimConfig, ParallelConfig
-from engine.models import BaseOfPolicy
+from engine.models import BaseModelView
 from engine.models.forward import (
-    Readout,
     Sequences,
+    TokenStatistics,
     hidden_states,
     left_align,
     model_logits,
-    plain_readout,
     response_logits,
+    token_statistics,
 )
 from engine.models.packing import apply_packing
 from engine.parallel import fsdp, gradients
 from engine.parallel import pipeline_stages as stages
-from engine.parallel.gather import full_parameters, load_full
+from engine.parallel.gather import gather_full_tensors, load_full_tensors
 from engine.parallel.layout import Layout
 from engine.parallel.pipeline_schedule import Pipeline
 from engine.parallel.process_groups import DATA_AXES, Ranks, init_process_group
-from engine.parallel.sequence_parallel import apply_ulysses, merge_tokens, own_tokens, split_tokens
+from engine.parallel.sequence_parallel import apply_ulysses, local_tokens, split_tokens, sum_tokens
 from engine.parallel.tensor_parallel import apply_tensor_parallel
-from engine.parallel.vocab_parallel import VocabularyReadout
+from engine.parallel.vocab_parallel import VocabParallelStatistics
 from engine.runtime.optimizer import Optimizer
 from engine.runtime.token_outputs import OutputReader, Outputs
 
@@ -95,12 +95,12 @@ class ShardedModel:
         base._adapters_off = True
         return base
 
-    def readout(self) -> Readout:
+    def statistics(self) -> TokenStatistics:
         """How log-probs are computed from this rank's logits."""
         if self.ranks.size("tp") == 1:
-            return plain_readout
+            return token_statistics
         module: Any = self.module
-        return VocabularyReadout.of(module.config.vocab_size, self.ranks.submesh("tp"))
+        return VocabParallelStatistics.of(module.config.vocab_size, self.ranks.submesh("tp"))
 
     @torch.no_grad()
     def outputs(
@@ -180,11 +180,11 @@ class ShardedModel:
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the full model, one at a time; all ranks iterate to the end together."""
-        return full_parameters(self.module, self.ranks, self._tied_copies)
+        return gather_full_tensors(self.module, self.ranks, self._tied_copies)
 
     def load_full_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy full tensors into this rank's shards."""
-        load_full(self.module, tensors, self.ranks, self._tied_copies)
+        load_full_tensors(self.module, tensors, self.ranks, self._tied_copies)
 
     @property
     def _tied_copies(self) -> dict[str, str]:
@@ -205,7 +205,7 @@ class ShardedModel:
             return response_logits(module.get_output_embeddings(), hidden, seqs)
 
         with torch.no_grad(), self._forward_context():
-            return fsdp.call(self.module, run)
+            return fsdp.run_forward(self.module, run)
 
     def _apply(self, model: Any) -> tuple[nn.Module, Pipeline | None]:
         ranks, config = self.ranks, self.config
@@ -213,8 +213,8 @@ class ShardedModel:
         if config.packing:
             apply_packing(module)
         if ranks.size("pp") > 1:
-            module = stages.take_stage(model, ranks.index("pp"), ranks.size("pp"))
-        shards = fsdp.shards(ranks)
+            module = stages.extract_stage(model, ranks.index("pp"), ranks.size("pp"))
+        shards = fsdp.shards_weights(ranks)
         layers = decoder_layers(module) if shards or config.activation_checkpointing else []
         if ranks.size("tp") > 1:
             apply_tensor_parallel(
@@ -241,7 +241,7 @@ class ShardedModel:
         Ranks gather sharded weights together, so all must run equally many passes.
         """
         own = [self._to_device(micro) for micro in micros]
-        if not fsdp.shards(self.ranks):
+        if not fsdp.shards_weights(self.ranks):
             return own
         missing = self.ranks.max_over(len(own), DATA_AXES) - len(own)
         return own + [self._to_device(batch.rows([0])) for _ in range(missing)]
@@ -302,17 +302,17 @@ class ShardedModel:
 
     def _forward(self, micro: Batch, reader: OutputReader) -> Outputs:
         if not self._shards_sequences:
-            return fsdp.call(self.module, lambda: reader.whole(self.module, micro))
+            return fsdp.run_forward(self.module, lambda: reader.whole(self.module, micro))
 
         def run() -> Outputs:
             hidden, seqs = self._hidden(micro)
             return reader.at(self.module, hidden, seqs, micro)
 
-        return self._merge_sequences(fsdp.call(self.module, run))
+        return self._merge_sequences(fsdp.run_forward(self.module, run))
 
     def _merge_sequences(self, own: Outputs) -> Outputs:
         """Outputs of all tokens, from each rank's part of the sequences."""
-        return {name: merge_tokens(value, self.ranks) for name, value in own.items()}
+        return {name: sum_tokens(value, self.ranks) for name, value in own.items()}
 
     def _hidden(self, micro: Batch) -> tuple[Tensor, Sequences]:
         """Hidden states of this rank's part of each sequence, and the tokens in it."""
@@ -323,7 +323,7 @@ class ShardedModel:
         """This rank's part of each sequence, and its positions in the full sequence."""
         seqs = left_align(micro)
         ids, positions = split_tokens(seqs.input_ids, self.ranks)
-        mine, columns = own_tokens(seqs.positions, ids.shape[1], self.ranks)
+        mine, columns = local_tokens(seqs.positions, ids.shape[1], self.ranks)
         own = Sequences(ids, seqs.rows[mine], columns, seqs.targets[mine], seqs.columns[mine])
         return own, positions
 
@@ -341,12 +341,12 @@ class ShardedModel:
             if not self._adapters_off:
                 yield
                 return
-            with BaseOfPolicy(module).weights():
+            with BaseModelView(module).weights():
                 yield
 
     def _precision(self) -> AbstractContextManager[Any]:
         """Autocast, where FSDP doesn't cast the weights."""
-        if not self.config.compute_dtype or fsdp.shards(self.ranks):
+        if not self.config.compute_dtype or fsdp.shards_weights(self.ranks):
             return nullcontext()
         dtype = getattr(torch, self.config.compute_dtype)
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32)
@@ -354,9 +354,9 @@ class ShardedModel:
     def _all_reduce_gradients(self) -> None:
         if self.ranks.layout.world_size == 1:
             return
-        if not fsdp.shards(self.ranks):
+        if not fsdp.shards_weights(self.ranks):
             trained = [p for p in self.module.parameters() if p.requires_grad]
-            gradients.sync_replicas(trained, self.ranks)
+            gradients.all_reduce_gradients(trained, self.ranks)
         if isinstance(self.module, stages.Stage):
             stages.sum_tied_gradients(self.module, self.ranks)
 
@@ -369,7 +369,7 @@ def sharded_optimizer(sharded: ShardedModel, config: OptimConfig, total_steps: i
         total_steps,
         ranks=sharded.ranks,
         offload=sharded.config.offload_optimizer,
-        counted_elsewhere=stages.counted_elsewhere(sharded.module),
+        tied_duplicates=stages.tied_duplicates(sharded.module),
     )
 
 

@@ -30,6 +30,7 @@ from engine.parallel import fsdp, gradients
 from engine.parallel.gather import named_tensors
 from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout
+from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
 from engine.runtime.collective_generate import RolloutPeers
 from engine.runtime.policy_runtime import PolicyRuntime
@@ -163,10 +164,10 @@ class ShardedPolicy:
         """
         ranks = self.runtime.sharded.ranks
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        gradients.settle(trained)
-        if not fsdp.shards(ranks) and ranks.layout.dp > 1:
-            gradients.sync_replicas(trained, ranks)
-            grads = [gradients.local(p.grad) for p in trained if p.grad is not None]
+        gradients.redistribute_gradients(trained)
+        if not fsdp.shards_weights(ranks) and ranks.layout.dp > 1:
+            gradients.all_reduce_gradients(trained, ranks)
+            grads = [local_tensor(p.grad) for p in trained if p.grad is not None]
             torch._foreach_mul_(grads, 1.0 / ranks.layout.dp)
 
 

@@ -26,8 +26,7 @@ from engine.models import has_adapters
 from engine.parallel import fsdp
 from engine.parallel.boxes import Box
 from engine.parallel.gather import named_tensors
-from engine.parallel.gradients import local
-from engine.parallel.module_shards import local_box
+from engine.parallel.module_shards import local_box, local_tensor
 from engine.runtime.sharded_model import ShardedModel, sharded_optimizer
 
 
@@ -117,7 +116,7 @@ class ShardedTrainState:
                 continue
             name = self._sharded.full_name(module_name)
             yield _LocalTensor(
-                module_name, name, tuple(tensor.shape), local_box(tensor), local(tensor)
+                module_name, name, tuple(tensor.shape), local_box(tensor), local_tensor(tensor)
             )
 
     def _assign_saves(self) -> tuple[set[str], dict[str, str]]:

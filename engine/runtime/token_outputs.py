@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from engine.batch import Batch
 from engine.models.critic import head_values
 from engine.models.forward import (
-    Readout,
     Sequences,
+    TokenStatistics,
     left_align,
     model_logits,
-    plain_readout,
     read_tokens,
     read_values,
     response_logits,
     response_values,
     token_outputs,
+    token_statistics,
 )
 
 Outputs = dict[str, Tensor]
@@ -55,7 +55,7 @@ class LogProbReader:
     entropy: bool = False
     entropy_gradient: bool = False
     sum_pi_squared: bool = False
-    readout: Readout = plain_readout
+    statistics: TokenStatistics = token_statistics
     reference: ReferenceLogits | None = None  # for the exact KL to its model
 
     def names(self) -> tuple[str, ...]:
@@ -73,7 +73,12 @@ class LogProbReader:
             seqs = left_align(micro)
             return self._read(model_logits(module, seqs), seqs, micro)
         out = token_outputs(
-            module, micro, self.temperature, reference=None, readout=self.readout, **self._asked()
+            module,
+            micro,
+            self.temperature,
+            reference=None,
+            statistics=self.statistics,
+            **self._asked(),
         )
         return {name: getattr(out, name) for name in self.names()}
 
@@ -89,7 +94,7 @@ class LogProbReader:
             seqs,
             micro,
             self.temperature,
-            readout=self.readout,
+            statistics=self.statistics,
             reference_logits=theirs,
             **self._asked(),
         )

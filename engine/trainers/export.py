@@ -18,7 +18,7 @@ from engine.checkpoint.retention import draft_name
 from engine.config import LoRAConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError, DamagedCheckpointError
-from engine.models import has_adapters, policy_model, require_model_folder, save_model
+from engine.models import has_adapters, load_policy_model, require_model_folder, save_model
 from engine.runtime.sharded_train_state import load_weights, weights_fingerprint
 from engine.storage.folder import Folder
 from engine.storage.transfer import upload
@@ -64,7 +64,7 @@ def export_policy(
     saved = read_role_states(source, "actor")
     path = str(model or start["model"])
     require_model_folder(path, "the start model (--model)")
-    policy = policy_model(path, start["dtype"], LoRAConfig.model_validate(start["lora"]))
+    policy = load_policy_model(path, start["dtype"], LoRAConfig.model_validate(start["lora"]))
     _load_saved_weights(policy, saved, source, path)
     if place.is_local:
         _write_local(policy, path, place, int(values["step"]))

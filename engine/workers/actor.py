@@ -22,7 +22,7 @@ from engine.checkpoint.state_dict import StateDict
 from engine.config import ActorConfig, LoRAConfig, PreferenceConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError
-from engine.models import policy_model, save_model
+from engine.models import load_policy_model, save_model
 from engine.models.forward import TokenOutputs
 from engine.parallel.layout import Layout
 from engine.runtime.micro_batches import micro_batches
@@ -64,7 +64,7 @@ class ActorWorker(TrainingWorker):
         self.preference, self.sum_pi_squared = preference or PreferenceConfig(), sum_pi_squared
         layout = Layout.of(config.parallel)
         ranks = init_mesh(layout, context.rank, context.world_size, context.address)
-        self._load = partial(policy_model, model_path, dtype, lora, seed)
+        self._load = partial(load_policy_model, model_path, dtype, lora, seed)
         model = self._load()  # without dropout: updates see the probabilities that rollout sampled
         self.start = weights_fingerprint(model)
         self.policy = PolicyRuntime(model, ranks, config.parallel)
@@ -188,7 +188,7 @@ class ActorWorker(TrainingWorker):
         return reference.logits
 
     def _reader(self, **asked: Any) -> LogProbReader:
-        return LogProbReader(self.temperature, readout=self.sharded.readout(), **asked)
+        return LogProbReader(self.temperature, statistics=self.sharded.statistics(), **asked)
 
     def _loss(
         self, got: TokenOutputs, micro: Batch, denominators: Denominators

@@ -64,5 +64,7 @@ class ReferenceWorker(Worker):
     def _outputs(
         self, batch: Batch, sharded: ShardedModel, reference: ReferenceLogits | None
     ) -> Outputs:
-        reader = LogProbReader(self.temperature, readout=sharded.readout(), reference=reference)
+        reader = LogProbReader(
+            self.temperature, statistics=sharded.statistics(), reference=reference
+        )
         return sharded.outputs(batch, list(micro_batches(batch, self.budget)), reader)

@@ -12,7 +12,7 @@ from engine.config import LoRAConfig, RolloutConfig
 from engine.data.collate import collate_completions
 from engine.data.templates import stop_token_ids
 from engine.data.tokenizer import load_tokenizer
-from engine.models import policy_model
+from engine.models import load_policy_model
 from engine.rollout.protocol import SamplingParams
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import (
@@ -51,7 +51,7 @@ class RolloutWorker(StatefulWorker):
         self.max_response_length, self.max_model_len = max_response_length, max_model_len
         self.tokenizer = load_tokenizer(model_path)
 
-        load = partial(policy_model, model_path, dtype, lora, seed)
+        load = partial(load_policy_model, model_path, dtype, lora, seed)
         if context.process.policy is None:
             model = load()
             context.process.policy = PolicyRuntime(model, device=model.device)

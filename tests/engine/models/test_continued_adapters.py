@@ -17,11 +17,11 @@ from engine.config import LoRAConfig, OptimConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, ModelError
 from engine.models import (
-    BaseOfPolicy,
+    BaseModelView,
     adapter_parameters,
     has_adapters,
     load_model,
-    policy_model,
+    load_policy_model,
     resolve_lora,
     save_model,
 )
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FROM_FOLDER = LoRAConfig(from_folder=True)
 
 
-def log_probs(model: PreTrainedModel | BaseOfPolicy) -> Tensor:
+def log_probs(model: PreTrainedModel | BaseModelView) -> Tensor:
     return response_log_probs(model, completions_batch(*random_completions(5)), 1.0)
 
 
@@ -48,7 +48,7 @@ def train(model: PreTrainedModel, steps: int = 3) -> None:
 def first(tiny_folder: Path, tmp_path: Path) -> PreTrainedModel:
     """A policy after a first run, saved in `tmp_path / "first"`."""
     lora = LoRAConfig(rank=3, alpha=5.0, target_modules=("q_proj", "down_proj"))
-    model = policy_model(tiny_folder, "float32", lora)
+    model = load_policy_model(tiny_folder, "float32", lora)
     train(model)
     save_model(model, load_tokenizer(tiny_folder), tmp_path / "first")
     return model
@@ -57,14 +57,14 @@ def first(tiny_folder: Path, tmp_path: Path) -> PreTrainedModel:
 def test_training_goes_on_with_the_same_adapters_on_the_same_base(
     first: PreTrainedModel, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    second = policy_model(tmp_path / "first/adapter", "float32", FROM_FOLDER)
+    second = load_policy_model(tmp_path / "first/adapter", "float32", FROM_FOLDER)
     ours, theirs = adapter_parameters(first), adapter_parameters(second)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert {n for n, p in second.named_parameters() if p.requires_grad} == set(theirs)
     with torch.no_grad():
         assert torch.equal(log_probs(second), log_probs(first))
-        assert torch.equal(log_probs(BaseOfPolicy(second)), log_probs(load_model(tiny_folder)))
+        assert torch.equal(log_probs(BaseModelView(second)), log_probs(load_model(tiny_folder)))
     train(second)
     assert not any(torch.equal(ours[name], theirs[name]) for name in ours if ".lora_B." in name)
     save_model(second, load_tokenizer(tiny_folder), tmp_path / "second")
@@ -79,13 +79,13 @@ def test_training_goes_on_with_the_same_adapters_on_the_same_base(
 def test_without_it_the_folder_is_merged(first: PreTrainedModel, tmp_path: Path) -> None:
     folder = tmp_path / "first/adapter"
     merged, fresh = (
-        policy_model(folder, "float32"),
-        policy_model(folder, "float32", LoRAConfig(rank=2)),
+        load_policy_model(folder, "float32"),
+        load_policy_model(folder, "float32", LoRAConfig(rank=2)),
     )
     assert not has_adapters(merged)
     assert all(not p.any() for n, p in adapter_parameters(fresh).items() if ".lora_B." in n)
     with torch.no_grad():
-        for model in (merged, fresh, BaseOfPolicy(fresh)):
+        for model in (merged, fresh, BaseModelView(fresh)):
             torch.testing.assert_close(log_probs(model), log_probs(first), atol=1e-4, rtol=0)
 
 
@@ -108,19 +108,21 @@ def test_a_regex_of_target_modules_stays_one(
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": regex}))
     assert resolve_lora(folder, FROM_FOLDER).target_modules == regex
-    second = policy_model(folder, "float32", FROM_FOLDER)
+    second = load_policy_model(folder, "float32", FROM_FOLDER)
     save_model(second, load_tokenizer(tiny_folder), tmp_path / "second")
     saved = tmp_path / "second/adapter"
     assert json.loads((saved / "adapter_config.json").read_text())["target_modules"] == regex
     with torch.no_grad():
-        assert torch.equal(log_probs(policy_model(saved, "float32", FROM_FOLDER)), log_probs(first))
-        merged = policy_model(saved, "float32")
+        assert torch.equal(
+            log_probs(load_policy_model(saved, "float32", FROM_FOLDER)), log_probs(first)
+        )
+        merged = load_policy_model(saved, "float32")
         torch.testing.assert_close(log_probs(merged), log_probs(first), atol=1e-4, rtol=0)
 
 
 def test_dropout_is_the_run_s(first: PreTrainedModel, tmp_path: Path) -> None:
     lora = LoRAConfig(from_folder=True, dropout=0.5)
-    model = policy_model(tmp_path / "first/adapter", "float32", lora)
+    model = load_policy_model(tmp_path / "first/adapter", "float32", lora)
     with torch.no_grad():
         quiet = log_probs(model)
         assert torch.equal(quiet, log_probs(first))
@@ -130,7 +132,7 @@ def test_dropout_is_the_run_s(first: PreTrainedModel, tmp_path: Path) -> None:
 def test_a_plain_folder_has_no_adapters(tiny_folder: Path, tmp_path: Path) -> None:
     for path in (tiny_folder, tmp_path / "nowhere", "owner/name"):
         with pytest.raises(ConfigError, match=r"from_folder: model.path=.*no adapter_config.json"):
-            policy_model(path, "float32", FROM_FOLDER)
+            load_policy_model(path, "float32", FROM_FOLDER)
 
 
 def test_another_rank_is_refused(first: PreTrainedModel, tmp_path: Path) -> None:
@@ -157,4 +159,4 @@ def test_folders_that_can_t_be_continued_are_refused(
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(error, match=message):
-        policy_model(folder, "float32", FROM_FOLDER)
+        load_policy_model(folder, "float32", FROM_FOLDER)

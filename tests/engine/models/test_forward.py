@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from engine.batch import Batch
 from engine.config import LoRAConfig
 from engine.errors import DataError
-from engine.models import BaseOfPolicy, add_adapters, create_critic_model
+from engine.models import BaseModelView, add_adapters, create_critic_model
 from engine.models.forward import (
     left_align,
-    plain_readout,
     response_log_probs,
     response_values,
     token_outputs,
+    token_statistics,
 )
 from engine.models.packing import apply_packing
 
@@ -101,7 +101,7 @@ def test_entries_that_can_t_be_sampled_add_nothing_to_the_readout() -> None:
                 torch.full((5, 9), -torch.inf).index_copy(1, columns, of) for of in (ours, theirs)
             )
             tokens = columns[targets]
-        out = plain_readout(
+        out = token_statistics(
             logits, tokens, 0.7,
             entropy=True, entropy_gradient=True, sum_pi_squared=True, reference_logits=reference,
         )  # fmt: skip
@@ -233,6 +233,6 @@ def test_packed_rows_go_with_adapters_and_their_base() -> None:
             if ".lora_B." in name:
                 parameter.fill_(0.05)
         moved = response_log_probs(model, batch, 1.0)
-        again = response_log_probs(BaseOfPolicy(model), batch, 1.0)
+        again = response_log_probs(BaseModelView(model), batch, 1.0)
     assert (moved - base).abs().max() > 0.01
     torch.testing.assert_close(again, base, atol=1e-5, rtol=0)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
-from engine.models import load_model, policy_model
+from engine.models import load_model, load_policy_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,7 +40,7 @@ def test_threads_that_load_leave_each_other_alone(tiny_folder: Path) -> None:
 
 def test_adapters_are_drawn_alone_and_the_generator_is_given_back(tiny_folder: Path) -> None:
     lora = LoRAConfig(rank=4)
-    wanted = policy_model(tiny_folder, "float32", lora, 3).state_dict()
+    wanted = load_policy_model(tiny_folder, "float32", lora, 3).state_dict()
     torch.manual_seed(11)
     before = torch.get_rng_state()
     together = threading.Barrier(THREADS)
@@ -48,7 +48,7 @@ def test_adapters_are_drawn_alone_and_the_generator_is_given_back(tiny_folder: P
     def load(index: int) -> dict[str, torch.Tensor]:
         together.wait(60)
         for _ in range(3):
-            found = policy_model(tiny_folder, "float32", lora, 3).state_dict()
+            found = load_policy_model(tiny_folder, "float32", lora, 3).state_dict()
         return found
 
     with ThreadPoolExecutor(THREADS) as pool:

@@ -18,13 +18,13 @@ from engine.config import LoRAConfig, OptimConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, ModelError
 from engine.models import (
-    BaseOfPolicy,
+    BaseModelView,
     adapter_parameters,
     add_adapters,
     create_critic_model,
     has_adapters,
     load_model,
-    policy_model,
+    load_policy_model,
     require_model_folder,
     save_model,
     vocabulary_and_context,
@@ -53,7 +53,7 @@ def adapted(model: PreTrainedModel, moved: float = 0.3, **changes: Any) -> PreTr
 
 
 @torch.no_grad()
-def log_probs(model: PreTrainedModel | BaseOfPolicy) -> Tensor:
+def log_probs(model: PreTrainedModel | BaseModelView) -> Tensor:
     return response_log_probs(model, completions_batch(*random_completions(5)), 1.0)
 
 
@@ -125,7 +125,7 @@ def test_the_base_is_the_start_model_bit_for_bit_without_weights_of_its_own(fami
     start = log_probs(tiny_model(family))
     policy = adapted(tiny_model(family))
     count = sum(p.numel() for p in policy.parameters())
-    base = BaseOfPolicy(policy)
+    base = BaseModelView(policy)
     ours = log_probs(policy)
     assert (ours - start).abs().max() > 0.01
     assert torch.equal(log_probs(base), start)
@@ -143,7 +143,7 @@ def test_full_kl_to_the_base_has_the_gradient_of_one_to_a_copy() -> None:
     grads = []
     for shared in (True, False):
         policy = adapted(tiny_model("qwen2"))
-        reference = BaseOfPolicy(policy) if shared else tiny_model("qwen2")
+        reference = BaseModelView(policy) if shared else tiny_model("qwen2")
         for rows in (range(3), range(3, 6)):
             kl = token_outputs(policy, batch.rows(rows), 0.8, reference=reference).full_kl
             assert kl is not None
@@ -176,7 +176,7 @@ def test_saved_as_a_plain_model_and_as_an_adapter(
     torch.testing.assert_close(log_probs(plain), wanted, atol=1e-4, rtol=0)
     theirs = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out/adapter").eval()
     assert torch.equal(log_probs(theirs.base_model.model), wanted)
-    again = policy_model(tmp_path / "out/adapter", "float32")
+    again = load_policy_model(tmp_path / "out/adapter", "float32")
     assert not has_adapters(again)
     torch.testing.assert_close(log_probs(again), wanted, atol=1e-4, rtol=0)
     assert load_tokenizer(tmp_path / "out/adapter").get_vocab() == tokenizer.get_vocab()
@@ -286,7 +286,7 @@ def test_rollout_decodes_with_the_adapters(family: str) -> None:
         for row, completion in enumerate(done):
             said = torch.tensor(completion.log_probs)
             torch.testing.assert_close(said, wanted[row, : len(said)], atol=1e-4, rtol=0)
-        assert torch.equal(log_probs(BaseOfPolicy(policy)), log_probs(tiny_model(family)))
+        assert torch.equal(log_probs(BaseModelView(policy)), log_probs(tiny_model(family)))
         with torch.no_grad():  # as an update would
             for parameter in adapter_parameters(policy).values():
                 parameter.mul_(1.5)
@@ -300,7 +300,7 @@ def test_llama_families_keep_their_fast_path_with_adapters() -> None:
     bound = bind(policy)
     torch.testing.assert_close(bound.layers[1].down.weight, layer.base_layer.weight + delta)
     assert bound.embedding is policy.model.embed_tokens.weight
-    with BaseOfPolicy(policy).weights():
+    with BaseModelView(policy).weights():
         assert bind(policy).layers[1].down.weight is layer.base_layer.weight
     with pytest.raises(UnsupportedModel, match="its embedding is a"):
         bind(adapted(tiny_model("llama"), target_modules=("embed_tokens",)))

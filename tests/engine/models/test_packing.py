@@ -16,13 +16,13 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 from engine.config import ParallelConfig
 from engine.errors import ConfigError, DataError
 from engine.models import create_critic_model, packing
-from engine.models.forward import plain_readout, response_log_probs
+from engine.models.forward import response_log_probs, token_statistics
 from engine.models.packing import PackedRows, apply_packing, pack_rows, packed_forward
 from engine.parallel.fsdp import call, shard_model
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
 from engine.parallel.tensor_parallel import apply_tensor_parallel
-from engine.parallel.vocab_parallel import VocabularyReadout
+from engine.parallel.vocab_parallel import VocabParallelStatistics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -144,10 +144,10 @@ def spread_log_probs(layout: Layout, pack: bool) -> list[Tensor]:
         apply_tensor_parallel(model, ranks.submesh("tp"))
     shard_model(model, ranks, config, layers=list(model.base_model.layers))
     batch = completions_batch(*random_completions(6))
-    readout: Any = plain_readout
+    statistics: Any = token_statistics
     if layout.tp > 1:
-        readout = VocabularyReadout.of(VOCABULARY, ranks.submesh("tp"))
-    got = call(model, lambda: response_log_probs(model, batch, 1.0, readout=readout))
+        statistics = VocabParallelStatistics.of(VOCABULARY, ranks.submesh("tp"))
+    got = call(model, lambda: response_log_probs(model, batch, 1.0, statistics=statistics))
     (got.sum() / layout.fsdp).backward()  # FSDP sums over ranks, which all have all rows here
     grad = model.base_model.layers[0].mlp.down_proj.weight.grad
     whole = grad.full_tensor() if isinstance(grad, DTensor) else grad

@@ -21,12 +21,12 @@ from engine.config import LoRAConfig, OptimConfig, ParallelConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError
 from engine.models import (
-    BaseOfPolicy,
+    BaseModelView,
     adapter_parameters,
     add_adapters,
     create_critic_model,
     load_model,
-    policy_model,
+    load_policy_model,
     save_model,
 )
 from engine.models.forward import response_log_probs
@@ -83,7 +83,7 @@ def with_dense_base(model: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
-def log_probs(model: PreTrainedModel | BaseOfPolicy) -> Tensor:
+def log_probs(model: PreTrainedModel | BaseModelView) -> Tensor:
     return response_log_probs(model, completions_batch(*random_completions(5)), 1.0)
 
 
@@ -238,7 +238,7 @@ def test_the_base_is_there_with_adapters_off(kind: str) -> None:
     model = policy(kind, "llama")
     with torch.no_grad():
         ours = log_probs(model)
-        assert torch.equal(log_probs(BaseOfPolicy(model)), log_probs(start))
+        assert torch.equal(log_probs(BaseModelView(model)), log_probs(start))
         assert (ours - log_probs(start)).abs().max() > 0.01
         assert torch.equal(log_probs(model), ours)
 
@@ -257,7 +257,7 @@ def test_casting_the_model_leaves_the_matrices_as_they_are(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_saved_and_loaded_again(tiny_folder: Path, tmp_path: Path, kind: str, dtype: str) -> None:
-    model = policy_model(tiny_folder, dtype, lora(kind))
+    model = load_policy_model(tiny_folder, dtype, lora(kind))
     move(model)
     before = state(model)
     save_model(model, load_tokenizer(tiny_folder), tmp_path / "out")
@@ -270,7 +270,7 @@ def test_saved_and_loaded_again(tiny_folder: Path, tmp_path: Path, kind: str, dt
         tolerance = 1e-4 if dtype == "float32" else 0.2
         assert (log_probs(plain) - wanted).abs().max() < tolerance
         adapters = tmp_path / "out/adapter"
-        again = policy_model(adapters, dtype, lora(kind, rank=0, from_folder=True))
+        again = load_policy_model(adapters, dtype, lora(kind, rank=0, from_folder=True))
         assert torch.equal(log_probs(again), wanted)
 
 
@@ -311,7 +311,7 @@ def test_rollout_decodes_what_the_forward_pass_computes(kind: str, targets: Any)
         engine.update_weights(model, round_ + 1)
     layer: Any = model.model.layers[0].self_attn.q_proj
     dense = layer.base_layer.dense()
-    with BaseOfPolicy(model).weights():
+    with BaseModelView(model).weights():
         assert torch.equal(bind(model).layers[0].q.weight, dense)
     delta = 2.0 * layer.lora_B.default.weight @ layer.lora_A.default.weight
     torch.testing.assert_close(bind(model).layers[0].q.weight, dense + delta)
@@ -319,7 +319,7 @@ def test_rollout_decodes_what_the_forward_pass_computes(kind: str, targets: Any)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_adapters_travel_to_other_processes(tiny_folder: Path, kind: str) -> None:
-    here, there = (policy_model(tiny_folder, "float32", lora(kind), seed) for seed in (0, 1))
+    here, there = (load_policy_model(tiny_folder, "float32", lora(kind), seed) for seed in (0, 1))
     move(here)
     sender, receiver = PolicyRuntime(here), PolicyRuntime(there)
     sender.version = 3
@@ -419,7 +419,7 @@ def test_on_a_device(kind: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(layer.dense().cpu(), here.dense())
     with torch.no_grad():
         assert (log_probs(there).cpu() - log_probs(model)).abs().max() < tolerance
-        start = log_probs(BaseOfPolicy(there))
+        start = log_probs(BaseModelView(there))
     before, optimizer = state(there), Optimizer(there, OptimConfig(lr=3e-2), 10)
     losses = []
     for _ in range(10):
@@ -436,7 +436,7 @@ def test_on_a_device(kind: str, dtype: torch.dtype) -> None:
     done = engine.generate(prompts, SamplingParams(n=1, max_new_tokens=8))
     batch = completions_batch(prompts, [c.token_ids for c in done])
     with torch.no_grad():
-        assert torch.equal(log_probs(BaseOfPolicy(there)), start)
+        assert torch.equal(log_probs(BaseModelView(there)), start)
         wanted = response_log_probs(there, batch, 1.0).cpu()
     for row, completion in enumerate(done):
         said = torch.tensor(completion.log_probs)

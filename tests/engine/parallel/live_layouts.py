@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from reshard_cases import held_by, view
+from reshard_cases import shards_of_rank, view
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engine.config import ParallelConfig
 from engine.parallel.fsdp import shard_model
 from engine.parallel.layout import Layout
-from engine.parallel.pipeline_stages import take_stage
+from engine.parallel.pipeline_stages import extract_stage
 from engine.parallel.process_groups import Ranks
-from engine.parallel.shard_map import Holdings
+from engine.parallel.shard_map import ShardMap
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 
 EMPTY = -7.0  # what a rollout storage holds before, so that nothing is right by chance
@@ -45,7 +45,7 @@ def trained(model: Qwen2ForCausalLM, layout: Layout) -> nn.Module:
     ranks = Ranks.form(layout)
     part: Any = model
     if layout.pp > 1:
-        part = take_stage(model, ranks.index("pp"), layout.pp)
+        part = extract_stage(model, ranks.index("pp"), layout.pp)
     if layout.tp > 1:
         apply_tensor_parallel(part, ranks.submesh("tp"))
     layers = part.layers if layout.pp > 1 else part.model.layers
@@ -53,23 +53,23 @@ def trained(model: Qwen2ForCausalLM, layout: Layout) -> nn.Module:
     return part
 
 
-def storages(target: Holdings, rank: int, pad: int = 0) -> dict[str, Tensor]:
+def storages(target: ShardMap, rank: int, pad: int = 0) -> dict[str, Tensor]:
     """Rollout's tensors on a rank; vocabularies have `pad` rows that no parameter fills."""
     found: dict[str, Tensor] = {}
-    for name, storage, held in held_by(target, rank):
+    for name, storage, shard in shards_of_rank(target, rank):
         rows = found[storage].shape[0] if storage in found else 0
         more = pad if "embed" in storage or "lm_head" in storage else 0
-        shape = (max(rows, held.start[0] + held.box.size[0] + more), *held.box.size[1:])
+        shape = (max(rows, shard.start[0] + shard.box.size[0] + more), *shard.box.size[1:])
         found[storage] = torch.full(shape, EMPTY, dtype=target.dtypes[name])
     return found
 
 
-def wrong(target: Holdings, rank: int, filled: dict[str, Tensor], whole: dict[str, Tensor]) -> list:
+def wrong(target: ShardMap, rank: int, filled: dict[str, Tensor], whole: dict[str, Tensor]) -> list:
     """Parameters that differ from the whole model's, and storages with rows written beyond."""
     found, covered = [], {name: torch.zeros(t.shape) for name, t in filled.items()}
-    for name, storage, held in held_by(target, rank):
-        expected = view(whole[name], held.box.offset, held.box.size).to(filled[storage].dtype)
-        if not torch.equal(view(filled[storage], held.start, held.box.size), expected):
+    for name, storage, shard in shards_of_rank(target, rank):
+        expected = view(whole[name], shard.box.offset, shard.box.size).to(filled[storage].dtype)
+        if not torch.equal(view(filled[storage], shard.start, shard.box.size), expected):
             found.append(name)
-        view(covered[storage], held.start, held.box.size).fill_(1)
+        view(covered[storage], shard.start, shard.box.size).fill_(1)
     return found + [n for n, t in filled.items() if not (t[covered[n] == 0] == EMPTY).all()]

@@ -16,9 +16,9 @@ from engine.parallel.boxes import Box, Index, chunk
 from engine.parallel.grouping import Grouping, grouping
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.pipeline_stages import split_layers
-from engine.parallel.reshard import Plan, Slice
-from engine.parallel.shard_map import Held, Holdings, Spread
-from engine.parallel.sharding_specs import rollout_holdings
+from engine.parallel.reshard import RemoteSlice, ReshardPlan
+from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
+from engine.parallel.sharding_specs import rollout_shard_map
 
 
 def decoder_shapes(model: ModelShape, biases: bool = False) -> dict[str, Index]:
@@ -42,28 +42,30 @@ def decoder_shapes(model: ModelShape, biases: bool = False) -> dict[str, Index]:
     return shapes
 
 
-def train_holdings(
+def training_shard_map(
     shapes: dict[str, Index],
     layout: Layout,
     model: ModelShape,
     stages: Sequence[Sequence[int]] | None = None,
-) -> Holdings:
+) -> ShardMap:
     """A trainer's stages, tensor parallel shards of them, and FSDP2's chunks of their rows."""
     ranks = Grouping(tuple(layout.sizes.items()))
-    unsharded = rollout_holdings(shapes, ranks, model, torch.float32, stages)
+    unsharded = rollout_shard_map(shapes, ranks, model, torch.float32, stages)
     size = layout.fsdp * layout.sp
 
     @cache
-    def rows(held: tuple[Held, ...]) -> tuple[Held, ...]:
+    def rows(shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
         found: dict[Box, list[int]] = defaultdict(list)
-        for one in held:
+        for one in shards:
             for rank in one.ranks:
                 at = layout.coordinates(rank)
                 found[chunk(one.box, 0, size, at["fsdp"] * layout.sp + at["sp"])].append(rank)
-        return tuple(Held(b, (0,) * len(b.size), tuple(r)) for b, r in found.items() if b.elements)
+        return tuple(Shard(b, (0,) * len(b.size), tuple(r)) for b, r in found.items() if b.elements)
 
-    spreads = {n: replace(one, held=rows(one.held)) for n, one in unsharded.spreads.items()}
-    return Holdings(layout.world_size, spreads, unsharded.dtypes)
+    parameters = {
+        n: replace(one, shards=rows(one.shards)) for n, one in unsharded.parameters.items()
+    }
+    return ShardMap(layout.world_size, parameters, unsharded.dtypes)
 
 
 def contiguous(world_size: int, pp: int = 1, tp: int = 1) -> Grouping:
@@ -77,24 +79,26 @@ def merge_stages(stages: Sequence[Sequence[int]], count: int) -> list[list[int]]
     return [list(chain(*stages[i : i + step])) for i in range(0, len(stages), step)]
 
 
-def renumber(holdings: Holdings, ranks: Sequence[int], world_size: int) -> Holdings:
-    """The same holdings where `ranks[i]` of `world_size` is what rank i was."""
-    spreads = {
+def renumber(shard_map: ShardMap, ranks: Sequence[int], world_size: int) -> ShardMap:
+    """The same shard map where `ranks[i]` of `world_size` is what rank i was."""
+    parameters = {
         name: replace(
-            spread,
-            held=tuple(replace(h, ranks=tuple(ranks[r] for r in h.ranks)) for h in spread.held),
+            sharded,
+            shards=tuple(
+                replace(h, ranks=tuple(ranks[r] for r in h.ranks)) for h in sharded.shards
+            ),
         )
-        for name, spread in holdings.spreads.items()
+        for name, sharded in shard_map.parameters.items()
     }
-    return Holdings(world_size, spreads, holdings.dtypes)
+    return ShardMap(world_size, parameters, shard_map.dtypes)
 
 
-def held_by(holdings: Holdings, rank: int) -> Iterator[tuple[str, str, Held]]:
+def shards_of_rank(shard_map: ShardMap, rank: int) -> Iterator[tuple[str, str, Shard]]:
     """Parameter name, storage name and box of all that `rank` holds."""
-    for name, spread in holdings.spreads.items():
-        for held in spread.held:
-            if rank in held.ranks:
-                yield name, spread.storage, held
+    for name, sharded in shard_map.parameters.items():
+        for shard in sharded.shards:
+            if rank in shard.ranks:
+                yield name, sharded.storage, shard
 
 
 @st.composite
@@ -122,7 +126,7 @@ def layouts(draw: st.DrawFn, most: int = 16) -> Layout:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Layout, Grouping, Holdings, Holdings]:
+def cases(draw: st.DrawFn) -> tuple[Layout, Grouping, ShardMap, ShardMap]:
     """A training layout, a rollout layout of the same ranks, and what both hold."""
     model, layout = draw(model_shapes()), draw(layouts())
     pp = draw(st.sampled_from([n for n in (1, 2, 4) if layout.pp % n == 0]))
@@ -132,8 +136,8 @@ def cases(draw: st.DrawFn) -> tuple[Layout, Grouping, Holdings, Holdings]:
     nested = draw(st.booleans())
     groups = grouping(layout, pp, tp) if nested else contiguous(layout.world_size, pp, tp)
     stages = split_layers(model.layers, layout.pp, last=draw(st.sampled_from([0.0, 1.5])))
-    source = train_holdings(decoder_shapes(model, draw(st.booleans())), layout, model, stages)
-    target = rollout_holdings(
+    source = training_shard_map(decoder_shapes(model, draw(st.booleans())), layout, model, stages)
+    target = rollout_shard_map(
         source.shapes,
         groups,
         model,
@@ -145,20 +149,20 @@ def cases(draw: st.DrawFn) -> tuple[Layout, Grouping, Holdings, Holdings]:
 
 
 @st.composite
-def any_holdings(draw: st.DrawFn, shape: Index, ranks: int, whole: bool) -> Spread:
+def random_shards(draw: st.DrawFn, shape: Index, ranks: int, whole: bool) -> ShardedParameter:
     """Boxes anywhere, one or none a rank; with `whole`, some rank holds all."""
-    held = []
+    found = []
     all_of_it = draw(st.integers(0, ranks - 1)) if whole else None
     for rank in range(ranks):
         if rank == all_of_it:
-            held.append(Held(Box.whole(shape), (0,) * len(shape), (rank,)))
+            found.append(Shard(Box.whole(shape), (0,) * len(shape), (rank,)))
             continue
         offset = tuple(draw(st.integers(0, n - 1)) for n in shape)
         size = tuple(draw(st.integers(0, n - a)) for n, a in zip(shape, offset, strict=True))
         if Box(offset, size).elements:
             start = tuple(draw(st.integers(0, 2)) for _ in shape)
-            held.append(Held(Box(offset, size), start, (rank,)))
-    return Spread(shape, "w", tuple(held))
+            found.append(Shard(Box(offset, size), start, (rank,)))
+    return ShardedParameter(shape, "w", tuple(found))
 
 
 def view(tensor: Tensor, start: Index, size: Index) -> Tensor:
@@ -175,21 +179,23 @@ def numbered(shapes: dict[str, Index]) -> dict[str, Tensor]:
     return found
 
 
-def local_parts(holdings: Holdings, whole: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+def local_parts(shard_map: ShardMap, whole: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
     """What a rank's storages hold, as little as will do; 0 is what no box covers."""
     found: dict[str, Tensor] = {}
-    for name, storage, held in held_by(holdings, rank):
-        end = tuple(a + n for a, n in zip(held.start, held.box.size, strict=True))
+    for name, storage, shard in shards_of_rank(shard_map, rank):
+        end = tuple(a + n for a, n in zip(shard.start, shard.box.size, strict=True))
         before = found.get(storage, torch.zeros(end, dtype=whole[name].dtype))
         shape = tuple(map(max, before.shape, end))
         found[storage] = torch.zeros(shape, dtype=before.dtype)
         view(found[storage], (0,) * before.dim(), tuple(before.shape)).copy_(before)
-        part = view(whole[name], held.box.offset, held.box.size)
-        view(found[storage], held.start, held.box.size).copy_(part)
+        part = view(whole[name], shard.box.offset, shard.box.size)
+        view(found[storage], shard.start, shard.box.size).copy_(part)
     return found
 
 
-def carry_out(plan: Plan, source: list[dict[str, Tensor]]) -> tuple[list[dict[str, Tensor]], list]:
+def carry_out(
+    plan: ReshardPlan, source: list[dict[str, Tensor]]
+) -> tuple[list[dict[str, Tensor]], list]:
     """Every rank's target storages after the plan, and how often each element was written."""
     ranks = [plan.for_rank(rank) for rank in range(plan.target.world_size)]
     target = [
@@ -202,16 +208,16 @@ def carry_out(plan: Plan, source: list[dict[str, Tensor]]) -> tuple[list[dict[st
         view(target[rank][storage], start, size).copy_(values)
         view(written[rank][storage], start, size).add_(1)
 
-    on_the_way: dict[tuple[int, int], list[tuple[Slice, Tensor]]] = defaultdict(list)
+    on_the_way: dict[tuple[int, int], list[tuple[RemoteSlice, Tensor]]] = defaultdict(list)
     for rank in ranks:
         for one in rank.sends:
-            storage = plan.source.spreads[one.parameter].storage
+            storage = plan.source.parameters[one.parameter].storage
             values = view(source[rank.rank][storage], one.start, one.size)
             assert tuple(values.shape) == one.size, "a rank sends what it does not hold"
             on_the_way[rank.rank, one.peer].append((one, values))
-        for kept in rank.kept:
+        for kept in rank.local_copies:
             values = view(
-                source[rank.rank][plan.source.spreads[kept.parameter].storage],
+                source[rank.rank][plan.source.parameters[kept.parameter].storage],
                 kept.source,
                 kept.size,
             )

@@ -90,9 +90,9 @@ def train(run: Run) -> Trace:
         losses.append(accumulate(model, batch, ranks))
         log_probs_again = everyones_log_probs(model, batch, ranks)  # leaves gathered weights behind
         torch.testing.assert_close(log_probs_again, log_probs, rtol=0, atol=0)
-        gradients.sync_replicas(model.parameters(), ranks, bucket_elements=1000)
+        gradients.all_reduce_gradients(model.parameters(), ranks, bucket_elements=1000)
         norms.append(optimizer.step())
-    weights = {name: w.clone() for name, w in full.full_parameters(model, ranks)}
+    weights = {name: w.clone() for name, w in full.gather_full_tensors(model, ranks)}
     return Trace(losses, norms, log_probs, weights)
 
 
@@ -125,12 +125,12 @@ def accumulate(model: PreTrainedModel, batch: Batch, ranks: Ranks) -> float:
 
 
 def _forward(model: PreTrainedModel, micro: Batch) -> TokenOutputs:
-    return fsdp.call(model, lambda: token_outputs(model, micro, _TEMPERATURE))
+    return fsdp.run_forward(model, lambda: token_outputs(model, micro, _TEMPERATURE))
 
 
 @torch.no_grad()
 def everyones_log_probs(model: PreTrainedModel, batch: Batch, ranks: Ranks) -> Tensor:
-    return fsdp.call(model, lambda: response_log_probs(model, batch, _TEMPERATURE))
+    return fsdp.run_forward(model, lambda: response_log_probs(model, batch, _TEMPERATURE))
 
 
 def _micro_batches(batch: Batch, ranks: Ranks) -> Iterator[Batch]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.parallel.boxes import Box, chunk, flat_run, minus_all, tiles
+from engine.parallel.boxes import Box, chunk, disjoint_boxes, flat_range, subtract_all
 
 SIDE = 6
 
@@ -30,14 +30,14 @@ def boxes(draw: st.DrawFn, dims: int = 2, least: int = 0) -> Box:
 def test_intersection_and_difference_of_two_boxes(a: Box, b: Box) -> None:
     common = a.intersect(b)
     assert (members(common) if common else set()) == members(a) & members(b)
-    counts = Counter(index for part in a.minus(b) for index in members(part))
+    counts = Counter(index for part in a.subtract(b) for index in members(part))
     assert set(counts) == members(a) - members(b)
     assert all(count == 1 for count in counts.values())
 
 
 @given(boxes(), st.lists(boxes(), max_size=4))
 def test_what_several_boxes_leave(box: Box, others: list[Box]) -> None:
-    counts = Counter(index for part in minus_all(box, others) for index in members(part))
+    counts = Counter(index for part in subtract_all(box, others) for index in members(part))
     assert set(counts) == members(box).difference(*map(members, others))
     assert all(count == 1 for count in counts.values())
 
@@ -51,7 +51,7 @@ def test_tiles_give_each_element_once_with_all_its_holders(
         for index in members(box):
             expected.setdefault(index, set()).update(ranks)
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for box, holders in tiles(held):
+    for box, holders in disjoint_boxes(held):
         for index in members(box):
             assert index not in found
             found[index] = holders
@@ -62,7 +62,7 @@ def test_tiles_give_each_element_once_with_all_its_holders(
 def test_a_flat_run_walks_rows_in_order(size: tuple[int, ...], a: int, b: int) -> None:
     numbers = torch.arange(Box.whole(size).elements).view(size)
     start, stop = sorted((min(a, numbers.numel()), min(b, numbers.numel())))
-    run = flat_run(size, start, stop)
+    run = flat_range(size, start, stop)
     walked = [
         numbers[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))].flatten()
         for box in run
@@ -91,8 +91,8 @@ def test_a_scalar_is_one_element() -> None:
     scalar = Box.whole(())
     assert scalar.elements == 1
     assert scalar.intersect(scalar) == scalar
-    assert scalar.minus(scalar) == []
-    assert tiles([(scalar, [1]), (scalar, [0])]) == [(scalar, (0, 1))]
+    assert scalar.subtract(scalar) == []
+    assert disjoint_boxes([(scalar, [1]), (scalar, [0])]) == [(scalar, (0, 1))]
 
 
 def test_boxes_of_different_dimensions_do_not_mix() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import RankError, run_ranks
 from live_layouts import storages, tiny, trained, wrong
-from reshard_cases import contiguous, held_by, merge_stages, renumber, train_holdings
+from reshard_cases import contiguous, merge_stages, renumber, shards_of_rank, training_shard_map
 from torch import Tensor, nn
 
 from engine.errors import ConfigError, ModelError, RolloutError
@@ -21,11 +21,11 @@ from engine.parallel.boxes import Box
 from engine.parallel.exchange import Exchange
 from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.module_shards import gather_holdings, local_tensors
+from engine.parallel.module_shards import gather_shard_map, local_tensors
 from engine.parallel.pipeline_stages import layers_by_stage
-from engine.parallel.reshard import Plan, plan
-from engine.parallel.shard_map import Held, Holdings, Spread
-from engine.parallel.sharding_specs import rollout_holdings
+from engine.parallel.reshard import ReshardPlan, plan_reshard
+from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
+from engine.parallel.sharding_specs import rollout_shard_map
 
 
 def carry(
@@ -49,18 +49,18 @@ def carry(
     def whole_name(name: str) -> str:
         return rename.get(name, name)
 
-    live = gather_holdings(model, rename=whole_name)
+    live = gather_shard_map(model, rename=whole_name)
     shapes = {name: tuple(t.shape) for name, t in whole.items()}
-    expected = train_holdings(shapes, layout, shape, stages)
+    expected = training_shard_map(shapes, layout, shape, stages)
     groups = grouping(layout, pp, tp)
-    target = rollout_holdings(shapes, groups, shape, dtype, merge_stages(stages, pp), fused)
+    target = rollout_shard_map(shapes, groups, shape, dtype, merge_stages(stages, pp), fused)
     rank = dist.get_rank()
-    planned = plan(live, target)
+    planned = plan_reshard(live, target)
     filled = storages(target, rank, pad=5)
     source = local_tensors(model, whole_name)
     exchange = Exchange(planned.for_rank(rank), source, filled, bucket_bytes=bucket_bytes)
     on_the_wire = counted()
-    moved = exchange.run()
+    stats = exchange.run()
     mistakes = wrong(target, rank, filled, whole)
     with torch.no_grad():
         for tensor in source.values():
@@ -68,9 +68,9 @@ def carry(
     exchange.run()
     mistakes += wrong(target, rank, filled, {name: 2 * t for name, t in whole.items()})
     return {
-        **asdict(moved),
+        **asdict(stats),
         "mistakes": mistakes,
-        "alike": held(live) == held(expected),
+        "alike": shard_map(live) == shard_map(expected),
         "planned": [int(planned.sent[rank]), int(planned.received[rank]), int(planned.kept[rank])],
         "bound": int(planned.lower_bound[rank]),
         "model_bytes": planned.model_bytes,
@@ -78,11 +78,11 @@ def carry(
     }
 
 
-def held(holdings: Holdings) -> dict[str, set[tuple[Box, int]]]:
+def shard_map(shard_map: ShardMap) -> dict[str, set[tuple[Box, int]]]:
     """Which rank holds which boxes, in any order."""
     return {
-        name: {(one.box, rank) for one in spread.held for rank in one.ranks}
-        for name, spread in holdings.spreads.items()
+        name: {(one.box, rank) for one in sharded.shards for rank in one.ranks}
+        for name, sharded in shard_map.parameters.items()
     }
 
 
@@ -120,11 +120,11 @@ def test_rollout_gets_the_trainer_s_weights(case: str) -> None:
     results = run_ranks(4, carry, layout, pp, tp, dtype, fused, vocabulary, tied, bucket)
     for figures in results:
         assert figures["mistakes"] == []
-        assert figures["alike"], "train_holdings is not what the live model holds"
-        assert figures["planned"] == [figures["sent"], figures["received"], figures["kept"]]
+        assert figures["alike"], "training_shard_map is not what the live model holds"
+        assert figures["planned"] == [figures["sent"], figures["received"], figures["copied"]]
         assert figures["received"] == figures["bound"] == figures["wire"] // 2  # of two runs
         assert figures["buffers"] <= 2 * bucket
-        assert figures["rounds"] > 1
+        assert figures["all_to_alls"] > 1
     if share is not None:  # the mean: stages are not of one size, and norms are on all ranks
         mean = sum(figures["received"] for figures in results) / 4
         assert mean / results[0]["model_bytes"] == pytest.approx(share, abs=0.02)
@@ -134,21 +134,21 @@ def peak(bucket_bytes: int) -> tuple[int, int]:
     """Most memory that a run holds above what there was, and bytes received, on this rank."""
     layout = Layout(fsdp=2)
     model = trained(tiny(2048), layout)
-    live = gather_holdings(model)
+    live = gather_shard_map(model)
     shape = ModelShape.of(model.config)
-    target = rollout_holdings(live.shapes, contiguous(2), shape, torch.bfloat16)
+    target = rollout_shard_map(live.shapes, contiguous(2), shape, torch.bfloat16)
     filled = storages(target, dist.get_rank())
-    part = plan(live, target).for_rank(dist.get_rank())
+    part = plan_reshard(live, target).for_rank(dist.get_rank())
     exchange = Exchange(part, local_tensors(model), filled, bucket_bytes=bucket_bytes)
     exchange.run()
     with torch.profiler.profile(profile_memory=True) as profile:
-        moved = exchange.run()
+        stats = exchange.run()
     most = now = 0
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     for event in sorted(events, key=lambda e: e.start_ns()):
         now += event.nbytes()
         most = max(most, now)
-    return most, moved.received
+    return most, stats.received
 
 
 def test_it_takes_two_buckets_of_memory_and_no_more() -> None:
@@ -161,15 +161,15 @@ def test_it_takes_two_buckets_of_memory_and_no_more() -> None:
 NAMES = ("a", "b", "c", "d")
 
 
-def to_another_rank() -> Plan:
+def to_another_rank() -> ReshardPlan:
     """Rank 0 has four parameters of 8 elements, rank 1 is to have them."""
 
-    def on(rank: int) -> Holdings:
-        held = (Held(Box((0,), (8,)), (0,), (rank,)),)
-        spreads = {name: Spread((8,), name, held) for name in NAMES}
-        return Holdings(2, spreads, dict.fromkeys(NAMES, torch.float32))
+    def on(rank: int) -> ShardMap:
+        shard_map = (Shard(Box((0,), (8,)), (0,), (rank,)),)
+        parameters = {name: ShardedParameter((8,), name, shard_map) for name in NAMES}
+        return ShardMap(2, parameters, dict.fromkeys(NAMES, torch.float32))
 
-    return plan(on(0), on(1))
+    return plan_reshard(on(0), on(1))
 
 
 def fails_midway(how: str) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def fails_midway(how: str) -> dict[str, Any]:
     part = to_another_rank().for_rank(rank)
     exchange = Exchange(part, source, target, group, bucket_bytes=36)
     assert not exchange.intact
-    assert exchange.run().rounds == 4
+    assert exchange.run().all_to_alls == 4
     exchange.require_intact()
     for tensor in source.values():
         tensor.fill_(2.0)
@@ -253,14 +253,15 @@ def separate() -> list[float]:
     """Ranks 0 and 1 train; rank 2 rolls out, holds nothing before, and gets everything."""
     shape = ModelShape(1, 1, 1, 4, 4, 4, 8)
     shapes = {"lm_head.weight": (8, 4), "model.norm.weight": (4,)}
-    source = renumber(train_holdings(shapes, Layout(fsdp=2), shape), [0, 1], 3)
-    target = renumber(rollout_holdings(shapes, contiguous(1), shape, torch.float32), [2], 3)
+    source = renumber(training_shard_map(shapes, Layout(fsdp=2), shape), [0, 1], 3)
+    target = renumber(rollout_shard_map(shapes, contiguous(1), shape, torch.float32), [2], 3)
     rank = dist.get_rank()
     parts = {
-        name: torch.full(held.box.size, float(rank + 1)) for name, _, held in held_by(source, rank)
+        name: torch.full(shard.box.size, float(rank + 1))
+        for name, _, shard in shards_of_rank(source, rank)
     }
     filled = storages(target, rank)
-    Exchange(plan(source, target).for_rank(rank), parts, filled).run()
+    Exchange(plan_reshard(source, target).for_rank(rank), parts, filled).run()
     return [value for tensor in filled.values() for value in tensor.flatten().tolist()]
 
 
@@ -270,12 +271,12 @@ def test_separate_rollout_ranks() -> None:
 
 def mixed() -> bool:
     """Parameters of two dtypes in one plan."""
-    spreads = {n: two_ranks().target.spreads["w"] for n in ("a", "b", "c")}
-    halves = {n: two_ranks().source.spreads["w"] for n in ("a", "b", "c")}
+    parameters = {n: two_ranks().target.parameters["w"] for n in ("a", "b", "c")}
+    halves = {n: two_ranks().source.parameters["w"] for n in ("a", "b", "c")}
     dtypes = {"a": torch.bfloat16, "b": torch.float32, "c": torch.bfloat16}
     rank = dist.get_rank()
     filled = {n: torch.zeros(8, dtype=dtype) for n, dtype in dtypes.items()}
-    planned = plan(Holdings(2, halves, {}), Holdings(2, spreads, dtypes))
+    planned = plan_reshard(ShardMap(2, halves, {}), ShardMap(2, parameters, dtypes))
     rank_plan = planned.for_rank(rank)
     rank_plan.storages.update({n: n for n in filled})
     source = {n: torch.arange(4.0) + 4 * rank + 10 * i for i, n in enumerate(filled)}
@@ -289,29 +290,29 @@ def test_two_dtypes() -> None:
     assert run_ranks(2, mixed) == [True, True]
 
 
-def two_ranks(dtype: torch.dtype = torch.float32) -> Plan:
+def two_ranks(dtype: torch.dtype = torch.float32) -> ReshardPlan:
     """Each rank has half of 8 elements and is to have all."""
-    halves = tuple(Held(Box((4 * r,), (4,)), (0,), (r,)) for r in range(2))
-    source = Holdings(2, {"w": Spread((8,), "w", halves)}, {"w": torch.float32})
-    both = (Held(Box((0,), (8,)), (0,), (0, 1)),)
-    return plan(source, Holdings(2, {"w": Spread((8,), "w", both)}, {"w": dtype}))
+    halves = tuple(Shard(Box((4 * r,), (4,)), (0,), (r,)) for r in range(2))
+    source = ShardMap(2, {"w": ShardedParameter((8,), "w", halves)}, {"w": torch.float32})
+    both = (Shard(Box((0,), (8,)), (0,), (0, 1)),)
+    return plan_reshard(source, ShardMap(2, {"w": ShardedParameter((8,), "w", both)}, {"w": dtype}))
 
 
-def alone(dtype: torch.dtype = torch.float32) -> Plan:
-    whole = Holdings(
-        1, {"w": Spread((8,), "w", (Held(Box((0,), (8,)), (0,), (0,)),))}, {"w": dtype}
+def alone(dtype: torch.dtype = torch.float32) -> ReshardPlan:
+    whole = ShardMap(
+        1, {"w": ShardedParameter((8,), "w", (Shard(Box((0,), (8,)), (0,), (0,)),))}, {"w": dtype}
     )
-    return plan(whole, whole)
+    return plan_reshard(whole, whole)
 
 
 def test_a_rank_alone_shares_or_copies() -> None:
     weights = torch.arange(8.0)
     part = alone().for_rank(0)
-    moved = Exchange(part, {"w": weights}, {"w": weights}).run()
-    assert (moved.shared, moved.kept, moved.received, moved.buffers) == (32, 0, 0, 0)
+    stats = Exchange(part, {"w": weights}, {"w": weights}).run()
+    assert (stats.shared, stats.copied, stats.received, stats.buffers) == (32, 0, 0, 0)
     copy = nn.Parameter(torch.zeros(8))
-    moved = Exchange(part, {"w": weights}, {"w": copy}).run()
-    assert (moved.shared, moved.kept) == (0, 32)
+    stats = Exchange(part, {"w": weights}, {"w": copy}).run()
+    assert (stats.shared, stats.copied) == (0, 32)
     assert torch.equal(copy, weights)
 
 
@@ -370,7 +371,7 @@ def test_buckets_without_room_for_every_peer() -> None:
 
 
 def other_models() -> None:
-    gather_holdings(nn.Linear(4, 2 + dist.get_rank()))
+    gather_shard_map(nn.Linear(4, 2 + dist.get_rank()))
 
 
 def test_ranks_with_different_models() -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from engine.config import OptimConfig, ParallelConfig
 from engine.models.critic import create_critic_model
 from engine.models.forward import response_log_probs, response_values, token_outputs
-from engine.models.lora import BaseOfPolicy
+from engine.models.lora import BaseModelView
 from engine.parallel import fsdp
 from engine.parallel import gather as full
 from engine.parallel.layout import Layout
@@ -138,7 +138,7 @@ def test_updates_smaller_than_bfloat16_add_up() -> None:
 
 
 def full_weights(model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
-    return {name: whole.clone() for name, whole in full.full_parameters(model, ranks)}
+    return {name: whole.clone() for name, whole in full.gather_full_tensors(model, ranks)}
 
 
 def gathered_weights(model: nn.Module) -> list[str]:
@@ -154,11 +154,11 @@ def passes_of_all_kinds() -> None:
 
     with torch.no_grad():
         own = plain(input_ids=batch["input_ids"]).logits
-        inside = fsdp.call(model, lambda: model(input_ids=batch["input_ids"]).logits)
+        inside = fsdp.run_forward(model, lambda: model(input_ids=batch["input_ids"]).logits)
         torch.testing.assert_close(inside, own)
         assert gathered_weights(model) == []
         wanted = response_log_probs(plain, batch, 1.0)
-        got = fsdp.call(model, lambda: response_log_probs(model, batch, 1.0))
+        got = fsdp.run_forward(model, lambda: response_log_probs(model, batch, 1.0))
         torch.testing.assert_close(got, wanted)
         assert gathered_weights(model) == []  # the root's own would be kept for backward
 
@@ -170,8 +170,8 @@ def passes_of_all_kinds() -> None:
     optimizer.parameters[0].grad.fill_(1.0)  # type: ignore[union-attr]
     optimizer.step()
     with torch.no_grad():
-        moved = fsdp.call(model, lambda: response_log_probs(model, batch, 1.0))
-    full.load_full(plain, full_weights(model, ranks), Ranks(Layout()))
+        moved = fsdp.run_forward(model, lambda: response_log_probs(model, batch, 1.0))
+    full.load_full_tensors(plain, full_weights(model, ranks), Ranks(Layout()))
     torch.testing.assert_close(moved, response_log_probs(plain, batch, 1.0).detach())
     assert not torch.allclose(moved, wanted)
 
@@ -188,8 +188,8 @@ def policy_and_its_base_in_one_pass() -> None:
         model = build(Run(lora=True))
         if sharded:
             fsdp.shard_model(model, ranks, ParallelConfig(), layers=decoder_layers(model))
-        out = fsdp.call(
-            model, lambda m=model: token_outputs(m, batch, 1.0, reference=BaseOfPolicy(m))
+        out = fsdp.run_forward(
+            model, lambda m=model: token_outputs(m, batch, 1.0, reference=BaseModelView(m))
         )
         assert out.full_kl is not None
         (out.full_kl.sum() + out.log_probs.mean()).backward()
@@ -240,7 +240,7 @@ def recovers_from_a_failed_pass() -> None:
         raise ValueError("no such token")
 
     with pytest.raises(ValueError, match="no such token"):
-        fsdp.call(model, broken)
+        fsdp.run_forward(model, broken)
     assert gathered_weights(model) == []
     loss = accumulate(model, batch, ranks)
     fresh = accumulate(tiny_model("qwen2"), batch, Ranks(Layout()))
@@ -276,9 +276,9 @@ def test_nothing_is_shared_where_the_layout_shares_nothing() -> None:
     fsdp.reshard(model)
     assert type(model) is kind
     assert [name for name, _ in model.named_parameters()] == names
-    assert fsdp.call(model, lambda: 3) == 3
-    assert not fsdp.shards(Ranks(Layout(dp=2)))
-    assert fsdp.shards(Ranks(Layout(sp=2)))
+    assert fsdp.run_forward(model, lambda: 3) == 3
+    assert not fsdp.shards_weights(Ranks(Layout(dp=2)))
+    assert fsdp.shards_weights(Ranks(Layout(sp=2)))
 
 
 def test_checkpointed_layers_compute_again_in_backward_only() -> None:

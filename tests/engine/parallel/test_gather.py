@@ -15,7 +15,8 @@ from engine.errors import CheckpointError
 from engine.parallel import fsdp
 from engine.parallel import gather as full
 from engine.parallel.layout import Layout
-from engine.parallel.pipeline_stages import take_stage
+from engine.parallel.module_shards import local_tensor
+from engine.parallel.pipeline_stages import extract_stage
 from engine.parallel.process_groups import Ranks
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 
@@ -33,7 +34,7 @@ def spread(family: str, layout: Layout) -> tuple[nn.Module, Ranks, dict[str, str
     model: nn.Module = whole
     layers = decoder_layers(model)
     if layout.pp > 1:
-        model = take_stage(whole, ranks.index("pp"), layout.pp)
+        model = extract_stage(whole, ranks.index("pp"), layout.pp)
         layers = model.layers  # type: ignore[assignment]
     if layout.tp > 1:
         apply_tensor_parallel(model, ranks.submesh("tp"))
@@ -48,18 +49,18 @@ def out_and_in(family: str, layout: Layout) -> list[str]:
     model, ranks, copies = spread(family, layout)
     old, new = plain_weights(family, 0), plain_weights(family, 1)
     names = []
-    for name, whole in full.full_parameters(model, ranks, copies):
+    for name, whole in full.gather_full_tensors(model, ranks, copies):
         names.append(name)
         assert torch.equal(whole, old[name]), name
     storage = full.named_tensors(model)
-    full.load_full(model, new, ranks, copies)
+    full.load_full_tensors(model, new, ranks, copies)
     assert all(t is storage[n] for n, t in full.named_tensors(model).items())
-    for name, whole in full.full_parameters(model, ranks, copies):
+    for name, whole in full.gather_full_tensors(model, ranks, copies):
         assert torch.equal(whole, new[name]), name
     end = storage.get("lm_head.weight")
     if copies and end is not None:  # the second end of a tied matrix, though never given
-        part = full.part_of(new["model.embed_tokens.weight"], end)
-        assert torch.equal(full.local(end), part)
+        part = full.shard_like(new["model.embed_tokens.weight"], end)
+        assert torch.equal(local_tensor(end), part)
     return names
 
 
@@ -84,11 +85,11 @@ def after_a_pass() -> None:
     model, ranks, _ = spread("qwen2", Layout(fsdp=2))
     ids = torch.arange(8).view(1, 8)
     model.unshard()  # type: ignore[operator]
-    full.load_full(model, plain_weights("qwen2", 1), ranks)
+    full.load_full_tensors(model, plain_weights("qwen2", 1), ranks)
     with torch.no_grad():
         got = model(input_ids=ids).logits  # leaves the root's gathered, as no `call` is around it
         torch.testing.assert_close(got, tiny_model("qwen2", 1)(input_ids=ids).logits)
-    for name, whole in full.full_parameters(model, ranks):
+    for name, whole in full.gather_full_tensors(model, ranks):
         assert torch.equal(whole, plain_weights("qwen2", 1)[name])
 
 
@@ -105,8 +106,8 @@ def refusals(layout: Layout) -> None:
     ):
         given = {n: t for n, t in (wrong | change).items() if t is not None}
         with pytest.raises(CheckpointError, match=text):
-            full.load_full(model, given, ranks)
-    for name, whole in full.full_parameters(model, ranks):
+            full.load_full_tensors(model, given, ranks)
+    for name, whole in full.gather_full_tensors(model, ranks):
         assert torch.equal(whole, plain_weights("llama", 0)[name]), name
 
 
@@ -124,10 +125,10 @@ def parts(tp: int, fsdp_: int) -> None:
             value = distribute_tensor(whole, ranks.submesh("tp"), [placement])
             module.register_parameter("weight", nn.Parameter(value))
             fsdp.shard_model(module, ranks, ParallelConfig(), layers=[])
-            part = full.part_of(whole, module.weight)  # type: ignore[arg-type]
-            mine = full.local(module.weight)  # type: ignore[arg-type]
+            part = full.shard_like(whole, module.weight)  # type: ignore[arg-type]
+            mine = local_tensor(module.weight)  # type: ignore[arg-type]
             assert torch.equal(part, mine), (size, placement)
-            (got,) = (w for _, w in full.full_parameters(module, ranks))
+            (got,) = (w for _, w in full.gather_full_tensors(module, ranks))
             assert torch.equal(got, whole), (size, placement)
 
 
@@ -143,7 +144,7 @@ def partial_part() -> None:
 
     value = DTensor.from_local(torch.zeros(2), mesh, placements, run_check=False)
     with pytest.raises(ValueError, match="can't be loaded into the placement"):
-        full.part_of(torch.zeros(2), value)
+        full.shard_like(torch.zeros(2), value)
 
 
 def test_partial_sums_are_no_parameters() -> None:
@@ -154,7 +155,7 @@ def test_buffers_that_are_saved_are_given_and_others_not() -> None:
     model = nn.Module()
     model.register_buffer("kept", torch.tensor([True, False]))
     model.register_buffer("lost", torch.zeros(1), persistent=False)
-    given = dict(full.full_parameters(model, Ranks(Layout())))
+    given = dict(full.gather_full_tensors(model, Ranks(Layout())))
     assert list(given) == ["kept"]
-    full.load_full(model, {"kept": torch.tensor([False, True])}, Ranks(Layout()))
+    full.load_full_tensors(model, {"kept": torch.tensor([False, True])}, Ranks(Layout()))
     assert model.kept.tolist() == [False, True]  # type: ignore[operator,union-attr]

@@ -30,6 +30,7 @@ from engine.config import OptimConfig, ParallelConfig
 from engine.parallel import fsdp, gradients
 from engine.parallel import gather as full
 from engine.parallel.layout import Layout
+from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import DATA_AXES, Ranks
 from engine.runtime.optimizer import Optimizer
 
@@ -62,7 +63,9 @@ def sync_in_buckets(limit: int) -> None:
 
     dist.all_reduce = counting
     try:
-        gradients.sync_replicas([trained[0], frozen, *trained[1:]], ranks, bucket_elements=limit)
+        gradients.all_reduce_gradients(
+            [trained[0], frozen, *trained[1:]], ranks, bucket_elements=limit
+        )
     finally:
         dist.all_reduce = plain_all_reduce
     assert frozen.grad is None
@@ -90,10 +93,10 @@ def sync_where_fsdp_sums() -> None:
     for layout in (Layout(dp=2, fsdp=2), Layout(sp=4)):
         parameter = nn.Parameter(torch.zeros(2))
         parameter.grad = torch.ones(2)
-        gradients.sync_replicas([parameter], Ranks.form(layout))
+        gradients.all_reduce_gradients([parameter], Ranks.form(layout))
         assert torch.equal(parameter.grad, torch.ones(2))
-    gradients.sync_replicas([parameter], Ranks(Layout()))
-    gradients.sync_replicas([], Ranks.form(Layout(dp=4)))
+    gradients.all_reduce_gradients([parameter], Ranks(Layout()))
+    gradients.all_reduce_gradients([], Ranks.form(Layout(dp=4)))
 
 
 def test_nothing_is_summed_twice() -> None:
@@ -120,7 +123,7 @@ class Spread(nn.Module):
             self.register_parameter(f"p{number}", nn.Parameter(value))
         fsdp.shard_model(self, ranks, ParallelConfig(), layers=[])
         for name, parameter in self.named_parameters():
-            part = full.part_of(self.whole[name], parameter).clone()
+            part = full.shard_like(self.whole[name], parameter).clone()
             parameter.grad = like(part, parameter)
 
     def whole_gradients(self) -> list[Tensor]:
@@ -148,11 +151,11 @@ def norms(layout: Layout) -> tuple[float, float, float, float]:
     own = list(model.parameters())
     everything = [g for s in range(layout.pp) for g in stage_gradients(s)]
     expected = float(torch.cat([g.double().flatten() for g in everything]).norm())
-    norm = gradients.global_norm(own, ranks)
+    norm = gradients.global_grad_norm(own, ranks)
     if layout.pp == 1:
         return norm, expected, norm, expected
     last = stage == layout.pp - 1
-    once = gradients.global_norm(own, ranks, {own[1]} if last else set())
+    once = gradients.global_grad_norm(own, ranks, {own[1]} if last else set())
     less = math.sqrt(expected**2 - float(stage_gradients(layout.pp - 1)[1].double().norm()) ** 2)
     return norm, expected, once, less
 
@@ -191,20 +194,24 @@ def clipped(layout: Layout) -> None:
         for parameter, grad in zip(alone, model.whole_gradients(), strict=True):
             parameter.grad = grad.clone()
         wanted = float(nn.utils.clip_grad_norm_(alone, max_norm))
-        assert gradients.clip(model.parameters(), ranks, max_norm) == pytest.approx(wanted)
+        assert gradients.clip_grad_norm(model.parameters(), ranks, max_norm) == pytest.approx(
+            wanted
+        )
         for parameter, theirs in zip(model.parameters(), alone, strict=True):
             assert parameter.grad is not None
             assert theirs.grad is not None
-            part = full.part_of(theirs.grad, parameter)
-            torch.testing.assert_close(gradients.local(parameter.grad), part)
+            part = full.shard_like(theirs.grad, parameter)
+            torch.testing.assert_close(local_tensor(parameter.grad), part)
     bad = math.nan if ranks.rank == 0 else 1.0
     model = Spread(ranks, seed=0)
-    before = [gradients.local(p.grad).clone() for p in model.parameters() if p.grad is not None]
-    gradients.local(next(model.parameters()).grad)[:1] *= bad  # type: ignore[arg-type]
-    assert not math.isfinite(gradients.clip(model.parameters(), ranks, 0.5))  # on all ranks
+    before = [local_tensor(p.grad).clone() for p in model.parameters() if p.grad is not None]
+    local_tensor(next(model.parameters()).grad)[:1] *= bad  # type: ignore[arg-type]
+    assert not math.isfinite(
+        gradients.clip_grad_norm(model.parameters(), ranks, 0.5)
+    )  # on all ranks
     for parameter, old in zip(list(model.parameters())[1:], before[1:], strict=True):
         assert parameter.grad is not None
-        assert torch.equal(gradients.local(parameter.grad), old)
+        assert torch.equal(local_tensor(parameter.grad), old)
 
 
 @pytest.mark.parametrize("layout", [Layout(fsdp=2, tp=2), Layout(pp=2, tp=2)], ids=str)
@@ -220,7 +227,7 @@ def partial_sums() -> None:
     parameter.grad = DTensor.from_local(
         torch.full((3,), 1.0 + ranks.rank), mesh, [Partial()], run_check=False
     )
-    assert gradients.global_norm([parameter], ranks) == pytest.approx(3 * math.sqrt(3))
+    assert gradients.global_grad_norm([parameter], ranks) == pytest.approx(3 * math.sqrt(3))
     assert isinstance(parameter.grad, DTensor)
     assert parameter.grad.placements == (Replicate(),)
     assert torch.equal(parameter.grad.to_local(), torch.full((3,), 3.0))
@@ -236,12 +243,12 @@ def test_one_rank_has_the_plain_norm() -> None:
         mine.grad = torch.full_like(mine, 2.0 ** -(i % 3))
         other.grad = mine.grad.float().clone()
     expected = float(nn.utils.clip_grad_norm_(theirs, 1.0))
-    assert gradients.clip(alone, Ranks(Layout()), 1.0) == pytest.approx(expected)
+    assert gradients.clip_grad_norm(alone, Ranks(Layout()), 1.0) == pytest.approx(expected)
     for mine, other in zip(alone, theirs, strict=True):
         assert mine.grad is not None
         assert other.grad is not None
         torch.testing.assert_close(mine.grad.float(), other.grad, rtol=0.01, atol=0)
-    assert gradients.global_norm([], Ranks(Layout())) == 0.0
+    assert gradients.global_grad_norm([], Ranks(Layout())) == 0.0
 
 
 class Block(nn.Module):
@@ -290,9 +297,9 @@ def train_blocks(layout: Layout) -> tuple[list[float], dict[str, Tensor]]:
         mine = x[ranks.index(*axes) :: ranks.size(*axes)]
         for rows in mine.split(1):  # accumulated partial sums stay partial
             (model(rows).square().sum() / 100).backward()
-        gradients.sync_replicas(model.parameters(), ranks)
+        gradients.all_reduce_gradients(model.parameters(), ranks)
         found.append(optimizer.step())
-    return found, {n: w.clone() for n, w in full.full_parameters(model, ranks)}
+    return found, {n: w.clone() for n, w in full.gather_full_tensors(model, ranks)}
 
 
 def blocks_train_as_alone(layout: Layout) -> None:

@@ -21,14 +21,19 @@ from torch.nn import functional as F
 from engine.config import ParallelConfig
 from engine.errors import WorkerError
 from engine.models.critic import CriticModel, create_critic_model
-from engine.models.lora import BaseOfPolicy
+from engine.models.lora import BaseModelView
 from engine.parallel.fsdp import shard_model
-from engine.parallel.gradients import clip, sync_replicas
+from engine.parallel.gradients import all_reduce_gradients, clip_grad_norm
 from engine.parallel.layout import Layout
 from engine.parallel.pipeline_schedule import Pipeline
-from engine.parallel.pipeline_stages import Stage, counted_elsewhere, sum_tied_gradients, take_stage
+from engine.parallel.pipeline_stages import (
+    Stage,
+    extract_stage,
+    sum_tied_gradients,
+    tied_duplicates,
+)
 from engine.parallel.process_groups import Ranks
-from engine.parallel.sequence_parallel import apply_ulysses, merge_tokens, own_tokens, split_tokens
+from engine.parallel.sequence_parallel import apply_ulysses, local_tokens, split_tokens, sum_tokens
 
 COUNTS = (3, 1, 2, 6, 3, 4, 5)  # micro-batches of each step; all their shapes differ
 CLIP = 0.2
@@ -73,7 +78,7 @@ def form(
 ) -> tuple[Ranks, Stage, Pipeline]:
     ranks = Ranks.form(layout)
     model = tiny_model(spec)
-    stage = take_stage(model, ranks.index("pp"), layout.pp)
+    stage = extract_stage(model, ranks.index("pp"), layout.pp)
     config = ParallelConfig(compute_dtype=compute_dtype, **layout.sizes)
     shard_model(stage, ranks, config, layers=stage.layers)
     dtype = getattr(torch, compute_dtype)
@@ -101,9 +106,9 @@ def train_stage(spec: Spec, layout: Layout) -> Trained:
                 return loss
 
             pipeline.run(part, read, backward=True)
-        sync_replicas(stage.parameters(), ranks)
+        all_reduce_gradients(stage.parameters(), ranks)
         sum_tied_gradients(stage, ranks)
-        norms.append(clip(stage.parameters(), ranks, CLIP, counted_elsewhere(stage)))
+        norms.append(clip_grad_norm(stage.parameters(), ranks, CLIP, tied_duplicates(stage)))
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms, whole_weights(stage)
@@ -113,7 +118,7 @@ def train_shared_rows(spec: Spec, layout: Layout) -> Trained:
     """As `train_stage`, with each row's tokens shared by the `sp` ranks."""
     ranks = Ranks.form(layout)
     model = tiny_model(spec)
-    stage = take_stage(model, ranks.index("pp"), layout.pp)
+    stage = extract_stage(model, ranks.index("pp"), layout.pp)
     apply_ulysses(stage, ranks)
     shard_model(stage, ranks, ParallelConfig(**layout.sizes), layers=stage.layers)
     pipeline = connect(stage, ranks, model.config.hidden_size)
@@ -132,7 +137,7 @@ def train_shared_rows(spec: Spec, layout: Layout) -> Trained:
         ids, positions = zip(*shares, strict=True)
         pipeline.run(ids, read, backward=True, positions=positions)
         sum_tied_gradients(stage, ranks)
-        norms.append(clip(stage.parameters(), ranks, CLIP, counted_elsewhere(stage)))
+        norms.append(clip_grad_norm(stage.parameters(), ranks, CLIP, tied_duplicates(stage)))
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms, whole_weights(stage)
@@ -141,10 +146,10 @@ def train_shared_rows(spec: Spec, layout: Layout) -> Trained:
 def shared_loss(stage: Stage, hidden: Tensor, ids: Tensor, ranks: Ranks) -> Tensor:
     """`loss_of` of this rank's tokens and the others'."""
     rows, columns = torch.ones_like(ids[:, 1:]).nonzero(as_tuple=True)
-    mine, at = own_tokens(columns, hidden.shape[1], ranks)
+    mine, at = local_tokens(columns, hidden.shape[1], ranks)
     logits = stage.lm_head(hidden[rows[mine], at]).float()
     lost = F.cross_entropy(logits, ids[:, 1:].flatten()[mine], reduction="none")
-    return merge_tokens(lost.new_zeros(len(rows)).index_put((mine,), lost), ranks).sum() / 50
+    return sum_tokens(lost.new_zeros(len(rows)).index_put((mine,), lost), ranks).sum() / 50
 
 
 @pytest.mark.parametrize(
@@ -230,7 +235,7 @@ def read_only(spec: Spec, layout: Layout, compute_dtype: str) -> list[list[Tenso
         pipeline.run(batches, read, backward=False)
         found.append(logits)
         if spec.lora:
-            with BaseOfPolicy(stage).weights():
+            with BaseModelView(stage).weights():
                 pipeline.run(batches, read, backward=False)
     assert all(p.grad is None for p in stage.parameters())
     for parameter in stage.parameters():  # what was gathered to compute has been let go of
@@ -259,7 +264,7 @@ def test_reading_in_stages_is_reading_on_one_rank(
             with torch.no_grad():
                 wanted = [model(ids).logits for ids in batches]
                 if spec.lora:
-                    with BaseOfPolicy(model).weights():
+                    with BaseModelView(model).weights():
                         wanted += [model(ids).logits for ids in batches]
             torch.testing.assert_close(logits, wanted, atol=tolerance, rtol=tolerance)
     for rank in range(layout.rank(pp=layout.pp - 1)):
@@ -369,7 +374,7 @@ def adapt_last_stage_only() -> float:
     stage.requires_grad_(stage.last)
     batches = micro_batches(0, 0, 3)
     pipeline.run(batches, lambda i, h: loss_of(stage.lm_head, h, batches[i]), backward=True)
-    return clip(stage.parameters(), ranks, 1.0)
+    return clip_grad_norm(stage.parameters(), ranks, 1.0)
 
 
 def test_a_frozen_stage_takes_part() -> None:
@@ -379,7 +384,7 @@ def test_a_frozen_stage_takes_part() -> None:
     for part in (model.model.norm, model.lm_head):
         part.requires_grad_(True)
     norms = run_ranks(2, adapt_last_stage_only)
-    first = len(take_stage(model, 0, 2).layers)
+    first = len(extract_stage(model, 0, 2).layers)
     model.model.layers[first:].requires_grad_(True)
     for ids in micro_batches(0, 0, 3):
         hidden = model.base_model(ids, use_cache=False).last_hidden_state
@@ -396,7 +401,7 @@ def critic() -> CriticModel:
 
 def critic_values() -> tuple[list[Tensor], dict[str, Tensor]]:
     ranks = Ranks.form(Layout(pp=2))
-    stage = take_stage(critic(), ranks.index("pp"), 2)
+    stage = extract_stage(critic(), ranks.index("pp"), 2)
     found: list[Tensor] = []
 
     def read(number: int, hidden: Tensor) -> Tensor:

@@ -16,15 +16,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from engine.errors import ConfigError, WorkerError
 from engine.models.critic import create_critic_model
-from engine.models.lora import BaseOfPolicy, has_adapters
+from engine.models.lora import BaseModelView, has_adapters
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.pipeline_stages import (
-    counted_elsewhere,
+    extract_stage,
     layers_by_stage,
     split_layers,
     sum_tied_gradients,
-    take_stage,
     tied_across_stages,
+    tied_duplicates,
 )
 from engine.parallel.process_groups import Ranks
 
@@ -80,14 +80,14 @@ def test_stages_in_a_chain_are_the_model(family: str, kernel: str) -> None:
         for stages in (1, 2, 4):
             hidden = IDS
             for stage in range(stages):
-                hidden = take_stage(model, stage, stages)(hidden)
+                hidden = extract_stage(model, stage, stages)(hidden)
             torch.testing.assert_close(hidden, wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_parameters_keep_their_names_and_are_in_one_stage(lora: bool) -> None:
     model = tiny_model(Spec("qwen3", tied=False, lora=lora))
-    cuts = [take_stage(model, stage, 3) for stage in range(3)]
+    cuts = [extract_stage(model, stage, 3) for stage in range(3)]
     named = [pair for cut in cuts for pair in cut.named_parameters()]
     assert len(named) == len(dict(named))
     wanted = dict(model.named_parameters())
@@ -101,7 +101,7 @@ def test_parameters_keep_their_names_and_are_in_one_stage(lora: bool) -> None:
 
 def test_a_critic_keeps_its_names() -> None:
     model = create_critic_model(tiny_model(Spec("qwen2", tied=True)))
-    cuts = [take_stage(model, stage, 2) for stage in range(2)]
+    cuts = [extract_stage(model, stage, 2) for stage in range(2)]
     names = [name for cut in cuts for name, _ in cut.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     assert cuts[1].get_output_embeddings() is model.head
@@ -110,10 +110,10 @@ def test_a_critic_keeps_its_names() -> None:
 
 def test_adapters_of_a_stage_can_be_switched_off() -> None:
     model = tiny_model(Spec("qwen2", tied=True, lora=True))
-    cut = take_stage(model, 0, 2)
+    cut = extract_stage(model, 0, 2)
     with torch.no_grad():
         adapted = cut(IDS)
-        with BaseOfPolicy(cut).weights() as base:
+        with BaseModelView(cut).weights() as base:
             plain = base(IDS)
         again = cut(IDS)
     assert torch.equal(adapted, again)
@@ -124,8 +124,8 @@ def test_a_stage_does_not_keep_the_others_alive() -> None:
     model: Any = tiny_model(Spec("llama", tied=False))
     others = [weakref.ref(model.model.layers[0].mlp.up_proj.weight), weakref.ref(model.lm_head)]
     own = weakref.ref(model.model.layers[3].mlp.up_proj.weight)
-    cut = take_stage(model, 2, 4)
-    last = take_stage(model, 3, 4)
+    cut = extract_stage(model, 2, 4)
+    last = extract_stage(model, 3, 4)
     del model, cut
     assert others[0]() is None
     assert own() is not None
@@ -135,14 +135,14 @@ def test_a_stage_does_not_keep_the_others_alive() -> None:
 
 def test_tied_copies_are_known_and_counted_once() -> None:
     model = tiny_model(Spec("qwen2", tied=True))
-    first, middle, last = (take_stage(model, stage, 3) for stage in range(3))
+    first, middle, last = (extract_stage(model, stage, 3) for stage in range(3))
     assert tied_across_stages(first) == {"model.embed_tokens.weight"}
     assert tied_across_stages(last) == {"lm_head.weight"}
     assert not tied_across_stages(middle)
-    assert counted_elsewhere(last) == {last.lm_head.weight}
-    assert not counted_elsewhere(first)
-    assert not counted_elsewhere(middle)
-    alone = take_stage(model, 0, 1)
+    assert tied_duplicates(last) == {last.lm_head.weight}
+    assert not tied_duplicates(first)
+    assert not tied_duplicates(middle)
+    alone = extract_stage(model, 0, 1)
     assert not tied_across_stages(alone)
     assert alone.lm_head.weight is alone.model.embed_tokens.weight
 
@@ -150,13 +150,13 @@ def test_tied_copies_are_known_and_counted_once() -> None:
 def test_other_families_are_refused() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=11))
     with pytest.raises(ConfigError, match="type 'gpt2' can't be cut into pp=2 stages, only llama"):
-        take_stage(model, 0, 2)
+        extract_stage(model, 0, 2)
 
 
 def sum_ends(sharp: bool) -> torch.Tensor | str | None:
     """The tied gradient after summing; with `sharp`, of ends that are not alike."""
     ranks = Ranks.form(Layout(pp=4))
-    stage = take_stage(tiny_model(Spec("qwen2", tied=True)), ranks.index("pp"), 4)
+    stage = extract_stage(tiny_model(Spec("qwen2", tied=True)), ranks.index("pp"), 4)
     for name in tied_across_stages(stage):
         weight = stage.get_parameter(name)
         if stage.last:

@@ -12,18 +12,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reshard_cases import (
-    any_holdings,
     carry_out,
     cases,
     contiguous,
     decoder_shapes,
-    held_by,
     layouts,
     local_parts,
     merge_stages,
     numbered,
+    random_shards,
     renumber,
-    train_holdings,
+    shards_of_rank,
+    training_shard_map,
     view,
 )
 
@@ -32,15 +32,15 @@ from engine.parallel.boxes import Box
 from engine.parallel.grouping import Grouping, grouping
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.pipeline_stages import split_layers
-from engine.parallel.reshard import Plan, plan
-from engine.parallel.shard_map import Held, Holdings, Spread
-from engine.parallel.sharding_specs import rollout_holdings
+from engine.parallel.reshard import ReshardPlan, plan_reshard
+from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
+from engine.parallel.sharding_specs import rollout_shard_map
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TINY = ModelShape(4, 8, 4, 4, 32, 64, 128)
 
 
-def check(planned: Plan) -> None:
+def check(planned: ReshardPlan) -> None:
     """Carry the plan out and compare every element; count bytes from the elements themselves."""
     ranks = range(planned.target.world_size)
     whole = numbered(planned.source.shapes)
@@ -50,14 +50,14 @@ def check(planned: Plan) -> None:
     wanted = np.zeros(len(ranks), np.int64)
     for rank in ranks:
         owned = {name: torch.zeros(t.shape, dtype=torch.bool) for name, t in whole.items()}
-        for name, _, held in held_by(planned.source, rank):
-            view(owned[name], held.box.offset, held.box.size).fill_(True)
-        for name, storage, held in held_by(planned.target, rank):
-            expected = view(whole[name], held.box.offset, held.box.size)
-            assert torch.equal(view(target[rank][storage], held.start, held.box.size), expected)
+        for name, _, shard in shards_of_rank(planned.source, rank):
+            view(owned[name], shard.box.offset, shard.box.size).fill_(True)
+        for name, storage, shard in shards_of_rank(planned.target, rank):
+            expected = view(whole[name], shard.box.offset, shard.box.size)
+            assert torch.equal(view(target[rank][storage], shard.start, shard.box.size), expected)
             size = planned.target.dtypes[name].itemsize
-            wanted[rank] += size * held.box.elements
-            have = view(owned[name], held.box.offset, held.box.size)
+            wanted[rank] += size * shard.box.elements
+            have = view(owned[name], shard.box.offset, shard.box.size)
             lacking[rank] += size * int((~have).sum())
         assert all(int(count.max()) <= 1 for count in written[rank].values())
     assert planned.received.tolist() == lacking.tolist() == planned.lower_bound.tolist()
@@ -68,11 +68,11 @@ def check(planned: Plan) -> None:
 @SLOW
 @given(cases(), st.sampled_from([None, 2, 4]))
 def test_random_layouts(
-    case: tuple[Layout, Grouping, Holdings, Holdings], host_size: int | None
+    case: tuple[Layout, Grouping, ShardMap, ShardMap], host_size: int | None
 ) -> None:
     _, _, source, target = case
     hosts = tuple(str(rank // host_size) for rank in range(source.world_size)) if host_size else ()
-    check(plan(replace(source, hosts=hosts), target))
+    check(plan_reshard(replace(source, hosts=hosts), target))
 
 
 @SLOW
@@ -80,19 +80,19 @@ def test_random_layouts(
 def test_random_boxes_that_overlap_anyhow(data: st.DataObject) -> None:
     ranks, shape = 4, data.draw(st.sampled_from([(), (7,), (4, 5), (3, 2, 4)]))
     dtypes = {"w": torch.bfloat16}
-    source = Holdings(ranks, {"w": data.draw(any_holdings(shape, ranks, whole=True))}, dtypes)
-    target = Holdings(ranks, {"w": data.draw(any_holdings(shape, ranks, whole=False))}, dtypes)
-    check(plan(source, target))
+    source = ShardMap(ranks, {"w": data.draw(random_shards(shape, ranks, whole=True))}, dtypes)
+    target = ShardMap(ranks, {"w": data.draw(random_shards(shape, ranks, whole=False))}, dtypes)
+    check(plan_reshard(source, target))
 
 
 def between(
     layout: Layout, groups: Grouping, model: ModelShape = TINY, shapes: dict | None = None
-) -> Plan:
+) -> ReshardPlan:
     stages = split_layers(model.layers, layout.pp)
-    source = train_holdings(shapes or decoder_shapes(model), layout, model, stages)
+    source = training_shard_map(shapes or decoder_shapes(model), layout, model, stages)
     rollout_stages = merge_stages(stages, groups.pp)
-    return plan(
-        source, rollout_holdings(source.shapes, groups, model, torch.bfloat16, rollout_stages)
+    return plan_reshard(
+        source, rollout_shard_map(source.shapes, groups, model, torch.bfloat16, rollout_stages)
     )
 
 
@@ -137,11 +137,11 @@ def test_the_share_of_a_model_that_each_rank_gets(
 def test_senders_share_the_load() -> None:
     """Four ranks with the whole model feed four with none: one copy each."""
     shapes = decoder_shapes(TINY)
-    source = renumber(train_holdings(shapes, Layout(dp=4), TINY), [0, 1, 2, 3], 8)
+    source = renumber(training_shard_map(shapes, Layout(dp=4), TINY), [0, 1, 2, 3], 8)
     target = renumber(
-        rollout_holdings(shapes, contiguous(4), TINY, torch.bfloat16), [4, 5, 6, 7], 8
+        rollout_shard_map(shapes, contiguous(4), TINY, torch.bfloat16), [4, 5, 6, 7], 8
     )
-    planned = plan(source, target)
+    planned = plan_reshard(source, target)
     check(planned)
     assert planned.received.tolist() == [0] * 4 + [planned.model_bytes] * 4
     assert planned.sent.tolist() == [planned.model_bytes] * 4 + [0] * 4
@@ -150,18 +150,18 @@ def test_senders_share_the_load() -> None:
 def test_holders_take_turns_over_alike_layers() -> None:
     """One rank that lacks all: each holder sends a part, though every layer is planned alike."""
     shapes = {f"model.layers.{n}.self_attn.q_proj.weight": (32, 32) for n in range(4)}
-    source = renumber(train_holdings(shapes, Layout(dp=4), TINY), [0, 1, 2, 3], 5)
-    target = renumber(rollout_holdings(shapes, contiguous(1), TINY, torch.bfloat16), [4], 5)
-    assert plan(source, target).sent.tolist() == [2048] * 4 + [0]
+    source = renumber(training_shard_map(shapes, Layout(dp=4), TINY), [0, 1, 2, 3], 5)
+    target = renumber(rollout_shard_map(shapes, contiguous(1), TINY, torch.bfloat16), [4], 5)
+    assert plan_reshard(source, target).sent.tolist() == [2048] * 4 + [0]
 
 
 def test_ranks_of_a_host_send_to_each_other_first() -> None:
     layout = Layout(dp=2, tp=4)  # two hosts of four, each with a copy of the model
     groups = grouping(layout, 1, 2)
     stages = split_layers(TINY.layers, 1)
-    source = train_holdings(decoder_shapes(TINY), layout, TINY, stages)
-    target = rollout_holdings(source.shapes, groups, TINY, torch.bfloat16, stages)
-    planned = plan(replace(source, hosts=tuple("aaaabbbb")), target)
+    source = training_shard_map(decoder_shapes(TINY), layout, TINY, stages)
+    target = rollout_shard_map(source.shapes, groups, TINY, torch.bfloat16, stages)
+    planned = plan_reshard(replace(source, hosts=tuple("aaaabbbb")), target)
     for rank in range(8):
         peers = {one.peer // 4 for one in planned.for_rank(rank).receives}
         assert peers == {rank // 4}
@@ -185,33 +185,33 @@ def test_a_70b_model_on_1024_ranks_is_planned_in_seconds() -> None:
     assert time.perf_counter() - started < 60
 
 
-def spread(*held: tuple[int, int, int]) -> Holdings:
+def spread(*shard_map: tuple[int, int, int]) -> ShardMap:
     """Of one parameter of 8 elements: (offset, size, rank)."""
-    parts = tuple(Held(Box((a,), (n,)), (0,), (rank,)) for a, n, rank in held)
-    return Holdings(2, {"w": Spread((8,), "w", parts)}, {"w": torch.float32})
+    parts = tuple(Shard(Box((a,), (n,)), (0,), (rank,)) for a, n, rank in shard_map)
+    return ShardMap(2, {"w": ShardedParameter((8,), "w", parts)}, {"w": torch.float32})
 
 
 def test_what_nobody_holds() -> None:
     with pytest.raises(ModelError, match="no rank holds 2 of the 8 elements of 'w' that rollout"):
-        plan(spread((0, 6, 0)), spread((0, 8, 1)))
+        plan_reshard(spread((0, 6, 0)), spread((0, 8, 1)))
 
 
 def test_another_model() -> None:
-    other = Holdings(2, {"w": Spread((9,), "w", ())}, {"w": torch.float32})
+    other = ShardMap(2, {"w": ShardedParameter((9,), "w", ())}, {"w": torch.float32})
     with pytest.raises(ModelError, match=r"wants 'w' \[8\], but the trainer holds \[9\]"):
-        plan(other, spread((0, 8, 1)))
+        plan_reshard(other, spread((0, 8, 1)))
     with pytest.raises(ModelError, match=r"wants 'w' \[8\], but the trainer has no such parameter"):
-        plan(Holdings(2, {}, {}), spread((0, 8, 1)))
+        plan_reshard(ShardMap(2, {}, {}), spread((0, 8, 1)))
 
 
 def test_one_element_in_two_places_of_a_rank() -> None:
     with pytest.raises(ConfigError, match="rank 1 wants elements of 'w' in two places"):
-        plan(spread((0, 8, 0)), spread((0, 8, 1), (4, 2, 1)))
+        plan_reshard(spread((0, 8, 0)), spread((0, 8, 1), (4, 2, 1)))
 
 
 def test_other_numbers_of_ranks() -> None:
-    one = Holdings(1, {}, {})
-    with pytest.raises(ConfigError, match="are of 1 ranks, rollout's of 2"):
-        plan(one, spread((0, 8, 1)))
+    one = ShardMap(1, {}, {})
+    with pytest.raises(ConfigError, match="is of 1 ranks, rollout's of 2"):
+        plan_reshard(one, spread((0, 8, 1)))
     with pytest.raises(ConfigError, match="rank 1 holds parameters, but there are 1 ranks"):
-        Holdings(1, spread((0, 8, 1)).spreads, {})
+        ShardMap(1, spread((0, 8, 1)).parameters, {})

@@ -33,9 +33,9 @@ from engine.parallel.layout import Layout
 from engine.parallel.process_groups import DATA_AXES, SHARD_AXES, Ranks
 from engine.parallel.sequence_parallel import (
     apply_ulysses,
-    merge_tokens,
-    own_tokens,
+    local_tokens,
     split_tokens,
+    sum_tokens,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,12 +89,12 @@ def loss_of(model: PreTrainedModel, ids: Tensor, lengths: Tensor, ranks: Ranks) 
     hidden = model.base_model(
         input_ids=local, position_ids=columns_of, use_cache=False
     ).last_hidden_state
-    mine, columns = own_tokens(positions, hidden.shape[1], ranks)
+    mine, columns = local_tokens(positions, hidden.shape[1], ranks)
     logits = model.get_output_embeddings()(hidden[rows[mine], columns])
     picked = logits.float().log_softmax(-1)
     targets = ids[rows, positions + 1][mine]
     picked = picked.gather(1, targets[:, None]).squeeze(1)
-    flat = merge_tokens(picked.new_zeros(len(rows)).index_put((mine,), picked), ranks)
+    flat = sum_tokens(picked.new_zeros(len(rows)).index_put((mine,), picked), ranks)
     table = flat.new_zeros(ids.shape).index_put((rows, positions), flat)
     return -(table.sum(1) + 0.05 * table.sum(1).square() / lengths).sum() / 10
 
@@ -259,7 +259,7 @@ def test_one_rank_needs_no_group() -> None:
     assert torch.equal(local, ids)
     assert torch.equal(positions, torch.arange(5).expand(2, 5))
     hidden = torch.randn(2, 5, 3)
-    assert merge_tokens(hidden, ranks) is hidden
+    assert sum_tokens(hidden, ranks) is hidden
 
 
 def beside_others() -> tuple[float, float, bool]:

@@ -1,4 +1,4 @@
-"""Holdings made from layouts: hand-written cases, and what vLLM's own loaders put where."""
+"""ShardMap made from layouts: hand-written cases, and what vLLM's own loaders put where."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reshard_cases import (
     local_parts,
     merge_stages,
     numbered,
-    train_holdings,
+    training_shard_map,
 )
 from torch import Tensor
 
@@ -22,23 +22,25 @@ from engine.errors import ConfigError
 from engine.parallel.boxes import Box
 from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.shard_map import Holdings
-from engine.parallel.sharding_specs import rollout_holdings
+from engine.parallel.shard_map import ShardMap
+from engine.parallel.sharding_specs import rollout_shard_map
 
 MODEL = ModelShape(4, 8, 2, 4, 16, 24, 101)
 SHAPES = decoder_shapes(MODEL, biases=True)
 ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
 
 
-def boxes(holdings: Holdings, name: str) -> dict[int, Box]:
+def boxes(shard_map: ShardMap, name: str) -> dict[int, Box]:
     """Each rank's box of a parameter."""
-    found = [(rank, held.box) for held in holdings.spreads[name].held for rank in held.ranks]
+    found = [
+        (rank, shard.box) for shard in shard_map.parameters[name].shards for rank in shard.ranks
+    ]
     return dict(sorted(found))
 
 
 def test_training_shards_of_stages_tensor_parallelism_and_fsdp() -> None:
     layout = Layout(pp=2, fsdp=2, tp=2)  # rank = 4 pp + 2 fsdp + tp
-    found = train_holdings(SHAPES, layout, MODEL, [[0, 1, 2], [3]])
+    found = training_shard_map(SHAPES, layout, MODEL, [[0, 1, 2], [3]])
     queries = boxes(found, ATTENTION + "q_proj.weight")  # [32, 16]: rows for tp, then for fsdp
     assert queries == {r: Box((o, 0), (8, 16)) for r, o in enumerate([0, 16, 8, 24])}
     out = boxes(found, ATTENTION + "o_proj.weight")  # [16, 32]: columns for tp, rows for fsdp
@@ -60,27 +62,29 @@ def test_training_shards_of_stages_tensor_parallelism_and_fsdp() -> None:
 def test_a_tied_matrix_is_on_the_first_stage_and_the_last() -> None:
     tied = ModelShape(4, 8, 2, 4, 16, 24, 101, tied=True)
     layout = Layout(pp=4)
-    found = train_holdings(decoder_shapes(tied), layout, tied, [[0], [1], [2], [3]])
+    found = training_shard_map(decoder_shapes(tied), layout, tied, [[0], [1], [2], [3]])
     assert set(boxes(found, "model.embed_tokens.weight")) == {0, 3}
 
 
 def test_copies_and_sequence_ranks() -> None:
-    found = train_holdings(SHAPES, Layout(dp=2, sp=2), MODEL)  # sp ranks share weights as fsdp's do
-    held = found.spreads[MLP + "down_proj.weight"].held
-    assert [(one.box, one.ranks) for one in held] == [
+    found = training_shard_map(
+        SHAPES, Layout(dp=2, sp=2), MODEL
+    )  # sp ranks share weights as fsdp's do
+    shards = found.parameters[MLP + "down_proj.weight"].shards
+    assert [(one.box, one.ranks) for one in shards] == [
         (Box((0, 0), (8, 24)), (0, 2)),
         (Box((8, 0), (8, 24)), (1, 3)),
     ]
 
 
 def test_more_ranks_than_rows_leave_some_without() -> None:
-    found = train_holdings({"model.norm.weight": (3,)}, Layout(fsdp=4), MODEL)
+    found = training_shard_map({"model.norm.weight": (3,)}, Layout(fsdp=4), MODEL)
     assert set(boxes(found, "model.norm.weight")) == {0, 1, 2}
 
 
 def test_plain_rollout_slices() -> None:
     groups = grouping(Layout(fsdp=4), tp=4)
-    found = rollout_holdings(SHAPES, groups, MODEL, torch.bfloat16)
+    found = rollout_shard_map(SHAPES, groups, MODEL, torch.bfloat16)
     keys = boxes(found, ATTENTION + "k_proj.weight")  # two heads of 4 rows over four ranks
     assert [box.offset[0] for _, box in sorted(keys.items())] == [0, 0, 4, 4]
     assert {box.size for box in keys.values()} == {(4, 16)}
@@ -93,14 +97,14 @@ def test_plain_rollout_slices() -> None:
     ]
     assert boxes(found, MLP + "down_proj.weight")[3] == Box((0, 18), (16, 6))
     assert boxes(found, "model.norm.weight")[3] == Box((0,), (16,))
-    assert found.spreads[ATTENTION + "k_proj.weight"].storage == ATTENTION + "k_proj.weight"
+    assert found.parameters[ATTENTION + "k_proj.weight"].storage == ATTENTION + "k_proj.weight"
 
 
 def test_rollout_stages() -> None:
     groups = contiguous(4, pp=2, tp=2)
     stages = merge_stages([[0], [1], [2], [3]], 2)
     assert stages == [[0, 1], [2, 3]]
-    found = rollout_holdings(SHAPES, groups, MODEL, torch.bfloat16, stages)
+    found = rollout_shard_map(SHAPES, groups, MODEL, torch.bfloat16, stages)
     assert set(boxes(found, "model.layers.1.mlp.up_proj.weight")) == {0, 1}
     assert set(boxes(found, "model.layers.2.mlp.up_proj.weight")) == {2, 3}
     assert set(boxes(found, "model.embed_tokens.weight")) == {0, 1}
@@ -157,11 +161,11 @@ def loaded_by_vllm(layers: Any, whole: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_fused_slices_are_where_vllm_loads_them(vllm_layers: Any, tp: int) -> None:
     """Grouped and replicated key heads, padded vocabulary (101 → 128), biases."""
-    holdings = rollout_holdings(SHAPES, contiguous(tp, tp=tp), MODEL, torch.float32, fused=True)
+    shard_map = rollout_shard_map(SHAPES, contiguous(tp, tp=tp), MODEL, torch.float32, fused=True)
     whole = {name: tensor.float() for name, tensor in numbered(SHAPES).items()}
     for rank in range(tp):
         vllm_layers.stand_at(rank, tp)
-        ours = local_parts(holdings, whole, rank)
+        ours = local_parts(shard_map, whole, rank)
         for storage, theirs in loaded_by_vllm(vllm_layers, whole).items():
             rows = ours[storage].shape[0] if storage in ours else 0
             if rows:
@@ -177,24 +181,24 @@ def test_fused_slices_are_where_vllm_loads_them(vllm_layers: Any, tp: int) -> No
     ("make", "problem"),
     [
         (
-            lambda: train_holdings(SHAPES, Layout(pp=2), MODEL, [[0, 1], [3]]),
+            lambda: training_shard_map(SHAPES, Layout(pp=2), MODEL, [[0, 1], [3]]),
             r"stages \[\[0, 1\], \[3\]\] are not 4 layers over 2 stages",
         ),
-        (lambda: train_holdings(SHAPES, Layout(pp=2), MODEL), "are not 4 layers over 2 stages"),
+        (lambda: training_shard_map(SHAPES, Layout(pp=2), MODEL), "are not 4 layers over 2 stages"),
         (
-            lambda: train_holdings({"model.experts.weight": (4, 4)}, Layout(tp=2), MODEL),
+            lambda: training_shard_map({"model.experts.weight": (4, 4)}, Layout(tp=2), MODEL),
             r"'model.experts.weight' \[4, 4\] has no tensor parallel rule; use tp=1",
         ),
         (
-            lambda: train_holdings({"model.layers.9.x.bias": (4,)}, Layout(), MODEL),
+            lambda: training_shard_map({"model.layers.9.x.bias": (4,)}, Layout(), MODEL),
             "is of layer 9, but the stages have 4 layers",
         ),
         (
-            lambda: rollout_holdings(SHAPES, contiguous(3, tp=3), MODEL, torch.float32),
+            lambda: rollout_shard_map(SHAPES, contiguous(3, tp=3), MODEL, torch.float32),
             "rollout tp=3 does not divide the model's 8 attention heads",
         ),
         (
-            lambda: rollout_holdings(
+            lambda: rollout_shard_map(
                 SHAPES, contiguous(4, tp=4), ModelShape(4, 12, 6, 4, 16, 24, 101), torch.float32
             ),
             "rollout tp=4 neither divides the model's 6 key heads",

@@ -24,10 +24,10 @@ from engine.models.critic import create_critic_model
 from engine.models.lora import adapter_parameters
 from engine.parallel import gradients
 from engine.parallel.layout import Layout
-from engine.parallel.pipeline_stages import Stage, take_stage
+from engine.parallel.pipeline_stages import Stage, extract_stage
 from engine.parallel.process_groups import DATA_AXES, Ranks
 from engine.parallel.tensor_parallel import FAMILIES, apply_tensor_parallel
-from engine.parallel.vocab_parallel import VocabularyReadout, vocabulary_bounds
+from engine.parallel.vocab_parallel import VocabParallelStatistics, vocabulary_bounds
 
 VOCABULARY, STEPS = 25, 3  # shards of the vocabulary are never equal
 LENGTHS = (7, 4, 9)  # of each step's rows; 2 and 4 divide one of them
@@ -85,10 +85,10 @@ def rows(step: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (4, LENGTHS[step]), generator=draw)
 
 
-def loss_of(model: Any, ids: Tensor, readout: VocabularyReadout) -> Tensor:
+def loss_of(model: Any, ids: Tensor, statistics: VocabParallelStatistics) -> Tensor:
     """Next tokens' log-probs and entropies, over a count that all ranks know."""
     logits = model(ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-    found = readout(logits, ids[:, 1:].flatten(), 0.8, entropy=True, entropy_gradient=True)
+    found = statistics(logits, ids[:, 1:].flatten(), 0.8, entropy=True, entropy_gradient=True)
     return -(found["log_probs"] + 0.1 * found["entropy"]).sum() / 40
 
 
@@ -99,11 +99,11 @@ def train(case: Case) -> Trained:
     """Losses and gradient norms of some AdamW steps, first gradients and last weights, whole."""
     ranks = Ranks.form(Layout(dp=case.dp, tp=case.tp))
     model = model_of(case)
-    readout = VocabularyReadout(0, VOCABULARY, None)
+    statistics = VocabParallelStatistics(0, VOCABULARY, None)
     if case.tp > 1:
         mesh = ranks.submesh("tp")
         apply_tensor_parallel(model, mesh, sequence_parallel=case.sequence_parallel)
-        readout = VocabularyReadout.of(VOCABULARY, mesh)
+        statistics = VocabParallelStatistics.of(VOCABULARY, mesh)
         check_parameters(model, model_of(case), mesh)
     trained = [p for p in model.parameters() if p.requires_grad]
     # A large eps: AdamW would make steps of gradients that are all rounding.
@@ -114,14 +114,14 @@ def train(case: Case) -> Trained:
         mine = rows(step)[ranks.index(*DATA_AXES) :: ranks.size(*DATA_AXES)]
         total = torch.zeros(())
         for part in mine.split(1):  # gradients of several passes add up
-            loss = loss_of(model, part, readout)
+            loss = loss_of(model, part, statistics)
             loss.backward()
             total += loss.detach()
         losses.append(float(ranks.sum_over(total, DATA_AXES)))
-        gradients.sync_replicas(trained, ranks, bucket_elements=500)
+        gradients.all_reduce_gradients(trained, ranks, bucket_elements=500)
         check_gradients(trained)
         first = first or {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
-        norms.append(gradients.clip(trained, ranks, 0.5))
+        norms.append(gradients.clip_grad_norm(trained, ranks, 0.5))
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms, first, {n: whole(p.detach()) for n, p in model.named_parameters()}
@@ -247,7 +247,7 @@ def stage_by_stage() -> Tensor:
     model = model_of(Case("qwen3"))
     hidden: Any = rows(0)
     for stage in range(2):
-        part: Stage = take_stage(model, stage, 2)
+        part: Stage = extract_stage(model, stage, 2)
         apply_tensor_parallel(part, init_device_mesh("cpu", (2,)))
         hidden = part(hidden)
     return hidden.detach()

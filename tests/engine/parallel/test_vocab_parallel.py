@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.algorithms.entropy import entropy, sum_pi_squared
 from engine.algorithms.kl_full import full_kl
-from engine.models.forward import plain_readout
+from engine.models.forward import token_statistics
 from engine.parallel import vocab_parallel as vocab
-from engine.parallel.vocab_parallel import VocabularyReadout, vocabulary_bounds
+from engine.parallel.vocab_parallel import VocabParallelStatistics, vocabulary_bounds
 
 GRADIENTS = ("log_probs", "entropy", "full_kl")
 
@@ -72,7 +72,7 @@ def draw_case(data: Any) -> dict[str, Any]:
 def check_case(case: dict[str, Any], mesh: DeviceMesh) -> None:
     """This rank's shard of a case against the whole; all ranks come here with the same case."""
     logits, reference = case["logits"], case["reference"]
-    shard = VocabularyReadout.of(logits.shape[1], mesh)
+    shard = VocabParallelStatistics.of(logits.shape[1], mesh)
 
     def local(x: Tensor | None) -> Tensor | None:
         """This shard's columns, and some of padding after them."""
@@ -141,7 +141,7 @@ def test_shards_together_give_the_whole_vocabularys_statistics(ranks: int) -> No
 def traffic() -> tuple[list[int], int, int]:
     """Elements in each collective of a forward pass, collectives in the backward, tokens."""
     tokens, entries = 600, 4000
-    shard = VocabularyReadout.of(entries, init_device_mesh("cpu", (2,)))
+    shard = VocabParallelStatistics.of(entries, init_device_mesh("cpu", (2,)))
     logits = torch.randn(tokens, shard.stop - shard.start, requires_grad=True)
     targets = torch.randint(entries, (tokens,), generator=torch.Generator().manual_seed(0))
     sizes: list[int] = []
@@ -177,10 +177,10 @@ def test_what_was_not_asked_for_is_not_there() -> None:
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 9, generator=draw).requires_grad_()
     targets = torch.tensor([0, 8, 3, 3])
-    shard = VocabularyReadout(0, 9, None)
+    shard = VocabParallelStatistics(0, 9, None)
     assert shard(logits, targets, 1.0).keys() == {"log_probs"}
     ours = shard(logits, targets, 0.5, entropy=True, sum_pi_squared=True)
-    plain = plain_readout(logits, targets, 0.5, entropy=True, sum_pi_squared=True)
+    plain = token_statistics(logits, targets, 0.5, entropy=True, sum_pi_squared=True)
     for name, value in plain.items():
         torch.testing.assert_close(ours[name], value, atol=1e-6, rtol=1e-6)
         assert ours[name].requires_grad == value.requires_grad

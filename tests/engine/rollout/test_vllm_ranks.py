@@ -18,11 +18,11 @@ from engine.errors import ConfigError, RolloutError
 from engine.parallel.exchange import Exchange
 from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.module_shards import gather_holdings, local_tensors
+from engine.parallel.module_shards import gather_shard_map, local_tensors
 from engine.parallel.process_groups import Ranks
-from engine.parallel.reshard import plan
-from engine.parallel.shard_map import Holdings
-from engine.parallel.sharding_specs import rollout_holdings
+from engine.parallel.reshard import plan_reshard
+from engine.parallel.shard_map import ShardMap
+from engine.parallel.sharding_specs import rollout_shard_map
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.vllm import VllmEngine
 from engine.runtime.sharded_model import ShardedModel
@@ -57,15 +57,15 @@ def errors(model: nn.Module, completions: list[Completion]) -> float:
     )
 
 
-def swapped(holdings: Holdings) -> Holdings:
-    """The same holdings with the ranks 0 and 1 exchanged."""
-    spreads = {
+def swapped(shard_map: ShardMap) -> ShardMap:
+    """The same shard_map with the ranks 0 and 1 exchanged."""
+    parameters = {
         name: replace(
-            one, held=tuple(replace(h, ranks=tuple(1 - r for r in h.ranks)) for h in one.held)
+            one, shards=tuple(replace(h, ranks=tuple(1 - r for r in h.ranks)) for h in one.shards)
         )
-        for name, one in holdings.spreads.items()
+        for name, one in shard_map.parameters.items()
     }
-    return replace(holdings, spreads=spreads)
+    return replace(shard_map, parameters=parameters)
 
 
 def serve(family: str, parallel: dict[str, int], tp: int, reverse: bool = False) -> dict[str, Any]:
@@ -85,13 +85,13 @@ def serve(family: str, parallel: dict[str, int], tp: int, reverse: bool = False)
     result: dict[str, Any] = {"errors": [], "received": [], "refused": []}
     try:
         _refused(engine, result)
-        held = gather_holdings(sharded.module, rename=sharded.full_name)
-        wanted = rollout_holdings(
-            held.shapes, to, ModelShape.of(whole.config), engine.dtype, fused=True
+        source = gather_shard_map(sharded.module, rename=sharded.full_name)
+        wanted = rollout_shard_map(
+            source.shapes, to, ModelShape.of(whole.config), engine.dtype, fused=True
         )
         if reverse:
             wanted = swapped(wanted)
-        resharding = plan(held, wanted)
+        resharding = plan_reshard(source, wanted)
         source = local_tensors(sharded.module, rename=sharded.full_name)
         exchange = Exchange(resharding.for_rank(rank), source, engine.storages())
         pointers = [tensor.data_ptr() for tensor in engine.storages().values()]

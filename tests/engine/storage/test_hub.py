@@ -106,16 +106,17 @@ LOAD = """
 import sys
 from engine.config import LoRAConfig
 from engine.data.tokenizer import load_tokenizer
-from engine.models import policy_model, vocabulary_and_context
-from engine.models.load import adapter_base
+from engine.models import load_policy_model, vocabulary_and_context
+from engine.models.load import adapter_base_path
 from engine.models.lora import save_adapter
 from pathlib import Path
 path, out = sys.argv[1], Path(sys.argv[2])
-model = policy_model(path, "float32", LoRAConfig(rank=2))
+model = load_policy_model(path, "float32", LoRAConfig(rank=2))
 save_adapter(model, out)
 assert vocabulary_and_context(path)[0] == model.config.vocab_size
 assert len(load_tokenizer(path)) > 0
-print(adapter_base(out), next(p for n, p in model.named_parameters() if "norm" in n).mean().item())
+norm = next(p for n, p in model.named_parameters() if "norm" in n)
+print(adapter_base_path(out), norm.mean().item())
 """
 
 

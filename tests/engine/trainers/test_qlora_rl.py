@@ -20,7 +20,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.models import (
     adapter_parameters,
     load_model,
-    policy_model,
+    load_policy_model,
     save_model,
 )
 from engine.models.forward import response_log_probs
@@ -74,7 +74,7 @@ def base_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def merged_change(run: Path, start: PreTrainedModel, kind: Kind) -> PreTrainedModel:
     """Check what a run wrote: its base is that of `start`, bit for bit; return its policy."""
-    policy = policy_model(run / "adapter", "float32", lora(kind, rank=0, from_folder=True))
+    policy = load_policy_model(run / "adapter", "float32", lora(kind, rank=0, from_folder=True))
     wanted, got = base_of(start), base_of(policy)
     assert wanted.keys() == got.keys()
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
@@ -99,7 +99,7 @@ def test_a_run_trains_adapters_on_a_quantised_base(
         said = subject.roles.rollout.generate(prompts).result()
         subject.save(tmp_path / "out")
     assert all(row["actor/grad_norm"] > 0 for row in subject.history)
-    start = policy_model(start_folder, "float32", lora(kind), seed=0)
+    start = load_policy_model(start_folder, "float32", lora(kind), seed=0)
     assert any(isinstance(module, QuantizedLinear) for module in start.modules())
     policy = merged_change(tmp_path / "out", start, kind)
 
@@ -109,7 +109,7 @@ def test_a_run_trains_adapters_on_a_quantised_base(
         return float((said["rollout_log_probs"] - theirs)[said["response_mask"] > 0].abs().max())
 
     dense = load_model(start_folder)
-    exact = policy_model(tmp_path / "out/adapter", "float32", LoRAConfig(from_folder=True))
+    exact = load_policy_model(tmp_path / "out/adapter", "float32", LoRAConfig(from_folder=True))
     assert apart(policy) < 1e-4, "rollout samples from the quantised base and the adapters"
     assert min(apart(model) for model in (start, dense, exact)) > 10 * apart(policy)
 
@@ -128,7 +128,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(start_folder: Path, tmp_path: Pa
     found = find_latest(tmp_path / "ckpt")
     assert found is not None
     [saved] = read_role_states(found.folder, "actor")
-    adapters = adapter_parameters(policy_model(start_folder, "float32", lora("nf4")))
+    adapters = adapter_parameters(load_policy_model(start_folder, "float32", lora("nf4")))
     assert saved.get("model").keys() == adapters.keys(), "only adapters are saved"
     with trainer(start_folder, lora("nf4"), **changes) as second:
         second.fit(checkpoint_dir=tmp_path / "ckpt")
@@ -145,7 +145,7 @@ def test_rollout_ahead_has_a_quantised_copy_that_follows(
     with trainer(start_folder, lora("nf4"), mode="one_step_off", threads=2) as subject:
         subject.fit()
         subject.save(tmp_path / "out")
-    start = policy_model(start_folder, "float32", lora("nf4"), seed=0)
+    start = load_policy_model(start_folder, "float32", lora("nf4"), seed=0)
     merged_change(tmp_path / "out", start, "nf4")
     weighed = [row["rollout_corr/rollout_is_mean"] for row in subject.history]
     assert weighed[0] == pytest.approx(1.0, abs=1e-4), "the copy's base and adapters are the same"
@@ -157,8 +157,8 @@ def test_the_warm_start_trains_adapters_on_a_quantised_base(
     start_folder: Path, tmp_path: Path, kind: Kind
 ) -> None:
     settings = lora(kind, rank=16, dropout=0.05)
-    model = policy_model(start_folder, "float32", settings, seed=0)
-    start = policy_model(start_folder, "float32", settings, seed=0)
+    model = load_policy_model(start_folder, "float32", settings, seed=0)
+    start = load_policy_model(start_folder, "float32", settings, seed=0)
     before = base_of(model)
     rows = [Example(p, r) for p, r in zip(*random_completions(6), strict=True)]
     config = SFTConfig.model_validate(
