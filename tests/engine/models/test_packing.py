@@ -18,7 +18,7 @@ from engine.errors import ConfigError, DataError
 from engine.models import create_critic_model, packing
 from engine.models.forward import response_log_probs, token_statistics
 from engine.models.packing import PackedRows, apply_packing, pack_rows, packed_forward
-from engine.parallel.fsdp import call, shard_model
+from engine.parallel.fsdp import run_forward, shard_model
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
 from engine.parallel.tensor_parallel import apply_tensor_parallel
@@ -147,7 +147,7 @@ def spread_log_probs(layout: Layout, pack: bool) -> list[Tensor]:
     statistics: Any = token_statistics
     if layout.tp > 1:
         statistics = VocabParallelStatistics.of(VOCABULARY, ranks.submesh("tp"))
-    got = call(model, lambda: response_log_probs(model, batch, 1.0, statistics=statistics))
+    got = run_forward(model, lambda: response_log_probs(model, batch, 1.0, statistics=statistics))
     (got.sum() / layout.fsdp).backward()  # FSDP sums over ranks, which all have all rows here
     grad = model.base_model.layers[0].mlp.down_proj.weight.grad
     whole = grad.full_tensor() if isinstance(grad, DTensor) else grad

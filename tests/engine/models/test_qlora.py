@@ -36,7 +36,7 @@ from engine.models.quantize import (
     check_quantization,
     quantize_linears,
 )
-from engine.parallel.fsdp import call, reshard, shard_model
+from engine.parallel.fsdp import reshard, run_forward, shard_model
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
 from engine.rollout.native.llama_weights import bind
@@ -344,7 +344,7 @@ def sharded(kind: str, shared: bool) -> dict[str, Tensor]:
         range(ranks.index("fsdp"), 6, ranks.size("fsdp"))
     )
     for _ in range(3):
-        log_probs = call(model, lambda: response_log_probs(model, batch, 1.0))
+        log_probs = run_forward(model, lambda: response_log_probs(model, batch, 1.0))
         (-log_probs.sum() / 6).backward()
         for parameter in adapter_parameters(model).values():
             with torch.no_grad():
