@@ -1,20 +1,20 @@
 """HybridFlyte's post-training engine: dataflows over roles, on one process or many.
 
-Importing it loads nothing heavy: the public names below are loaded when they are first used. It
-keeps torch's threads from spinning, and transformers from importing scikit-learn.
+Importing it loads nothing heavy: the public names below are loaded on first use. It limits how long
+OpenMP threads spin, and keeps transformers from importing scikit-learn.
 """
 
 import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from engine.imports import spare_imports
+from engine.imports import skip_optional_imports
 
-# Threads of OpenMP wait for each other by spinning for a long time. On a machine with other work
-# that turns milliseconds into seconds; with a short spin they sleep soon, and lose nothing when
-# the machine is idle. It counts only when set before torch is imported.
+# OpenMP threads wait for each other by spinning. On a busy machine that turns milliseconds into
+# seconds; with a short spin they sleep soon, at no cost on an idle machine. Read when torch is
+# imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-spare_imports()
+skip_optional_imports()
 
 if TYPE_CHECKING:
     from engine.data.loader import make_rl_data_loader

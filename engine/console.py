@@ -1,7 +1,6 @@
-"""What a person sees: quiet libraries, progress, tables, and numbers with units.
+"""Terminal output: quiet libraries, progress, tables, and numbers with units.
 
-Nothing is printed on import. Progress and tables go to stderr and stdout, so that a pipe gets the
-tables and a terminal both. What is worth saying is decided by the stages.
+Progress goes to stderr and tables to stdout, so that a pipe gets the tables alone.
 """
 
 from __future__ import annotations

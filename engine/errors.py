@@ -1,7 +1,7 @@
 """Every error that the engine raises on purpose, under one base.
 
 A message is one sentence or two: what is wrong, where (field, file, row), and what to do.
-Nothing here knows how an error is shown; `tasks/` turns these into a failed Flyte task.
+`tasks/` turns these into failed Flyte tasks.
 """
 
 
@@ -26,7 +26,7 @@ class RolloutError(EngineError):
 
 
 class WeightSyncError(RolloutError):
-    """A rollout process can't take over the weights that it was sent; a full sync repairs it."""
+    """A rollout process can't apply the weights that it received; a full sync repairs it."""
 
 
 class RewardError(EngineError):
@@ -58,8 +58,8 @@ class CheckpointError(EngineError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is torn or was changed: a file is missing or differs from its checksum."""
+    """A checkpoint is incomplete or was changed: a file is missing or differs from its checksum."""
 
 
 class PreemptedError(EngineError):
-    """The machine is taken away (SIGTERM): what is durable is saved, and the run may be resumed."""
+    """The process was pre-empted (SIGTERM); the run can be resumed from its checkpoints."""

@@ -18,7 +18,7 @@ from engine.errors import EngineError
 
 STATUS = "exit status: 0 written; 1 not, and nothing is left; 2 wrong usage"
 FAILED, INTERRUPTED = 1, 130
-_TO_TIDY_S = 5.0
+_CLEANUP_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet()
     try:
         if options.beside:
-            threading.Thread(target=_end_with_the_parent, daemon=True).start()
+            threading.Thread(target=_exit_with_parent, daemon=True).start()
         from engine.trainers.export import export_policy  # torch takes seconds; --help needs none
 
         source = export_policy(options.checkpoint, options.out, options.model)
@@ -49,22 +49,22 @@ def _parser() -> argparse.ArgumentParser:
         "folder adapter/ alone. Reads and writes local folders and s3://.",
         epilog=STATUS,
     )
-    say = parser.add_argument
-    say("checkpoint", help="step_<n> of a run, or the run's folder for its newest good one")
-    say("--out", required=True, metavar="FOLDER", help="where to; must not exist")
-    say(
+    add = parser.add_argument
+    add("checkpoint", help="step_<n> of a run, or the run's folder for its newest good one")
+    add("--out", required=True, metavar="FOLDER", help="where to; must not exist")
+    add(
         "--model",
         metavar="START",
         help="the model that training started from, folder or hub id (default: as saved)",
     )
-    say("--beside", action="store_true", help="end when standard input does: as a run calls it")
+    add("--beside", action="store_true", help="end when standard input does: as a run calls it")
     return parser
 
 
-def _end_with_the_parent() -> None:
+def _exit_with_parent() -> None:
     os.read(0, 1)
     _thread.interrupt_main()
-    time.sleep(_TO_TIDY_S)
+    time.sleep(_CLEANUP_S)
     os._exit(INTERRUPTED)
 
 

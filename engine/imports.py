@@ -1,8 +1,8 @@
-"""A shorter way to transformers: without scikit-learn and SciPy.
+"""Keeps transformers from importing scikit-learn and SciPy.
 
-transformers imports them, wherever they are installed, for one curve of assisted generation and one
-loss of object detection; MLflow installs both. Every Ray worker, rank and command would pay for
-that at its start.
+transformers imports them wherever they are installed, for assisted generation and for a loss of
+object detection; MLflow installs both. That would slow down the start of every Ray worker, rank and
+command.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# The module that is about to be loaded, and the question whose answer becomes no.
-_ASKS = {
+# Module of transformers → the availability check that it must find false.
+_CHECKS = {
     "transformers.generation.candidate_generator": "is_sklearn_available",
     "transformers.loss.loss_for_object_detection": "is_scipy_available",
 }
 
 
-class _Spared(MetaPathFinder):
-    """Finds nothing; sees which modules are about to be loaded."""
+class _AvailabilityHook(MetaPathFinder):
+    """Finds no module; acts before one of `_CHECKS` is loaded."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name in _ASKS:
-            setattr(sys.modules["transformers.utils"], _ASKS[name], lambda: False)
+        if name in _CHECKS:
+            setattr(sys.modules["transformers.utils"], _CHECKS[name], lambda: False)
         return None
 
 
-def spare_imports() -> None:
-    """Keep transformers from importing what is never used here; again has no effect."""
-    if not any(isinstance(finder, _Spared) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Spared())
+def skip_optional_imports() -> None:
+    """Keep transformers from importing what is not used here; idempotent."""
+    if not any(isinstance(finder, _AvailabilityHook) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AvailabilityHook())

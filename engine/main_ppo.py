@@ -1,7 +1,6 @@
 """`python -m engine.main_ppo key=value ...`: reinforcement learning from the command line.
 
-Here is the outermost frame: arguments, signals, exit status, and errors as sentences. The run
-itself is in `engine.cli`.
+Arguments, signals, exit status, and errors as one sentence; the run itself is in `engine.cli`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from engine.cli.failures import INPUT_ERRORS, sentence
+from engine.cli.failures import INPUT_ERRORS, short_message
 from engine.console import quiet
 from engine.errors import ConfigError, EngineError
 
@@ -30,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     quiet()
     try:
-        with _terminable():
+        with _sigterm_as_exception():
             return _run(sys.argv[1:] if arguments is None else arguments)
     except EngineError as error:
-        print(f"error: {sentence(error)}", file=sys.stderr)
+        print(f"error: {short_message(error)}", file=sys.stderr)
         return WRONG_INPUT if isinstance(error, INPUT_ERRORS) else FAILED
     except KeyboardInterrupt:
         print("interrupted; workers are stopped", file=sys.stderr)
@@ -64,12 +63,12 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         run(resolved.config)
     except EngineError as error:
-        raise type(error)(resolved.in_users_words(str(error))) from error
+        raise type(error)(resolved.with_typed_keys(str(error))) from error
     return 0
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are our sentences."""
+    """An argparse parser that raises ConfigError."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see python -m engine.main_ppo --help")
@@ -85,8 +84,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM unwind the block, so that workers are stopped and what is open is closed."""
+def _sigterm_as_exception() -> Iterator[None]:
+    """Let SIGTERM unwind the block, so that workers are stopped and files are closed."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(int(signal.SIGTERM))  # as Ray's own handler does while it starts

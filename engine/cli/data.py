@@ -22,11 +22,11 @@ _ALL = 2**31  # a batch size that takes all rows
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What a run learns from and is measured on."""
+    """Prompts for training and validation."""
 
     loader: PromptLoader
     validation: list[Row]
-    longest: int  # prompt, in tokens, over both
+    longest: int  # prompt of both, in tokens
     left_out: int  # rows that were longer than data.max_prompt_length
 
 
@@ -57,9 +57,9 @@ def _rows(
     rows: list[Row] = []
     for file in files:
         path = file if "://" in file else str(Path(file).expanduser())
-        refused = 0 if lenient else limit
+        hard_limit = 0 if lenient else limit
         some = make_rl_data_loader(
-            path, tokenizer, _ALL, shuffle=False, max_prompt_length=refused
+            path, tokenizer, _ALL, shuffle=False, max_prompt_length=hard_limit
         ).next_batch()
         if rows and some[0].keys() != rows[0].keys():
             raise DataError(

@@ -1,4 +1,4 @@
-"""Failures as one sentence on the terminal, with all the rest in a file."""
+"""Failures as one sentence on the terminal, with the tracebacks in a file."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ INPUT_ERRORS = (ConfigError, DataError, ModelError, PlacementError)
 DETAILS = "error.txt"
 
 
-def sentence(error: EngineError) -> str:
-    """The error's first line; a placement's whole text, because its table says what is short."""
+def short_message(error: EngineError) -> str:
+    """The error's first line; all of a PlacementError, with its table."""
     text = str(error).strip()
     return text if isinstance(error, PlacementError) else text.partition("\n")[0]
 
 
 @contextlib.contextmanager
-def details_kept(folder: Path) -> Iterator[None]:
-    """Write the tracebacks of a failed run to `error.txt` in `folder`, and say so in the error."""
+def error_details_file(folder: Path) -> Iterator[None]:
+    """Write the tracebacks of a failed run to `error.txt` in `folder`, and name it in the error."""
     path = folder / DETAILS
     path.unlink(missing_ok=True)
     try:
@@ -32,4 +32,4 @@ def details_kept(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # a full disk may be the very cause
             path.write_text("".join(traceback.format_exception(error)))
         where = f" (tracebacks: {path})" if path.exists() else ""
-        raise type(error)(f"{sentence(error)}{where}") from error
+        raise type(error)(f"{short_message(error)}{where}") from error

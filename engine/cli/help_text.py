@@ -1,4 +1,4 @@
-"""`--help` and `--print-config`: the settings as text. Nothing is decided here."""
+"""`--help` and `--print-config`: the settings as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from engine.cli.renamed_keys import REWARD_FILES, VERL, Key
 from engine.cli.settings import RunConfig
-from engine.cli.unsupported_keys import ABSENT
+from engine.cli.unsupported_keys import UNSUPPORTED
 from engine.config.base import section_of
 
 WIDTH = 100
@@ -39,7 +39,7 @@ Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C.
 
 
 def help_text() -> str:
-    """All sections with their keys, defaults and meanings, and verl's keys that have no place."""
+    """All sections with their keys, defaults and meanings, and verl's unsupported keys."""
     names = _verl_names()
     parts = [_USAGE]
     for title, model, prefix in _sections(RunConfig, ""):
@@ -54,7 +54,7 @@ def help_text() -> str:
         "\n".join(
             [
                 "verl's keys that have no effect here, or only some values (null: any)",
-                *_absent(),
+                *_unsupported(),
                 "",
             ]
         )
@@ -85,8 +85,8 @@ def _rows(model: type[BaseModel], prefix: str, names: dict[str, tuple[str, Key]]
             continue
         path = f"{prefix}{name}"
         key, target = names.get(path, (path.removeprefix("rl."), None))
-        said = [info.description or "", _choices(info), target.note if target else ""]
-        about = "; ".join(part for part in said if part)
+        texts = [info.description or "", _choices(info), target.note if target else ""]
+        about = "; ".join(part for part in texts if part)
         yield _entry(key, _plain(getattr(default, name)), about)
 
 
@@ -97,11 +97,11 @@ def _entry(key: str, default: str, about: str) -> str:
     return "\n".join([first.rstrip(), *(" " * 56 + line for line in wrapped if line)])
 
 
-def _absent() -> Iterator[str]:
-    for entry in ABSENT:
-        only = f" (only {', '.join(map(_plain, entry.harmless))})" if entry.harmless else ""
-        kind = "refused" if entry.refused else "no effect"
-        yield _entry(entry.pattern + only, "", f"{kind}: {entry.say}")
+def _unsupported() -> Iterator[str]:
+    for entry in UNSUPPORTED:
+        only = f" (only {', '.join(map(_plain, entry.accepted))})" if entry.accepted else ""
+        kind = "rejected" if entry.rejected else "no effect"
+        yield _entry(entry.pattern + only, "", f"{kind}: {entry.reason}")
 
 
 def _verl_names() -> dict[str, tuple[str, Key]]:

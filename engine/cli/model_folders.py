@@ -1,4 +1,4 @@
-"""Model folders of a run: written under another name, then renamed, so that each is whole."""
+"""Model folders of a run: written under another name, then renamed, so that each is complete."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from engine.errors import ConfigError, StorageError
 from engine.storage.atomic import fsync, fsync_tree
 
 # Ray unpacks a job's files here on each machine, and deletes them after the job.
-_OF_A_JOB = "runtime_resources/working_dir_files"
+_RAY_JOB_FOLDERS = "runtime_resources/working_dir_files"
 
 
-def prepare(folder: Path) -> Path:
-    """Make the folder of a run; refuse, before anything is computed, one that can't be kept."""
+def make_output_folder(folder: Path) -> Path:
+    """Make the output folder of a run; raise before any compute where it can't be written."""
     folder = folder.expanduser().absolute()
-    if _OF_A_JOB in str(folder):
+    if _RAY_JOB_FOLDERS in str(folder):
         raise ConfigError(
             f"trainer.default_local_dir={folder} lies in the working directory of a Ray job, which "
             "is deleted after it; give an absolute path, or set HYBRIDFLYTE_HOME to one"
@@ -32,13 +32,13 @@ def prepare(folder: Path) -> Path:
     return folder
 
 
-def save_whole(save: Callable[[str], None], target: Path) -> Path:
-    """Let `save(folder)` write beside `target`, then put the folder there; what was there goes.
+def save_atomically(save: Callable[[str], None], target: Path) -> Path:
+    """Let `save(folder)` write beside `target`, then replace `target` by that folder.
 
     Raises StorageError when the disk refuses, or `save` wrote to another machine's disk.
     """
     name = uuid.uuid4().hex[:8]
-    draft, aside = (target.with_name(f".{target.name}-{kind}-{name}") for kind in ("new", "old"))
+    draft, replaced = (target.with_name(f".{target.name}-{kind}-{name}") for kind in ("new", "old"))
     try:
         save(str(draft))
         if not draft.is_dir():
@@ -49,14 +49,14 @@ def save_whole(save: Callable[[str], None], target: Path) -> Path:
         with _writing(target):
             fsync_tree(draft)
             if target.exists():
-                os.rename(target, aside)
+                os.rename(target, replaced)
             os.rename(draft, target)
             fsync(target.parent)
     finally:
-        if aside.exists() and not target.exists():
-            os.rename(aside, target)
+        if replaced.exists() and not target.exists():
+            os.rename(replaced, target)
         shutil.rmtree(draft, ignore_errors=True)
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
     return target
 
 

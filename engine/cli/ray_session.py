@@ -1,4 +1,4 @@
-"""Ray for the length of a run, and whether its machines see the same files."""
+"""Ray for the duration of a run, and whether its machines see the same files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from engine.controller.launch import DASHBOARD_VARIABLE
 from engine.errors import PlacementError, StorageError
 
-PROBE_SECONDS = 60.0  # for a first process on each machine
+PROBE_SECONDS = 60.0  # for the first task on each machine
 
 
 @contextlib.contextmanager
 def ray_session(placement: str, object_store_memory: int | None = None) -> Iterator[None]:
-    """Have Ray for the block where roles are placed on it; end it if it was not there before.
+    """Start or join Ray for the block, unless roles are placed locally; end it if it was started.
 
     Joins the cluster that RAY_ADDRESS names, or starts one, whose object store has that many
     bytes; PlacementError when that fails.
@@ -40,7 +40,7 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-        # Ray's own would end the process where it stands, with what is open left open.
+        # Ray's own handler would end the process at once, without closing what is open.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:

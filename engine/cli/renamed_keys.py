@@ -1,15 +1,82 @@
 """verl's keys that we have under another name, in another unit, or with other values.
 
-A table and nothing else. Keys with the same name and meaning on both sides (`algorithm.gamma`,
-`data.max_prompt_length`) need no entry. What we don't have is in `absent`.
+A table, and the converters of its values. Keys with the same name and meaning on both sides
+(`algorithm.gamma`, `data.max_prompt_length`) need no entry. Keys that we don't have are in
+`unsupported_keys`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.cli import value_conversion as convert
-from engine.cli.value_conversion import Convert
+from engine.errors import ConfigError
+
+Convert = Callable[[object, str], object]
+
+NEVER = 10**9  # steps: longer than any run
+
+
+def _same(value: object, key: str) -> object:
+    """As it is."""
+    return value
+
+
+def _text(value: object, key: str) -> str:
+    """A name that YAML may have read as a number or a date."""
+    return str(value)
+
+
+def _listed(value: object, key: str) -> list[object]:
+    """One value, or a list of them."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _loggers(value: object, key: str) -> list[object]:
+    """Names of loggers; those that only verl has are rejected with the way out."""
+    names = _listed(value, key)
+    foreign = [name for name in names if name not in ("console", "file", "mlflow")]
+    if foreign:
+        raise ConfigError(
+            f"{key}: {', '.join(map(str, foreign))} is not a logger here; choose from console, "
+            "file and mlflow"
+        )
+    return names
+
+
+def _zero_is_off(value: object, key: str) -> object:
+    """verl switches top-k off with -1, we with 0."""
+    return 0 if value == -1 else value
+
+
+def _never_below_one(value: object, key: str) -> object:
+    """verl's -1 (or 0) steps between two validations: only the first and the last are done."""
+    return NEVER if isinstance(value, int) and value < 1 else value
+
+
+def _pair(value: object, key: str) -> list[object]:
+    """Two numbers, such as AdamW's betas."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ConfigError(f"{key}={value!r} must be a list of two numbers, such as [0.9,0.95]")
+    return list(value)
+
+
+def _engine_name(value: object, key: str) -> object:
+    """verl's `hf` decodes with the trainer's own model, as our `native` does."""
+    return "native" if value == "hf" else value
+
+
+def _group_metric(value: object, key: str) -> object:
+    """What verl's DAPO compares in a group; its sequence scores and `acc` are our raw score."""
+    ours = {"acc": "score", "seq_reward": "score", "seq_final_reward": "reward"}
+    return ours.get(value, value) if isinstance(value, str) else value
+
+
+def _bypass(value: object, key: str) -> str:
+    """Whether the log-probs of sampling stand for the trainer's own."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}={value!r} must be true or false")
+    return "rollout" if value else "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +84,7 @@ class Key:
     """Where a key of verl's goes."""
 
     path: str | tuple[str, ...]  # in RunConfig, e.g. "rl.actor.optim.lr"; several: one an item
-    convert: Convert = convert.same
+    convert: Convert = _same
     times: str = ""  # path of a setting that the value is multiplied by, e.g. "rl.rollout.n"
     note: str = ""  # what differs, for --help
 
@@ -61,8 +128,8 @@ _ACTOR_SAME = (
     "policy_loss.dro_beta",
 )
 
-# How a model is spread, below the role's section: verl's names and ours.
-_SPREAD = {
+# Parallelism, below the role's section: verl's names and ours.
+_PARALLEL = {
     "ulysses_sequence_parallel_size": "sp",
     "megatron.tensor_model_parallel_size": "tp",
     "megatron.pipeline_model_parallel_size": "pp",
@@ -70,8 +137,8 @@ _SPREAD = {
 }
 
 VERL: dict[str, Key] = {
-    **{f"{_ACTOR}.{name}": Key(f"rl.actor.parallel.{ours}") for name, ours in _SPREAD.items()},
-    **{f"{_CRITIC}.{name}": Key(f"rl.critic.parallel.{ours}") for name, ours in _SPREAD.items()},
+    **{f"{_ACTOR}.{name}": Key(f"rl.actor.parallel.{ours}") for name, ours in _PARALLEL.items()},
+    **{f"{_CRITIC}.{name}": Key(f"rl.critic.parallel.{ours}") for name, ours in _PARALLEL.items()},
     "actor_rollout_ref.model.use_remove_padding": Key("rl.actor.parallel.packing"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Key(
         "rl.actor.parallel.activation_checkpointing"
@@ -80,44 +147,40 @@ VERL: dict[str, Key] = {
         "rl.critic.parallel.activation_checkpointing"
     ),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": Key("rl.rollout.tensor_parallel_size"),
-    "data.train_files": Key("data.train_files", convert.listed),
-    "data.val_files": Key("data.val_files", convert.listed),
+    "data.train_files": Key("data.train_files", _listed),
+    "data.val_files": Key("data.val_files", _listed),
     "data.train_batch_size": Key("rl.trainer.train_batch_size"),
     "data.seed": Key("seed"),
-    "actor_rollout_ref.model.path": Key("model.path", convert.text),
+    "actor_rollout_ref.model.path": Key("model.path", _text),
     "actor_rollout_ref.model.lora_rank": Key("model.lora.rank"),
     "actor_rollout_ref.model.lora_alpha": Key("model.lora.alpha"),
     "actor_rollout_ref.model.target_modules": Key("model.lora.target_modules"),
     **{f"{_ACTOR}.{name}": Key(f"rl.actor.{name}") for name in _ACTOR_SAME},
     **{f"{_ACTOR}.optim.{name}": Key(f"rl.actor.optim.{ours}") for name, ours in _OPTIM.items()},
     f"{_ACTOR}.optim.betas": Key(
-        ("rl.actor.optim.beta1", "rl.actor.optim.beta2"), convert.pair, note="two numbers"
+        ("rl.actor.optim.beta1", "rl.actor.optim.beta2"), _pair, note="two numbers"
     ),
     f"{_ACTOR}.grad_clip": Key("rl.actor.optim.grad_clip"),
     f"{_ACTOR}.ppo_mini_batch_size": Key("rl.actor.ppo_mini_batch_size", times=_N, note=_PROMPTS),
     f"{_ACTOR}.ppo_max_token_len_per_gpu": Key("rl.actor.max_tokens_per_micro_batch"),
     "actor_rollout_ref.rollout.name": Key(
-        "rl.rollout.engine", convert.engine_name, note="native (or hf), vllm, server"
+        "rl.rollout.engine", _engine_name, note="native (or hf), vllm, server"
     ),
     "actor_rollout_ref.rollout.n": Key(_N),
     "actor_rollout_ref.rollout.temperature": Key("rl.rollout.temperature"),
-    "actor_rollout_ref.rollout.top_k": Key(
-        "rl.rollout.top_k", convert.zero_is_off, note="0 or -1: off"
-    ),
+    "actor_rollout_ref.rollout.top_k": Key("rl.rollout.top_k", _zero_is_off, note="0 or -1: off"),
     "actor_rollout_ref.rollout.top_p": Key("rl.rollout.top_p"),
     "actor_rollout_ref.rollout.max_num_seqs": Key("rl.rollout.max_num_seqs"),
     **{f"{_CRITIC}.optim.{name}": Key(f"rl.critic.optim.{ours}") for name, ours in _OPTIM.items()},
     f"{_CRITIC}.optim.betas": Key(
-        ("rl.critic.optim.beta1", "rl.critic.optim.beta2"), convert.pair, note="two numbers"
+        ("rl.critic.optim.beta1", "rl.critic.optim.beta2"), _pair, note="two numbers"
     ),
     f"{_CRITIC}.grad_clip": Key("rl.critic.optim.grad_clip"),
     f"{_CRITIC}.ppo_mini_batch_size": Key("rl.critic.ppo_mini_batch_size", times=_N, note=_PROMPTS),
     f"{_CRITIC}.ppo_max_token_len_per_gpu": Key("rl.critic.max_tokens_per_micro_batch"),
-    "algorithm.filter_groups.metric": Key(
-        "rl.algorithm.filter_groups.metric", convert.group_metric
-    ),
+    "algorithm.filter_groups.metric": Key("rl.algorithm.filter_groups.metric", _group_metric),
     "algorithm.rollout_correction.bypass_mode": Key(
-        "rl.actor.old_log_probs", convert.bypass, note="true: rollout, false: auto"
+        "rl.actor.old_log_probs", _bypass, note="true: rollout, false: auto"
     ),
     **{
         f"{section}.{name}": Key(f"rl.reward.overlong_buffer.{name}")
@@ -129,16 +192,16 @@ VERL: dict[str, Key] = {
         for name in ("enable", "len", "penalty_factor")
     },
     "trainer.test_freq": Key(
-        "rl.trainer.test_freq", convert.never_below_one, note="-1: only first and last"
+        "rl.trainer.test_freq", _never_below_one, note="-1: only first and last"
     ),
     "trainer.total_epochs": Key("run.total_epochs"),
     "trainer.val_before_train": Key("run.val_before_train"),
     "trainer.save_freq": Key("run.save_freq"),
     "trainer.resume_mode": Key("run.resume_mode"),
-    "trainer.default_local_dir": Key("run.default_local_dir", convert.text),
-    "trainer.project_name": Key("run.project_name", convert.text),
-    "trainer.experiment_name": Key("run.experiment_name", convert.text),
-    "trainer.logger": Key("run.logger", convert.loggers),
+    "trainer.default_local_dir": Key("run.default_local_dir", _text),
+    "trainer.project_name": Key("run.project_name", _text),
+    "trainer.experiment_name": Key("run.experiment_name", _text),
+    "trainer.logger": Key("run.logger", _loggers),
 }
 
 # A file and a function in it; together they are `reward.name` (see `reward_file`).

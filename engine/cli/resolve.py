@@ -1,7 +1,7 @@
-"""From what was typed to a configuration, and from its errors back to what was typed.
+"""From arguments to a configuration, and from its errors back to the arguments.
 
-A key is looked up in three places: verl's names (`keys`), our own paths (of `settings`, with or
-without `rl.`), and what we knowingly don't have (`absent`).
+A key is looked up in three places: verl's names (`renamed_keys`), our own paths (of `settings`,
+with or without `rl.`), and `unsupported_keys`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from engine.cli.renamed_keys import REWARD_FILES, VERL, Key
 from engine.cli.reward_file import reward_name
 from engine.cli.settings import RunConfig
-from engine.cli.unsupported_keys import find_absent
+from engine.cli.unsupported_keys import find_unsupported
 from engine.config import explain
 from engine.config.base import section_of
 from engine.errors import ConfigError
@@ -29,29 +29,29 @@ _REWARD_KEYS = {**{k: k for k in REWARD_FILES}, **{v: k for k, v in REWARD_FILES
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A value, where it goes, and the words in which it was asked for."""
+class Override:
+    """A value from the command line or file, and the setting that it overrides."""
 
     path: str  # e.g. "rl.actor.ppo_mini_batch_size"
-    value: Any  # e.g. 16
+    value: object  # e.g. 16
     key: str  # as typed, e.g. "actor_rollout_ref.actor.ppo_mini_batch_size"
     times: str = ""  # path of its factor, e.g. "rl.rollout.n"
 
 
 @dataclass(slots=True)
 class Resolved:
-    """A configuration, what is to be said about it, and the words of the one who asked for it."""
+    """A configuration, notices about it, and the overrides that it was made from."""
 
     config: RunConfig = field(default_factory=RunConfig)
     notices: list[str] = field(default_factory=list)
-    given: dict[str, Given] = field(default_factory=dict)  # by path
+    overrides: dict[str, Override] = field(default_factory=dict)  # by path
 
-    def in_users_words(self, message: str) -> str:
-        """Put the typed keys in place of our paths; a scaled value shows its factor."""
+    def with_typed_keys(self, message: str) -> str:
+        """Replace our paths in a message by the typed keys; a scaled value shows its factor."""
         words: dict[str, str] = {}
-        for path, given in self.given.items():
-            factor = f"={given.value}×{self._scale(given)}" if given.times else ""
-            words[path] = words[path.removeprefix("rl.")] = given.key + factor
+        for path, override in self.overrides.items():
+            factor = f"={override.value}×{self._scale(override)}" if override.times else ""
+            words[path] = words[path.removeprefix("rl.")] = override.key + factor
         if not words:
             return message
         longest = sorted(words, key=len, reverse=True)
@@ -60,23 +60,24 @@ class Resolved:
         return re.sub(pattern, lambda found: words[found[1]], message)
 
     def values(self) -> dict[str, Any]:
-        """What was given, nested as RunConfig is."""
+        """The overrides, nested as RunConfig is."""
         nested: dict[str, Any] = {}
-        for path, given in self.given.items():
+        for path, override in self.overrides.items():
             *sections, name = path.split(".")
             place = nested
             for section in sections:
                 place = place.setdefault(section, {})
-            place[name] = given.value * self._scale(given) if given.times else given.value
+            place[name] = self._scaled(override) if override.times else override.value
         return nested
 
-    def _scale(self, given: Given) -> int:
-        factor = self.given[given.times].value if given.times in self.given else None
-        default = _at(RunConfig(), given.times)
-        for key, number in ((given.key, given.value), (given.times, factor or default)):
-            if not isinstance(number, int) or isinstance(number, bool):
-                raise ConfigError(f"{key}={number!r} must be a whole number")
-        return int(factor or default)
+    def _scale(self, override: Override) -> int:
+        """The factor of a scaled setting: as override, or its default."""
+        if override.times in self.overrides and self.overrides[override.times].value:
+            return _whole_number(override.times, self.overrides[override.times].value)
+        return _whole_number(override.times, _value_at(RunConfig(), override.times))
+
+    def _scaled(self, override: Override) -> int:
+        return _whole_number(override.key, override.value) * self._scale(override)
 
 
 def resolve(file: Path | None, arguments: Sequence[str]) -> Resolved:
@@ -88,62 +89,62 @@ def resolve(file: Path | None, arguments: Sequence[str]) -> Resolved:
     for argument in arguments:
         key, value = _split(argument)
         pairs.extend(_flatten(value, key))
-    last: dict[str, Any] = {}
+    last: dict[str, object] = {}
     for key, value in pairs:
         # Of keys for one setting the later one holds, so a key that comes again takes a new place.
         last.pop(key, None)
         last[key] = value
-    result = _place(last)
+    result = _resolve_keys(last)
     try:
         result.config = RunConfig.model_validate(result.values())
     except ValidationError as error:
-        raise ConfigError(result.in_users_words(explain(error))) from None
+        raise ConfigError(result.with_typed_keys(explain(error))) from None
     return result
 
 
-def _place(pairs: dict[str, Any]) -> Resolved:
-    """Find each key's place; null takes a setting back to its default."""
+def _resolve_keys(pairs: dict[str, object]) -> Resolved:
+    """Find the setting of each key; null resets a setting to its default."""
     result = Resolved()
-    rewards: dict[str, dict[str, Any]] = {}  # by the file's key
-    absent: list[tuple[str, Any]] = []
+    rewards: dict[str, dict[str, object]] = {}  # by the file's key
+    unsupported: list[tuple[str, object]] = []
     for key, value in pairs.items():
-        target = VERL.get(key) or _own(key)
+        target = VERL.get(key) or _own_key(key)
         if isinstance(value, str) and "${" in value and (target or key in _REWARD_KEYS):
             raise ConfigError(f"{key}={value!r} refers to another setting; write the value itself")
         if key in _REWARD_KEYS:
             both = rewards.pop(_REWARD_KEYS[key], {})
             rewards[_REWARD_KEYS[key]] = both | {key: value}
         elif target:
-            for given in _givens(target, key, value):
-                if given.path == "rl.reward.name":
+            for override in _overrides(target, key, value):
+                if override.path == "rl.reward.name":
                     rewards.clear()  # of files that were named before
-                result.given.pop(given.path, None)
+                result.overrides.pop(override.path, None)
                 if value is not None:
-                    result.given[given.path] = given
+                    result.overrides[override.path] = override
         else:
-            absent.append((key, value))
+            unsupported.append((key, value))
     for path_key, both in rewards.items():
         path, name = both.get(path_key), both.get(REWARD_FILES[path_key])
         if path is not None:
             value = reward_name(str(path), str(name or "compute_score"))
-            result.given["rl.reward.name"] = Given("rl.reward.name", value, path_key)
-    for key, value in absent:
-        _judge(result, key, value)
-    _one_length(result)
+            result.overrides["rl.reward.name"] = Override("rl.reward.name", value, path_key)
+    for key, value in unsupported:
+        _check_unsupported(result, key, value)
+    _prefer_total_steps(result)
     return result
 
 
-def _givens(target: Key, key: str, value: Any) -> Iterator[Given]:
+def _overrides(target: Key, key: str, value: object) -> Iterator[Override]:
     converted = None if value is None else target.convert(value, key)
     if isinstance(target.path, str):
-        yield Given(target.path, converted, key, target.times)
+        yield Override(target.path, converted, key, target.times)
     else:
-        items = converted or [None] * len(target.path)
+        items = converted if isinstance(converted, list) else [None] * len(target.path)
         for path, item in zip(target.path, items, strict=True):
-            yield Given(path, item, key)
+            yield Override(path, item, key)
 
 
-def _own(key: str) -> Key | None:
+def _own_key(key: str) -> Key | None:
     """Our own path, in full, or without the `rl.` before its section."""
     paths = own_paths()
     for path in (key, f"rl.{key}"):
@@ -155,33 +156,33 @@ def _own(key: str) -> Key | None:
     return None
 
 
-def _judge(result: Resolved, key: str, value: Any) -> None:
-    """Accept, note, or refuse a key that has no place here."""
-    entry = find_absent(key)
+def _check_unsupported(result: Resolved, key: str, value: object) -> None:
+    """Accept, note, or reject a key that is no setting here."""
+    entry = find_unsupported(key)
     if entry is None:
         near = difflib.get_close_matches(key, sorted(known_keys()), n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
             f"unknown key {key!r}{hint or '; python -m engine.main_ppo --help lists all keys'}"
         )
-    same = entry.same_as and entry.same_as in result.given
-    harmless = (*entry.harmless, *([result.given[entry.same_as].value] if same else []))
-    if value is None or any(value == v and type(value) is type(v) for v in harmless):
+    same = entry.same_as and entry.same_as in result.overrides
+    accepted = (*entry.accepted, *([result.overrides[entry.same_as].value] if same else []))
+    if value is None or any(value == v and type(value) is type(v) for v in accepted):
         return
-    if entry.refused:
-        raise ConfigError(f"{key}={value!r} is verl's and not available here: {entry.say}")
-    result.notices.append(f"{key} has no effect here: {entry.say}")
+    if entry.rejected:
+        raise ConfigError(f"{key}={value!r} is verl's and not available here: {entry.reason}")
+    result.notices.append(f"{key} has no effect here: {entry.reason}")
 
 
-def _one_length(result: Resolved) -> None:
-    """verl's rule where both lengths are given: the number of steps holds."""
-    epochs = result.given.get("run.total_epochs")
-    if epochs and (steps := result.given.get("rl.trainer.total_training_steps")):
+def _prefer_total_steps(result: Resolved) -> None:
+    """verl's rule where both lengths are override: the number of steps wins."""
+    epochs = result.overrides.get("run.total_epochs")
+    if epochs and (steps := result.overrides.get("rl.trainer.total_training_steps")):
         result.notices.append(f"{epochs.key} has no effect beside {steps.key}")
-        del result.given["run.total_epochs"]
+        del result.overrides["run.total_epochs"]
 
 
-def _split(argument: str) -> tuple[str, Any]:
+def _split(argument: str) -> tuple[str, object]:
     key, equals, text = argument.partition("=")
     key = key.lstrip("+")  # Hydra's mark for a key that its schema lacks
     if not equals or not key or key.startswith("~"):
@@ -192,7 +193,7 @@ def _split(argument: str) -> tuple[str, Any]:
         raise ConfigError(f"{key}: the value {text!r} is not valid YAML; quote it") from None
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> dict[str, object]:
     try:
         values = yaml.safe_load(file.read_text())
     except FileNotFoundError:
@@ -207,9 +208,9 @@ def _read(file: Path) -> dict[str, Any]:
     return values or {}
 
 
-def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys of nested sections; what is a setting itself stays whole."""
-    setting = key in VERL or _own(key) is not None
+def _flatten(value: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted keys of nested sections; a setting that is a mapping stays whole."""
+    setting = key in VERL or _own_key(key) is not None
     if value is None and any(known.startswith(f"{key}.") for known in known_keys()):
         return  # a section with nothing in it
     if not isinstance(value, dict) or (key and (setting or not value)):
@@ -243,8 +244,14 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type | Non
             yield f"{prefix}{name}", get_origin(info.annotation)
 
 
-def _at(config: BaseModel, path: str) -> Any:
-    value: Any = config
+def _whole_number(key: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{key}={value!r} must be a whole number")
+    return value
+
+
+def _value_at(config: BaseModel, path: str) -> object:
+    value: object = config
     for name in path.split("."):
         value = getattr(value, name)
     return value

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.cli.data import Prompts, read_prompts
-from engine.cli.failures import details_kept
-from engine.cli.model_folders import prepare, save_whole
+from engine.cli.failures import error_details_file
+from engine.cli.model_folders import make_output_folder, save_atomically
 from engine.cli.ray_session import ray_session, require_shared
 from engine.cli.settings import RunConfig
 from engine.cli.step_line import step_line
@@ -42,12 +42,12 @@ def run(config: RunConfig) -> Path:
             "actor_rollout_ref.model.path is missing; give a Hugging Face folder or hub id"
         )
     check_config(config.rl, config.data.max_response_length)
-    folder = prepare(output_folder(config))
+    folder = make_output_folder(output_folder(config))
     model = _local(config.model.path)
     prompts = read_prompts(config, load_tokenizer(model))
     config = _with_steps(config, len(prompts.loader))
     placement = config.rl.trainer.placement
-    with details_kept(folder), _tracked(config) as tracked, ray_session(placement):
+    with error_details_file(folder), _tracked(config) as tracked, ray_session(placement):
         if placement != "local":
             require_shared([str(folder), *([model] if Path(model).is_dir() else [])])
         with _Log(config, folder, tracked) as log:
@@ -76,7 +76,7 @@ def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: _
 
     def work(trainer: RLTrainer) -> None:
         def save(step: int) -> Path:
-            return save_whole(trainer.save, folder / f"step_{step}")
+            return save_atomically(trainer.save, folder / f"step_{step}")
 
         def report(step: int, total: int, metrics: dict[str, float]) -> None:
             if prompts.validation and _due(step, total, config.rl.trainer.test_freq):

@@ -1,4 +1,4 @@
-"""`python -m engine.health`: one look at all that a run needs, as a table or JSON.
+"""`python -m engine.health`: checks all that a run needs, and prints a table or JSON.
 
 Exit status: 0, healthy; 1, not, with one sentence for each fault; 2, wrong usage.
 """
@@ -16,7 +16,7 @@ from typing import NoReturn
 from engine.console import quiet, table
 from engine.errors import ConfigError
 from engine.health.cluster import ray_nodes
-from engine.health.libraries import loaded, versions
+from engine.health.libraries import check_imports, check_versions
 from engine.health.report import OPTIONAL, Expectation, Finding
 from engine.health.service_checks import mlflow, output_folder, s3, shared_memory
 
@@ -24,10 +24,10 @@ HEALTHY, UNHEALTHY, WRONG_USAGE = 0, 1, 2
 
 
 def check(expected: Expectation) -> list[Finding]:
-    """Look at everything, and return what was found, faults among it."""
-    findings = list(versions(expected))
+    """Run all checks and return their findings."""
+    findings = list(check_versions(expected))
     if not expected.quick:
-        findings = loaded(findings, expected)
+        findings = check_imports(findings, expected)
     findings += [shared_memory(expected.shared_memory_gib), output_folder()]
     findings += [mlflow(expected.deadline_s), *s3(expected.deadline_s)]
     if expected.ray_nodes:
@@ -36,7 +36,7 @@ def check(expected: Expectation) -> list[Finding]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are our sentences."""
+    """An argparse parser that raises ConfigError."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see python -m engine.health --help")
@@ -47,17 +47,17 @@ def expectation(arguments: Sequence[str] | None) -> tuple[Expectation, bool]:
     parser = _Parser(
         "python -m engine.health", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    say = parser.add_argument
-    say("--expect", choices=("cuda", "rocm", "cpu"), help="the kind of devices")
-    say("--gpus", type=int, default=0, help="how many of them, at least")
-    say("--require", action="append", default=[], choices=OPTIONAL, help="must be installed, too")
-    say("--shm-gib", type=float, default=1.0, help="of /dev/shm, at least (default 1)")
-    say("--ray-nodes", type=int, default=0, help="wait for so many nodes of the Ray at RAY_ADDRESS")
-    say("--ray-deadline", type=float, default=300.0, help="seconds to wait for them (default 300)")
-    say("--deadline", type=float, default=5.0, help="seconds for MLflow and S3 (default 5)")
-    say("--load-deadline", type=float, default=180.0, help="seconds for imports (default 180)")
-    say("--quick", action="store_true", help="load no library, count no device")
-    say("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("--expect", choices=("cuda", "rocm", "cpu"), help="the kind of devices")
+    add("--gpus", type=int, default=0, help="how many of them, at least")
+    add("--require", action="append", default=[], choices=OPTIONAL, help="must be installed, too")
+    add("--shm-gib", type=float, default=1.0, help="of /dev/shm, at least (default 1)")
+    add("--ray-nodes", type=int, default=0, help="wait for so many nodes of the Ray at RAY_ADDRESS")
+    add("--ray-deadline", type=float, default=300.0, help="seconds to wait for them (default 300)")
+    add("--deadline", type=float, default=5.0, help="seconds for MLflow and S3 (default 5)")
+    add("--load-deadline", type=float, default=180.0, help="seconds for imports (default 180)")
+    add("--quick", action="store_true", help="load no library, count no device")
+    add("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
     for name in ("gpus", "shm_gib", "ray_nodes", "ray_deadline", "deadline", "load_deadline"):
         if getattr(given, name) < 0:
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_USAGE
-    # As an exception, so that what was started to load libraries or to count nodes ends as well.
+    # As an exception, so that the probe processes end as well.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     findings = check(expected)
     faults = [finding.fault for finding in findings if finding.fault]

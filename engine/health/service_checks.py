@@ -1,6 +1,6 @@
-"""Where a run keeps and sends things: shared memory, output folder, MLflow, S3.
+"""Checks of what a run writes to: shared memory, output folder, MLflow, S3.
 
-Nothing is written that stays, and an answer over the network is waited for up to a deadline.
+No check leaves a file behind, and each network request has a deadline.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def shared_memory(least_gib: float) -> Finding:
 def output_folder() -> Finding:
     """Whether artifacts can be written, or their folder be made."""
     folder = home()
-    # Where it is not there yet, it will be made: the nearest folder above must take it.
+    # A missing folder will be made: the nearest existing one above must be writable.
     above = next(path for path in (folder, *folder.parents) if path.exists())
     fault, free = _unwritable(above)
     way_out = f"make it writable, mount a volume there, or set {HOME_VARIABLE}"
@@ -56,7 +56,7 @@ def output_folder() -> Finding:
 
 
 def _unwritable(folder: Path) -> tuple[str, str]:
-    """Return why a file can't be written there (empty if it can), and how much room there is."""
+    """Return why a file can't be written there (empty if it can), and the free space."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0" * 4096)

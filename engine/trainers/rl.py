@@ -30,9 +30,9 @@ from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import PreemptedError, WorkerError
 from engine.futures import LazyBatch
 from engine.models import resolve_lora, text_config
-from engine.preemption import Notice
 from engine.trainers.auto_placement import resolve_auto
 from engine.trainers.layouts import check_layouts
+from engine.trainers.preemption import PreemptionNotice
 from engine.trainers.prompts import PromptStream
 from engine.trainers.queue_state import Pending, Queued, nothing_pending
 from engine.trainers.resume import make_saver, restore, save
@@ -141,14 +141,14 @@ class RLTrainer:
         stop = total if num_steps is None else self.step + num_steps
         if self.step >= stop:
             log.warning("this run is at step %d of %d already; nothing to train", self.step, stop)
-        with Notice(self.config.trainer.preemption_grace_s) as notice:
+        with PreemptionNotice(self.config.trainer.preemption_grace_s) as notice:
             with finish_save_on_error(saver, notice):
                 metrics = self._steps(stop, saver, notice)
             if saver is not None:
                 saver.finish()
         return metrics
 
-    def _steps(self, stop: int, saver: Saver | None, notice: Notice) -> dict[str, float]:
+    def _steps(self, stop: int, saver: Saver | None, notice: PreemptionNotice) -> dict[str, float]:
         """Run up to step `stop`; return its metrics."""
         metrics: dict[str, float] = {}
         steps = MODES[self.config.trainer.mode](self, max(0, stop - self.step))
@@ -160,20 +160,22 @@ class RLTrainer:
                 self.on_step(self.step, stop, metrics)
                 self.history.append({"step": float(self.step)} | metrics)
                 due = self.step == stop or self.step % self.config.trainer.save_freq == 0
-                if saver is not None and (due or notice.came):
+                if saver is not None and (due or notice.received):
                     save(self, saver, metrics)
-                if notice.came and self.step < stop:
+                if notice.received and self.step < stop:
                     raise_preempted(saver, self.step)
             if saver is not None:
                 ensure_last_save(saver, lambda: save(self, saver, metrics))
         return metrics
 
-    def _one_unless(self, notice: Notice, steps: Generator[StepResult]) -> dict[str, float]:
+    def _one_unless(
+        self, notice: PreemptionNotice, steps: Generator[StepResult]
+    ) -> dict[str, float]:
         """One step; whoever ends this process may have ended the workers before."""
         try:
             return self._one(steps)
         except WorkerError as error:
-            if not notice.came:
+            if not notice.received:
                 raise
             raise PreemptedError(
                 f"pre-empted in step {self.step + 1}, whose workers are gone; the run goes on from "

@@ -24,10 +24,10 @@ from engine.data.collate import collate_completions
 from engine.errors import DataError
 from engine.models.forward import response_log_probs
 from engine.models.packing import apply_packing
-from engine.preemption import Notice
 from engine.runtime.micro_batches import micro_batches
 from engine.runtime.optimizer import Optimizer
 from engine.runtime.sharded_model import process_device
+from engine.trainers.preemption import PreemptionNotice
 from engine.trainers.sft_checkpoints import Saves
 from engine.trainers.shutdown import ensure_last_save, finish_save_on_error, raise_preempted
 
@@ -99,7 +99,7 @@ class SFTTrainer:
             if begin >= total:
                 log.warning("the warm start is at step %d of %d already", begin, total)
             grace_s = self.config.preemption_grace_s
-            with Notice(grace_s) as notice, finish_save_on_error(saves.saver, notice):
+            with PreemptionNotice(grace_s) as notice, finish_save_on_error(saves.saver, notice):
                 steps = range(begin, total)
                 found = self._train(train, validation, steps, optimizer, saves, notice) or metrics
                 ensure_last_save(saves.saver, lambda: saves.save(total, found))
@@ -112,7 +112,7 @@ class SFTTrainer:
         steps: range,
         optimizer: Optimizer,
         saves: Saves,
-        notice: Notice,
+        notice: PreemptionNotice,
     ) -> dict[str, float]:
         self.model.train()
         total = steps.stop
@@ -132,9 +132,9 @@ class SFTTrainer:
             if validation and (step % self.config.validate_every == 0 or step == total):
                 metrics["sft/validation_loss"] = self.validation_loss(validation)
             self.on_step(step, total, metrics)
-            if step == total or step % self.config.save_freq == 0 or notice.came:
+            if step == total or step % self.config.save_freq == 0 or notice.received:
                 saves.save(step, metrics)
-            if notice.came and step < total:
+            if notice.received and step < total:
                 raise_preempted(saves.saver, step)
         return metrics
 

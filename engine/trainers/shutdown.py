@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from engine.checkpoint import Saver
 from engine.errors import CheckpointError, PreemptedError
-from engine.preemption import Notice
+from engine.trainers.preemption import PreemptionNotice
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +54,13 @@ def raise_preempted(saver: Saver | None, step: int) -> NoReturn:
 
 
 @contextmanager
-def finish_save_on_error(saver: Saver | None, notice: Notice) -> Iterator[None]:
+def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Iterator[None]:
     """On any exception, give the save in flight as long as a pre-emption notice would."""
     try:
         yield
     except BaseException:
         if saver is not None:
-            saver.drain(notice.left_s())
+            saver.drain(notice.seconds_left())
         raise
 
 

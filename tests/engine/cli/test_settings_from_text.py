@@ -9,11 +9,10 @@ import pytest
 import yaml
 
 from engine.cli.help_text import config_text, help_text
-from engine.cli.renamed_keys import VERL
+from engine.cli.renamed_keys import NEVER, VERL
 from engine.cli.resolve import known_keys, own_paths, resolve
 from engine.cli.settings import RunConfig
-from engine.cli.unsupported_keys import ABSENT
-from engine.cli.value_conversion import NEVER
+from engine.cli.unsupported_keys import UNSUPPORTED
 from engine.errors import ConfigError
 
 
@@ -43,7 +42,7 @@ def test_every_target_of_the_table_is_a_setting() -> None:
 
 
 def test_no_key_is_both_known_and_absent() -> None:
-    both = [key for key in known_keys() for entry in ABSENT if entry.pattern == key]
+    both = [key for key in known_keys() for entry in UNSUPPORTED if entry.pattern == key]
     assert both == []
 
 
@@ -270,7 +269,7 @@ def test_settings_that_disagree_are_named_as_they_were_typed() -> None:
 
 def test_our_own_paths_in_a_message_become_the_typed_keys() -> None:
     resolved = resolve(None, ["actor_rollout_ref.actor.kl_loss_coef=0.1", "algorithm.gamma=1"])
-    told = resolved.in_users_words("actor.kl_loss_coef=0.1 and rl.algorithm.gamma. my.actor.lr")
+    told = resolved.with_typed_keys("actor.kl_loss_coef=0.1 and rl.algorithm.gamma. my.actor.lr")
     assert told == ("actor_rollout_ref.actor.kl_loss_coef=0.1 and algorithm.gamma. my.actor.lr")
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from engine.checkpoint import Checkpoint, CheckpointStore, Draft, Saver, find_latest
 from engine.errors import PreemptedError
-from engine.preemption import Notice
 from engine.storage.folder import CheckpointStorageError
+from engine.trainers.preemption import PreemptionNotice
 from engine.trainers.shutdown import ensure_last_save, finish_save_on_error, raise_preempted
 
 
@@ -92,7 +92,7 @@ def test_what_breaks_off_leaves_the_commit_under_way_the_grace(
     saving = Saver(SlowStore(tmp_path), {})
 
     def broken_off() -> None:
-        with Notice(grace_s) as notice, finish_save_on_error(saving, notice):
+        with PreemptionNotice(grace_s) as notice, finish_save_on_error(saving, notice):
             saving.save(2, {})
             raise KeyboardInterrupt
 

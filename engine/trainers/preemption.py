@@ -1,7 +1,6 @@
-"""Pre-emption notice (SIGTERM): training ends after its step, saved, or at a deadline, as it is.
+"""Pre-emption notice (SIGTERM): training saves after its current step, or ends at a deadline.
 
-A trainer asks `came` between steps. What it saves, and how a task says "try again" to its
-scheduler, is not settled here.
+A trainer reads `received` between steps, saves and raises PreemptedError.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from engine.errors import PreemptedError
 log = logging.getLogger(__name__)
 
 
-class Notice:
+class PreemptionNotice:
     """Watches for SIGTERM while training runs; a context manager.
 
-    After the signal `came` is true, and the training code has `grace_s` seconds to reach its next
+    After the signal `received` is true, and the training code has `grace_s` seconds to finish its
     step and save; then PreemptedError is raised wherever the main thread is. Outside of the main
-    thread, where Python delivers no signals, `came` stays false.
+    thread, where Python delivers no signals, `received` stays false.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -32,21 +31,23 @@ class Notice:
         self._before: dict[int, Any] = {}
 
     @property
-    def came(self) -> bool:
-        """Whether this process was told to end."""
+    def received(self) -> bool:
+        """Whether the signal was received."""
         return self._at > 0.0
 
-    def left_s(self) -> float:
-        """Seconds until the deadline; `grace_s` before any notice."""
-        return max(0.0, self._at + self._grace_s - time.monotonic()) if self.came else self._grace_s
+    def seconds_left(self) -> float:
+        """Seconds until the deadline; `grace_s` before the signal."""
+        if not self.received:
+            return self._grace_s
+        return max(0.0, self._at + self._grace_s - time.monotonic())
 
     def __enter__(self) -> Self:
         if self._main:
             self._before = {
                 number: signal.signal(number, handler)
                 for number, handler in (
-                    (signal.SIGTERM, self._told),
-                    (signal.SIGALRM, self._late),
+                    (signal.SIGTERM, self._on_sigterm),
+                    (signal.SIGALRM, self._on_deadline),
                 )
             }
         return self
@@ -62,16 +63,16 @@ class Notice:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
-    def _told(self, number: int, frame: FrameType | None) -> None:
-        if not self.came:
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if not self.received:
             self._at = time.monotonic()
             signal.setitimer(signal.ITIMER_REAL, self._grace_s)
             log.warning(
-                "SIGTERM: the step under way is finished and saved, within %g s", self._grace_s
+                "SIGTERM: the current step is finished and saved, within %g s", self._grace_s
             )
 
-    def _late(self, number: int, frame: FrameType | None) -> NoReturn:
+    def _on_deadline(self, number: int, frame: FrameType | None) -> NoReturn:
         raise PreemptedError(
-            f"pre-empted, and no step was finished and saved in {self._grace_s:g} s; the run goes "
-            "on from the checkpoint before (trainer.save_freq, trainer.preemption_grace_s)"
+            f"pre-empted, and no step was finished and saved in {self._grace_s:g} s; the run "
+            "resumes from the checkpoint before (trainer.save_freq, trainer.preemption_grace_s)"
         )

@@ -19,7 +19,7 @@ import engine.health.libraries
 from engine.health import Expectation
 from engine.health.__main__ import HEALTHY, UNHEALTHY, WRONG_USAGE, main
 from engine.health.cluster import ray_nodes
-from engine.health.libraries import judged_devices, loaded, versions
+from engine.health.libraries import check_devices, check_imports, check_versions
 from engine.health.report import Finding
 from engine.health.service_checks import mlflow, output_folder, s3, shared_memory
 
@@ -145,7 +145,7 @@ def broken_library(
     monkeypatch.setattr(engine.health.libraries, "NEEDED", names)
     monkeypatch.setattr(engine.health.libraries, "OPTIONAL", ())
     expected = Expectation(load_deadline_s=deadline_s)
-    return loaded(list(versions(expected)), expected)
+    return check_imports(list(check_versions(expected)), expected)
 
 
 def test_a_library_that_raises_is_named_and_the_others_are_loaded(
@@ -188,7 +188,7 @@ def test_what_is_not_installed_is_a_fault_only_where_it_is_needed(
 ) -> None:
     monkeypatch.setattr(engine.health.libraries, "NEEDED", ("torch", "no-such-thing"))
     monkeypatch.setattr(engine.health.libraries, "OPTIONAL", ("nor-this", "nor-that"))
-    found = {x.what: x for x in versions(Expectation(required=("nor-that",)))}
+    found = {x.what: x for x in check_versions(Expectation(required=("nor-that",)))}
     assert {name for name, x in found.items() if x.fault} == {"no-such-thing", "nor-that"}
     assert found["nor-this"].found == "not installed"
 
@@ -214,20 +214,22 @@ def test_what_is_not_installed_is_a_fault_only_where_it_is_needed(
 def test_devices_are_held_against_what_is_expected(
     build: str, devices: list[dict[str, str]], expected: Expectation, fault: str
 ) -> None:
-    finding = judged_devices(build, devices, expected)
+    finding = check_devices(build, devices, expected)
     assert fault in finding.fault
     assert bool(finding.fault) == bool(fault)
 
 
 def test_hidden_devices_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert "(CUDA_VISIBLE_DEVICES=0)" in judged_devices("cuda", [GPU], Expectation(gpus=2)).fault
+    assert "(CUDA_VISIBLE_DEVICES=0)" in check_devices("cuda", [GPU], Expectation(gpus=2)).fault
 
 
 @pytest.mark.gpu
 def test_the_devices_of_this_machine_work() -> None:
     expected = Expectation(gpus=1)
-    (devices,) = [x for x in loaded(list(versions(expected)), expected) if x.what == "devices"]
+    (devices,) = [
+        x for x in check_imports(list(check_versions(expected)), expected) if x.what == "devices"
+    ]
     assert devices.fault == ""
 
 
