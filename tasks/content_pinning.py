@@ -19,11 +19,11 @@ def pin_named_content(config: C) -> C:
 
     Raises ModelError for a teacher on the hub whose commit can't be resolved.
     """
-    from engine.storage.hub import pinned
+    from engine.storage.hub import pin_revision
 
     rl = config.rl
     if rl.algorithm.teacher:
-        teacher = pinned(rl.algorithm.teacher, "rl.algorithm.teacher")
+        teacher = pin_revision(rl.algorithm.teacher, "rl.algorithm.teacher")
         algorithm = rl.algorithm.model_copy(update={"teacher": teacher})
         rl = rl.model_copy(update={"algorithm": algorithm})
     rl = rl.model_copy(update={"named_content": named_content(rl)})
@@ -35,9 +35,9 @@ def pin_model_commit(config: C) -> C:
 
     Raises ModelError where neither the hub nor its local cache says which.
     """
-    from engine.storage.hub import pinned
+    from engine.storage.hub import pin_revision
 
-    model = config.model.model_copy(update={"path": pinned(config.model.path)})
+    model = config.model.model_copy(update={"path": pin_revision(config.model.path)})
     return config.model_copy(update={"model": model})
 
 
@@ -63,12 +63,12 @@ def model_digest(path: str) -> str:
     """Digest of a model's folder, with that of the base of an adapter's; a pinned id as it is."""
     from engine.models.load import adapter_base_path
     from engine.storage.hashing import tree_digest
-    from engine.storage.hub import pinned
+    from engine.storage.hub import pin_revision
 
     if not Path(path).is_dir():
         return path
     own, base = tree_digest(Path(path)), adapter_base_path(path)
     if base is None:
         return own
-    under = model_digest(pinned(base, f"the base of model.path={path!r}"))
+    under = model_digest(pin_revision(base, f"the base of model.path={path!r}"))
     return hashlib.sha256(f"{own}\0{under}".encode()).hexdigest()

@@ -140,7 +140,7 @@ def _end_runs(experiment: str, run_id: str, error: FlyteError | None) -> None:
 
     tracker = Tracker(experiment=experiment)
     facts = {CAUSE_TAG: _cause(error), NODE_TAG: error.failed_node_id if error else ""}
-    with tracker.talking("record a failure"):
+    with tracker.translated("record a failure"):
         for key, value in tags(facts).items():
             tracker.client.set_tag(run_id, key, value)
         stages = tracker.client.search_runs(

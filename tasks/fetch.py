@@ -94,12 +94,12 @@ def _from_registry(tracker: object, version: ModelVersion) -> Path:
     from engine.storage.hashing import MANIFEST
     from engine.storage.manifest import read_manifest
     from engine.tracking import Tracker
-    from engine.tracking.registry import ARTIFACT_TAG, require_as_tagged
+    from engine.tracking.registry import ARTIFACT_TAG, require_tagged_content
 
     assert isinstance(tracker, Tracker)
     for place in _candidate_paths(version):
         with contextlib.suppress(LineageError, StorageError, OSError):
-            require_as_tagged(folder := local_path(place), version)
+            require_tagged_content(folder := local_path(place), version)
             return folder
     if not version.tags.get(ARTIFACT_TAG):
         echo(

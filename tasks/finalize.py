@@ -115,7 +115,7 @@ def finalize_skipped(run: RunContext, reason: str) -> FlyteFile:
 
     with user_facing_errors():
         tracker = Tracker(experiment=run.experiment)
-        with tracker.talking("record why a run was skipped"):
+        with tracker.translated("record why a run was skipped"):
             tracker.client.set_tag(run.mlflow_run, SKIPPED_TAG, reason)
         tracker.finish_pipeline(run.mlflow_run, "FINISHED")
         path = write_summary(run, {"run_id": run.run_id, "skipped": reason})

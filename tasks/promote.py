@@ -60,7 +60,7 @@ def promote(
     approved_by: who approved, for `promote.approval=required`; without it such a promotion waits.
     """
     from engine.promotion import Champions
-    from engine.promotion.checks import require_untouched, require_whole_copy
+    from engine.promotion.checks import require_intact_copy, require_unmodified
     from engine.storage.manifest import read_manifest
     from engine.tracking import Tracker
     from tasks.evaluate import require_same_settings
@@ -74,11 +74,11 @@ def promote(
         evidence = this.load_parent("evaluation", evaluation)
         check_evidence(test, model, evidence)
         require_same_settings(read_manifest(evidence), data, evaluate)
-        datasets = require_untouched([this.parents[1].uri, this.parents[2].uri])
+        datasets = require_unmodified([this.parents[1].uri, this.parents[2].uri])
         tracker = Tracker(experiment=run.experiment)
         new = read_manifest(model)
         version = register_model(tracker, this, model, new, run, config.model_name)
-        require_whole_copy(tracker, version)
+        require_intact_copy(tracker, version)
         name = f"{config.model_name} version {version.version}"
         champions = Champions(tracker, config.model_name, config.alias)
         request = f"{run.run_id}:{new.digest[:16]}"
@@ -163,7 +163,7 @@ def register_model(
         "hybridflyte.run": run.run_id,
         "flyte.execution": this.execution,
     }
-    owner = tracker.lasting_run(manifest.mlflow_run, run.mlflow_run)
+    owner = tracker.active_run(manifest.mlflow_run, run.mlflow_run)
     number = tracker.register_model(model, name, owner, tags)
     return tracker.model_version(f"models:/{name}/{number}")
 
@@ -172,7 +172,7 @@ def champion_to_compare(
     tracker: Tracker, champions: Champions, request: str
 ) -> ModelVersion | None:
     """The present champion; for a retry that has already moved the alias, the one before it."""
-    move = champions.made(request)
+    move = champions.find(request)
     if move is None:
         return tracker.champion(champions.model_name, champions.alias)
     if move.replaced is None:
@@ -187,7 +187,7 @@ def compare_and_decide(
     import pandas as pd
 
     from engine.promotion import decide
-    from engine.promotion.evidence import gather
+    from engine.promotion.measurements import measure
 
     after = pd.read_parquet(case.evaluation / "rows_rl.parquet")
     against: Literal["champion", "warm_start"] = "champion" if former else "warm_start"
@@ -195,7 +195,7 @@ def compare_and_decide(
         before = pd.read_parquet(case.evaluation / "rows_warm_start.parquet")
     else:
         before = champion_rows(case, tracker, former, after)
-    evidence = gather(
+    measurements = measure(
         before,
         after,
         against,
@@ -206,11 +206,11 @@ def compare_and_decide(
         seed=case.seed,
         approved_by=approved_by,
     )
-    text = json.dumps(evidence.to_dict(), indent=2, sort_keys=True)
+    text = json.dumps(measurements.to_dict(), indent=2, sort_keys=True)
     (case.this.folder / "evidence.json").write_text(text)
-    gain = evidence.gain
+    gain = measurements.gain
     interval = [gain.mean, gain.low, gain.high] if gain is not None else None
-    return decide(evidence, case.config), interval
+    return decide(measurements, case.config), interval
 
 
 def publish_decision(
@@ -278,10 +278,10 @@ def champion_rows(
 
     from engine.errors import EngineError, LineageError
     from engine.evaluation.evaluate import evaluate_model
-    from engine.promotion.checks import require_whole_copy
+    from engine.promotion.checks import require_intact_copy
 
     try:
-        require_whole_copy(tracker, champion)
+        require_intact_copy(tracker, champion)
     except LineageError as error:
         raise LineageError(
             f"the present {case.config.alias} can't be compared with: {error}; to put a whole "

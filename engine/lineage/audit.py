@@ -68,10 +68,10 @@ def audit(review: Review, on_node: Callable[[Node], None] | None = None) -> Audi
         findings += own
         records = _records(node, review)
         if links := _check_links(node, records):
-            again = _was_made_again(node, review)
+            again = _was_rebuilt(node, review)
             findings += [Finding(node.key, again, is_fault=False)] if again else links
         if node.manifest is not None and not records and answers:
-            found, answers = _check_tip(node, review)
+            found, answers = _check_leaf(node, review)
             findings += found
     if not graph.focus:  # of a store as a whole, a manifest that can't be read is damage
         findings += [Finding("", fault) for fault in review.index.unreadable]
@@ -137,7 +137,7 @@ def _check_version(node: Node, tracker: Tracker | None) -> list[Finding]:
 
     with tempfile.TemporaryDirectory(prefix="hybridflyte-lineage-") as scratch:
         try:
-            with tracker.talking("download a model"):
+            with tracker.translated("download a model"):
                 name, _, number = node.key.removeprefix(f"{MODEL_VERSION}:").rpartition(":")
                 address = tracker.client.get_model_version_download_uri(name, number)
                 copy = mlflow.artifacts.download_artifacts(
@@ -231,8 +231,8 @@ def _records(node: Node, review: Review) -> dict[str, str]:
     return found
 
 
-def _was_made_again(node: Node, review: Review) -> str:
-    """What to note of an artifact that was lost and made anew, after its children; else nothing.
+def _was_rebuilt(node: Node, review: Review) -> str:
+    """What to note of an artifact that was lost and made again, after its children; else nothing.
 
     The run that made it recorded its manifest, and its content is what its children were made from.
     """
@@ -246,8 +246,8 @@ def _was_made_again(node: Node, review: Review) -> str:
     return f"{node.name} was made again after what came of it: same content, a manifest of its own"
 
 
-def _check_tip(node: Node, review: Review) -> tuple[list[Finding], bool]:
-    """Compare a manifest that nothing else vouches for with what its run recorded.
+def _check_leaf(node: Node, review: Review) -> tuple[list[Finding], bool]:
+    """Compare a manifest that no other record names with what its run recorded.
 
     The second value is False when MLflow did not answer.
     """

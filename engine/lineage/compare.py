@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, Graph, Node
 from engine.lineage.rows import RowChange, row_change
 from engine.storage.hashing import FileEntry
 from engine.storage.manifest import SOURCE
+from engine.tracking.values import flatten
 
 ABSENT = "—"
 DATA = (SOURCE, "dataset")
@@ -99,26 +100,12 @@ def _artifact(graph: Graph, node: Node) -> Node:
     return next((n for n in above if not n.missing), node)
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted name; empty sections stand for themselves."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{name}.")
-        else:
-            flat[name] = value
-    return flat
-
-
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """Return a setting as a person would write it."""
-    import json
-
     return value if isinstance(value, str) and value else json.dumps(value, sort_keys=True)
 
 
-def _texts(config: Mapping[str, Any]) -> dict[str, str]:
+def _texts(config: Mapping[str, object]) -> dict[str, str]:
     return {name: as_text(value) for name, value in flatten(config).items()}
 
 

@@ -1,10 +1,10 @@
-"""The graph around an artifact: all it was made from, and all that came of it.
+"""The graph around an artifact: all it was made from, and all that was made from it.
 
 A parent is looked for at its recorded address, then by digest in the index, among the artifacts of
 this machine and beside its child, so that a moved or copied store still resolves. Walks end on
 cycles, which only forged manifests have, because a node is expanded once.
 
-What does not live here: finding the first node (`.references`), whether nodes are as recorded
+What does not live here: finding the first node (`.review`), whether nodes are as recorded
 (`.audit`).
 """
 
@@ -15,10 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
 
 from engine.errors import LineageError
-from engine.lineage.index import Index, Place
+from engine.lineage.index import Index, StoredArtifact
 from engine.storage.filesystem import as_path, is_remote
 from engine.storage.locations import artifact_path
 from engine.storage.manifest import SOURCE, Draft, Manifest, Parent, read_manifest
@@ -36,7 +35,7 @@ class Node:
     uri: str  # where it was found, or where it was recorded when it was not
     label: str = ""  # e.g. "hybridflyte-policy version 3"; else kind and digest name it
     manifest: Manifest | None = None
-    made: Draft | None = None  # of a checkpoint: the stage that it was cut from
+    origin: Draft | None = None  # of a checkpoint: the stage that wrote it
     missing: str = ""  # why it is not there; empty: it is
     facts: dict[str, str] = field(default_factory=dict)  # what is known beside a manifest
 
@@ -46,15 +45,15 @@ class Node:
         return self.label or f"{self.kind} {self.digest[:12]}"
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """The configuration that it was made by."""
-        source = self.manifest or self.made
+        source = self.manifest or self.origin
         return source.config if source else {}
 
     @property
     def metrics(self) -> dict[str, float]:
         """What was measured of it."""
-        source = self.manifest or self.made
+        source = self.manifest or self.origin
         return source.metrics if source else {}
 
     @property
@@ -69,7 +68,7 @@ class Edge:
 
     parent: str
     child: str
-    name: str  # the parent's part in the making, e.g. "warm_start"
+    name: str  # the role of the parent, e.g. "warm_start"
     manifest: str = ""  # the digest of the parent's manifest as the child records it
 
 
@@ -94,22 +93,22 @@ class Graph:
         above: dict[str, list[str]] = {}
         for edge in self.edges.values():
             above.setdefault(edge.child, []).append(edge.parent)
-        found = reach(key, lambda one: above.get(one, []))
+        found = reachable(key, lambda one: above.get(one, []))
         return [self.nodes[one] for one in found if one != key]
 
     def add(self, node: Node) -> bool:
-        """Take a node in; False when it is there already."""
+        """Add a node; False when it is there already."""
         if node.key in self.nodes:
             return False
         self.nodes[node.key] = node
         return True
 
     def link(self, edge: Edge) -> None:
-        """Take an edge in; the same one twice counts once."""
+        """Add an edge; the same one twice counts once."""
         self.edges.setdefault((edge.parent, edge.child, edge.name), edge)
 
 
-def reach(start: str, neighbours: Callable[[str], Iterable[str]]) -> list[str]:
+def reachable(start: str, neighbours: Callable[[str], Iterable[str]]) -> list[str]:
     """Return `start` and all that can be reached from it, nearest first; cycles end."""
     found = {start: None}
     queue = deque([start])
@@ -121,7 +120,7 @@ def reach(start: str, neighbours: Callable[[str], Iterable[str]]) -> list[str]:
     return list(found)
 
 
-class Walker:
+class GraphBuilder:
     """Builds a graph from manifests, an index of stores, and model versions."""
 
     def __init__(self, index: Index, versions: Iterable[Node] = ()) -> None:
@@ -130,10 +129,10 @@ class Walker:
         self._versions: dict[str, list[Node]] = {}
         for version in versions:
             self._versions.setdefault(version.digest, []).append(version)
-        self._read: dict[str, Manifest | None] = {p.uri: p.manifest for p in index.places}
+        self._read: dict[str, Manifest | None] = {p.uri: p.manifest for p in index.artifacts}
 
     def walk(self, start: Node, parents: Iterable[Parent] = (), descendants: bool = True) -> Node:
-        """Add a node, all it was made from and all that came of it; it joins the graph's focus.
+        """Add a node with its ancestors and descendants; it joins the graph's focus.
 
         `parents`: of a node without a manifest.
         """
@@ -143,7 +142,7 @@ class Walker:
         self._ancestors(start, tuple(parents))
         if descendants:
             self._descendants(start)
-            if start.kind == MODEL_VERSION:  # what came of it came of its artifact
+            if start.kind == MODEL_VERSION:  # its artifact's descendants are its own
                 for edge in self.graph.parents(start.key):
                     self._descendants(self.graph.nodes[edge.parent])
         return start
@@ -163,7 +162,7 @@ class Walker:
                 todo.append((node, _parents(node)))
 
     def _descendants(self, start: Node) -> None:
-        found = reach(start.key, self._child_keys)
+        found = reachable(start.key, self._child_keys)
         # Once all are known: the edges among them and to what was there before.
         for key in found:
             node = self.graph.nodes[key]
@@ -175,7 +174,7 @@ class Walker:
                     self.graph.link(Edge(above.key, key, parent.name, parent.manifest))
 
     def _child_keys(self, key: str) -> list[str]:
-        """Take in what came of a node; return the keys."""
+        """Add what was made from a node; return the keys."""
         children = self._children(self.graph.nodes[key])
         for child in children:
             self.graph.add(child)
@@ -192,9 +191,9 @@ class Walker:
                 if wanted in ("", node.manifest.own_digest) or not self._other(node, wanted):
                     children.append(version)
                     self.graph.link(Edge(node.key, version.key, "artifact", wanted))
-        if node.kind == CHECKPOINT and node.made is not None:
+        if node.kind == CHECKPOINT and node.origin is not None:
             sources = node.facts.get("sources_digest", "")
-            for place in self.index.with_inputs(node.made.inputs_digest, sources):
+            for place in self.index.with_inputs(node.origin.inputs_digest, sources):
                 child = artifact_node(place)
                 children.append(child)
                 self.graph.link(Edge(node.key, child.key, CHECKPOINT))
@@ -219,18 +218,18 @@ class Walker:
             if manifest is None or manifest.digest != parent.digest:
                 continue
             if uri == parent.uri or parent.manifest in ("", manifest.own_digest):
-                return artifact_node(Place(uri, manifest))
-            fallback = fallback or Place(uri, manifest)
+                return artifact_node(StoredArtifact(uri, manifest))
+            fallback = fallback or StoredArtifact(uri, manifest)
         if fallback is not None:
             return artifact_node(fallback)
         return self._missing(parent)
 
     def _missing(self, parent: Parent) -> Node:
-        standing = self._manifest(parent.uri) if parent.uri else None
+        existing = self._manifest(parent.uri) if parent.uri else None
         where = parent.uri or "any store that was searched"
         why = f"{parent.kind} {parent.digest[:12]} is missing: it is not at {where}"
-        if standing is not None:
-            why += f", where {standing.kind} {standing.digest[:12]} stands now"
+        if existing is not None:
+            why += f", where {existing.kind} {existing.digest[:12]} is now"
         key = f"{parent.kind}:{parent.digest}:missing"
         return Node(key, parent.kind, parent.digest, parent.uri, missing=why)
 
@@ -255,7 +254,7 @@ class Walker:
         return self._read[uri]
 
 
-def artifact_node(place: Place) -> Node:
+def artifact_node(place: StoredArtifact) -> Node:
     """The node of an artifact; copies with equal manifests are one node."""
     manifest = place.manifest
     key = f"{manifest.kind}:{manifest.digest}:{manifest.own_digest}"
@@ -282,5 +281,5 @@ def _source_label(source: Parent) -> str:
 
 
 def _parents(node: Node) -> tuple[Parent, ...]:
-    made = node.manifest or node.made
-    return made.parents if made else ()
+    source = node.manifest or node.origin
+    return source.parents if source else ()

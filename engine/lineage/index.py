@@ -22,7 +22,7 @@ from engine.storage.manifest import Manifest, Parent, read_manifest
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoredArtifact:
     """One artifact where it lies."""
 
     uri: str  # folder or address, e.g. "/runs/artifacts/rl/0123456789abcdef"
@@ -34,46 +34,46 @@ class Index:
     """What `scan` found."""
 
     roots: tuple[str, ...] = ()
-    places: tuple[Place, ...] = ()
+    artifacts: tuple[StoredArtifact, ...] = ()
     unreadable: tuple[str, ...] = ()  # a sentence for each manifest that can't be read
 
     @cached_property
-    def _by_digest(self) -> dict[str, list[Place]]:
+    def _by_digest(self) -> dict[str, list[StoredArtifact]]:
         found = defaultdict(list)
-        for place in self.places:
-            found[place.manifest.digest].append(place)
+        for artifact in self.artifacts:
+            found[artifact.manifest.digest].append(artifact)
         return dict(found)
 
     @cached_property
-    def _by_parent(self) -> dict[str, list[tuple[Place, Parent]]]:
+    def _by_parent(self) -> dict[str, list[tuple[StoredArtifact, Parent]]]:
         found = defaultdict(list)
-        for place in self.places:
-            for parent in place.manifest.parents:
-                found[parent.digest].append((place, parent))
+        for artifact in self.artifacts:
+            for parent in artifact.manifest.parents:
+                found[parent.digest].append((artifact, parent))
         return dict(found)
 
-    def with_digest(self, digest: str) -> list[Place]:
+    def with_digest(self, digest: str) -> list[StoredArtifact]:
         """The artifacts that hold this content."""
         return self._by_digest.get(digest, [])
 
-    def beginning(self, prefix: str) -> list[Place]:
+    def with_prefix(self, prefix: str) -> list[StoredArtifact]:
         """The artifacts whose content digest begins so, one for each digest and kind."""
         found = {
             (p.manifest.digest, p.manifest.kind): p
-            for p in self.places
+            for p in self.artifacts
             if p.manifest.digest.startswith(prefix)
         }
         return list(found.values())
 
-    def made_from(self, digest: str) -> list[tuple[Place, Parent]]:
+    def made_from(self, digest: str) -> list[tuple[StoredArtifact, Parent]]:
         """The artifacts that name this content as a parent, and how they name it."""
         return self._by_parent.get(digest, [])
 
-    def with_inputs(self, inputs: str, sources: str) -> list[Place]:
+    def with_inputs(self, inputs: str, sources: str) -> list[StoredArtifact]:
         """The artifacts made of equal inputs (their digest) by equal sources."""
         return [
             p
-            for p in self.places
+            for p in self.artifacts
             if p.manifest.sources_digest == sources and p.manifest.inputs_digest == inputs
         ]
 
@@ -105,19 +105,19 @@ def scan(roots: Iterable[str]) -> Index:
     """
     asked = tuple(dict.fromkeys(str(root).rstrip("/") for root in roots))
     folders = [folder for root in asked for folder in _folders(root)]
-    places, faults = [], []
+    artifacts, faults = [], []
     with ThreadPoolExecutor(READERS) as pool:
         for result in pool.map(_read, dict.fromkeys(folders)):
-            if isinstance(result, Place):
-                places.append(result)
+            if isinstance(result, StoredArtifact):
+                artifacts.append(result)
             else:
                 faults.append(result)
-    return Index(asked, tuple(places), tuple(faults))
+    return Index(asked, tuple(artifacts), tuple(faults))
 
 
-def _read(folder: str) -> Place | str:
+def _read(folder: str) -> StoredArtifact | str:
     try:
-        return Place(folder, read_manifest(folder))
+        return StoredArtifact(folder, read_manifest(folder))
     except LineageError as error:
         return str(error)
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from engine.errors import LineageError, TrackingError
 from engine.lineage.graph import MODEL_VERSION, Node
 from engine.storage.manifest import Parent
-from engine.tracking.registry import ARTIFACT_TAG, MANIFEST_TAG
+from engine.tracking.registry import ARTIFACT_TAG, MANIFEST_TAG, ModelVersion, all_pages
 
 if TYPE_CHECKING:
     from engine.tracking import Tracker
-    from engine.tracking.registry import ModelVersion
 
 PREFIX = "models:/"
 PAGE = 1000
@@ -74,49 +73,33 @@ def version_parent(node: Node) -> Parent:
 
 def all_versions(tracker: Tracker) -> list[Node]:
     """Return the nodes of all model versions that lead back to an artifact."""
-    from engine.tracking.registry import ModelVersion
-
-    found: list[Node] = []
-    token = None
-    with tracker.talking("list the model versions"):
+    client = tracker.client
+    with tracker.translated("list the model versions"):
         aliases = _aliases(tracker)
-        while True:
-            page = tracker.client.search_model_versions(max_results=PAGE, page_token=token)
-            found += [
-                version_node(
-                    ModelVersion(
-                        name=version.name,
-                        version=str(version.version),
-                        run_id=version.run_id or "",
-                        source=version.source or "",
-                        tags=dict(version.tags),
-                        aliases=tuple(aliases.get((version.name, str(version.version)), ())),
-                    )
-                )
-                for version in page
-            ]
-            token = page.token
-            if not token:
-                return [node for node in found if node.digest]
+        versions = [
+            ModelVersion.of(found, aliases.get((found.name, str(found.version)), ()))
+            for found in all_pages(
+                lambda token: client.search_model_versions(max_results=PAGE, page_token=token)
+            )
+        ]
+    return [node for node in map(version_node, versions) if node.digest]
 
 
 def _aliases(tracker: Tracker) -> dict[tuple[str, str], list[str]]:
     """Return the aliases of each model version; a search of versions leaves them out."""
+    client = tracker.client
     found: dict[tuple[str, str], list[str]] = {}
-    token = None
-    while True:
-        page = tracker.client.search_registered_models(max_results=MODELS, page_token=token)
-        for model in page:
-            for alias, version in model.aliases.items():
-                found.setdefault((model.name, str(version)), []).append(alias)
-        token = page.token
-        if not token:
-            return found
+    for model in all_pages(
+        lambda token: client.search_registered_models(max_results=MODELS, page_token=token)
+    ):
+        for alias, version in model.aliases.items():
+            found.setdefault((model.name, str(version)), []).append(alias)
+    return found
 
 
 def recorded_manifests(tracker: Tracker, digest: str) -> set[str]:
     """Return the digests of manifests that runs have recorded for an artifact's content."""
-    with tracker.talking("look up the run of an artifact"):
+    with tracker.translated("look up the run of an artifact"):
         experiments = [e.experiment_id for e in tracker.client.search_experiments()]
         clause = f"tags.`{ARTIFACT_TAG}` = '{digest}'"
         runs = tracker.client.search_runs(experiments, clause, max_results=PAGE)

@@ -1,4 +1,4 @@
-"""From what a person names to the graph around it: the front door of this package.
+"""From what a person names to the graph around it: the entry point of this package.
 
 A reference is a folder or address of an artifact, a checkpoint, a file or folder that artifacts
 were made from, the first hex digits of a digest, or a model version `models:/NAME@ALIAS`.
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.errors import CheckpointError, LineageError, StorageError, TrackingError
-from engine.lineage.graph import CHECKPOINT, Graph, Node, Walker, artifact_node, source_node
-from engine.lineage.index import Index, Place, default_roots, scan
+from engine.lineage.graph import CHECKPOINT, Graph, GraphBuilder, Node, artifact_node, source_node
+from engine.lineage.index import Index, StoredArtifact, default_roots, scan
 from engine.lineage.origin import read_origin
 from engine.lineage.registry import (
     all_versions,
@@ -79,16 +79,16 @@ def review(
     index = scan(roots)
     notes: list[str] = []
     versions, tracker = _versions(tracker, notes)
-    walker = Walker(index, versions)
+    builder = GraphBuilder(index, versions)
     for start in starts:
         node, parents = _resolve(start, index)
-        walker.walk(node, parents, descendants)
+        builder.walk(node, parents, descendants)
     if not references:
-        for place in index.places:
-            walker.walk(artifact_node(place), descendants=False)
-        walker.graph.focus = ()
+        for place in index.artifacts:
+            builder.walk(artifact_node(place), descendants=False)
+        builder.graph.focus = ()
     notes += [f"not searched: {fault}" for fault in index.unreadable] if references else []
-    return Review(walker.graph, index, tracker, versions, notes)
+    return Review(builder.graph, index, tracker, versions, notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def _locate(reference: str, registry: bool) -> _Start:
         address = os.path.abspath(as_path(address))
     manifest = _manifest_at(address)
     if manifest is not None:
-        return _Start(reference, artifact_node(Place(address, manifest)))
+        return _Start(reference, artifact_node(StoredArtifact(address, manifest)))
     checkpoint = _checkpoint_at(address)
     if checkpoint is not None:
         return _Start(reference, checkpoint)
@@ -160,7 +160,7 @@ def _checkpoint_at(address: str) -> Node | None:
         }
         label = f"{origin.kind} {label}"
     key = f"{CHECKPOINT}:{marker.checksums}"
-    return Node(key, CHECKPOINT, marker.checksums, address, label, made=origin, facts=facts)
+    return Node(key, CHECKPOINT, marker.checksums, address, label, origin=origin, facts=facts)
 
 
 def _source_at(address: str) -> Node | None:
@@ -188,10 +188,10 @@ def _roots(starts: Iterable[_Start]) -> list[str]:
 
 
 def _resolve(start: _Start, index: Index) -> tuple[Node, tuple[Parent, ...]]:
-    """Settle a reference by the index; LineageError for one that names nothing."""
+    """Find a reference in the index; LineageError for one that names nothing."""
     where = ", ".join(index.roots) or "no store; name one with --store"
     if start.node is None:
-        found = index.beginning(start.reference) if DIGITS.fullmatch(start.reference) else []
+        found = index.with_prefix(start.reference) if DIGITS.fullmatch(start.reference) else []
         if len(found) == 1:
             return artifact_node(found[0]), ()
         if found:

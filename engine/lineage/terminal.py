@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
 
 from rich.markup import escape
 from rich.tree import Tree
 
 from engine.lineage.audit import Audit
-from engine.lineage.compare import Comparison
+from engine.lineage.compare import Change, Comparison
 from engine.lineage.graph import Edge, Graph, Node
 from engine.lineage.review import Review
+from engine.lineage.rows import RowChange
 
 SHOWN_METRICS = 4
 
 
 def trees(review: Review) -> list[Tree]:
-    """Return, for each thing asked about, a tree of what made it and one of what came of it."""
+    """Return, for each node asked about, a tree of its ancestors and one of its descendants."""
     found = []
     for node in review.starts:
         found.append(_tree(review.graph, node, up=True))
@@ -27,7 +28,7 @@ def trees(review: Review) -> list[Tree]:
 
 
 def _tree(graph: Graph, root: Node, up: bool) -> Tree:
-    """Walk parents, or children; a node's own are shown where it first occurs."""
+    """Walk parents, or children; a node's subtree is shown where it first occurs."""
     edges: dict[str, list[Edge]] = {}
     for edge in graph.edges.values():
         edges.setdefault(edge.child if up else edge.parent, []).append(edge)
@@ -41,10 +42,10 @@ def _tree(graph: Graph, root: Node, up: bool) -> Tree:
             node = graph.nodes[edge.parent if up else edge.child]
             repeated = node.key in shown and bool(edges.get(node.key))
             part = f"as {edge.name}" if not up else edge.name
-            twig = branch.add(label(node, part, repeated))
+            below_it = branch.add(label(node, part, repeated))
             shown.add(node.key)
             if not repeated:
-                below.append((twig, node.key))
+                below.append((below_it, node.key))
         todo += reversed(below)
     return tree
 
@@ -85,10 +86,10 @@ def _short_version(version: str) -> str:
 
 def as_json(
     review: Review, audit: Audit | None = None, comparison: Comparison | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return all as JSON values; each artifact with its whole manifest less the file list."""
     graph = review.graph
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "focus": list(graph.focus),
         "nodes": [_node_json(node) for node in graph.nodes.values()],
         "edges": [asdict(edge) for edge in graph.edges.values()],
@@ -104,7 +105,7 @@ def as_json(
     return values
 
 
-def _node_json(node: Node) -> dict[str, Any]:
+def _node_json(node: Node) -> dict[str, object]:
     manifest = node.manifest
     return {
         "key": node.key,
@@ -119,10 +120,10 @@ def _node_json(node: Node) -> dict[str, Any]:
     }
 
 
-def comparison_json(found: Comparison) -> dict[str, Any]:
+def comparison_json(found: Comparison) -> dict[str, object]:
     """Return the differences as JSON values, sides by their keys in the graph."""
 
-    def sides(changes: Any) -> list[dict[str, Any]]:
+    def sides(changes: Iterable[Change | RowChange]) -> list[dict[str, object]]:
         return [asdict(change) for change in changes]
 
     return {

@@ -1,12 +1,12 @@
-"""Which model is the champion: rules, evidence, and moves of the alias that can't cross.
+"""Which model is the champion: rules, measurements, and moves of the alias under a lock.
 
-`rules` decides on evidence alone; `evidence` measures it from rows and `contamination` from texts;
-`checks` refuses what was tampered with. `lock` lets one process at a time move a model's alias,
-`history` is the record of such moves, and `champions` makes them. `__main__` is the command.
+`rules` decides on measurements alone; `measurements` takes them from rows and `contamination` from
+texts; `checks` refuses what was tampered with. `lock` lets one process at a time move a model's
+alias, `history` is the record of such moves, and `champions` makes them. `__main__` is the command.
 """
 
 from engine.promotion.champions import Champions
-from engine.promotion.history import Move
-from engine.promotion.rules import Decision, Evidence, Outcome, decide
+from engine.promotion.history import AliasMove
+from engine.promotion.rules import Decision, Measurements, Outcome, decide
 
-__all__ = ["Champions", "Decision", "Evidence", "Move", "Outcome", "decide"]
+__all__ = ["AliasMove", "Champions", "Decision", "Measurements", "Outcome", "decide"]

@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 from engine.errors import EngineError, TrackingError
 from engine.promotion.champions import Champions
-from engine.promotion.lock import WAIT_SECONDS, Terms
+from engine.promotion.lock import WAIT_SECONDS, LockTimeouts
 
 STATUS = "exit status: 0 done; 1 refused or no answer, and nothing was moved; 2 wrong usage"
 
@@ -59,8 +59,8 @@ def _champions(options: argparse.Namespace) -> Champions:
             f"there is no MLflow store at {tracker.uri}; set {URI_VARIABLE} to the one that holds "
             "the model"
         )
-    terms = Terms(wait=getattr(options, "wait", WAIT_SECONDS))
-    return Champions(tracker, options.model, options.alias, terms)
+    timeouts = LockTimeouts(wait=getattr(options, "wait", WAIT_SECONDS))
+    return Champions(tracker, options.model, options.alias, timeouts)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
-"""Moving a model's alias: compare and set under the model's lock, and going back.
+"""Moving a model's alias: compare and set under the model's lock, and rollback.
 
-Every move is one of: done and recorded, done before by the same request, or an error and nothing
-moved. Whether a move is deserved is for `rules`.
+Every call ends in one of: moved and recorded, moved before by the same request, or an error and
+nothing moved. Whether a model should be promoted is for `rules`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engine.errors import TrackingError
-from engine.promotion.checks import require_whole_copy
-from engine.promotion.history import Move, predecessor, read_moves, settle, tag_key, tag_value
-from engine.promotion.lock import Held, Terms, hold
+from engine.promotion.checks import require_intact_copy
+from engine.promotion.history import (
+    AliasMove,
+    previous_version,
+    read_moves,
+    reconcile,
+    tag_key,
+    tag_value,
+)
+from engine.promotion.lock import LockTimeouts, ModelLock, lock_model
 from engine.tracking import values
 
 if TYPE_CHECKING:
@@ -30,36 +37,36 @@ class Champions:
     registry: Registry
     model_name: str
     alias: str = "champion"
-    terms: Terms = Terms()  # noqa: RUF009 (frozen)
+    timeouts: LockTimeouts = LockTimeouts()  # noqa: RUF009 (frozen)
 
-    def history(self) -> tuple[Move, ...]:
+    def history(self) -> tuple[AliasMove, ...]:
         """All moves, oldest first; nothing is written."""
         moves, current = self._read()
-        return settle(moves, current, _now()).moves
+        return reconcile(moves, current, _now()).moves
 
-    def made(self, request: str) -> Move | None:
+    def find(self, request: str) -> AliasMove | None:
         """The move that a request has led to, if it has."""
-        return _made(self.history(), request)
+        return _find(self.history(), request)
 
     def promote(
         self, version: str, expected: str | None, reason: str, *, request: str, by: str = ""
-    ) -> Move:
+    ) -> AliasMove:
         """Move the alias to `version` if it still stands on `expected` (None: nowhere).
 
         request: what makes a second call with it the same request, which changes nothing. Raises
         TrackingError, naming the champion of now, when the alias stands elsewhere.
         """
-        with hold(self.registry, self.model_name, self.terms) as held:
-            moves = self._settle(held)
-            done = _made(moves, request)
+        with lock_model(self.registry, self.model_name, self.timeouts) as lock:
+            moves = self._reconcile(lock)
+            done = _find(moves, request)
             if done is not None:
                 return done
             current = moves[-1].version if moves else None
             if current != expected:
-                raise TrackingError(self._lost(moves, version, expected))
+                raise TrackingError(self._conflict(moves, version, expected))
             number = _next(moves)
-            move = Move(number, "promote", version, current, reason, _now(), by, request)
-            return self._make(held, move)
+            move = AliasMove(number, "promote", version, current, reason, _now(), by, request)
+            return self._apply(lock, move)
 
     def rollback(
         self,
@@ -70,7 +77,7 @@ class Champions:
         request: str = "",
         by: str = "",
         verify: bool = True,
-    ) -> Move:
+    ) -> AliasMove:
         """Put the alias back on the previous champion, or on version `to`.
 
         expected: the version to go away from; empty: whatever the alias stands on. verify: re-hash
@@ -79,9 +86,9 @@ class Champions:
         """
         if not reason.strip():
             raise TrackingError("reason is empty; say why the champion is rolled back")
-        with hold(self.registry, self.model_name, self.terms) as held:
-            moves = self._settle(held)
-            done = _made(moves, request)
+        with lock_model(self.registry, self.model_name, self.timeouts) as lock:
+            moves = self._reconcile(lock)
+            done = _find(moves, request)
             if done is not None:
                 return done
             if not moves or moves[-1].version is None:
@@ -93,14 +100,14 @@ class Champions:
             if to and last.version == to:
                 return last
             if expected and last.version != expected:
-                # The same words again, without a request's name, mean the move that is made.
+                # The same call again, without a request id, is the move that was made.
                 if last.action == "rollback" and last.replaced == expected and not to:
                     return last
                 raise TrackingError(
                     f"alias {self.alias!r} of {self.model_name!r} is on version {last.version}, "
                     f"not on {expected}: {last.sentence()}; nothing was moved"
                 )
-            target = to or predecessor(moves)
+            target = to or previous_version(moves)
             if target is None:
                 raise TrackingError(
                     f"version {last.version} of {self.model_name!r} is the first {self.alias}, so "
@@ -108,14 +115,14 @@ class Champions:
                 )
             found = self.registry.model_version(f"models:/{self.model_name}/{target}")
             if verify:
-                require_whole_copy(self.registry, found)
+                require_intact_copy(self.registry, found)
             why, number = reason.strip(), _next(moves)
-            move = Move(number, "rollback", target, last.version, why, _now(), by, request)
-            return self._make(held, move)
+            move = AliasMove(number, "rollback", target, last.version, why, _now(), by, request)
+            return self._apply(lock, move)
 
-    def _read(self) -> tuple[list[Move], str | None]:
+    def _read(self) -> tuple[list[AliasMove], str | None]:
         """The record as it is written, and the version that the alias stands on."""
-        with self.registry.talking("look up a model"):
+        with self.registry.translated("look up a model"):
             model = self.registry.find_model(self.model_name)
         if model is None:
             raise TrackingError(
@@ -124,25 +131,25 @@ class Champions:
         at = model.aliases.get(self.alias)
         return read_moves(model.tags, self.alias), None if at is None else str(at)
 
-    def _settle(self, held: Held) -> tuple[Move, ...]:
+    def _reconcile(self, lock: ModelLock) -> tuple[AliasMove, ...]:
         """Write into the record what it lacks, and return it."""
         moves, current = self._read()
-        settled = settle(moves, current, _now())
-        for move in settled.write:
-            self._record(held, move)
-        for move in settled.drop:
-            held.check()
-            with self.registry.talking("write the history"):
+        reconciled = reconcile(moves, current, _now())
+        for move in reconciled.write:
+            self._record(lock, move)
+        for move in reconciled.drop:
+            lock.check()
+            with self.registry.translated("write the history"):
                 self.registry.client.delete_registered_model_tag(
                     self.model_name, tag_key(self.alias, move)
                 )
-        return settled.moves
+        return reconciled.moves
 
-    def _make(self, held: Held, move: Move) -> Move:
+    def _apply(self, lock: ModelLock, move: AliasMove) -> AliasMove:
         """Record, set the alias, look at it, and record that it is done."""
         assert move.version is not None
-        self._record(held, replace(move, done=False))
-        held.check()
+        self._record(lock, replace(move, done=False))
+        lock.check()
         self.registry.set_alias(self.model_name, self.alias, move.version, move.replaced)
         now = self._read()[1]
         if now != move.version:
@@ -150,24 +157,24 @@ class Champions:
                 f"alias {self.alias!r} of {self.model_name!r} is on version {now} right after it "
                 f"was set to {move.version}; somebody moves it without the lock"
             )
-        self._record(held, move)
+        self._record(lock, move)
         notes = {PROMOTED_TAG: move.at, REPLACED_TAG: move.replaced or "", REASON_TAG: move.reason}
-        with self.registry.talking("tag a model version"):
+        with self.registry.translated("tag a model version"):
             for key, value in values.tags(notes).items():
                 self.registry.client.set_model_version_tag(
                     self.model_name, move.version, key, value
                 )
         return move
 
-    def _record(self, held: Held, move: Move) -> None:
-        held.check()
-        with self.registry.talking("write the history"):
+    def _record(self, lock: ModelLock, move: AliasMove) -> None:
+        lock.check()
+        with self.registry.translated("write the history"):
             self.registry.client.set_registered_model_tag(
                 self.model_name, tag_key(self.alias, move), tag_value(move)
             )
 
-    def _lost(self, moves: Sequence[Move], version: str, expected: str | None) -> str:
-        """The sentence for a promoter who was too late."""
+    def _conflict(self, moves: Sequence[AliasMove], version: str, expected: str | None) -> str:
+        """The error of a promotion whose champion was replaced meanwhile."""
         compared = f"version {expected} was compared with" if expected else "there was none before"
         if not moves:
             return (
@@ -182,11 +189,11 @@ class Champions:
         )
 
 
-def _made(moves: Sequence[Move], request: str) -> Move | None:
+def _find(moves: Sequence[AliasMove], request: str) -> AliasMove | None:
     return next((m for m in reversed(moves) if request and m.request == request), None)
 
 
-def _next(moves: Sequence[Move]) -> int:
+def _next(moves: Sequence[AliasMove]) -> int:
     return moves[-1].number + 1 if moves else 1
 
 

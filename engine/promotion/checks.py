@@ -11,12 +11,12 @@ from engine.lineage.audit import audit
 from engine.lineage.review import review
 from engine.storage.artifacts import local_path
 from engine.storage.manifest import SOURCE
-from engine.tracking.registry import ARTIFACT_TAG, ModelVersion, Registry, require_as_tagged
+from engine.tracking.registry import ARTIFACT_TAG, ModelVersion, Registry, require_tagged_content
 
 DATASET = "dataset"
 
 
-def require_untouched(references: Sequence[str]) -> list[Path]:
+def require_unmodified(references: Sequence[str]) -> list[Path]:
     """Re-hash artifacts and all that they were made from; return the datasets among them.
 
     Raises LineageError for what was changed, edited or is missing. Sources made elsewhere are left
@@ -38,7 +38,7 @@ def require_untouched(references: Sequence[str]) -> list[Path]:
     return [local_path(node.uri) for node in nodes.values() if node.kind == DATASET]
 
 
-def require_whole_copy(registry: Registry, version: ModelVersion) -> None:
+def require_intact_copy(registry: Registry, version: ModelVersion) -> None:
     """Re-hash the registry's own copy of a version, which is what gets served.
 
     Raises LineageError when it is not the content that the version's tags name, or has none.
@@ -52,7 +52,7 @@ def require_whole_copy(registry: Registry, version: ModelVersion) -> None:
                 "version"
             )
         if place.is_absolute() and place.is_dir():
-            require_as_tagged(place, version)
+            require_tagged_content(place, version)
             return
         with tempfile.TemporaryDirectory(prefix="hybridflyte-promotion-") as scratch:
             registry.download_model(version.name, version.version, Path(scratch) / "model")

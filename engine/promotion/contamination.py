@@ -17,7 +17,7 @@ _WORD = re.compile(r"\w+")
 def trained_on(
     test: Sequence[str], training: Iterable[str], ngram: int, overlap: float
 ) -> list[bool]:
-    """Tell of each test text (N of them) whether the training texts hold it.
+    """Tell of each test text (N of them) whether the training texts contain it.
 
     A text counts when one training text has the same words, or when at least `overlap` (0 to 1) of
     its distinct runs of `ngram` words occur in the training texts (Brown et al. 2020,
@@ -43,7 +43,7 @@ def trained_on(
 def share_trained_on(
     test: Sequence[str], training: Iterable[str], ngram: int, overlap: float
 ) -> float:
-    """Return the share (0 to 1) of test texts that the training texts hold; see `trained_on`."""
+    """Return the share (0 to 1) of test texts that the training texts contain; see `trained_on`."""
     if not test:
         raise DataError("there are no test prompts to look for in the training data")
     return sum(trained_on(test, training, ngram, overlap)) / len(test)

@@ -1,8 +1,8 @@
 """The record of a model's champions, in tags of the registered model, one a move.
 
 A move is written before the alias is set and marked as done after it, so a process that died in
-between leaves a move that `settle` can tell: made, or never made. A move of the alias by hand, in
-MLflow's own pages, is told from the alias's not being where the record left it.
+between leaves one of which `reconcile` finds out whether it was made. A move by hand, in MLflow's
+own pages, shows in an alias that is not where the record left it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from engine.errors import TrackingError
 from engine.tracking import values
@@ -22,7 +22,7 @@ Action = Literal["promote", "rollback", "by hand"]
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class AliasMove:
     """An alias went from one version to another."""
 
     number: int  # counts from 1 a model and alias
@@ -44,19 +44,19 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """The record as it truly is, and what must be written for it to say so."""
+class Reconciled:
+    """The corrected record, and the writes that correct it in MLflow."""
 
-    moves: tuple[Move, ...]
-    write: tuple[Move, ...] = ()  # new or changed
-    drop: tuple[Move, ...] = ()  # never made
+    moves: tuple[AliasMove, ...]
+    write: tuple[AliasMove, ...] = ()  # new or changed
+    drop: tuple[AliasMove, ...] = ()  # never made
 
 
-def settle(moves: Sequence[Move], current: str | None, now: str) -> Settled:
-    """Bring a record, in order, into line with the version that the alias stands on."""
+def reconcile(moves: Sequence[AliasMove], current: str | None, now: str) -> Reconciled:
+    """Correct a record, in order, by the version that the alias stands on."""
     kept = list(moves)
-    write: list[Move] = []
-    drop: list[Move] = []
+    write: list[AliasMove] = []
+    drop: list[AliasMove] = []
     if kept and not kept[-1].done:
         last = kept.pop()
         if last.version == current:
@@ -68,16 +68,16 @@ def settle(moves: Sequence[Move], current: str | None, now: str) -> Settled:
     if before != current:
         number = kept[-1].number + 1 if kept else 1
         reason = "The alias was moved outside of promotion"
-        kept.append(Move(number, "by hand", current, before, reason, now))
+        kept.append(AliasMove(number, "by hand", current, before, reason, now))
         write.append(kept[-1])
         drop = [move for move in drop if move.number != number]  # its place is written over
-    return Settled(tuple(kept), tuple(write), tuple(drop))
+    return Reconciled(tuple(kept), tuple(write), tuple(drop))
 
 
-def predecessor(moves: Sequence[Move]) -> str | None:
+def previous_version(moves: Sequence[AliasMove]) -> str | None:
     """The version to go back to: what the present champion replaced when it was promoted.
 
-    So a second rollback goes further back, not forth again. None when there is none.
+    A second rollback therefore goes further back. None when there is none.
     """
     if not moves:
         return None
@@ -86,19 +86,19 @@ def predecessor(moves: Sequence[Move]) -> str | None:
     return (installed or list(moves))[-1].replaced
 
 
-def read_moves(tags: Mapping[str, str], alias: str) -> list[Move]:
+def read_moves(tags: Mapping[str, str], alias: str) -> list[AliasMove]:
     """Read the moves of an alias from the tags of its model, in order."""
     pattern = re.compile(re.escape(_prefix(alias)) + r"\d+")
     moves = [_parse(key, text) for key, text in tags.items() if pattern.fullmatch(key)]
     return sorted(moves, key=lambda move: move.number)
 
 
-def tag_key(alias: str, move: Move) -> str:
+def tag_key(alias: str, move: AliasMove) -> str:
     """The name of the tag that holds a move."""
     return f"{_prefix(alias)}{move.number:06d}"
 
 
-def tag_value(move: Move) -> str:
+def tag_value(move: AliasMove) -> str:
     """A move as the text of its tag."""
     return json.dumps(asdict(replace(move, reason=values.shorten(move.reason, MAX_REASON))))
 
@@ -107,10 +107,9 @@ def _prefix(alias: str) -> str:
     return values.name(f"history.{alias}.")
 
 
-def _parse(key: str, text: str) -> Move:
+def _parse(key: str, text: str) -> AliasMove:
     try:
-        fields: dict[str, Any] = json.loads(text)
-        return Move(**fields)
+        return AliasMove(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise TrackingError(
             f"the tag {key!r} of the registered model is no record of a move ({error}); it was "

@@ -2,11 +2,11 @@
 
 MLflow can't compare and set an alias, but of two calls that create a registered model of one name
 exactly one succeeds. So the lock of model NAME is a registered model `NAME--lock-<number>` with its
-owner and its end in tags. Who creates the next number holds the lock; to release it is to tag it.
+owner and its end in tags. The creator of the next number holds the lock and releases it by a tag.
 
-Numbers only grow, and a lock object is deleted only by the holder of a later one. A holder that
-died is passed over after its end by creating the next number, so two that find it dead can't both
-get in, and one that wakes up late can't release somebody else's lock. The last lock object stays.
+Numbers only grow, and a lock object is deleted only by the holder of a later one. The lock of a
+holder that died ends by its deadline: the next number is created then, so two that find it dead
+can't both get in, and one that wakes up late can't release another's lock. The last object stays.
 
 What no lock outside the store can rule out is a holder that sleeps between its last look at the
 clock and its write. It looks right before each write, and a lock lasts longer than any call of the
@@ -25,9 +25,10 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.errors import TrackingError
+from engine.tracking.registry import all_pages
 
 if TYPE_CHECKING:
     from engine.tracking.registry import Registry
@@ -43,8 +44,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """How long a lock is held and waited for, in seconds."""
+class LockTimeouts:
+    """How long a lock lasts and is waited for, in seconds."""
 
     lease: float = LEASE_SECONDS
     wait: float = WAIT_SECONDS
@@ -52,7 +53,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ModelLock:
     """A lock that this process holds."""
 
     name: str  # of the lock object, e.g. "hybridflyte-policy--lock-12"
@@ -71,34 +72,36 @@ class Held:
 
 
 @contextlib.contextmanager
-def hold(registry: Registry, model_name: str, terms: Terms = Terms()) -> Iterator[Held]:
+def lock_model(
+    registry: Registry, model_name: str, timeouts: LockTimeouts = LockTimeouts()
+) -> Iterator[ModelLock]:
     """Hold the lock of a model for the block.
 
-    Raises TrackingError, naming the holder, when it is not to be had within `terms.wait`, and when
+    Raises TrackingError, naming the holder, when it is not free within `timeouts.wait`, and when
     MLflow does not answer.
     """
-    held = _acquire(registry, model_name, terms)
+    lock = _acquire(registry, model_name, timeouts)
     try:
-        yield held
+        yield lock
     finally:
         try:
-            with registry.talking("release a lock"):
-                registry.client.set_registered_model_tag(held.name, RELEASED_TAG, _now())
+            with registry.translated("release a lock"):
+                registry.client.set_registered_model_tag(lock.name, RELEASED_TAG, _now())
         except TrackingError as error:
             # What was to be done is done; the lock ends by itself.
-            _log.warning("%s; the lock of %s ends at %s", error, model_name, _clock(held.until))
+            _log.warning("%s; the lock of %s ends at %s", error, model_name, _clock(lock.until))
 
 
-def _acquire(registry: Registry, model_name: str, terms: Terms) -> Held:
+def _acquire(registry: Registry, model_name: str, timeouts: LockTimeouts) -> ModelLock:
     owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    deadline = time.monotonic() + terms.wait
-    with registry.talking("lock a model"):
+    deadline = time.monotonic() + timeouts.wait
+    with registry.translated("lock a model"):
         while True:
             number, tags = _latest(registry, model_name)
-            if _is_free(tags, terms):
-                held = _create(registry, model_name, number + 1, owner, terms)
-                if held is not None:
-                    return held
+            if _is_free(tags, timeouts):
+                lock = _create(registry, model_name, number + 1, owner, timeouts)
+                if lock is not None:
+                    return lock
             elif time.monotonic() > deadline:
                 raise TrackingError(
                     f"{tags.get(OWNER_TAG)} holds the lock of {model_name!r} until "
@@ -108,13 +111,13 @@ def _acquire(registry: Registry, model_name: str, terms: Terms) -> Held:
 
 
 def _create(
-    registry: Registry, model_name: str, number: int, owner: str, terms: Terms
-) -> Held | None:
+    registry: Registry, model_name: str, number: int, owner: str, timeouts: LockTimeouts
+) -> ModelLock | None:
     """Create the lock of this number; None when another process has it, or a later one."""
     from mlflow.exceptions import MlflowException
 
     name = f"{model_name}--lock-{number}"
-    until = time.time() + terms.lease
+    until = time.time() + timeouts.lease
     tags = {OWNER_TAG: owner, UNTIL_TAG: repr(until)}
     try:
         registry.client.create_registered_model(
@@ -134,10 +137,10 @@ def _create(
         if other < number:
             with contextlib.suppress(MlflowException):  # deleted by a former holder just now
                 registry.client.delete_registered_model(f"{model_name}--lock-{other}")
-    return Held(name, model_name, owner, until, min(WRITE_SECONDS, terms.lease / 2))
+    return ModelLock(name, model_name, owner, until, min(WRITE_SECONDS, timeouts.lease / 2))
 
 
-def _is_free(tags: dict[str, str], terms: Terms) -> bool:
+def _is_free(tags: dict[str, str], timeouts: LockTimeouts) -> bool:
     if not tags or RELEASED_TAG in tags:
         return True
     try:
@@ -147,7 +150,7 @@ def _is_free(tags: dict[str, str], terms: Terms) -> bool:
             f"a lock in MLflow has no readable tag {UNTIL_TAG!r}; delete the registered model "
             "whose name ends in --lock-<number> when nobody promotes"
         ) from None
-    return time.time() > until + terms.skew
+    return time.time() > until + timeouts.skew
 
 
 def _latest(registry: Registry, model_name: str) -> tuple[int, dict[str, str]]:
@@ -161,23 +164,20 @@ def _locks(registry: Registry, model_name: str) -> dict[int, dict[str, str]]:
     """Return the tags of all lock objects of a model by their number."""
     pattern = re.compile(re.escape(model_name) + r"--lock-(\d+)")
     quoted = model_name.replace("'", "''")
-    found: dict[int, dict[str, str]] = {}
-    token = None
-    while True:
-        page = registry.client.search_registered_models(
+    models = all_pages(
+        lambda token: registry.client.search_registered_models(
             f"name LIKE '{quoted}--lock-%'", max_results=PAGE, page_token=token
         )
-        for model in page:
-            match = pattern.fullmatch(model.name)
-            if match:
-                found[int(match[1])] = dict(model.tags)
-        token = page.token
-        if not token:
-            return found
+    )
+    return {
+        int(match[1]): dict(model.tags)
+        for model in models
+        if (match := pattern.fullmatch(model.name))
+    }
 
 
 def _tags(registry: Registry, name: str) -> dict[str, str]:
-    found: Any = registry.find_model(name)
+    found = registry.find_model(name)
     return dict(found.tags) if found is not None else {}
 
 

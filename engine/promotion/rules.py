@@ -1,7 +1,7 @@
-"""The rules of promotion, as one pure function: evidence and rules in, a decision out.
+"""The rules of promotion, as one pure function from measurements to a decision.
 
-It fails closed: whatever a rule needs and the evidence lacks, or holds as something that is no
-number, fails that rule. Measuring is in `evidence`, moving the alias in `champions`.
+It fails closed: a measurement that is missing or no number fails its rule. Measuring is in
+`measurements`, moving the alias in `champions`.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from engine.config import GuardConfig, PromoteConfig
 from engine.evaluation.metrics import Interval
 
 APPROVAL = "approval"
+Measured = float | str | list[float] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class Measurements:
     """What was measured of a new model against another one; None: could not be measured."""
 
-    against: Literal["champion", "warm_start"]  # whom it was compared with
+    against: Literal["champion", "warm_start"]  # what it was compared with
     gain: Interval | None  # of greedy pass@1, a fraction, e.g. Interval(0.1, 0.05, 0.15)
     guards: Mapping[str, Interval | None] = field(default_factory=dict)  # change by guard's name
     kl: float | None = None  # nats a token, to the reference, e.g. 0.02
@@ -29,7 +30,7 @@ class Evidence:
     contamination: float | None = None  # share of test prompts that were trained on
     approved_by: str = ""  # who agreed; empty: nobody yet
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
         return asdict(self)
 
@@ -40,8 +41,8 @@ class Outcome:
 
     rule: str  # e.g. "gain", "guard pass_at_1 of gsm8k", "kl"
     passed: bool
-    value: Any  # what was measured: a number, an interval's three, a name, or None
-    bound: Any  # what it was held against
+    value: Measured  # what was measured: a number, an interval's three, a name, or None
+    bound: Measured  # the limit
     sentence: str  # with its numbers
 
 
@@ -58,14 +59,14 @@ class Decision:
         """Whether a person's consent is all that is missing."""
         return [o.rule for o in self.outcomes if not o.passed] == [APPROVAL]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
         return {**asdict(self), "waits_for_approval": self.waits_for_approval}
 
 
-def decide(evidence: Evidence, rules: PromoteConfig) -> Decision:
-    """Hold the evidence against every rule; promote if all of them pass."""
-    outcomes = tuple(_outcomes(evidence, rules))
+def decide(measurements: Measurements, rules: PromoteConfig) -> Decision:
+    """Check the measurements against every rule; promote if all of them pass."""
+    outcomes = tuple(_outcomes(measurements, rules))
     failed = [outcome for outcome in outcomes if not outcome.passed]
     if failed:
         reason = "Not promoted: " + "; ".join(outcome.sentence for outcome in failed) + "."
@@ -74,28 +75,30 @@ def decide(evidence: Evidence, rules: PromoteConfig) -> Decision:
     return Decision(not failed, reason, outcomes)
 
 
-def _outcomes(evidence: Evidence, rules: PromoteConfig) -> Iterator[Outcome]:
-    yield _gain(evidence, rules.minimum_gain)
+def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[Outcome]:
+    yield _gain(measurements, rules.minimum_gain)
     for guard in rules.guards:
-        yield _guard(evidence, guard)
+        yield _guard(measurements, guard)
     if rules.max_kl is not None:
-        yield _kl(evidence.kl, rules.max_kl)
+        yield _kl(measurements.kl, rules.max_kl)
     if rules.max_length_ratio is not None:
-        yield _length(evidence.length_ratio, rules.max_length_ratio)
-    yield _contamination(evidence.contamination, rules.contamination.max_share)
+        yield _length(measurements.length_ratio, rules.max_length_ratio)
+    yield _contamination(measurements.contamination, rules.contamination.max_share)
     if rules.approval == "required":
-        by = evidence.approved_by.strip()
+        by = measurements.approved_by.strip()
         said = f"approved by {by}" if by else "it waits for a person's approval"
         yield Outcome(APPROVAL, bool(by), by or None, "required", said)
 
 
-def _gain(evidence: Evidence, minimum: float) -> Outcome:
+def _gain(measurements: Measurements, minimum: float) -> Outcome:
     """The interval's lower end must be above the minimum; a first champion needs no gain."""
-    gain = evidence.gain
+    gain = measurements.gain
     if gain is None or not _is_change(gain):
         return _unreadable("gain", gain, minimum, "the gain in pass@1")
-    shown = f"pass@1 gain {_points_of(gain)} points over the {evidence.against.replace('_', ' ')}"
-    if evidence.against == "warm_start":
+    shown = (
+        f"pass@1 gain {_points_of(gain)} points over the {measurements.against.replace('_', ' ')}"
+    )
+    if measurements.against == "warm_start":
         return Outcome("gain", True, _three(gain), None, f"there is no champion yet; {shown}")
     bound = f"the required gain of {_points(minimum)} points"
     if gain.low > minimum:
@@ -105,9 +108,9 @@ def _gain(evidence: Evidence, minimum: float) -> Outcome:
     return Outcome("gain", False, _three(gain), minimum, sentence)
 
 
-def _guard(evidence: Evidence, guard: GuardConfig) -> Outcome:
+def _guard(measurements: Measurements, guard: GuardConfig) -> Outcome:
     rule = f"guard {guard.name}"
-    change = evidence.guards.get(guard.name)
+    change = measurements.guards.get(guard.name)
     if change is None or not _is_change(change):
         return _unreadable(rule, change, -guard.tolerance, f"the change in {guard.name}")
     passed = change.low >= -guard.tolerance
@@ -146,8 +149,8 @@ def _contamination(share: float | None, most: float) -> Outcome:
     return Outcome("contamination", passed, share, most, sentence)
 
 
-def _unreadable(rule: str, value: object, bound: object, what: str) -> Outcome:
-    """The outcome of a rule whose evidence is missing or no number."""
+def _unreadable(rule: str, value: object, bound: Measured, what: str) -> Outcome:
+    """The outcome of a rule whose measurement is missing or no number."""
     shown = "is not in the evidence" if value is None else f"is {value!r}, which can't be"
     return Outcome(rule, False, None, bound, f"{what} {shown}; evaluate again")
 

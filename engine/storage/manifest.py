@@ -17,7 +17,6 @@ import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
@@ -57,7 +56,7 @@ class Draft(_Frozen):
 
     kind: str = Field(pattern=r"^[a-z][a-z0-9_]*$", description="e.g. dataset, sft, rl, evaluation")
     parents: tuple[Parent, ...] = ()
-    config: dict[str, Any] = Field(default_factory=dict, description="JSON values only")
+    config: dict[str, object] = Field(default_factory=dict, description="JSON values only")
     metrics: dict[str, float] = Field(default_factory=dict)
     flyte_execution: str = ""
     mlflow_run: str = ""
@@ -93,7 +92,7 @@ class Manifest(Draft):
         )
 
 
-def json_digest(values: Mapping[str, Any]) -> str:
+def json_digest(values: Mapping[str, object]) -> str:
     """Return the SHA-256 (hex) of JSON values, whatever the order of their keys.
 
     The same values give the same digest as `engine.config.digest` of the section they came from.

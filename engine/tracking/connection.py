@@ -81,7 +81,7 @@ class Connection:
         """MLflow's client of this store; raises TrackingError when a SQLite one can't be made."""
         from mlflow import MlflowClient
 
-        with self.talking("open the store"):
+        with self.translated("open the store"):
             if self.database is not None:
                 _create_database(self.database)
             registry = os.environ.get("MLFLOW_REGISTRY_URI") or self.uri
@@ -92,7 +92,7 @@ class Connection:
         """The id of the experiment, which is created when it is not there yet."""
         from mlflow.exceptions import MlflowException
 
-        with self.talking("open the experiment"):
+        with self.translated("open the experiment"):
             found = self.client.get_experiment_by_name(self.experiment)
             if found is None:
                 try:
@@ -124,12 +124,12 @@ class Connection:
             _ = self.experiment_id  # local: no deadline, the first migration may take its time
             return
         client = self.client
-        with self.talking("reach the server"):
-            _within(timeout_s, lambda: _ask(client, timeout_s))
+        with self.translated("reach the server"):
+            _call_within(timeout_s, lambda: _ask(client, timeout_s))
         _ = self.experiment_id
 
     @contextlib.contextmanager
-    def talking(self, action: str) -> Iterator[None]:
+    def translated(self, action: str) -> Iterator[None]:
         """Turn any error of the store within the block into a TrackingError."""
         try:
             yield
@@ -212,7 +212,7 @@ def _ask(client: MlflowClient, timeout_s: float) -> None:
                 os.environ[variable] = value
 
 
-def _within(timeout_s: float, call: Callable[[], T]) -> T:
+def _call_within(timeout_s: float, call: Callable[[], T]) -> T:
     """Return call(), or raise TimeoutError after `timeout_s`, whatever the call hangs on."""
     outcome: list[T] = []
     failure: list[BaseException] = []

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from engine.errors import LineageError, StorageError, TrackingError
 from engine.storage.hashing import MANIFEST, tree_digest
@@ -21,6 +21,13 @@ from engine.storage.locations import shared_address
 from engine.storage.manifest import verify
 from engine.tracking import values
 from engine.tracking.connection import Connection
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion as MlflowVersion
+    from mlflow.entities.model_registry import RegisteredModel
+    from mlflow.store.entities import PagedList
+
+T = TypeVar("T")
 
 ARTIFACT_TAG = "artifact_digest"
 MANIFEST_TAG = "manifest_digest"
@@ -39,6 +46,18 @@ class ModelVersion:
     tags: dict[str, str]  # artifact_uri, artifact_digest, …
     aliases: tuple[str, ...]  # e.g. ("champion",)
 
+    @staticmethod
+    def of(found: MlflowVersion, aliases: Iterable[str] | None = None) -> ModelVersion:
+        """The version that MLflow found; `aliases` where its answer leaves them out."""
+        return ModelVersion(
+            name=found.name,
+            version=str(found.version),
+            run_id=found.run_id or "",
+            source=found.source or "",
+            tags=dict(found.tags),
+            aliases=tuple(found.aliases if aliases is None else aliases),
+        )
+
 
 class Registry(Connection):
     """Registering, naming and fetching models."""
@@ -48,7 +67,7 @@ class Registry(Connection):
         folder: str | Path,
         model_name: str,
         run_id: str,
-        tags: Mapping[str, Any] | None = None,
+        tags: Mapping[str, object] | None = None,
     ) -> str:
         """Log `folder` to a run and make it a version of `model_name`; return the version.
 
@@ -64,7 +83,7 @@ class Registry(Connection):
         facts = {"artifact_uri": shared_address(folder), **_facts(folder)}
         # Named by content, so that two models logged to one run keep apart.
         place = f"{MODELS_FOLDER}/{facts[ARTIFACT_TAG][:16]}"
-        with self.talking("register the model"):
+        with self.translated("register the model"):
             known = self._version_of(model_name, facts[ARTIFACT_TAG])
             if known is not None:
                 return known
@@ -89,12 +108,12 @@ class Registry(Connection):
 
         A store that can't be asked is a TrackingError, never None.
         """
-        with self.talking("look up a model"):
+        with self.translated("look up a model"):
             model = self.find_model(model_name)
             version = model.aliases.get(alias) if model is not None else None
             if version is None:
                 return None
-            return _version(self.client.get_model_version(model_name, str(version)))
+            return ModelVersion.of(self.client.get_model_version(model_name, str(version)))
 
     def model_version(self, reference: str) -> ModelVersion:
         """Return what `models:/NAME@ALIAS` or `models:/NAME/VERSION` means; else TrackingError."""
@@ -102,9 +121,9 @@ class Registry(Connection):
         if alias:
             found = self.champion(name, alias)
         else:
-            with self.talking("look up a model"):
+            with self.translated("look up a model"):
                 matches = self.client.search_model_versions(_by_name(name))
-            found = next((_version(v) for v in matches if str(v.version) == number), None)
+            found = next((ModelVersion.of(v) for v in matches if str(v.version) == number), None)
         if found is None:
             raise TrackingError(f"MLflow {self.uri} has no {reference}; check the name")
         return found
@@ -122,13 +141,13 @@ class Registry(Connection):
                 f"alias {alias!r} of {model_name!r} is on version {at} where {expected} was "
                 "compared with; evaluate against the present one and promote again"
             )
-        with self.talking("move an alias"):
+        with self.translated("move an alias"):
             self.client.set_registered_model_alias(model_name, alias, version)
 
     def download_model(
         self, model_name: str, version_or_alias: str | int, dest: str | Path
     ) -> Path:
-        """Fetch a version's folder to `dest`, whole or not at all; see `require_as_tagged`.
+        """Fetch a version's folder to `dest`, whole or not at all; see `require_tagged_content`.
 
         Digits mean a version, anything else an alias. `dest` must not exist.
         """
@@ -143,7 +162,7 @@ class Registry(Connection):
         dest.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{dest.name}.", dir=dest.parent))
         try:
-            with self.talking("download a model"):
+            with self.translated("download a model"):
                 # A models:/ address would be looked up in MLflow's global store, not in this one.
                 files = self.client.get_model_version_download_uri(model_name, version.version)
                 got = Path(
@@ -151,13 +170,13 @@ class Registry(Connection):
                         files, dst_path=str(draft), tracking_uri=self.uri
                     )
                 )
-            require_as_tagged(got, version)
+            require_tagged_content(got, version)
             os.rename(got, dest)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return dest
 
-    def find_model(self, model_name: str) -> Any | None:
+    def find_model(self, model_name: str) -> RegisteredModel | None:
         """Return MLflow's registered model, None when there is none of that name."""
         from mlflow.exceptions import MlflowException
 
@@ -185,7 +204,7 @@ class Registry(Connection):
         return str(min(same)) if same else None
 
 
-def require_as_tagged(folder: Path, version: ModelVersion) -> None:
+def require_tagged_content(folder: Path, version: ModelVersion) -> None:
     """Re-hash the files of a version; LineageError unless they are what its tags name.
 
     A version that was registered elsewhere has no such tags: it is held to its own manifest, if
@@ -220,15 +239,13 @@ def _facts(folder: Path) -> dict[str, str]:
     }
 
 
-def _version(found: Any) -> ModelVersion:
-    return ModelVersion(
-        name=found.name,
-        version=str(found.version),
-        run_id=found.run_id or "",
-        source=found.source or "",
-        tags=dict(found.tags),
-        aliases=tuple(found.aliases),
-    )
+def all_pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
+    """Yield all that a search of MLflow finds, which is called with the token of each page."""
+    page = search(None)
+    yield from page
+    while page.token:
+        page = search(page.token)
+        yield from page
 
 
 def _by_name(model_name: str) -> str:

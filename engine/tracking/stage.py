@@ -66,7 +66,7 @@ class StageRun:
                     batch = self._pending[:BATCH]
                 if not batch:
                     return
-                with self._connection.talking("write metrics"):
+                with self._connection.translated("write metrics"):
                     self._connection.client.log_batch(self.run_id, metrics=batch)
                 with self._lock:
                     del self._pending[: len(batch)]
@@ -98,29 +98,29 @@ class StageRun:
             profile=json.dumps(profile),
         )
         tags = [InputTag("mlflow.data.context", context)]
-        with self._connection.talking("record a dataset"):
+        with self._connection.translated("record a dataset"):
             self._connection.client.log_inputs(self.run_id, [DatasetInput(dataset, tags)])
 
     def log_folder(self, path: str | Path, artifact_path: str | None = None) -> None:
         """Copy a folder's files into the run's artifacts."""
         if not Path(path).is_dir():
             raise TrackingError(f"can't log {path}: it is not a folder; give the artifact's folder")
-        with self._connection.talking("upload a folder"):
+        with self._connection.translated("upload a folder"):
             self._connection.client.log_artifacts(self.run_id, str(path), artifact_path)
 
     def log_figure(self, figure: Figure, name: str) -> None:
         """Store a matplotlib figure as `name`, e.g. `reward.png`."""
-        with self._connection.talking("upload a figure"):
+        with self._connection.translated("upload a figure"):
             self._connection.client.log_figure(self.run_id, figure, name)
 
     def log_table(self, frame: pd.DataFrame, name: str) -> None:
         """Store a frame as `name`, e.g. `samples.json`, which MLflow's UI shows as a table."""
-        with self._connection.talking("upload a table"):
+        with self._connection.translated("upload a table"):
             self._connection.client.log_table(self.run_id, frame, name)
 
-    def set_tags(self, tags: Mapping[str, Any]) -> None:
+    def set_tags(self, tags: Mapping[str, object]) -> None:
         """Set tags on the run."""
-        with self._connection.talking("write tags"):
+        with self._connection.translated("write tags"):
             for key, value in values.tags(tags).items():
                 self._connection.client.set_tag(self.run_id, key, value)
 
@@ -134,7 +134,7 @@ class StageRun:
         self._sender.join(timeout=FLUSH_SECONDS)
         try:
             self.flush()
-            with self._connection.talking("end the run"):
+            with self._connection.translated("end the run"):
                 self._connection.client.set_terminated(self.run_id, status)
         except TrackingError as error:
             _log.warning("%s; unsent metrics are in %s", error, self._save_unsent())

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from engine.errors import TrackingError
 from engine.tracking import values
@@ -37,8 +36,8 @@ class Tracker(Registry):
     def start_pipeline(
         self,
         name: str,
-        params: Mapping[str, Any] | None = None,
-        tags: Mapping[str, Any] | None = None,
+        params: Mapping[str, object] | None = None,
+        tags: Mapping[str, object] | None = None,
         key: str = "",
     ) -> str:
         """Open the parent run of a pipeline and return its id.
@@ -46,7 +45,7 @@ class Tracker(Registry):
         With a `key` (e.g. the Flyte execution) a run that already has it is opened again.
         """
         own = {KIND_TAG: "pipeline", KEY_TAG: key}
-        with self.talking("start a run"):
+        with self.translated("start a run"):
             known = self._find({KIND_TAG: "pipeline", KEY_TAG: key}) if key else []
             if known:
                 self.client.update_run(known[0], status="RUNNING")
@@ -61,7 +60,7 @@ class Tracker(Registry):
             raise TrackingError(f"run status {status!r} is unknown; choose one of {STATUSES}")
         if metrics:
             self._log_once(run_id, metrics)
-        with self.talking("end the run"):
+        with self.translated("end the run"):
             self.client.set_terminated(run_id, status)
 
     @contextlib.contextmanager
@@ -69,8 +68,8 @@ class Tracker(Registry):
         self,
         name: str,
         parent_run_id: str = "",
-        params: Mapping[str, Any] | None = None,
-        tags: Mapping[str, Any] | None = None,
+        params: Mapping[str, object] | None = None,
+        tags: Mapping[str, object] | None = None,
         attempt_key: str = "",
     ) -> Iterator[StageRun]:
         """Open a nested run for the block; it ends FINISHED, FAILED, or KILLED by Ctrl-C or exit.
@@ -80,7 +79,7 @@ class Tracker(Registry):
         own = {KIND_TAG: "stage", STAGE_TAG: name, KEY_TAG: attempt_key}
         if parent_run_id:
             own[PARENT_TAG] = parent_run_id
-        with self.talking("start a run"):
+        with self.translated("start a run"):
             earlier = self._find(own) if parent_run_id else []
             for run_id in earlier:
                 if not self._holds_version(run_id):
@@ -98,13 +97,13 @@ class Tracker(Registry):
             raise
         run.close("FINISHED")
 
-    def lasting_run(self, run_id: str, otherwise: str) -> str:
+    def active_run(self, run_id: str, otherwise: str) -> str:
         """Return `run_id` where that run is there and not in the trash, else `otherwise`."""
         from mlflow.exceptions import MlflowException
 
         if not run_id:
             return otherwise
-        with self.talking("look up a run"):
+        with self.translated("look up a run"):
             try:
                 found = self.client.get_run(run_id)
             except MlflowException as error:
@@ -117,7 +116,7 @@ class Tracker(Registry):
         """Tell whether a registered version's files are among this run's artifacts."""
         return bool(self.client.search_model_versions(f"run_id='{run_id}'", max_results=1))
 
-    def _create(self, name: str, params: Mapping[str, Any], tags: Mapping[str, Any]) -> str:
+    def _create(self, name: str, params: Mapping[str, object], tags: Mapping[str, object]) -> str:
         """Create a run with its tags and parameters."""
         from mlflow.entities import Param
 
@@ -144,7 +143,7 @@ class Tracker(Registry):
 
     def _log_once(self, run_id: str, metrics: Mapping[str, float]) -> None:
         """Record values at step 0, leaving out those that a retried call recorded already."""
-        with self.talking("write metrics"):
+        with self.translated("write metrics"):
             known = self.client.get_run(run_id).data.metrics
             for key, value in metrics.items():
                 if known.get(values.name(key)) != float(value):

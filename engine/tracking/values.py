@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 MAX_KEY = 250  # characters; the limits are those of MLflow 3's own validation
 MAX_PARAMETER = 6000
 MAX_TAG = 8000
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return nested mappings as dotted keys; lists and tuples stay one value.
 
     >>> flatten({"rl": {"actor": {"lr": 0.1}}, "betas": (0.9, 0.95)})
     {'rl.actor.lr': 0.1, 'betas': (0.9, 0.95)}
     """
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
@@ -27,12 +26,12 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def parameters(values: Mapping[str, Any]) -> dict[str, str]:
+def parameters(values: Mapping[str, object]) -> dict[str, str]:
     """Return nested settings as MLflow parameters: dotted names, texts cut to the limit."""
     return {name(k): shorten(_text(v), MAX_PARAMETER) for k, v in flatten(values).items()}
 
 
-def tags(values: Mapping[str, Any]) -> dict[str, str]:
+def tags(values: Mapping[str, object]) -> dict[str, str]:
     """Return texts that MLflow takes as tags."""
     return {name(k): shorten(_text(v), MAX_TAG) for k, v in values.items()}
 
@@ -47,7 +46,7 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return "[" + ", ".join(map(str, value)) + "]"
     return str(value)

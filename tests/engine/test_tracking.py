@@ -26,7 +26,7 @@ from thorough import and_slow
 from engine.errors import LineageError, StorageError, TrackingError
 from engine.lineage.__main__ import main as lineage_command
 from engine.promotion import Champions
-from engine.promotion.lock import Terms
+from engine.promotion.lock import LockTimeouts
 from engine.storage.artifacts import publish, staging
 from engine.storage.manifest import Draft, verify
 from engine.tracking import Tracker
@@ -217,10 +217,10 @@ def test_a_run_that_holds_a_registered_model_stays_out_of_the_trash(tracker: Tra
     with tracker.stage("rl", parent) as lost:
         pass
     with tracker.stage("rl", parent) as holder:
-        assert tracker.lasting_run(lost.run_id, parent) == parent
-        assert tracker.lasting_run("0" * 32, parent) == parent
-        assert tracker.lasting_run("", parent) == parent
-        assert tracker.lasting_run(holder.run_id, parent) == holder.run_id
+        assert tracker.active_run(lost.run_id, parent) == parent
+        assert tracker.active_run("0" * 32, parent) == parent
+        assert tracker.active_run("", parent) == parent
+        assert tracker.active_run(holder.run_id, parent) == holder.run_id
         tracker.register_model(make_model("kept"), f"kept-{tracker.experiment}", holder.run_id)
     with tracker.stage("rl", parent) as again:
         pass
@@ -408,7 +408,7 @@ def test_a_model_is_registered_promoted_and_fetched_again(
 
 def promoter(uri: str, model: str, version: str, start: float, results: Queue[str]) -> None:
     """A process that promotes `version` in place of version 1 at the moment `start`."""
-    champions = Champions(Tracker(uri), model, terms=Terms(lease=60, wait=90, skew=0))
+    champions = Champions(Tracker(uri), model, timeouts=LockTimeouts(lease=60, wait=90, skew=0))
     champions.history()  # imports and connections are made by now
     time.sleep(max(0.0, start - time.time()))
     try:

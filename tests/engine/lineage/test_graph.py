@@ -11,8 +11,8 @@ from lineage_store import Run, edit, make, make_nights, make_run, parent
 
 from engine.checkpoint import CheckpointStore
 from engine.errors import LineageError
-from engine.lineage.graph import Graph, Node, Walker, artifact_node, reach
-from engine.lineage.index import Index, Place, scan
+from engine.lineage.graph import Graph, GraphBuilder, Node, artifact_node, reachable
+from engine.lineage.index import Index, StoredArtifact, scan
 from engine.lineage.origin import read_origin, write_origin
 from engine.lineage.review import Review
 from engine.lineage.review import review as look
@@ -78,12 +78,13 @@ def test_an_artifact_is_named_by_the_first_digits_of_its_digest(run: Run) -> Non
 
 
 def test_ambiguous_digits_are_refused() -> None:
-    places = tuple(
-        Place(f"/a/{number}", read_manifest(make("sft", str(number)))) for number in range(2)
+    artifacts = tuple(
+        StoredArtifact(f"/a/{number}", read_manifest(make("sft", str(number))))
+        for number in range(2)
     )
-    index = Index(places=places)
-    assert len(index.beginning("")) == 2
-    assert index.beginning(places[0].manifest.digest) == [places[0]]
+    index = Index(artifacts=artifacts)
+    assert len(index.with_prefix("")) == 2
+    assert index.with_prefix(artifacts[0].manifest.digest) == [artifacts[0]]
 
 
 def test_a_manifest_file_and_a_file_address_name_their_folder(run: Run) -> None:
@@ -136,7 +137,7 @@ def test_of_equal_contents_the_one_that_the_child_recorded_is_the_parent(tmp_pat
 
 
 def _key(folder: Path) -> str:
-    return artifact_node(Place(str(folder), read_manifest(folder))).key
+    return artifact_node(StoredArtifact(str(folder), read_manifest(folder))).key
 
 
 @pytest.mark.timeout(20)
@@ -163,21 +164,21 @@ def test_a_long_chain_of_nights_is_walked_whole(tmp_path: Path) -> None:
 def test_a_chain_deeper_than_the_recursion_limit_is_walked(tmp_path: Path) -> None:
     folder = make("sft", "one")
     whole = read_manifest(folder)
-    places = []
+    artifacts = []
     above = whole.as_parent("p", "")
     for number in range(3000):
         digest = f"{number:064x}"
         manifest = whole.model_copy(update={"digest": digest, "parents": (above,)})
-        places.append(Place(f"memory-{number}", manifest))
+        artifacts.append(StoredArtifact(f"memory-{number}", manifest))
         above = Parent(name="p", kind="sft", digest=digest)
-    walker = Walker(Index(places=tuple(places)))
-    walker.walk(artifact_node(places[-1]))
-    assert len(walker.graph.nodes) == 3001
+    builder = GraphBuilder(Index(artifacts=tuple(artifacts)))
+    builder.walk(artifact_node(artifacts[-1]))
+    assert len(builder.graph.nodes) == 3001
 
 
 def test_reach_is_breadth_first_and_ends() -> None:
     links = {"a": ["b", "c"], "b": ["d"], "c": ["a"], "d": ["b"]}
-    assert reach("a", lambda key: links[key]) == ["a", "b", "c", "d"]
+    assert reachable("a", lambda key: links[key]) == ["a", "b", "c", "d"]
 
 
 # Stores
@@ -190,7 +191,7 @@ def test_an_index_notes_what_it_cannot_read_and_skips_nested_and_hidden(run: Run
     (home() / ".staging" / "rl-1" / "manifest.json").write_text("half")
     (run.evaluation / "manifest.json").write_text("{")
     index = scan([str(home())])
-    assert {place.uri for place in index.places} == {str(run.dataset), str(run.sft), str(run.rl)}
+    assert {place.uri for place in index.artifacts} == {str(run.dataset), str(run.sft), str(run.rl)}
     assert len(index.unreadable) == 1
     assert "evaluation" in index.unreadable[0]
 

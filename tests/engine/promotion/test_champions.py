@@ -14,22 +14,22 @@ import pytest
 from engine.errors import LineageError, TrackingError
 from engine.promotion import Champions
 from engine.promotion.__main__ import main
-from engine.promotion.history import Move, tag_key, tag_value
-from engine.promotion.lock import Terms, hold
+from engine.promotion.history import AliasMove, tag_key, tag_value
+from engine.promotion.lock import LockTimeouts, lock_model
 from engine.tracking import Tracker
 
 Stands = Callable[[], str | None]
-QUICK = Terms(lease=20, wait=60, skew=0)
+QUICK = LockTimeouts(lease=20, wait=60, skew=0)
 
 
 @pytest.fixture
 def champions(tracker: Tracker, model: str) -> Champions:
-    return Champions(tracker, model, terms=QUICK)
+    return Champions(tracker, model, timeouts=QUICK)
 
 
 def promoter(uri: str, model: str, version: str, start: float, results: Queue[str]) -> None:
     """A process that promotes `version` against version 1 at the moment `start`."""
-    champions = Champions(Tracker(uri), model, terms=QUICK)
+    champions = Champions(Tracker(uri), model, timeouts=QUICK)
     champions.history()  # imports and connections are made by now
     time.sleep(max(0.0, start - time.time()))
     try:
@@ -84,7 +84,7 @@ def test_history_is_in_tags_and_a_request_is_done_once(
     champions.promote("1", None, "first", request="a")
     move = champions.promote("2", "1", "gain +3", request="b", by="run-7")
     assert champions.promote("2", "1", "gain +3", request="b") == move
-    assert champions.made("b") == move
+    assert champions.find("b") == move
     tags = tracker.model_version(f"models:/{model}/2").tags
     assert (tags["replaced"], tags["promotion_reason"]) == ("1", "gain +3")
     assert tags["promoted_at"] == move.at
@@ -124,12 +124,14 @@ def test_a_promoter_that_died_before_or_after_the_alias_is_told_apart(
     champions: Champions, tracker: Tracker, model: str, stands: Stands
 ) -> None:
     champions.promote("1", None, "first", request="a")
-    died = Move(2, "promote", "2", "1", "died", "2026-11-21T02:00:00Z", request="b", done=False)
+    died = AliasMove(
+        2, "promote", "2", "1", "died", "2026-11-21T02:00:00Z", request="b", done=False
+    )
     tracker.client.set_registered_model_tag(model, tag_key("champion", died), tag_value(died))
     assert [m.version for m in champions.history()] == ["1"]
     champions.promote("2", "1", "again", request="b")
     assert [m.reason for m in champions.history()] == ["first", "again"]
-    late = Move(
+    late = AliasMove(
         3, "promote", "3", "2", "died late", "2026-11-21T02:00:00Z", request="c", done=False
     )
     tracker.client.set_registered_model_tag(model, tag_key("champion", late), tag_value(late))
@@ -169,15 +171,15 @@ def test_a_dead_holder_is_outlived_and_a_live_one_is_waited_for_and_named(
     tracker: Tracker, model: str
 ) -> None:
     with (
-        hold(tracker, model, Terms(lease=1000)) as held,
-        pytest.raises(TrackingError, match=rf"{held.owner} holds the lock .* nothing was moved"),
-        hold(tracker, model, Terms(wait=0.2)),
+        lock_model(tracker, model, LockTimeouts(lease=1000)) as lock,
+        pytest.raises(TrackingError, match=rf"{lock.owner} holds the lock .* nothing was moved"),
+        lock_model(tracker, model, LockTimeouts(wait=0.2)),
     ):
         raise AssertionError("two hold the lock")
-    dead = hold(tracker, model, Terms(lease=1.0, skew=0))
+    dead = lock_model(tracker, model, LockTimeouts(lease=1.0, skew=0))
     late = dead.__enter__()
     started = time.monotonic()
-    with hold(tracker, model, Terms(skew=0)) as next_:
+    with lock_model(tracker, model, LockTimeouts(skew=0)) as next_:
         assert time.monotonic() - started < 30
         with pytest.raises(TrackingError, match="ran out"):
             late.check()
@@ -186,7 +188,7 @@ def test_a_dead_holder_is_outlived_and_a_live_one_is_waited_for_and_named(
         next_.check()
         with (
             pytest.raises(TrackingError, match=next_.owner),
-            hold(tracker, model, Terms(wait=0.2)),
+            lock_model(tracker, model, LockTimeouts(wait=0.2)),
         ):
             raise AssertionError("two hold the lock")
     left = tracker.client.search_registered_models(f"name LIKE '{model}--lock-%'")

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from engine.errors import TrackingError
 from engine.promotion.history import (
-    Move,
-    predecessor,
+    AliasMove,
+    previous_version,
     read_moves,
-    settle,
+    reconcile,
     tag_key,
     tag_value,
 )
 
 NOW = "2026-11-21T02:00:00Z"
-FIRST = Move(1, "promote", "1", None, "first", NOW, request="a")
-SECOND = Move(2, "promote", "2", "1", "better", NOW, request="b")
+FIRST = AliasMove(1, "promote", "1", None, "first", NOW, request="a")
+SECOND = AliasMove(2, "promote", "2", "1", "better", NOW, request="b")
 
 
 def test_moves_survive_their_tags_in_order() -> None:
@@ -33,28 +33,31 @@ def test_moves_survive_their_tags_in_order() -> None:
 
 def test_a_move_that_broke_off_was_made_or_never() -> None:
     open_ = replace(SECOND, done=False)
-    made = settle([FIRST, open_], "2", NOW)
+    made = reconcile([FIRST, open_], "2", NOW)
     assert (made.moves, made.write, made.drop) == ((FIRST, SECOND), (SECOND,), ())
-    never = settle([FIRST, open_], "1", NOW)
+    never = reconcile([FIRST, open_], "1", NOW)
     assert (never.moves, never.write, never.drop) == ((FIRST,), (), (open_,))
 
 
 def test_a_move_by_hand_is_recorded_as_one() -> None:
-    moves = settle([FIRST, SECOND], "7", NOW).moves
+    moves = reconcile([FIRST, SECOND], "7", NOW).moves
     assert (moves[-1].action, moves[-1].version, moves[-1].replaced) == ("by hand", "7", "2")
-    assert predecessor(moves) == "2"
-    assert settle([], "3", NOW).moves[0].version == "3"
-    assert settle([FIRST], None, NOW).moves[-1].version is None
-    assert settle([], None, NOW).moves == ()
+    assert previous_version(moves) == "2"
+    assert reconcile([], "3", NOW).moves[0].version == "3"
+    assert reconcile([FIRST], None, NOW).moves[-1].version is None
+    assert reconcile([], None, NOW).moves == ()
 
 
 def test_a_second_rollback_goes_further_back() -> None:
-    third = Move(3, "promote", "3", "2", "best", NOW)
-    back = Move(4, "rollback", "2", "3", "worse in use", NOW)
-    assert predecessor([FIRST, SECOND, third]) == "2"
-    assert predecessor([FIRST, SECOND, third, back]) == "1"
-    assert predecessor([FIRST, SECOND, third, back, Move(5, "rollback", "1", "2", "", NOW)]) is None
-    assert predecessor([]) is None
+    third = AliasMove(3, "promote", "3", "2", "best", NOW)
+    back = AliasMove(4, "rollback", "2", "3", "worse in use", NOW)
+    assert previous_version([FIRST, SECOND, third]) == "2"
+    assert previous_version([FIRST, SECOND, third, back]) == "1"
+    assert (
+        previous_version([FIRST, SECOND, third, back, AliasMove(5, "rollback", "1", "2", "", NOW)])
+        is None
+    )
+    assert previous_version([]) is None
 
 
 VERSION = st.sampled_from(["1", "2", "3"])
@@ -65,19 +68,19 @@ def test_a_settled_record_is_a_chain_that_ends_where_the_alias_stands(
     path: list[str], current: str | None, done: bool
 ) -> None:
     before = [None, *path]
-    moves = [Move(i + 1, "promote", v, before[i], "", NOW) for i, v in enumerate(path)]
+    moves = [AliasMove(i + 1, "promote", v, before[i], "", NOW) for i, v in enumerate(path)]
     if moves and not done:
         moves[-1] = replace(moves[-1], done=False)
-    settled = settle(moves, current, NOW)
+    reconciled = reconcile(moves, current, NOW)
     at = None
-    for number, move in enumerate(settled.moves, 1):
+    for number, move in enumerate(reconciled.moves, 1):
         assert (move.number, move.replaced, move.done) == (number, at, True)
         at = move.version
     assert at == current
     # What is written and dropped gives that very record when it is read again.
     tags = {tag_key("c", m): tag_value(m) for m in moves}
-    tags |= {tag_key("c", m): tag_value(m) for m in settled.write}
-    for move in settled.drop:
+    tags |= {tag_key("c", m): tag_value(m) for m in reconciled.write}
+    for move in reconciled.drop:
         del tags[tag_key("c", move)]
-    assert tuple(read_moves(tags, "c")) == settled.moves
-    assert settle(settled.moves, current, NOW) == replace(settled, write=(), drop=())
+    assert tuple(read_moves(tags, "c")) == reconciled.moves
+    assert reconcile(reconciled.moves, current, NOW) == replace(reconciled, write=(), drop=())

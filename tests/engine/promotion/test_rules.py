@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.config import ContaminationConfig, GuardConfig, PromoteConfig
 from engine.evaluation.metrics import Interval
-from engine.promotion.rules import Evidence, decide
+from engine.promotion.rules import Measurements, decide
 
 GUARD = GuardConfig(data_source="gsm8k", tolerance=0.02)
 RULES = PromoteConfig(
@@ -24,7 +24,7 @@ RULES = PromoteConfig(
     contamination=ContaminationConfig(max_share=0.1),
     approval="required",
 )
-GOOD = Evidence(
+GOOD = Measurements(
     against="champion",
     gain=Interval(0.3, 0.2, 0.4),
     guards={GUARD.name: Interval(0.0, -0.01, 0.01)},

@@ -96,9 +96,9 @@ def hub(tiny_folder: Path, tmp_path: Path) -> Iterator[Hub]:
 PIN = """
 import sys
 from engine.errors import ModelError
-from engine.storage.hub import pinned
+from engine.storage.hub import pin_revision
 try:
-    print(pinned(sys.argv[1]))
+    print(pin_revision(sys.argv[1]))
 except ModelError as error:
     print("ModelError", error)
 """

@@ -23,7 +23,7 @@ from engine.lineage.__main__ import main
 from engine.lineage.audit import audit
 from engine.lineage.origin import write_origin
 from engine.lineage.review import review
-from engine.promotion.checks import require_untouched
+from engine.promotion.checks import require_unmodified
 from engine.storage import filesystem
 from engine.storage.artifacts import publish, share, staging
 from engine.storage.filesystem import Files
@@ -142,7 +142,7 @@ def test_an_outage_while_lineage_is_checked_is_no_finding(
     with pytest.raises(StorageError, match=f"can't read {ROOT}/"):
         verify(policy)
     with pytest.raises(StorageError, match=f"can't read {ROOT}/") as caught:
-        require_untouched([policy])
+        require_unmodified([policy])
     assert "not as recorded" not in str(caught.value)
     assert main(["verify", policy, "--no-registry"]) == 1
     assert "can't read" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Measuring what the rules ask for: from evaluation rows, RL's metrics and the training data."""
+"""What the rules need: measured on evaluation rows, RL's metrics and the training data."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engine.errors import DataError
 from engine.evaluation.metrics import Interval, paired_bootstrap
 from engine.evaluation.rows import check_paired
 from engine.promotion.contamination import share_trained_on
-from engine.promotion.rules import Evidence
+from engine.promotion.rules import Measurements
 
 TRAINING_SPLITS = ("sft_train", "train")
 LAST_STEPS = 0.1  # share of RL's steps whose KL counts
 KL_COLUMN = "actor/kl"
 
 
-def gather(
+def measure(
     before: pd.DataFrame,
     after: pd.DataFrame,
     against: Literal["champion", "warm_start"],
@@ -34,7 +34,7 @@ def gather(
     evaluate: EvaluateConfig,
     seed: int,
     approved_by: str = "",
-) -> Evidence:
+) -> Measurements:
     """Measure a new model (`after`) against another (`before`), rows as of `evaluation.rows`.
 
     policy: the new model's artifact. datasets: all dataset artifacts that it descends from.
@@ -59,7 +59,7 @@ def gather(
             evaluate.bootstrap_samples,
             seed,
         )
-    return Evidence(
+    return Measurements(
         against=against,
         gain=change(
             before["greedy_correct"].to_numpy(float), after["greedy_correct"].to_numpy(float)
@@ -106,7 +106,7 @@ def last_kl(policy: Path) -> float | None:
     if KL_COLUMN not in steps or steps.empty:
         return None
     last = steps[KL_COLUMN].to_numpy(float)[-max(1, math.ceil(LAST_STEPS * len(steps))) :]
-    # Not nanmean: a step without a number is a step that nobody can vouch for.
+    # Not nanmean: of a step without a number nothing is known.
     return float(last.mean()) if np.isfinite(last).all() else None
 
 

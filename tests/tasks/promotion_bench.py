@@ -1,0 +1,153 @@
+"""What the promote task is tested on: artifacts of the stages before it, and a registry."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from flytekit.types.directory import FlyteDirectory
+
+from engine.config import DataConfig, EvaluateConfig, ModelConfig, PromoteConfig
+from engine.data.sources import load_splits
+from engine.data.tokenizer import train_tokenizer
+from engine.evaluation.evaluate import evaluate_model
+from engine.evaluation.summary import summarise
+from engine.models import build_model, save_model
+from engine.storage.artifacts import publish, staging
+from engine.storage.manifest import Draft, read_manifest
+from engine.tracking import Tracker
+from tasks.context import RunContext
+from tasks.evaluate import comparable_settings
+from tasks.preprocess import SPLITS
+from tasks.promote import promote
+
+SHAPE = ModelConfig(
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+EVALUATE = EvaluateConfig(samples=1, k=1, bootstrap_samples=200)
+NAME = "hybridflyte-policy"
+
+
+@dataclass
+class Bench:
+    """Artifacts as the stages before `promote` make them, with evaluations of our choice."""
+
+    data: DataConfig
+    dataset: Path
+    folder: Path = Path()  # the last promotion's artifact
+
+    def model(self, seed: int, mlflow_run: str = "") -> Path:
+        """Publish a model of its own, made in an MLflow run or, as fetched ones, in none."""
+        rows = pd.read_parquet(self.dataset / "test.parquet")
+        texts = [message["content"] for prompt in rows["prompt"] for message in prompt]
+        tokenizer = train_tokenizer(texts, 300)
+        with staging("rl") as folder:
+            save_model(build_model(SHAPE, tokenizer, seed), tokenizer, folder)
+            draft = Draft(kind="rl", config={"seed": seed}, mlflow_run=mlflow_run)
+            return publish(folder, draft)
+
+    def evaluation(
+        self, model: Path, correct: int, length: float = 4.0, recorded: bool = True
+    ) -> Path:
+        """Publish an evaluation in which the first `correct` greedy answers are right.
+
+        length: tokens of each response.
+        recorded: whether it says which budget of tokens it was made with.
+        """
+        test = pd.read_parquet(self.dataset / "test.parquet")
+        before = evaluate_model(
+            model, test, "warm_start", EVALUATE, max_response_length=4, seed=0
+        ).assign(greedy_correct=False)
+        before = before.assign(response_length=4.0)
+        after = before.assign(
+            model="rl",
+            greedy_correct=[i < correct for i in range(len(test))],
+            response_length=length,
+        )
+        comparison = summarise(before, after, 1, 0.95, 200, 0)
+        with staging("evaluation") as folder:
+            before.to_parquet(folder / "rows_warm_start.parquet", index=False)
+            after.to_parquet(folder / "rows_rl.parquet", index=False)
+            (folder / "comparison.json").write_text(comparison.to_json())
+            parents = tuple(
+                read_manifest(artifact).as_parent(name, artifact)
+                for name, artifact in (("dataset", self.dataset), ("policy", model))
+            )
+            settings = comparable_settings(self.data, EVALUATE)
+            if not recorded:
+                del settings["data"]
+            return publish(folder, Draft(kind="evaluation", parents=parents, config=settings))
+
+    def promote(
+        self,
+        model: Path,
+        evaluation: Path,
+        config: PromoteConfig = PromoteConfig(),  # noqa: B008 (frozen)
+        approved_by: str = "",
+    ) -> dict[str, Any]:
+        """Run the task in a run of its own; return its decision."""
+        return self.promote_in(new_run(), model, evaluation, config, approved_by)
+
+    def promote_in(
+        self,
+        run: RunContext,
+        model: Path,
+        evaluation: Path,
+        config: PromoteConfig = PromoteConfig(),  # noqa: B008 (frozen)
+        approved_by: str = "",
+    ) -> dict[str, Any]:
+        folder = promote(
+            run=run,
+            dataset=FlyteDirectory(str(self.dataset)),
+            policy=FlyteDirectory(str(model)),
+            evaluation=FlyteDirectory(str(evaluation)),
+            data=self.data,
+            evaluate=EVALUATE,
+            config=config,
+            seed=0,
+            approved_by=approved_by,
+        )
+        self.folder = Path(folder.path)
+        decision: dict[str, Any] = json.loads((Path(folder.path) / "decision.json").read_text())
+        return decision
+
+
+def new_run() -> RunContext:
+    return RunContext(
+        run_id=uuid.uuid4().hex, mlflow_run=Tracker().start_pipeline("p"),
+        experiment="hybridflyte", started_at=time.time(),
+    )  # fmt: skip
+
+
+def champion() -> str | None:
+    found = Tracker().champion(NAME, "champion")
+    return found.tags["artifact_digest"] if found else None
+
+
+def digest(artifact: Path) -> str:
+    return read_manifest(artifact).digest
+
+
+def make_bench(seed: int) -> Bench:
+    data = DataConfig(
+        sft_size=8, train_size=8, validation_size=4, test_size=40, max_response_length=4
+    )
+    splits = load_splits(data, seed)
+    with staging("dataset") as folder:
+        for name in SPLITS:
+            getattr(splits, name).to_parquet(folder / f"{name}.parquet", index=False)
+        return Bench(data, publish(folder, Draft(kind="dataset", config={"seed": seed})))
+
+
+def spoil(evidence: Path) -> None:
+    rows = pd.read_parquet(evidence / "rows_rl.parquet").assign(greedy_correct=True)
+    rows.to_parquet(evidence / "rows_rl.parquet", index=False)

@@ -1,0 +1,117 @@
+"""Models are compared on the same problems under the same settings, or evaluated again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from flytekit.types.directory import FlyteDirectory
+from promotion_bench import EVALUATE, NAME, Bench, champion, digest, make_bench, new_run, spoil
+
+from engine.storage.manifest import read_manifest
+from engine.tracking import Tracker
+from tasks.context import StageError
+from tasks.evaluate import comparable_settings, evaluate
+from tasks.finalize import open_promotion
+from tasks.inputs import RLHFConfig
+
+
+def test_a_champion_of_other_problems_is_evaluated_on_these(
+    bench: Bench, current_champion: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = make_bench(seed=5)
+    model = other.model(seed=2)
+    decision = other.promote(model, other.evaluation(model, 12))
+    assert "evaluating the champion" in capsys.readouterr().out
+    # Its weights are random, so on these problems it solves none, whatever it did on its own.
+    assert decision["gain"][0] == pytest.approx(12 / 40)
+    assert decision["promoted"] is True
+
+
+def test_a_champion_with_a_spoilt_evaluation_is_evaluated_anew(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = bench.model(seed=1)
+    evidence = bench.evaluation(first, 20)
+    bench.promote(first, evidence)
+    spoil(evidence)
+    model = bench.model(seed=2)
+    decision = bench.promote(model, bench.evaluation(model, 12))
+    assert "recorded evaluation can't be used" in capsys.readouterr().out
+    assert decision["gain"][0] == pytest.approx(12 / 40)
+
+
+def longer(bench: Bench) -> Bench:
+    """The same problems, answered with a larger budget of tokens."""
+    return replace(bench, data=bench.data.model_copy(update={"max_response_length": 8}))
+
+
+def test_a_champion_of_another_budget_of_tokens_is_evaluated_under_this_one(
+    bench: Bench, current_champion: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = longer(bench)
+    model = other.model(seed=2)
+    decision = other.promote(model, other.evaluation(model, 12))
+    assert "evaluating the champion" in capsys.readouterr().out
+    assert decision["gain"][0] == pytest.approx(12 / 40), "not 20 of 40 with fewer tokens"
+    lengths = pd.read_parquet(other.folder / "rows_champion.parquet")["greedy_length"]
+    assert lengths.max() > 4
+
+
+def test_a_champion_whose_evaluation_has_no_record_of_its_budget_is_evaluated_anew(
+    bench: Bench, current_champion: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = bench.evaluation(current_champion, 20, recorded=False)
+    client = Tracker().client
+    client.set_model_version_tag(NAME, "1", "evaluation_uri", str(old))
+    client.set_model_version_tag(NAME, "1", "evaluation_manifest", read_manifest(old).own_digest)
+    model = bench.model(seed=2)
+    decision = bench.promote(model, bench.evaluation(model, 12))
+    assert "has no record of its settings 'data'" in capsys.readouterr().out
+    assert decision["gain"][0] == pytest.approx(12 / 40)
+
+
+def test_an_evaluation_with_other_settings_than_the_promotion_promotes_nobody(
+    bench: Bench, current_champion: Path
+) -> None:
+    model = bench.model(seed=2)
+    evidence = bench.evaluation(model, 36)
+    said = r"data.max_response_length is {}, and the evaluation \w+ was made with 4; give"
+    with pytest.raises(StageError, match=said.format(8)):
+        longer(bench).promote(model, evidence)
+    with pytest.raises(
+        StageError, match=r"has no record of its settings 'data'.* evaluate the mod"
+    ):
+        bench.promote(model, bench.evaluation(model, 36, recorded=False))
+    assert champion() == digest(current_champion)
+    given = {
+        "dataset": FlyteDirectory(str(bench.dataset)),
+        "policy": FlyteDirectory(str(model)),
+        "evaluation": FlyteDirectory(str(evidence)),
+        "seed": 0,
+    }
+    with pytest.raises(StageError, match=said.format(64)):
+        open_promotion(config=RLHFConfig(), **given)
+    with pytest.raises(StageError, match=r"evaluate\.\w+ is .* was made with"):
+        open_promotion(config=RLHFConfig(data=bench.data), **given)
+    same = RLHFConfig(data=bench.data, evaluate=EVALUATE)
+    assert open_promotion(config=same, **given).evaluate == EVALUATE
+
+
+def test_the_evaluation_of_a_run_records_what_it_is_compared_by(bench: Bench) -> None:
+    model = bench.model(seed=1)
+    output = evaluate["laptop"](
+        run=new_run(),
+        dataset=FlyteDirectory(str(bench.dataset)),
+        warm_start=FlyteDirectory(str(model)),
+        policy=FlyteDirectory(str(model)),
+        data=bench.data,
+        config=EVALUATE,
+        seed=0,
+    )
+    config = read_manifest(output.path).config
+    assert config == {**comparable_settings(bench.data, EVALUATE), "seed": 0}
+    assert config["data"] == {"max_response_length": 4}
+    assert bench.promote(model, Path(output.path))["promoted"], "the first needs no gain"
