@@ -108,7 +108,7 @@ def test_content_and_manifest_forged_together_are_a_missing_parent(run: Run) -> 
         shutil.copy(forged / name, run.sft / name)
     (fault,) = faults(run.rl)
     assert "is missing" in fault
-    assert f"where sft {read_manifest(forged).digest[:12]} stands now" in fault
+    assert f"where sft {read_manifest(forged).digest[:12]} is now" in fault
 
 
 def test_a_child_edited_to_accept_a_forged_parent_is_found_one_further_down(run: Run) -> None:

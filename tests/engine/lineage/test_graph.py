@@ -123,7 +123,7 @@ def test_another_artifact_at_the_recorded_address_is_not_the_parent(run: Run) ->
     shutil.rmtree(run.sft)
     shutil.copytree(impostor, run.sft)
     (missing,) = [n for n in review(run.rl).graph.nodes.values() if n.missing]
-    assert f"where sft {read_manifest(impostor).digest[:12]} stands now" in missing.missing
+    assert f"where sft {read_manifest(impostor).digest[:12]} is now" in missing.missing
 
 
 def test_of_equal_contents_the_one_that_the_child_recorded_is_the_parent(tmp_path: Path) -> None:
