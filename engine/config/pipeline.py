@@ -22,7 +22,7 @@ class EvaluateConfig(Section):
     temperature: float = Field(0.8, gt=0)
     confidence: float = Field(0.95, gt=0.5, lt=1)
     bootstrap_samples: int = Field(10000, ge=100)
-    engine: str = Field("native", description="native or vllm")
+    engine: str = Field("native", description="Rollout engine: native or vllm")
 
     @model_validator(mode="after")
     def _enough_samples(self) -> Self:

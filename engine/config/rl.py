@@ -73,7 +73,10 @@ class CriticConfig(Section):
 class RolloutConfig(Section):
     """How completions are sampled."""
 
-    engine: str = Field("native", description="native, vllm or server")
+    engine: str = Field(
+        "native", description="native, vllm, server, or your own as package.module:name"
+    )
+    options: Options = Field({}, description="Options of an engine of your own, by name")
     n: int = Field(8, ge=1, description="Completions a prompt")
     temperature: float = Field(1.0, gt=0)
     top_k: int = Field(0, ge=0)

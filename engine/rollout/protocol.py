@@ -2,18 +2,21 @@
 
 `native` decodes with the trainer's own weights; `vllm` runs a vLLM engine that shares them or is
 brought up to date; `server` speaks to one that somebody else runs. An engine is chosen by
-`rollout.engine`; a new one registers itself with `@register_engine("name")` in a module of its own.
+`rollout.engine`; a new one registers itself with `@register_engine("name")` in a module of its own,
+here or outside (`rollout.engine: my_module:MyEngine`), and says there what it can do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from engine.config import RolloutConfig
 from engine.errors import ConfigError, RolloutError
+from engine.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +72,63 @@ class RolloutEngine(Protocol):
 
 
 EngineFactory = Callable[..., RolloutEngine]
-_ENGINES: dict[str, EngineFactory] = {}
+_F = TypeVar("_F", bound=EngineFactory)
 
 
-def register_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
-    """Class decorator: make an engine selectable as `rollout.engine=<name>`."""
+@dataclass(frozen=True, slots=True)
+class EngineCapabilities:
+    """What a rollout engine can do; code outside of it asks this, never its name."""
 
-    def add(factory: EngineFactory) -> EngineFactory:
-        _ENGINES[name] = factory
+    streams: bool = False  # has `stream()` (`RolloutStream`): trainer.mode=async, rollout.parts
+    adapters: bool = False  # decodes a policy with LoRA adapters
+    decodes_shards: bool = False  # takes a rank's tensor-parallel shards in place of a model
+    loads_shards: bool = False  # takes a sharded policy's shards into parameters of its own
+    own_processes: bool = False  # decodes in processes that it starts itself
+    remote: bool = False  # decodes on devices that are not the run's
+    sleep_level: int = 0  # 1 or 2: frees device memory between rollouts (`sleep`, `wake_weights`)
+    settings: frozenset[str] = frozenset({"max_num_seqs"})  # of ENGINE_SETTINGS, what it reads
+
+
+ENGINE_SETTINGS = ("max_num_seqs", "kv_cache_memory_mb", "server", "vllm")
+"""Fields of RolloutConfig that only some engines read."""
+COMMON_OPTIONS = ("max_num_seqs", "max_model_len", "kv_cache_memory_mb", "seed")
+"""Keyword arguments that every engine takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    factory: EngineFactory
+    capabilities: Callable[[RolloutConfig], EngineCapabilities]
+    options: Callable[[RolloutConfig], dict[str, Any]] | None
+    check: Callable[[RolloutConfig], None] | None
+
+
+_registry: Registry[_Engine] = Registry(
+    "rollout engine", "rollout.engine", "engine.rollout", "@register_engine(name)"
+)
+
+
+def register_engine(
+    name: str,
+    capabilities: EngineCapabilities
+    | Callable[[RolloutConfig], EngineCapabilities] = EngineCapabilities(),
+    *,
+    options: Callable[[RolloutConfig], dict[str, Any]] | None = None,
+    check: Callable[[RolloutConfig], None] | None = None,
+) -> Callable[[_F], _F]:
+    """Class decorator: make an engine selectable as `rollout.engine=<name>`.
+
+    The class is called with the trainer's model, `COMMON_OPTIONS` and its own options. Those are
+    its other keyword-only parameters with defaults, set by `rollout.options`; or what `options`
+    makes of the settings, for an engine with a section of its own. `capabilities` may depend on the
+    settings too. `check` raises ConfigError for settings that contradict each other.
+    """
+
+    def capabilities_of(config: RolloutConfig) -> EngineCapabilities:
+        return capabilities(config) if callable(capabilities) else capabilities
+
+    def add(factory: _F) -> _F:
+        _registry.add(name, _Engine(factory, capabilities_of, options, check), factory)
         return factory
 
     return add
@@ -84,10 +136,36 @@ def register_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
 
 def check_engine(name: str) -> None:
     """Raise ConfigError unless `name` is a rollout engine."""
-    from engine.rollout import native, server, vllm  # noqa: F401  (they register themselves)
+    _registry.get(name)
 
-    if name not in _ENGINES:
-        raise ConfigError(f"rollout.engine={name!r} is unknown; choose one of {sorted(_ENGINES)}")
+
+def check_engine_settings(config: RolloutConfig) -> None:
+    """Raise ConfigError for an unknown engine or option, and for contradicting settings."""
+    engine_options(config)
+    check = _registry.get(config.engine).check
+    if check is not None:
+        check(config)
+
+
+def engine_capabilities(config: RolloutConfig) -> EngineCapabilities:
+    """What the configured engine can do, with these settings."""
+    return _registry.get(config.engine).capabilities(config)
+
+
+def engine_options(config: RolloutConfig) -> dict[str, Any]:
+    """Keyword arguments of the configured engine besides `COMMON_OPTIONS`."""
+    engine = _registry.get(config.engine)
+    if engine.options is not None and config.options:
+        raise ConfigError(
+            f"rollout.options has no effect with rollout.engine={config.engine}, which has "
+            f"settings of its own; set rollout.{config.engine}"
+        )
+    for name in COMMON_OPTIONS:
+        if name in config.options:
+            raise ConfigError(f"rollout.options.{name} is given by the run; remove it")
+    if engine.options is not None:
+        return engine.options(config)
+    return _registry.options(config.engine).parse(config.options, "rollout.options")
 
 
 def check_version(engine: RolloutEngine, version: int) -> None:
@@ -105,5 +183,4 @@ def create_engine(name: str, model: torch.nn.Module, **options: Any) -> RolloutE
     Options every engine takes: `max_num_seqs` (rows decoded at once) and `max_model_len` (longest
     prompt plus completion, in tokens). Raises ConfigError for an unknown name.
     """
-    check_engine(name)
-    return _ENGINES[name](model, **options)
+    return _registry.get(name).factory(model, **options)

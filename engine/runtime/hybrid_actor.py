@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.config import RolloutConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, EngineError, RolloutError
 from engine.models import (
@@ -24,7 +25,12 @@ from engine.models import (
     vocabulary_and_context,
 )
 from engine.models.load import adapter_base_path, load_model_config
-from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams, check_engine
+from engine.rollout.protocol import (
+    Completion,
+    RolloutEngine,
+    SamplingParams,
+    engine_capabilities,
+)
 from engine.runtime.generate_arguments import read_call
 from engine.runtime.hybrid_config import HybridConfig
 from engine.runtime.launcher_ranks import init_from_launcher
@@ -310,8 +316,8 @@ def _writes(parameters: Iterable[Tensor]) -> tuple[int, int]:
 
 def _check_rollout(engine: str, sizes: HybridConfig) -> None:
     """Raise ConfigError for an unknown rollout engine, or one that can't shard matrices."""
-    check_engine(engine)
-    if engine != "native" and sizes.rollout_tp > 1:
+    capabilities = engine_capabilities(RolloutConfig(engine=engine))
+    if sizes.rollout_tp > 1 and not capabilities.decodes_shards:
         raise ConfigError(
             f"rollout_engine={engine!r} decodes an actor's whole model on each rank; set "
             f"hybrid_config's rollout_tp_size to 1 (it is {sizes.rollout_tp}), or use 'native'"

@@ -21,6 +21,7 @@ from engine.parallel.layout import AXES, Layout, ModelShape
 from engine.parallel.tensor_parallel import FAMILIES
 from engine.planner import Candidate, Cluster, Pins, Plan, Workload, explain, read_cluster, search
 from engine.planner.resources import Share
+from engine.rollout.protocol import engine_capabilities
 from engine.trainers.layouts import check_layouts, pool_size
 from engine.trainers.rl_setup import default_pools
 
@@ -172,7 +173,7 @@ def workload(
     windows = getattr(model_config, "sliding_window", None)
     passes = int(needs.old_log_probs) + int(needs.reference) + int("teacher" in roles)
     full_kl = actor.use_kl_loss and actor.kl_loss_type == "full"
-    vllm = rollout.engine == "vllm"
+    engine = engine_capabilities(rollout)
     samplers = {"one_step_off": 1, "async": trainer.rollout_workers}.get(trainer.mode, 0)
     teacher = config.algorithm.teacher
     return Workload(
@@ -194,9 +195,9 @@ def workload(
         updates=-(-rows // mini) if mini else 1,
         passes=passes,
         full_kl=full_kl or needs.ref_kl,
-        decodes=rollout.engine != "server",
+        decodes=not engine.remote,
         decode_rows=rollout.max_num_seqs,
-        kv_cache=rollout.kv_cache_memory_mb << 20 if vllm else 0,
+        kv_cache=rollout.kv_cache_memory_mb << 20 if "kv_cache_memory_mb" in engine.settings else 0,
         samplers=samplers,
         sampler_bytes=_DTYPES[rollout.dtype] or stored,
         families=kind in FAMILIES and not lora.rank,

@@ -13,6 +13,7 @@ from engine.dataflows import choose_dataflow
 from engine.errors import ConfigError
 from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape, check_layout
+from engine.rollout.protocol import engine_capabilities
 from engine.workers.mesh import Mesh
 
 # Roles whose model is sharded like the actor's.
@@ -58,9 +59,9 @@ def mesh_of(role: str, config: RLConfig) -> Mesh | None:
 
 
 def _rollout_tp(config: RLConfig) -> int:
-    """Tensor-parallel size of rollout on the actor's ranks; vLLM's own processes don't count."""
-    apart = config.rollout.engine == "vllm" and not config.rollout.vllm.in_process
-    return 1 if apart else config.rollout.tensor_parallel_size
+    """Tensor-parallel size of rollout on the actor's ranks; 1 for engines with own processes."""
+    own_processes = engine_capabilities(config.rollout).own_processes
+    return 1 if own_processes else config.rollout.tensor_parallel_size
 
 
 def rollout_mesh(layout: Layout, tensor_parallel_size: int) -> Mesh:

@@ -18,8 +18,7 @@ from engine.errors import ConfigError
 from engine.models import require_model_folder
 from engine.plugins import import_plugins
 from engine.rewards import declared_components, resolve_reward
-from engine.rollout.protocol import check_engine
-from engine.rollout.server.settings import check_settings
+from engine.rollout.protocol import check_engine_settings, engine_capabilities
 from engine.trainers.unused_settings import unused_settings
 from engine.workers.algorithm_options import (
     advantage_options,
@@ -45,12 +44,11 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     preference_options(algorithm.preference)
     check_kind(config.actor.kl_loss_type)
     check_kind(algorithm.kl_penalty)
-    check_engine(config.rollout.engine)
+    check_engine_settings(config.rollout)
     resolve_reward(config.reward.name, config.reward.options)
     _check_rewards(config, max_response_length)
     _check_correction(config)
     _check_mode(config)
-    _check_server(config)
     _check_pools(config, dataflow)
     if "teacher" in dataflow.roles:
         _check_teacher(config)
@@ -127,39 +125,21 @@ def _check_teacher(config: RLConfig) -> None:
 
 def _check_mode(config: RLConfig) -> None:
     mode, engine, parts = config.trainer.mode, config.rollout.engine, config.rollout.parts
-    if mode == "async" and engine != "native":
+    streams = engine_capabilities(config.rollout).streams
+    if mode == "async" and not streams:
         raise ConfigError(
-            f"trainer.mode=async with rollout.engine={engine}: only native decodes without an end; "
-            "use native, or trainer.mode=one_step_off"
+            f"trainer.mode=async with rollout.engine={engine}, which decodes whole batches and "
+            "can't stream; use native, or trainer.mode=one_step_off"
         )
-    if parts > 1 and (mode != "sync" or engine != "native"):
+    if parts > 1 and (mode != "sync" or not streams):
         raise ConfigError(
-            f"rollout.parts={parts} needs trainer.mode=sync and rollout.engine=native; "
-            "leave it at 1"
+            f"rollout.parts={parts} needs trainer.mode=sync and an engine that streams, such as "
+            "rollout.engine=native; leave it at 1"
         )
     if mode != "sync" and config.actor.old_log_probs == "rollout":
         raise ConfigError(
             f"actor.old_log_probs=rollout with trainer.mode={mode}: completions are of older "
             "weights, so the trainer's own log-probs are needed; set old_log_probs to auto"
-        )
-
-
-def _check_server(config: RLConfig) -> None:
-    if config.rollout.engine != "server":
-        return
-    if config.rollout.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size={config.rollout.tensor_parallel_size} with "
-            "rollout.engine=server: how many devices the server decodes on is settled where it is "
-            "started; leave it at 1"
-        )
-    server = config.rollout.server
-    check_settings(server)
-    if server.weights == "none" and not server.allow_fixed_policy:
-        raise ConfigError(
-            "rollout.server.weights=none leaves the server at the policy that it was started with, "
-            "while training moves the trainer's; choose a hook that brings it new weights, or set "
-            "rollout.server.allow_fixed_policy=true to sample from the old ones"
         )
 
 

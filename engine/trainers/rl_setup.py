@@ -12,6 +12,7 @@ from engine.controller.launch import Placement, Pool
 from engine.controller.worker_host import RoleSpec
 from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError
+from engine.rollout.protocol import engine_capabilities
 from engine.trainers.layouts import mesh_of, pool_size
 from engine.trainers.role_registry import ROLES, stream_sampler
 
@@ -33,10 +34,11 @@ def effective_config(config: RLConfig) -> RLConfig:
 
 def check_lora(lora: LoRAConfig, config: RLConfig) -> None:
     """Raise ConfigError if the rollout engine can't decode with adapters."""
-    if lora.rank and config.rollout.engine not in ("native", "vllm"):
+    if lora.rank and not engine_capabilities(config.rollout).adapters:
         raise ConfigError(
-            f"model.lora.rank={lora.rank} with rollout.engine={config.rollout.engine}: only native "
-            "and vllm decode with adapters; set rollout.engine to one of them, or model.lora.rank=0"
+            f"model.lora.rank={lora.rank} with rollout.engine={config.rollout.engine}, which "
+            "doesn't decode with adapters; set rollout.engine to native or vllm, or "
+            "model.lora.rank=0"
         )
 
 

@@ -73,7 +73,8 @@ def _rollout(spec: RunSpec) -> RoleSpec:
     rollout = spec.config.rollout
     if spec.samplers:  # beside them, the trainer's own rollout role only validates
         tp = spec.config.actor.parallel.tp
-        rollout = rollout.model_copy(update={"engine": "native", "tensor_parallel_size": tp})
+        own = {"engine": "native", "options": {}, "tensor_parallel_size": tp}
+        rollout = rollout.model_copy(update=own)
     options = _model(spec) | _sampling(spec) | {"config": rollout}
     return RoleSpec("rollout", RolloutWorker, options)
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from engine.config import KLControlConfig, RLConfig
 from engine.dataflows.registry import Dataflow
 from engine.dataflows.required_passes import RequiredPasses
+from engine.rollout.protocol import ENGINE_SETTINGS, engine_capabilities
 from engine.trainers.rl_setup import effective_config
 from engine.workers.algorithm_options import ACTOR_FIELDS, ADVANTAGE_FIELDS, changed
 
@@ -57,18 +58,15 @@ def _unused_for_kl(config: RLConfig) -> UnusedSettings:
 
 def _unused_for_engine(config: RLConfig) -> UnusedSettings:
     rollout, why = config.rollout, f"with rollout.engine={config.rollout.engine}"
-    if rollout.engine == "server":
-        started = f"{why}, which was started with its own (see rollout.server)"
-        yield from _changed_settings(
-            "rollout", rollout, started, ("max_num_seqs", "kv_cache_memory_mb")
-        )
-    else:
-        yield from _changed_settings("rollout.server", rollout.server, why)
-    if rollout.engine != "vllm":
-        yield from _changed_settings("rollout.vllm", rollout.vllm, why)
-    if rollout.engine == "native":
-        unbounded = f"{why}, whose cache is as large as what it decodes"
-        yield from _changed_settings("rollout", rollout, unbounded, ("kv_cache_memory_mb",))
+    read = engine_capabilities(rollout).settings
+    for field in ENGINE_SETTINGS:
+        value = getattr(rollout, field)
+        if field in read:
+            continue
+        if isinstance(value, BaseModel):
+            yield from _changed_settings(f"rollout.{field}", value, why)
+        else:
+            yield from _changed_settings("rollout", rollout, why, (field,))
 
 
 def _unused_for_mode(config: RLConfig) -> UnusedSettings:
@@ -81,8 +79,8 @@ def _unused_for_mode(config: RLConfig) -> UnusedSettings:
             "trainer", config.trainer, why, ("rollout_threads", "delta_sync")
         )
         yield from _changed_settings("rollout", rollout, why, ("dtype",))
-    if mode == "one_step_off" and rollout.engine == "native":
-        alone = f"{why} and rollout.engine=native: the sampler is one process"
+    if mode == "one_step_off" and not engine_capabilities(rollout).own_processes:
+        alone = f"{why} and rollout.engine={rollout.engine}: the sampler is one process"
         yield from _changed_settings("rollout", rollout, alone, ("tensor_parallel_size",))
 
 

@@ -13,7 +13,7 @@ from engine.data.collate import collate_completions
 from engine.data.templates import stop_token_ids
 from engine.data.tokenizer import load_tokenizer
 from engine.models import load_policy_model
-from engine.rollout.protocol import SamplingParams
+from engine.rollout.protocol import SamplingParams, engine_capabilities, engine_options
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import (
     RolloutWeights,
@@ -51,12 +51,13 @@ class RolloutWorker(StatefulWorker):
         self.max_response_length, self.max_model_len = max_response_length, max_model_len
         self.tokenizer = load_tokenizer(model_path)
 
+        capabilities = engine_capabilities(config)
         load = partial(load_policy_model, model_path, dtype, lora, seed)
         if context.process.policy is None:
             model = load()
             context.process.policy = PolicyRuntime(model, device=model.device)
             weights: RolloutWeights = SharedWeights(model)
-        elif config.engine == "vllm":
+        elif capabilities.loads_shards:
             weights = vllm_weights(context.process.policy.sharded, config, load)
         else:
             tp = config.tensor_parallel_size
@@ -72,21 +73,12 @@ class RolloutWorker(StatefulWorker):
             "kv_cache_memory_mb": config.kv_cache_memory_mb,
             "seed": seed,
         }
-        sleep_level = config.vllm.sleep if config.engine == "vllm" else 0
         self.policy.init_rollout(
-            config.engine, weights, common | self._engine_options(), sleep_level=sleep_level
+            config.engine,
+            weights,
+            common | engine_options(config),
+            sleep_level=capabilities.sleep_level,
         )
-
-    def _engine_options(self) -> dict[str, Any]:
-        """Options of the configured engine alone."""
-        config = self.config
-        if config.engine == "server":
-            return dict(config.server)
-        if config.engine != "vllm":
-            return {}
-        own = {name: value for name, value in dict(config.vllm).items() if name != "sleep"}
-        tp = config.tensor_parallel_size
-        return own | {"tensor_parallel_size": tp, "dtype": own["dtype"] or None}
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def generate(self, prompts: Batch) -> Batch:

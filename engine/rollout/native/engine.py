@@ -20,12 +20,17 @@ from engine.rollout.native.model_handle import Model, ModelHandle, bind_weights,
 from engine.rollout.native.scheduler import Scheduler
 from engine.rollout.native.sequences import Request, SequenceTable
 from engine.rollout.native.stream import NativeStream, StreamLimits
-from engine.rollout.protocol import Completion, SamplingParams, register_engine
+from engine.rollout.protocol import (
+    Completion,
+    EngineCapabilities,
+    SamplingParams,
+    register_engine,
+)
 from engine.rollout.requests import RolloutStats, check_request, resolve_max_model_len
 from engine.rollout.stream import KvOnUpdate, PartialCompletion
 
 
-@register_engine("native")
+@register_engine("native", EngineCapabilities(streams=True, adapters=True, decodes_shards=True))
 class NativeEngine:
     """Rollouts on the device and in the storage of the trainer's model.
 

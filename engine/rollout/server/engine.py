@@ -22,7 +22,12 @@ from torch import nn
 from engine.config.parse import explain
 from engine.config.server import ServerConfig
 from engine.errors import ConfigError, RolloutError
-from engine.rollout.protocol import Completion, SamplingParams, register_engine
+from engine.rollout.protocol import (
+    Completion,
+    EngineCapabilities,
+    SamplingParams,
+    register_engine,
+)
 from engine.rollout.requests import (
     RolloutStats,
     WeightGuard,
@@ -34,13 +39,18 @@ from engine.rollout.server.client import Client
 from engine.rollout.server.openai import OpenAIWire
 from engine.rollout.server.probe import check_probe, probe_request
 from engine.rollout.server.ranks import Deliverer
-from engine.rollout.server.settings import check_settings
+from engine.rollout.server.settings import check_rollout, check_settings
 from engine.rollout.server.tgi import TGIWire
 from engine.rollout.server.weights import create_hook
 from engine.rollout.server.wire import Drawn, Wanted, Wire, check_known
 
 
-@register_engine("server")
+@register_engine(
+    "server",
+    EngineCapabilities(remote=True, settings=frozenset({"server"})),
+    options=lambda config: dict(config.server),
+    check=check_rollout,
+)
 class ServerEngine:
     """Rollouts by a server.
 

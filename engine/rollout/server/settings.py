@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from engine.config.server import ServerConfig
+from engine.config import RolloutConfig, ServerConfig
 from engine.errors import ConfigError
 from engine.rollout.server import vllm_hook  # noqa: F401  (it registers itself)
 from engine.rollout.server.weights import check_hook
+
+
+def check_rollout(config: RolloutConfig) -> None:
+    """Raise ConfigError for settings of a run that don't go together with a server."""
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={config.tensor_parallel_size} with "
+            "rollout.engine=server: how many devices the server decodes on is settled where it is "
+            "started; leave it at 1"
+        )
+    server = config.server
+    check_settings(server)
+    if server.weights == "none" and not server.allow_fixed_policy:
+        raise ConfigError(
+            "rollout.server.weights=none leaves the server at the policy that it was started with, "
+            "while training moves the trainer's; choose a hook that brings it new weights, or set "
+            "rollout.server.allow_fixed_policy=true to sample from the old ones"
+        )
 
 
 def check_settings(settings: ServerConfig) -> None:

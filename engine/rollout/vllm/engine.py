@@ -21,10 +21,10 @@ from engine.rollout.vllm import adapters, launch
 from engine.rollout.vllm.decoding import Decoder, DecodingFailed
 from engine.rollout.vllm.holders import Holder, LocalHolder, WorkerHolder
 from engine.rollout.vllm.lifecycle import Lifecycle
-from engine.rollout.vllm.options import DTYPES, resolve
+from engine.rollout.vllm.options import DTYPES, capabilities, engine_options, resolve
 
 
-@register_engine("vllm")
+@register_engine("vllm", capabilities, options=engine_options)
 class VllmEngine:
     """Rollouts by vLLM, tokens in and tokens out.
 

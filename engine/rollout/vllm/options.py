@@ -9,7 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from engine.config import RolloutConfig
 from engine.errors import ConfigError
+from engine.rollout.protocol import EngineCapabilities
 from engine.rollout.requests import resolve_max_model_len
 from engine.rollout.vllm import sources
 
@@ -32,6 +34,24 @@ class Options:
     adapter_rank: int  # of LoRA adapters that vLLM applies itself; 0: none
     bucket_mb: int  # weights on their way to worker processes at once, e.g. 64
     share: bool  # whether vLLM's parameters may be the trainer's, and so must outlast its sleep
+
+
+def capabilities(config: RolloutConfig) -> EngineCapabilities:
+    """What vLLM can do with these settings."""
+    return EngineCapabilities(
+        adapters=True,
+        loads_shards=True,
+        own_processes=not config.vllm.in_process,
+        sleep_level=config.vllm.sleep,
+        settings=frozenset({"max_num_seqs", "kv_cache_memory_mb", "vllm"}),
+    )
+
+
+def engine_options(config: RolloutConfig) -> dict[str, Any]:
+    """The engine's arguments from `rollout.vllm`."""
+    own = {name: value for name, value in dict(config.vllm).items() if name != "sleep"}
+    own["dtype"] = own["dtype"] or None
+    return own | {"tensor_parallel_size": config.tensor_parallel_size}
 
 
 def resolve(

@@ -16,6 +16,7 @@ from engine.rollout import protocol
 from engine.rollout.native import NativeEngine, model_handle
 from engine.rollout.native.llama_decoder import LlamaDecoder
 from engine.rollout.native.llama_weights import LlamaWeights
+from engine.rollout.protocol import register_engine
 from engine.runtime.switch_overhead import StorageCounter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,7 +46,8 @@ class CopyingEngine(NativeEngine):
 
 @pytest.fixture
 def copying(monkeypatch: pytest.MonkeyPatch) -> HybridActor:
-    monkeypatch.setitem(protocol._ENGINES, "copying", CopyingEngine)
+    monkeypatch.setattr(protocol._registry, "_entries", dict(protocol._registry._entries))
+    register_engine("copying")(CopyingEngine)
     return HybridActor(tiny_model("llama"), rollout_engine="copying")
 
 
