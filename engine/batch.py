@@ -1,7 +1,7 @@
 """The data plane between roles: one table of tensors and columns whose rows are completions.
 
-What lives here: `Batch`, its field table, and moving rows about (select, split, concatenate).
-What does not: padding token lists into tensors (`engine.data.collate`) and any algorithm.
+Here are `Batch`, its field table, and operations on rows (select, split, concatenate). Padding
+token lists into tensors is in `engine.data.collate`; no algorithm is here.
 
 Layout of a sequence: prompts are padded on the left to P, responses on the right to R, so the
 response always starts at column P of `input_ids`.
@@ -10,7 +10,7 @@ response always starts at column P of `input_ids`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from engine.errors import DataError
 
-Column = Sequence[Any] | np.ndarray
+Column = Sequence[object] | np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ FIELDS: dict[str, Field] = {
     "ref_kl": Field("B R", torch.float32, "exact KL of the policy from the reference"),
     "sum_pi_squared": Field("B R", torch.float32, "Σ_v π(v)² of each token's distribution"),
     "rollout_is_weights": Field("B R", torch.float32, "importance weights; 0 where rejected"),
-    "cov_selected": Field("B R", torch.bool, "tokens that clip_cov or kl_cov treat apart"),
+    "cov_selected": Field("B R", torch.bool, "tokens that clip_cov or kl_cov select"),
     "token_level_scores": Field("B R", torch.float32, "reward as given, on the last token"),
     "token_level_rewards": Field("B R", torch.float32, "scores, shaped, less any KL penalty"),
     "reward_components": Field("B K", torch.float32, "named parts of the score, if it has any"),
-    "reward_failed": Field("B", torch.bool, "no reward could be had: the row is not learned from"),
-    "reward_error": Field("B", torch.bool, "the reward failed, whatever became of the row"),
+    "reward_failed": Field("B", torch.bool, "the reward failed: the row is not learned from"),
+    "reward_error": Field("B", torch.bool, "the reward failed, learned from or not"),
     "baseline_rewards": Field("B", torch.float32, "reward of the prompt's greedy completion"),
     "values": Field("B R", torch.float32, "critic's value of the state before each token"),
     "advantages": Field("B R", torch.float32, "advantage of each token, 0 where masked"),
@@ -67,7 +67,7 @@ FIELDS: dict[str, Field] = {
 }
 
 
-# What a forward pass over completions reads.
+# The fields that a forward pass over completions reads.
 TOKENS = ("input_ids", "attention_mask", "responses")
 
 
@@ -96,9 +96,9 @@ class Batch:
         self._widths = self._check()
 
     def _check(self) -> dict[str, int]:
-        """Hold known fields to the table: rank, dtype, and one P and one R in the batch.
+        """Check known fields against the table: rank, dtype, and one P and one R in the batch.
 
-        Returns the widths that the fields show, by axis ("P", "R", "P+R").
+        Returns the widths of the fields by axis ("P", "R", "P+R").
         """
         widths: dict[str, int] = {}
         for name, field in FIELDS.items():
@@ -160,10 +160,9 @@ class Batch:
 
     def rows(self, index: Tensor | Sequence[int] | slice) -> Batch:
         """Return the rows at `index` (integer indices, a boolean mask `[B]`, or a slice)."""
-        where: Any = index
         if not isinstance(index, slice):
             index = torch.as_tensor(index) if len(index) else torch.empty(0, dtype=torch.long)
-            where = index.numpy()
+        where = index if isinstance(index, slice) else index.numpy()
         tensors = {name: self[name][index] for name in self.names}
         return Batch(tensors, {k: v[where] for k, v in self.columns.items()})
 
@@ -214,7 +213,7 @@ class Batch:
         more = [(most[0] - p, most[1] - r) for p, r in widths]
         tensors = {}
         for name in first.names:
-            parts = [_widen(name, b[name], *m) for b, m in zip(batches, more, strict=True)]
+            parts = [_pad_columns(name, b[name], *m) for b, m in zip(batches, more, strict=True)]
             shapes = {part.shape[1:] for part in parts}
             if len(shapes) > 1:
                 raise DataError(f"can't stack {name!r}: its rows have shapes {list(shapes)}")
@@ -223,15 +222,15 @@ class Batch:
         return Batch(tensors, columns)
 
     def _prompt_and_response(self) -> tuple[int, int]:
-        """P and R, 0 where no field shows them."""
+        """P and R, 0 where no field has them."""
         p, r, both = (self._widths.get(axis, 0) for axis in ("P", "R", "P+R"))
         return max(p, both - r) if r else p, max(r, both - p) if p else r
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Travel as NumPy arrays: Ray keeps those in shared memory, where a reader finds them
-        without a copy. So the tensors of a received batch must not be written to."""
+    def __reduce__(self) -> tuple[Callable[..., Batch], tuple[object, ...]]:
+        """Pickle as NumPy arrays: Ray keeps those in shared memory and readers map them without a
+        copy. So the tensors of a received batch must not be written to."""
         packed = {name: _pack(tensor) for name, tensor in self.as_dict().items()}
-        return _unpickled, (packed, self.columns)
+        return _unpickle, (packed, self.columns)
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}{list(v.shape)}" for k, v in self.as_dict().items())
@@ -247,7 +246,7 @@ def _pack(tensor: Tensor) -> Tensor | tuple[np.ndarray, torch.dtype]:
     return array.numpy(), wide.dtype
 
 
-def _unpickled(
+def _unpickle(
     packed: dict[str, Tensor | tuple[np.ndarray, torch.dtype]], columns: dict[str, np.ndarray]
 ) -> Batch:
     tensors = {}
@@ -262,8 +261,8 @@ def _unpickled(
     return Batch(tensors, columns)
 
 
-def _widen(name: str, tensor: Tensor, prompt: int, response: int) -> Tensor:
-    """Add so many columns of padding on the outsides that the field has."""
+def _pad_columns(name: str, tensor: Tensor, prompt: int, response: int) -> Tensor:
+    """Pad a field that has P by `prompt` columns on the left, one that has R on the right."""
     shape = FIELDS[name].shape.split() if name in FIELDS else []
     axis = shape[1] if len(shape) == 2 else ""
     left, right = prompt if "P" in axis else 0, response if "R" in axis else 0

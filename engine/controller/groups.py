@@ -80,14 +80,14 @@ class WorkerGroup(ABC):
         return future
 
     @abstractmethod
-    def _references(self, piece: Batch | Future[object]) -> list[Any]:
+    def _references(self, piece: Batch | Future[object]) -> Sequence[object]:
         """What is sent to a host in place of a piece of an argument."""
 
     @abstractmethod
     def _submit(
         self,
         call: Call,
-        data: list[Any],
+        data: Sequence[object],
         collecting: list[bool],
         sources: Sequence[Future[object]],
     ) -> Future[object]:

@@ -1,10 +1,10 @@
-"""Which rollout workers are healthy, and what is done about those that aren't.
+"""The health of rollout workers, and the actions that restore it.
 
-A pure state machine: a `Fleet` is a value; an event gives the next value and the actions to do
-(both in `signals`). Processes, Ray and clocks are the caller's; `now` is any monotonic clock in
-seconds. Where the prompts are is the subject of `staleness`; a run's retries in `attempts`.
+A pure state machine: a `Fleet` is a value; an event gives the next value and the actions to take
+(both in `health_events`). The caller has the processes, Ray and clocks; `now` is any monotonic
+clock in seconds. Which worker has which prompt is in `staleness`, a run's retries in `attempts`.
 
-The states of a worker, what leads out of each, and in brackets what is asked for:
+The states of a worker, the transitions out of each, and in brackets their actions:
 
     STARTING    Started [SyncWeights] -> SYNCING
     SYNCING     Synced -> SERVING; with a version too old by now [SyncWeights], and no new deadline
@@ -14,19 +14,19 @@ The states of a worker, what leads out of each, and in brackets what is asked fo
     REPLACING   Replaced -> STARTING
     FAILED      final
 
-Each but DEAD and FAILED dies [Kill, Reissue] when its process ends or a call on it gives no result
-(Died), when the state's deadline passes, and when it is silent for too long (hung, SIGSTOP). It is
-then DEAD, or FAILED if its restart budget is spent. The fleet goes on while one worker isn't
-FAILED; after the last, [Stop] carries the first cause.
+In any other state a worker dies [Kill, Reissue] when its process ends or a call on it gives no
+result (Died), when the state's deadline passes, and when it is silent for too long (hung, SIGSTOP).
+It is then DEAD, or FAILED if its restart budget is spent. The fleet runs while one worker isn't
+FAILED; after the last, [Stop] has the first cause.
 
 Invariants, after every event (`Fleet.check`, where a single value shows them):
 
 1. A SERVING worker's weights are at most `max_lag` versions behind the trainer's.
 2. `Fleet.serving` are the only workers that may be given a prompt.
 3. Every death gives exactly one Kill and one Reissue, for the attempt that died.
-4. What an earlier attempt says (a late heartbeat or answer) changes nothing.
-5. No worker waits for ever: each state but FAILED ends by a deadline or by silence, and deaths with
-   no service between them are never forgotten. So a worker comes to serve, or becomes FAILED.
+4. Events of an earlier attempt (a late heartbeat or answer) change nothing.
+5. No worker waits for ever: each state but FAILED ends by a deadline or by silence, and deaths
+   without service in between always count. So a worker serves at last, or becomes FAILED.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from engine.errors import ConfigError, WorkerError
 
 class State(StrEnum):
     STARTING = "starting"  # its process exists, its model isn't loaded
-    SYNCING = "syncing"  # it loads the trainer's weights; it gets no prompt before
+    SYNCING = "syncing"  # it loads the trainer's weights; it gets no prompt yet
     SERVING = "serving"
     SUSPECT = "suspect"  # silent; it gets no new prompt and keeps those it has
-    DEAD = "dead"  # waits for the end of the back-off
-    REPLACING = "replacing"  # a new process was asked for
+    DEAD = "dead"  # waits for the end of its back-off
+    REPLACING = "replacing"  # a new process is being created
     FAILED = "failed"  # its restart budget is spent
 
 
@@ -97,37 +97,37 @@ class Death:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerHealth:
     name: str
     state: State
     deadline: float  # end of STARTING, SYNCING, REPLACING; in DEAD, end of the back-off
     attempt: int = 0  # number of its process
-    heard: float = 0.0  # last sign of life, in SERVING and SUSPECT
+    last_heartbeat: float = 0.0  # last sign of life, in SERVING and SUSPECT
     version: int = -1  # of its weights; -1: the trainer's weights were never sent
     served: bool = False  # whether this attempt has been SERVING
     deaths: tuple[Death, ...] = ()  # those that count against the restart budget
 
 
-Step = tuple[Worker, tuple[Action, ...]]
+Transition = tuple[WorkerHealth, tuple[Action, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """All rollout workers; make one with `Fleet.begin`."""
+    """All rollout workers; make one with `Fleet.start`."""
 
     policy: HealthPolicy
     max_lag: int  # versions a SERVING worker may be behind the trainer, e.g. 1
     version: int  # the trainer's
-    workers: Mapping[str, Worker]
+    workers: Mapping[str, WorkerHealth]
     stopped: Stop | None = None
 
     @classmethod
-    def begin(
+    def start(
         cls, names: Iterable[str], now: float, policy: HealthPolicy, max_lag: int, version: int = 0
     ) -> Self:
         """A fleet whose processes (attempt 0) have just been created."""
         deadline = now + policy.start_timeout
-        workers = {name: Worker(name, State.STARTING, deadline) for name in names}
+        workers = {name: WorkerHealth(name, State.STARTING, deadline) for name in names}
         if not workers or max_lag < 0:
             raise ConfigError(
                 f"a fleet of {len(workers)} workers with max_lag={max_lag}; give it at least one "
@@ -140,10 +140,10 @@ class Fleet:
         """The workers that may be given a prompt."""
         return tuple(w.name for w in self.workers.values() if w.state is State.SERVING)
 
-    def on(
+    def handle(
         self, name: str, attempt: int, event: Event, now: float
     ) -> tuple[Fleet, tuple[Action, ...]]:
-        """What `event` of the process `attempt` of worker `name` leads to."""
+        """Apply an event of worker `name`, whose process has number `attempt`."""
         if name not in self.workers:
             raise WorkerError(f"no worker {name!r} in the fleet; there are {sorted(self.workers)}")
         worker = self.workers[name]
@@ -152,16 +152,16 @@ class Fleet:
         return self._change([worker], lambda w: self._react(w, event, now))
 
     def tick(self, now: float) -> tuple[Fleet, tuple[Action, ...]]:
-        """Time has passed. Feed the heartbeats that have come in first."""
+        """Apply deadlines and silence. Handle the heartbeats that have arrived first."""
         return self._change(self.workers.values(), lambda w: self._expire(w, now))
 
     def updated(self, version: int, now: float) -> tuple[Fleet, tuple[Action, ...]]:
-        """The trainer has weights of `version`: those who serve get them, too old ones pause."""
+        """The trainer has weights of `version`: serving workers get them, too old ones pause."""
         if version < self.version:
             raise WorkerError(f"the trainer's version went back from {self.version} to {version}")
         fleet = replace(self, version=version)
         serving = [fleet.workers[name] for name in fleet.serving]
-        return fleet._change(serving, lambda w: fleet._admit(w, w.heard, now))
+        return fleet._change(serving, lambda w: fleet._admit(w, w.last_heartbeat, now))
 
     def check(self) -> None:
         """Raise WorkerError for a worker that breaks an invariant of the module's docstring."""
@@ -176,8 +176,8 @@ class Fleet:
         if failed != (self.stopped is not None):
             raise WorkerError(f"fleet stopped={self.stopped} with workers {self.workers}")
 
-    def _react(self, worker: Worker, event: Event, now: float) -> Step:
-        """One event of the current process; an event that says nothing new changes nothing."""
+    def _react(self, worker: WorkerHealth, event: Event, now: float) -> Transition:
+        """One event of the current process; one that doesn't apply changes nothing."""
         match event, worker.state:
             case _, State.DEAD | State.FAILED:
                 pass
@@ -200,14 +200,14 @@ class Fleet:
                     return self._admit(worker, now, now)
                 return worker, ()
             case Heartbeat(), State.SERVING:
-                return replace(worker, heard=max(worker.heard, now)), ()
+                return replace(worker, last_heartbeat=max(worker.last_heartbeat, now)), ()
             case Heartbeat(), State.SUSPECT:
                 return self._admit(worker, now, now)
         return worker, ()
 
-    def _expire(self, worker: Worker, now: float) -> Step:
-        """Silence and deadlines."""
-        silence, policy = now - worker.heard, self.policy
+    def _expire(self, worker: WorkerHealth, now: float) -> Transition:
+        """Apply silence and deadlines."""
+        silence, policy = now - worker.last_heartbeat, self.policy
         match worker.state:
             case State.SERVING | State.SUSPECT if silence >= policy.dead_after:
                 return self._die(worker, f"hung: no heartbeat for {silence:.1f} s", now)
@@ -216,7 +216,7 @@ class Fleet:
             case State.STARTING | State.SYNCING | State.REPLACING if now >= worker.deadline:
                 return self._die(worker, f"still {worker.state} at its deadline", now)
             case State.DEAD if now >= worker.deadline:
-                new = Worker(
+                new = WorkerHealth(
                     worker.name,
                     State.REPLACING,
                     deadline=now + policy.start_timeout,
@@ -226,19 +226,21 @@ class Fleet:
                 return new, (Replace(new.name, new.attempt),)
         return worker, ()
 
-    def _admit(self, worker: Worker, heard: float, now: float) -> Step:
-        """Let it serve if its weights are new enough; ask for newer ones if there are any."""
+    def _admit(self, worker: WorkerHealth, last_heartbeat: float, now: float) -> Transition:
+        """Let it serve if its weights are new enough; sync newer ones if there are any."""
         if self.version - worker.version <= self.max_lag:
-            worker = replace(worker, state=State.SERVING, heard=heard, served=True)
-        elif worker.state is not State.SYNCING:  # whose deadline stays what it is
+            worker = replace(
+                worker, state=State.SERVING, last_heartbeat=last_heartbeat, served=True
+            )
+        elif worker.state is not State.SYNCING:  # a running sync keeps its deadline
             deadline = now + self.policy.sync_timeout
             worker = replace(worker, state=State.SYNCING, deadline=deadline)
         return worker, self._sync(worker) if worker.version < self.version else ()
 
-    def _sync(self, worker: Worker) -> tuple[Action, ...]:
+    def _sync(self, worker: WorkerHealth) -> tuple[Action, ...]:
         return (SyncWeights(worker.name, worker.attempt, self.version),)
 
-    def _die(self, worker: Worker, cause: str, now: float) -> Step:
+    def _die(self, worker: WorkerHealth, cause: str, now: float) -> Transition:
         """Count the death; then either back off or, with the budget spent, fail."""
         policy = self.policy
         counted = tuple(
@@ -256,14 +258,14 @@ class Fleet:
         return worker, (Kill(*who), Reissue(*who))
 
     def _change(
-        self, workers: Iterable[Worker], step: Callable[[Worker], Step]
+        self, workers: Iterable[WorkerHealth], step: Callable[[WorkerHealth], Transition]
     ) -> tuple[Fleet, tuple[Action, ...]]:
-        """Take `step` for each of `workers`; stop when the last worker has failed."""
+        """Apply `step` to each of `workers`; stop when the last worker has failed."""
         if self.stopped:
             return self, ()
         steps = [step(worker) for worker in workers]
         after = {**self.workers, **{worker.name: worker for worker, _ in steps}}
-        actions = tuple(action for _, asked in steps for action in asked)
+        actions = tuple(action for _, emitted in steps for action in emitted)
         if any(worker.state is not State.FAILED for worker in after.values()):
             return replace(self, workers=after), actions
         first = min((d for w in after.values() for d in w.deaths), key=lambda death: death.at)

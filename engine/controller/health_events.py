@@ -1,7 +1,7 @@
-"""The words of supervision: what is told to the state machines of `health`, and what they ask for.
+"""Events of rollout workers, and the actions that supervision takes on them.
 
-Events go in, actions come out; both are plain values. What they lead to is in `health`; who sends
-the events and does the actions is the caller's subject.
+Plain values: events are the input of the state machine in `health`, actions its output. The caller
+reports the events and carries out the actions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The worker's process is up and answers."""
+    """The worker's process runs and answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The worker's process ended, never came up, or gave no result for a call."""
+    """The worker's process ended, failed to start, or gave no result for a call."""
 
     cause: str
 
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """The process that Replace asked for exists; it isn't up yet."""
+    """The process that Replace started exists; it isn't ready yet."""
 
 
 Event = Started | Synced | Heartbeat | Died | Replaced
@@ -43,7 +43,7 @@ Event = Started | Synced | Heartbeat | Died | Replaced
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End what is left of the process with SIGKILL, which reaches a stopped one too."""
+    """End the process with SIGKILL, which also ends a stopped one."""
 
     worker: str
     attempt: int
@@ -59,7 +59,7 @@ class Reissue:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Start a new process; its events have to carry this `attempt`."""
+    """Start a new process, whose events have this `attempt`."""
 
     worker: str
     attempt: int
@@ -67,7 +67,7 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class SyncWeights:
-    """Send the trainer's weights. A worker that has them, or newer ones, keeps what it has."""
+    """Send the trainer's weights. A worker with these or newer ones ignores them."""
 
     worker: str
     attempt: int

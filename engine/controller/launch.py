@@ -148,7 +148,7 @@ def _launch_ray(
     wait_all(labels, placement.start_timeout_s)
 
     def spans() -> list[Span]:
-        refs: list[ObjectRef] = [actor.spans.remote() for actor in actors]
+        refs: list[ObjectRef[list[Span]]] = [actor.spans.remote() for actor in actors]
         labels = {ref: f"{name}its timeline" for ref, name in zip(refs, names, strict=True)}
         return [span for spans in wait_all(labels, placement.call_timeout_s) for span in spans]
 

@@ -134,13 +134,13 @@ class LocalGroup(WorkerGroup):
         super().__init__(spec, len(hosts), recorder)
         self._hosts, self._timeout_s = hosts, timeout_s
 
-    def _references(self, piece: Batch | Future[object]) -> list[Batch | Future[object]]:
+    def _references(self, piece: Batch | Future[object]) -> Sequence[object]:
         return [piece]
 
     def _submit(
         self,
         call: Call,
-        data: list[Batch | Future[object]],
+        data: Sequence[object],
         collecting: list[bool],
         sources: Sequence[Future[object]],
     ) -> LocalFuture:
@@ -163,7 +163,7 @@ def take_spans(hosts: Sequence[LocalHost], timeout_s: float) -> list[Span]:
     return spans
 
 
-def _value(piece: Batch | Future[object]) -> object:
-    if isinstance(piece, Batch):
-        return piece
-    return piece.value() if isinstance(piece, LocalFuture) else piece.result()
+def _value(piece: object) -> object:
+    if isinstance(piece, LocalFuture):
+        return piece.value()
+    return piece.result() if isinstance(piece, Future) else piece

@@ -1,7 +1,6 @@
 """Placement as a value: which roles share which processes, and whether a cluster can hold them.
 
-Bringing the processes up is in `launch`. Nothing here talks to Ray: `require_capacity` takes the
-nodes as values.
+`launch` starts the processes. Nothing here uses Ray: `require_capacity` takes the nodes as values.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from typing import Literal
 from engine.errors import PlacementError
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-_ROUNDING = 1e-6  # Ray counts resources in steps of 1e-4
+_TOLERANCE = 1e-6  # Ray counts resources in steps of 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Roles that live together in each of `world_size` processes."""
+    """Roles that share each of `world_size` processes."""
 
     roles: tuple[str, ...]  # built in this order, e.g. ("actor", "rollout", "reference")
     world_size: int = 1
@@ -36,21 +35,21 @@ class Pool:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one process takes, e.g. {"CPU": 2.0, "GPU": 1.0}."""
+        """The resources of one process, e.g. {"CPU": 2.0, "GPU": 1.0}."""
         wanted = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
         return {key: amount for key, amount in wanted.items() if amount > 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which role sits where.
+    """Which role runs where.
 
     >>> Placement((Pool(("actor", "rollout"), world_size=2, gpus=1), Pool(("reward",), cpus=0)))
     """
 
     pools: tuple[Pool, ...]
     kind: Literal["ray", "local"] = "ray"
-    start_timeout_s: float = 120.0  # deadline for the processes to be up
+    start_timeout_s: float = 120.0  # deadline for the processes to start
     call_timeout_s: float = 1800.0  # deadline for one call
     strategy: Strategy = "PACK"  # processes on few nodes, or on many; STRICT_: one, or all apart
     timeline: bool = False  # record spans of all calls, see `timeline`
@@ -70,18 +69,18 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the cluster, as far as placement goes."""
+    """A machine of the cluster."""
 
     name: str  # e.g. "10.0.0.7"
-    resources: Mapping[str, float]  # all that it has, free or taken, e.g. {"CPU": 8.0}
+    resources: Mapping[str, float]  # in total, free or taken, e.g. {"CPU": 8.0}
     labels: Mapping[str, str] = field(default_factory=dict)
 
-    def room(self, pool: Pool) -> int:
+    def capacity_for(self, pool: Pool) -> int:
         """How many processes of `pool` the empty node holds."""
         if not all(_matches(self.labels.get(k), v) for k, v in pool.labels.items()):
             return 0
         fits = [
-            int((self.resources.get(key, 0.0) + _ROUNDING) / amount)
+            int((self.resources.get(key, 0.0) + _TOLERANCE) / amount)
             for key, amount in pool.bundle.items()
         ]
         return min(fits, default=pool.world_size)
@@ -92,12 +91,12 @@ def require_capacity(
 ) -> None:
     """Raise PlacementError with a table of wanted and present when `nodes` can't hold `pools`.
 
-    Counts all that the nodes have, free or not. It refuses what can't fit for sure: too little
-    in total, a process that fits on no node, a pool or a strategy without enough nodes.
+    Counts the nodes' total resources, free or not. It rejects what can never fit: too little in
+    total, a process that fits on no node, a pool or a strategy without enough nodes.
     """
     reasons = _shortages(pools, nodes) or [
-        *(reason for pool in pools if (reason := _unfit(pool, nodes))),
-        *_against(strategy, pools, nodes),
+        *(reason for pool in pools if (reason := _pool_shortage(pool, nodes))),
+        *_strategy_conflicts(strategy, pools, nodes),
     ]
     if reasons:
         raise PlacementError(
@@ -107,62 +106,69 @@ def require_capacity(
 
 
 def _shortages(pools: Sequence[Pool], nodes: Sequence[Node]) -> list[str]:
-    wanted, present = _wanted(pools), _present(nodes)
-    short = [key for key in wanted if wanted[key] > present.get(key, 0.0) + _ROUNDING]
+    wanted, present = _total_wanted(pools), _total_present(nodes)
+    short = [key for key in wanted if wanted[key] > present.get(key, 0.0) + _TOLERANCE]
     return [f"{key}: wanted {wanted[key]:g}, present {present.get(key, 0):g}" for key in short]
 
 
-def _unfit(pool: Pool, nodes: Sequence[Node]) -> str:
-    room = sum(node.room(pool) for node in nodes)
-    if room >= pool.world_size:
+def _pool_shortage(pool: Pool, nodes: Sequence[Node]) -> str:
+    capacity = sum(node.capacity_for(pool) for node in nodes)
+    if capacity >= pool.world_size:
         return ""
-    what = f"one process of {pool.name} ({_amounts(pool.bundle)})"
+    what = f"one process of {pool.name} ({_resource_text(pool.bundle)})"
     if pool.labels:
         what += f" with labels {dict(pool.labels)}"
     return (
         f"no single node holds {what}"
-        if room == 0
-        else f"the nodes hold {what} {room} times, wanted {pool.world_size} times"
+        if capacity == 0
+        else f"the nodes hold {what} {capacity} times, wanted {pool.world_size} times"
     )
 
 
-def _against(strategy: Strategy, pools: Sequence[Pool], nodes: Sequence[Node]) -> list[str]:
+def _strategy_conflicts(
+    strategy: Strategy, pools: Sequence[Pool], nodes: Sequence[Node]
+) -> list[str]:
     pools = [pool for pool in pools if pool.bundle]
     processes = sum(pool.world_size for pool in pools)
     if strategy == "STRICT_SPREAD" and processes > len(nodes):
         return [f"STRICT_SPREAD wants {processes} nodes, present {len(nodes)}"]
-    wanted = _wanted(pools)
+    wanted = _total_wanted(pools)
     together = any(
-        all(node.room(pool) for pool in pools)
-        and all(node.resources.get(k, 0.0) + _ROUNDING >= wanted[k] for k in wanted)
+        all(node.capacity_for(pool) for pool in pools)
+        and all(node.resources.get(k, 0.0) + _TOLERANCE >= wanted[k] for k in wanted)
         for node in nodes
     )
     if strategy == "STRICT_PACK" and pools and not together:
-        return [f"STRICT_PACK wants one node with {_amounts(wanted)}"]
+        return [f"STRICT_PACK wants one node with {_resource_text(wanted)}"]
     return []
 
 
-def _wanted(pools: Sequence[Pool]) -> dict[str, float]:
+def _total_wanted(pools: Sequence[Pool]) -> dict[str, float]:
     keys = dict.fromkeys(key for pool in pools for key in pool.bundle)
     return {k: sum(p.bundle.get(k, 0.0) * p.world_size for p in pools) for k in keys}
 
 
-def _present(nodes: Sequence[Node]) -> dict[str, float]:
+def _total_present(nodes: Sequence[Node]) -> dict[str, float]:
     keys = dict.fromkeys(key for node in nodes for key in node.resources)
     return {k: sum(node.resources.get(k, 0.0) for node in nodes) for k in keys}
 
 
-def _amounts(resources: Mapping[str, float]) -> str:
+def _resource_text(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {key}" for key, amount in resources.items()) or "nothing"
 
 
 def _table(pools: Sequence[Pool], nodes: Sequence[Node]) -> str:
-    """Wanted by pool and present by node, a column a resource that is wanted."""
-    keys = list(dict.fromkeys(["CPU", "GPU", *_wanted(pools)]))
-    rows: list[tuple[str, Mapping[str, float]]] = [("wanted", _wanted(pools))]
-    rows += [(f"  {p.world_size} × {p.name}{_tag(p.labels)}, each", p.bundle) for p in pools]
-    rows += [("present", _present(nodes))]
-    rows += [(f"  {node.name}{_tag(_own(node.labels))}", node.resources) for node in nodes]
+    """Rows: wanted by pool and present by node; columns: the resources that are wanted."""
+    keys = list(dict.fromkeys(["CPU", "GPU", *_total_wanted(pools)]))
+    rows: list[tuple[str, Mapping[str, float]]] = [("wanted", _total_wanted(pools))]
+    rows += [
+        (f"  {p.world_size} × {p.name}{_label_suffix(p.labels)}, each", p.bundle) for p in pools
+    ]
+    rows += [("present", _total_present(nodes))]
+    rows += [
+        (f"  {node.name}{_label_suffix(_user_labels(node.labels))}", node.resources)
+        for node in nodes
+    ]
     cells = [["", *keys]]
     cells += [[name, *(f"{has.get(key, 0):g}" for key in keys)] for name, has in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -172,12 +178,12 @@ def _table(pools: Sequence[Pool], nodes: Sequence[Node]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _tag(labels: Mapping[str, str]) -> str:
+def _label_suffix(labels: Mapping[str, str]) -> str:
     return f" [{', '.join(f'{k}={v}' for k, v in labels.items())}]" if labels else ""
 
 
-def _own(labels: Mapping[str, str]) -> dict[str, str]:
-    """The labels that people gave; Ray's node id says nothing to them."""
+def _user_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """The labels that users gave, without Ray's node id."""
     return {k: v for k, v in labels.items() if k != "ray.io/node-id"}
 
 

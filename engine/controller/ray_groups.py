@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import ray
@@ -26,6 +26,7 @@ from engine.errors import EngineError, WorkerError
 from engine.futures import Future
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 Stored = MutableMapping[Batch, ObjectRef]  # the controller's batches that are in the object store
 
 
@@ -110,7 +111,7 @@ class RayGroup(WorkerGroup):
         self._actors, self._timeout_s = list(actors), timeout_s
         self._stored: Stored = WeakKeyDictionary() if stored is None else stored
 
-    def _references(self, piece: Batch | Future[object]) -> list[ObjectRef]:
+    def _references(self, piece: Batch | Future[object]) -> Sequence[ObjectRef]:
         if isinstance(piece, RayFuture):
             return piece.refs
         value = piece if isinstance(piece, Batch) else piece.result()
@@ -123,7 +124,7 @@ class RayGroup(WorkerGroup):
     def _submit(
         self,
         call: Call,
-        data: list[ObjectRef],
+        data: Sequence[object],
         collecting: list[bool],
         sources: Sequence[Future[object]],
     ) -> RayFuture:
@@ -136,8 +137,8 @@ class RayGroup(WorkerGroup):
 
 
 def wait_all(
-    refs: Mapping[ObjectRef, str], timeout_s: float, ancestors: Sequence[RayFuture] = ()
-) -> list[Any]:
+    refs: Mapping[ObjectRef[T], str], timeout_s: float, ancestors: Sequence[RayFuture] = ()
+) -> list[T]:
     """Return the values of all `refs`, or raise as soon as one of them, or of the calls that they
     take data from, has failed: Ray itself would wait for the other arguments first.
 
@@ -146,7 +147,7 @@ def wait_all(
     deadline = time.monotonic() + timeout_s
     above = {ref: name for ancestor in ancestors for ref, name in ancestor.statuses.items()}
     pending = above | dict(refs)  # causes come before what they lead to
-    values: dict[ObjectRef, Any] = {}
+    values: dict[ObjectRef[T], T] = {}
     while len(values) < len(refs):
         ready, _ = ray.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -195,7 +196,7 @@ def _raise_first(refs: Mapping[ObjectRef, str]) -> None:
                 _get(ref, name, 60.0)
 
 
-def _get(ref: ObjectRef, name: str, timeout_s: float) -> Any:
+def _get(ref: ObjectRef[T], name: str, timeout_s: float) -> T:
     """Fetch a result that is there; raise the remote EngineError, or a WorkerError."""
     try:
         return ray.get(ref, timeout=timeout_s)

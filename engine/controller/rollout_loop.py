@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -81,7 +80,7 @@ class RolloutLoop:
         version = weights.version
         consumed = version * limits.batch
         self.admission = Admission(limits, version=version, consumed=consumed, begun=consumed)
-        self.fleet = Fleet.begin(names, time.monotonic(), health, limits.staleness, version)
+        self.fleet = Fleet.start(names, time.monotonic(), health, limits.staleness, version)
         self.counts = Counts()
         self._weights = weights
         self._prompts: dict[int, Batch] = {}  # by key, until consumed
@@ -198,7 +197,7 @@ class RolloutLoop:
         assert call is not None
         loads, process.loads = process.loads, None
         try:
-            value: Any = call.result()
+            result = call.result()
         except WeightSyncError as error:
             if loads is None or process.needs_full_weights:
                 self._event(name, process.attempt, Died(str(error)), now)
@@ -211,16 +210,16 @@ class RolloutLoop:
             self._event(name, process.attempt, Died(str(error)), now)
             return
         self._event(name, process.attempt, Heartbeat(), now)
-        if loads is not None:
+        if isinstance(result, int):  # the version of weights that it loaded
             process.needs_full_weights = False
-            self._event(name, process.attempt, Synced(int(value)), now)
+            self._event(name, process.attempt, Synced(result), now)
             return
-        if value.begun is not None:
-            self._begun |= value.begun
+        if result.begun is not None:
+            self._begun |= result.begun
             self._has_said(name)
-        process.busy = value.busy
+        process.busy = result.busy
         process.idle_until = now + _IDLE_S
-        for group in value.groups:
+        for group in result.groups:
             self._finish(name, group)
 
     def _finish(self, name: str, group: Batch) -> None:
@@ -257,7 +256,7 @@ class RolloutLoop:
     def _event(self, name: str, attempt: int, event: Event, now: float) -> None:
         if isinstance(event, Died):
             self._has_said(name)
-        self._act(*self.fleet.on(name, attempt, event, now))
+        self._act(*self.fleet.handle(name, attempt, event, now))
 
     def _act(self, fleet: Fleet, actions: Sequence[Action]) -> None:
         """Do what the state machine asks for."""

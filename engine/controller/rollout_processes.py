@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from engine.controller.roles import Roles
 from engine.controller.timeline import Span
@@ -15,6 +15,7 @@ from engine.futures import Future
 
 if TYPE_CHECKING:
     from engine.controller.roles import StreamRolloutGroup
+    from engine.workers.stream_rollout import PollResult
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class RolloutProcess:
     attempt: int
     roles: Roles
     group: StreamRolloutGroup
-    call: Future[Any] | None = None  # in flight
+    call: Future[int | PollResult] | None = None  # in flight
     loads: int | None = None  # version that the call loads, if it is load_weights
     sync: int | None = None  # version to load next
     needs_full_weights: bool = False  # a delta failed

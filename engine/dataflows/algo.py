@@ -1,14 +1,14 @@
-"""The arithmetic between the roles' calls: rewards, correction, advantages. No waiting, no Ray.
+"""The arithmetic between the roles' calls: rewards, correction, advantages.
 
-It sees the global batch; what must be computed over all of it (group statistics, whitening,
-selections by covariance, edited masks) is computed here, once, before ranks and micro-batches.
+It has the global batch: group statistics, whitening, selections by covariance and edited masks are
+computed here once, before the batch is split over ranks and micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -28,16 +28,23 @@ from engine.futures import Future, LazyBatch
 from engine.workers.algorithm_options import advantage_options, policy_loss_options
 
 
+class AlgoState(TypedDict):
+    """What a checkpoint has of `Algo`."""
+
+    kl: dict[str, float]  # of the KL controller
+    generator: Tensor  # uint8
+
+
 @dataclass
 class StepResult:
-    """What one step of a dataflow leaves: the batch it learned from and metrics under way."""
+    """The result of one step of a dataflow: its batch, and the metrics of its updates."""
 
     batch: LazyBatch
     updates: list[Future[dict[str, float]]] = field(default_factory=list)
 
 
 class Algo:
-    """Advantages by configuration. Its state (KL coefficient, generator) belongs to checkpoints."""
+    """Advantages by configuration. Its state (KL coefficient, generator) is checkpointed."""
 
     def __init__(
         self,
@@ -65,7 +72,7 @@ class Algo:
         )
 
     def advantages(self, lazy: LazyBatch) -> Batch:
-        """What the updates learn from; waits for what it reads. All `[B, R]`.
+        """The fields that the updates read, all `[B, R]`; waits for the batch.
 
         `token_level_rewards`, `advantages`, `returns`, and the `response_mask` to train with:
         rows whose reward failed and what rollout correction rejects are out of it. With
@@ -76,11 +83,13 @@ class Algo:
             return self._advantages(batch)
 
     def _advantages(self, batch: Batch) -> Batch:
-        present = _without_failures(batch)
-        rewards = self._with_kl(self.shaped_rewards(batch, present), batch, present)
-        fields, mask = self._corrected(batch, present)
+        present = _mask_without_failures(batch)
+        rewards = self._rewards_with_kl(self.shaped_rewards(batch, present), batch, present)
+        fields, mask = self._rollout_correction(batch, present)
         # Estimators see the mask before rejection: a reward on a rejected token still counts.
-        out = self.estimator(self._inputs(batch | fields, rewards, present), **self._options)
+        out = self.estimator(
+            self._estimator_inputs(batch | fields, rewards, present), **self._options
+        )
         fields |= {
             "token_level_rewards": rewards,
             "advantages": keep(mask, out.advantages.float()),
@@ -99,17 +108,17 @@ class Algo:
 
     def shaped_rewards(self, batch: Batch, mask: Tensor) -> Tensor:
         """Scores, clipped and less the penalty for length, `[B, R]`, before any KL."""
-        rewards, penalty = self._shaped(batch, mask)
+        rewards, penalty = self._shaped_and_penalty(batch, mask)
         if penalty is not None:
             self.metrics["reward/overlong_penalty"] = float(penalty.mean())
         return rewards
 
     def rows_with_signal(self, batch: Batch) -> Tensor:
         """Rows `[B]` (bool) of groups that differ in `filter_groups.metric`; none whose reward
-        failed. Leaves no metrics: asynchronous rollout asks from a thread of its own."""
+        failed. Writes no metrics: asynchronous rollout calls it from its own thread."""
         metric = batch["token_level_scores"]
         if self.config.algorithm.filter_groups.metric == "reward":
-            metric, _ = self._shaped(batch, batch["response_mask"])
+            metric, _ = self._shaped_and_penalty(batch, batch["response_mask"])
         rows = ~batch["reward_failed"] if "reward_failed" in batch else None
         return groups_with_signal(metric.sum(1), batch["group_ids"], rows)
 
@@ -122,8 +131,8 @@ class Algo:
         return Batch({"baseline_rewards": reward[index]})
 
     def distillation_advantages(self, lazy: LazyBatch) -> Batch:
-        """`advantages [B, R]` = log π_teacher − log π: their policy gradient is that of the
-        reverse KL from the teacher, token by token."""
+        """`advantages [B, R]` = log π_teacher − log π: their policy gradient is the gradient of
+        the reverse KL to the teacher, token by token."""
         batch = lazy.resolve()
         mask = batch["response_mask"]
         gap = keep(mask, batch["ref_log_probs"] - _old_log_probs(batch))
@@ -138,22 +147,22 @@ class Algo:
         )
         return Batch({"advantages": gap} | prepared)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> AlgoState:
         """The adaptive KL coefficient and the generator."""
         return {"kl": self.kl_control.state_dict(), "generator": self.generator.get_state()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: AlgoState) -> None:
         """Restore `state_dict`."""
         self.kl_control.load_state_dict(state["kl"])
         self.generator.set_state(state["generator"].clone())
 
     def take_metrics(self) -> dict[str, float]:
-        """What the step's arithmetic measured, forgetting it."""
+        """The metrics since the last call."""
         metrics, self.metrics = self.metrics, {}
         return metrics
 
-    def _shaped(self, batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scores as `shaped_rewards` gives them, and the penalty `[B]`, if there is one."""
+    def _shaped_and_penalty(self, batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`shaped_rewards`, and the penalty for length `[B]`, if there is one."""
         config, rewards = self.config.reward, batch["token_level_scores"]
         if config.clip is not None:
             total = rewards.sum(1)
@@ -169,8 +178,8 @@ class Algo:
         )
         return rewards + shaping.on_last_token(penalty, mask), penalty
 
-    def _with_kl(self, rewards: Tensor, batch: Batch, mask: Tensor) -> Tensor:
-        """Rewards less β·KL, whitened where asked for."""
+    def _rewards_with_kl(self, rewards: Tensor, batch: Batch, mask: Tensor) -> Tensor:
+        """Rewards less β·KL and whitened, as configured."""
         config = self.config.algorithm
         if config.use_kl_in_reward:
             kl = self._reward_kl(batch, mask)
@@ -188,8 +197,8 @@ class Algo:
             return batch["ref_kl"]
         return kl_estimate(_old_log_probs(batch), batch["ref_log_probs"], kind, mask=mask)
 
-    def _corrected(self, batch: Batch, mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Importance weights, where they are on, and the mask that rejection leaves."""
+    def _rollout_correction(self, batch: Batch, mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Importance weights, if configured, and the mask after rejection."""
         settings = self.config.algorithm.rollout_correction
         if not settings.enabled:
             return {}, mask
@@ -200,14 +209,14 @@ class Algo:
         fields = {} if out.weights is None else {"rollout_is_weights": out.weights.float()}
         return fields, out.response_mask
 
-    def _inputs(self, batch: Batch, rewards: Tensor, mask: Tensor) -> AdvantageInputs:
-        optional = {name: batch[name] for name in _OPTIONAL if name in batch}
+    def _estimator_inputs(self, batch: Batch, rewards: Tensor, mask: Tensor) -> AdvantageInputs:
+        optional = {name: batch[name] for name in _OPTIONAL_INPUTS if name in batch}
         if "old_log_probs" in self.estimator.requires:
             optional["old_log_probs"] = _old_log_probs(batch)
         return AdvantageInputs(rewards, mask, batch["group_ids"], **optional)
 
 
-_OPTIONAL = (
+_OPTIONAL_INPUTS = (
     "values",
     "reward_components",
     "baseline_rewards",
@@ -220,7 +229,7 @@ def _old_log_probs(batch: Batch) -> Tensor:
     return batch["old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"]
 
 
-def _without_failures(batch: Batch) -> Tensor:
+def _mask_without_failures(batch: Batch) -> Tensor:
     """The mask without rows whose reward failed; raise RewardError where that is every row."""
     mask = batch["response_mask"]
     if "reward_failed" not in batch:

@@ -1,4 +1,4 @@
-"""DAPO: groups whose completions all score the same teach nothing and are sampled again
+"""DAPO: groups whose completions all score the same are replaced by more samples
 (arXiv:2503.14476, section 3.2)."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from engine.futures import LazyBatch
 def dapo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     """One step: sample until enough groups have signal, then learn as GRPO does."""
     sampling = DynamicSampling(algo, wanted=len(prompts))
-    for asked in sampling.rounds(prompts):
-        sampling.add(generate_and_score(roles, asked, algo))
+    for requested in sampling.rounds(prompts):
+        sampling.add(generate_and_score(roles, requested, algo))
     batch = add_log_probs(roles, LazyBatch(sampling.batch()), algo)
     batch |= algo.advantages(batch)
     return StepResult(batch, [roles.actor.update(batch)])

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, a teacher says how likely each token is
+"""On-policy distillation: the student samples, a teacher gives the log-prob of each token
 (arXiv:2306.13649 with reverse KL)."""
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from engine.dataflows.stages import add_log_probs, generate_and_score
     "distillation", roles={"actor", "rollout", "teacher", "reward"}, uses_advantages=False
 )
 def distillation(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample, ask the teacher, push each token towards what the teacher would say.
+    """One step: sample, get the teacher's log-probs, move the student towards them.
 
-    The reward is not learned from; it tells how good the student is.
+    The reward is not learned from; it measures the student.
     """
     batch = generate_and_score(roles, prompts, algo)
     batch |= roles.teacher.log_probs(batch)

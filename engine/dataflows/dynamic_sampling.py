@@ -1,6 +1,6 @@
-"""The bookkeeping of dynamic sampling: which groups were kept, and whether to sample on.
+"""Dynamic sampling within a step: collects groups with signal, and samples more as needed.
 
-Which groups have signal says `Algo.rows_with_signal`; when to stop, `algorithms.dynamic_sampling`.
+`Algo.rows_with_signal` finds the groups, `algorithms.dynamic_sampling` decides when to stop.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from engine.futures import LazyBatch
 class DynamicSampling:
     """Collects groups with signal over several rollouts of one step, `wanted` of them at most.
 
-    Where the bound on rollouts is reached with no group at all, the last rollout is taken as it
-    is: its advantages are zero, so the step changes nothing but by its KL term, and the metrics
-    say so (`sampling/groups_kept` 0).
+    If `max_num_gen_batches` rollouts have no group with signal, the last one is used whole: its
+    advantages are zero, so only a KL term changes the policy (metric `sampling/groups_kept` is 0).
     """
 
     def __init__(self, algo: Algo, wanted: int) -> None:
@@ -31,10 +30,10 @@ class DynamicSampling:
         self._rollouts = self._groups = self._sampled = 0
 
     def rounds(self, prompts: Batch) -> Iterator[Batch]:
-        """Prompts to sample next, beginning with `prompts`; `add` must be called for each.
+        """Prompts to sample next, first `prompts`; call `add` for each.
 
-        Without a source of more prompts (asynchronous rollout, which filters by itself) there is
-        one round.
+        There is one round without a source of more prompts (asynchronous rollout, which filters
+        groups itself).
         """
         yield prompts
         while self._algo.more_prompts is not None and self._decision() is Refill.MORE:
@@ -43,7 +42,7 @@ class DynamicSampling:
     def add(self, lazy: LazyBatch) -> None:
         """Keep the groups with signal of one rollout; waits for its scores."""
         batch = lazy.resolve()
-        # Each rollout numbers its groups from 0; together they need numbers of their own.
+        # Each rollout numbers its groups from 0; here the numbers must be unique.
         batch = batch | {"group_ids": batch["group_ids"] + self._sampled}
         self._sampled += len(batch["group_ids"].unique())
         keep = self._algo.rows_with_signal(batch)

@@ -16,7 +16,7 @@ from engine.dataflows.stages import add_log_probs, generate_and_score
     provides={"values"},
 )
 def ppo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample, then reward, critic and reference side by side, then both updates."""
+    """One step: sample, then reward, critic and reference concurrently, then both updates."""
     batch = generate_and_score(roles, prompts, algo)
     batch |= roles.critic.values(batch)
     batch = add_log_probs(roles, batch, algo)

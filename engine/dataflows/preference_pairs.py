@@ -12,8 +12,8 @@ from engine.futures import LazyBatch
 def preference_pairs(lazy: LazyBatch, algo: Algo) -> Batch:
     """Rows 2i and 2i+1: the best and the worst completion of a group, by shaped reward.
 
-    A group whose rewards are all the same gives no pair; of equals the first one is taken. Rows
-    whose reward failed or that are empty take no part.
+    A group whose rewards are all equal gives no pair; of equal completions the first one counts.
+    Rows that are empty or whose reward failed are left out.
     """
     batch = lazy.resolve()
     rewards = algo.shaped_rewards(batch, batch["response_mask"]).sum(1)

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from engine.algorithms import advantages
 from engine.config import AlgorithmConfig, RLConfig
 from engine.errors import ConfigError
 from engine.registry import Registry
 
-Step = Callable[..., Any]
+if TYPE_CHECKING:
+    from engine.batch import Batch
+    from engine.controller.roles import Roles
+    from engine.dataflows.algo import Algo, StepResult
+
+    Step = Callable[[Roles, Batch, Algo], StepResult]
 
 # What an estimator may need that any dataflow provides: log-probs come with rollout and actor,
 # components with the reward.

@@ -11,7 +11,7 @@ from engine.dataflows.stages import add_log_probs, generate_and_score
 
 @register_dataflow("rloo", roles={"actor", "rollout", "reward"}, optional={"reference"})
 def rloo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample, score, and hold each completion against the rest of its group."""
+    """One step: sample, score, and compare each completion with the rest of its group."""
     batch = generate_and_score(roles, prompts, algo)
     batch = add_log_probs(roles, batch, algo)
     batch |= algo.advantages(batch)

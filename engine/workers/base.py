@@ -115,11 +115,11 @@ def dispatch(
     Without it shares differ by one unit at most, and fewer units than ranks is a DataError.
 
     A method that names the fields it `reads` doesn't wait for pieces of a batch whose methods say
-    that they write others (`writes`): so reward, reference and critic run side by side.
+    that they write others (`writes`): so reward, reference and critic run concurrently.
     """
     rule = DispatchRule(mode, unit, pad, frozenset(reads), frozenset(writes))
     if (pad or unit != 1) and not rule.splits_rows:
-        raise WorkerError(f"{mode} splits no rows; leave unit and pad away")
+        raise WorkerError(f"{mode} splits no rows; leave unit and pad out")
     return RoleMethodDecorator(rule)
 
 

@@ -33,12 +33,12 @@ class Drive:
     """A fleet, told events one after the other; `did` is what the last one asked for."""
 
     def __init__(self, *names: str, policy: HealthPolicy = POLICY, max_lag: int = 0) -> None:
-        self.fleet = Fleet.begin(names, now=0.0, policy=policy, max_lag=max_lag, version=7)
+        self.fleet = Fleet.start(names, now=0.0, policy=policy, max_lag=max_lag, version=7)
         self.did: tuple[Action, ...] = ()
 
     def on(self, name: str, event: Event, now: float, attempt: int | None = None) -> Drive:
         attempt = self.fleet.workers[name].attempt if attempt is None else attempt
-        self.fleet, self.did = self.fleet.on(name, attempt, event, now)
+        self.fleet, self.did = self.fleet.handle(name, attempt, event, now)
         self.fleet.check()
         return self
 
@@ -240,7 +240,7 @@ def test_what_breaks_the_protocol_is_refused() -> None:
     with pytest.raises(WorkerError, match="version -1"):
         drive.on("a", Synced(-1), 1)
     with pytest.raises(WorkerError, match="no worker 'z'"):
-        drive.fleet.on("z", 0, Started(), 0)
+        drive.fleet.handle("z", 0, Started(), 0)
     with pytest.raises(WorkerError, match="from 7 to 6"):
         drive.updated(6, 1)
 
@@ -279,4 +279,4 @@ def test_a_policy_that_can_t_work_is_refused(bad: dict[str, Any]) -> None:
 def test_a_fleet_needs_a_worker_and_a_bound() -> None:
     for names, max_lag in (([], 0), (["a"], -1)):
         with pytest.raises(ConfigError):
-            Fleet.begin(names, 0, POLICY, max_lag)
+            Fleet.start(names, 0, POLICY, max_lag)

@@ -51,7 +51,7 @@ EVENTS = st.sampled_from(
 def test_invariants_hold_in_any_order_of_events(
     events: list[tuple[Any, str, int, float]], max_lag: int
 ) -> None:
-    fleet, now, asked = Fleet.begin("abc", 0.0, POLICY, max_lag, version=7), 0.0, Counter[Action]()
+    fleet, now, asked = Fleet.start("abc", 0.0, POLICY, max_lag, version=7), 0.0, Counter[Action]()
     for event, name, back, later in events:
         now += later
         before, attempt = fleet, fleet.workers[name].attempt + back
@@ -60,9 +60,9 @@ def test_invariants_hold_in_any_order_of_events(
         elif event == "updated":
             fleet, did = before.updated(before.version + 1, now)
         elif isinstance(event, Synced):
-            fleet, did = before.on(name, attempt, Synced(before.version - event.version), now)
+            fleet, did = before.handle(name, attempt, Synced(before.version - event.version), now)
         else:
-            fleet, did = before.on(name, attempt, event, now)
+            fleet, did = before.handle(name, attempt, event, now)
         fleet.check()
         asked.update(did)
         assert not (before.stopped and did)
@@ -107,7 +107,7 @@ class Cluster:
         self.random, self.now, self.faults, self.calm = random.Random(seed), 0.0, faults, calm
         names = [f"w{i}" for i in range(self.random.randint(1, 4))]
         policy = replace(POLICY, max_restarts=6, sync_timeout=15)
-        self.fleet = Fleet.begin(names, 0.0, policy, max_lag=staleness)
+        self.fleet = Fleet.start(names, 0.0, policy, max_lag=staleness)
         self.state = Admission(Limits(batch=3, staleness=staleness, steps=10))
         self.processes = {(name, 0): self.spawn() for name in names}
         self.reissues: Counter[tuple[str, int]] = Counter()
@@ -123,7 +123,7 @@ class Cluster:
         return Process(up_at=self.now + self.random.uniform(0.5, 20.0) + slow)
 
     def tell(self, who: tuple[str, int], event: Event) -> None:
-        self.fleet, actions = self.fleet.on(*who, event, self.now)
+        self.fleet, actions = self.fleet.handle(*who, event, self.now)
         self.do(actions)
 
     def do(self, actions: tuple[Action, ...]) -> None:

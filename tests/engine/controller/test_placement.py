@@ -145,8 +145,9 @@ def test_the_table_shows_wanted_and_present_by_node() -> None:
     [("ssd", True), ("!ssd", False), ("in(hdd, ssd)", True), ("!in(hdd,tape)", True), ("s", False)],
 )
 def test_label_selectors(selector: str, holds: bool) -> None:
-    assert bool(SMALL.room(Pool(("a",), labels={"disk": selector}))) == holds
-    assert bool(LARGE.room(Pool(("a",), labels={"disk": selector}))) == selector.startswith("!")
+    pool = Pool(("a",), labels={"disk": selector})
+    assert bool(SMALL.capacity_for(pool)) == holds
+    assert bool(LARGE.capacity_for(pool)) == selector.startswith("!")
 
 
 @pytest.mark.parametrize(
