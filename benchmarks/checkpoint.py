@@ -24,7 +24,6 @@ from typing import Any
 from training_case import make_trainer, quiet, write_model
 
 from engine.checkpoint import Saver
-from engine.trainers.resume import make_saver, save
 from engine.trainers.rl import RLTrainer
 
 SHAPES = {"1M": (144, 4), "10M": (384, 5), "100M": (1152, 6)}  # width and layers
@@ -69,9 +68,9 @@ def measure(size: str, args: argparse.Namespace) -> list[Row]:
         total = 1 + len(MODES) * args.blocks * args.steps
         here = {"placement": "local", "threads": args.threads}
         with make_trainer(model, total, args.prompts, args.n, **here) as trainer:
-            saver = make_saver(trainer, Path(folder) / "checkpoints")
+            saver = trainer.make_saver(Path(folder) / "checkpoints")
             trainer.fit(1)
-            save(trainer, saver, {})  # the first one allocates what the others reuse
+            trainer.save_checkpoint(saver, {})  # the first one allocates what the others reuse
             saver.wait()
             for _ in range(args.blocks):
                 for mode in MODES:
@@ -105,7 +104,7 @@ def measure(size: str, args: argparse.Namespace) -> list[Row]:
 def save_as(mode: str, trainer: RLTrainer, saver: Saver) -> None:
     """What a step of this mode ends with."""
     if mode != "none":
-        save(trainer, saver, {})
+        trainer.save_checkpoint(saver, {})
     if mode == "waited for":
         saver.wait()
 

@@ -140,8 +140,9 @@ class TrainerConfig(Section):
     total_training_steps: int = Field(80, ge=1)
     train_batch_size: int = Field(128, ge=1, description="Prompts a step")
     test_freq: int = Field(20, ge=1, description="Steps between greedy validations")
-    mode: Literal["sync", "one_step_off", "async"] = Field(
-        "sync", description="Who waits for whom: each for the other, or rollout runs ahead"
+    mode: str = Field(
+        "sync",
+        description="Rollout source: sync, one_step_off, async, or your own: who waits for whom",
     )
     delta_sync: bool = Field(
         False, description="Send rollout processes what changed of the weights, not all of them"

@@ -31,7 +31,7 @@ class AsyncRollout(RolloutLoop):
     that has `poll` and `load_weights`; `next_prompt()` gives the next prompt, a batch of one row;
     `score(group)` starts scoring a finished group; `keep(group)` says whether it may be learned
     from (None: always). The first three are called from a thread of this object's own. `finished`
-    are groups that an earlier rollout's `held` gave.
+    are groups that an earlier rollout's `paused` gave.
     """
 
     def take(self) -> tuple[Batch, Batch]:
@@ -56,7 +56,7 @@ class AsyncRollout(RolloutLoop):
                         "trainer.step_timeout_s"
                     )
 
-    def updated(self, weights: PublishedWeights) -> None:
+    def update_weights(self, weights: PublishedWeights) -> None:
         """The trainer has new weights: workers load them between two decode steps."""
         with self._changed:
             self._weights = weights
@@ -78,7 +78,7 @@ class AsyncRollout(RolloutLoop):
             }
 
     @contextmanager
-    def held(self) -> Iterator[tuple[list[tuple[Batch, Batch]], list[Batch]]]:
+    def paused(self) -> Iterator[tuple[list[tuple[Batch, Batch]], list[Batch]]]:
         """All that no batch has had yet: finished groups and their prompts, oldest first, and
         prompts that were begun, each with what is there of its completions (`PARTIAL_GROUP`).
 
@@ -111,7 +111,7 @@ class AsyncRollout(RolloutLoop):
                 break
         self._asked = set()
 
-    def timeline(self) -> list[Span]:
+    def take_spans(self) -> list[Span]:
         """Spans of the workers since the last time; one that is dead or hangs has none."""
         with self._changed:
             every = list(self._processes.running.values())

@@ -17,7 +17,7 @@ from engine.batch import Batch
 from engine.controller.timeline import Recorder
 from engine.controller.worker_host import BatchArgument, Call, PlainArgument, RoleSpec
 from engine.errors import PlacementError, WorkerError
-from engine.futures import ConcatFuture, Future, LazyBatch
+from engine.futures import ConcatFuture, Future, LazyBatch, Ready
 from engine.workers.base import Dispatch, DispatchRule, dispatch_rule
 from engine.workers.mesh import Mesh
 
@@ -35,6 +35,7 @@ class WorkerGroup(ABC):
         self.role, self.worker_class, self.world_size = spec.name, spec.worker_class, world_size
         self.mesh = spec.mesh or Mesh.of(dp=world_size)
         self.recorder = recorder
+        self._provided: dict[str, tuple[Batch, Future[Batch]]] = {}  # by method
         if self.mesh.size != world_size:
             raise PlacementError(
                 f"role {spec.name!r} has a mesh of {self.mesh.size} ranks {dict(self.mesh.axes)} "
@@ -46,9 +47,15 @@ class WorkerGroup(ABC):
             raise AttributeError(method)
         return partial(self._call, method, dispatch_rule(self.worker_class, method))
 
+    def provide_result(self, method: str, batch: Batch, result: Future[Batch]) -> None:
+        """Let the next call of `method` with this very `batch` return `result`, computed ahead."""
+        self._provided[method] = batch, result
+
     def _call(
         self, method: str, rule: DispatchRule, *arguments: object, **keywords: object
     ) -> Future[object]:
+        if method in self._provided and _is_batch(arguments[0], self._provided[method][0]):
+            return self._provided.pop(method)[1]
         sent: list[PlainArgument | BatchArgument] = []
         data: list[object] = []
         sources: list[Future[object]] = []
@@ -111,6 +118,12 @@ def _pieces_read(batch: LazyBatch, rule: DispatchRule) -> Sequence[Batch | Futur
 
 def _fields(piece: Batch | Future[Batch]) -> frozenset[str]:
     return frozenset((*piece.names, *piece.columns)) if isinstance(piece, Batch) else piece.fields
+
+
+def _is_batch(argument: object, batch: Batch) -> bool:
+    """Whether an argument is `batch`, or a LazyBatch with it among its pieces."""
+    pieces = argument.pieces if isinstance(argument, LazyBatch) else [argument]
+    return any((p.result() if isinstance(p, Ready) else p) is batch for p in pieces)
 
 
 def _parts(piece: Batch | Future[object]) -> Sequence[Batch | Future[object]]:

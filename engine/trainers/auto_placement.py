@@ -24,6 +24,7 @@ from engine.planner.resources import Share
 from engine.rollout.protocol import engine_capabilities
 from engine.trainers.layouts import check_layouts, pool_size
 from engine.trainers.rl_setup import default_pools
+from engine.trainers.rollout_sources import get_rollout_source, sampler_count
 
 _BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
 _DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0}
@@ -77,10 +78,10 @@ def plan_for(
             "trainer.placement=auto with trainer.mode=async on GPUs: processes of asynchronous "
             "rollout take CPU cores; set trainer.mode=one_step_off, or trainer.placement=ray"
         )
-    if usable.gpus and mode == "one_step_off" and not pools:
+    if usable.gpus and "sampler" in roles and not pools:
         if usable.gpus < 2:
             raise ConfigError(
-                "trainer.placement=auto with trainer.mode=one_step_off wants a GPU for the trainer "
+                f"trainer.placement=auto with trainer.mode={mode} wants a GPU for the trainer "
                 "and one for rollout, and there is one; set trainer.mode=sync"
             )
         usable = usable.less_gpus(1)
@@ -121,7 +122,7 @@ def apply_candidate(
         critic = critic.model_copy(update=_if_default(critic, tokens))
     placed: dict[str, Any] = {"placement": "ray"}
     rollout = config.rollout
-    if config.trainer.mode == "sync":
+    if not sampler_count(config.trainer):
         rollout = rollout.model_copy(update={"tensor_parallel_size": candidate.rollout_tp})
     else:
         placed["rollout_threads"] = _sampler_threads(config, share)
@@ -174,7 +175,6 @@ def workload(
     passes = int(needs.old_log_probs) + int(needs.reference) + int("teacher" in roles)
     full_kl = actor.use_kl_loss and actor.kl_loss_type == "full"
     engine = engine_capabilities(rollout)
-    samplers = {"one_step_off": 1, "async": trainer.rollout_workers}.get(trainer.mode, 0)
     teacher = config.algorithm.teacher
     return Workload(
         shape,
@@ -198,11 +198,11 @@ def workload(
         decodes=not engine.remote,
         decode_rows=rollout.max_num_seqs,
         kv_cache=rollout.kv_cache_memory_mb << 20 if "kv_cache_memory_mb" in engine.settings else 0,
-        samplers=samplers,
+        samplers=sampler_count(trainer),
         sampler_bytes=_DTYPES[rollout.dtype] or stored,
         families=kind in FAMILIES and not lora.rank,
         cuts_sequences=kind in FAMILIES and not lora.rank and not windows,
-        runs_ahead=trainer.mode != "sync",
+        runs_ahead=get_rollout_source(trainer.mode).off_policy,
     )
 
 
@@ -265,7 +265,7 @@ def _sampler_threads(config: RLConfig, share: Share) -> int:
     """CPU threads of a sampler: a rank's cores on a GPU, else half of its machine's."""
     if config.trainer.rollout_threads:
         return config.trainer.rollout_threads
-    samplers = config.trainer.rollout_workers if config.trainer.mode == "async" else 1
+    samplers = max(1, sampler_count(config.trainer))
     return max(1, int(share.cpus) if share.gpus else int(share.beside) // samplers)
 
 

@@ -14,6 +14,7 @@ from engine.errors import ConfigError
 from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape, check_layout
 from engine.rollout.protocol import engine_capabilities
+from engine.trainers.rollout_sources import sampler_count
 from engine.workers.mesh import Mesh
 
 # Roles whose model is sharded like the actor's.
@@ -53,8 +54,8 @@ def mesh_of(role: str, config: RLConfig) -> Mesh | None:
     if layout.world_size == 1:
         return None
     if role == "rollout":
-        sync = config.trainer.mode == "sync"
-        return rollout_mesh(layout, _rollout_tp(config) if sync else layout.tp)
+        apart = sampler_count(config.trainer) > 0
+        return rollout_mesh(layout, layout.tp if apart else _rollout_tp(config))
     return Mesh(tuple(layout.sizes.items()))
 
 
@@ -103,8 +104,8 @@ def check_layouts(config: RLConfig, lora: LoRAConfig, model_config: Any = None) 
 
 def _check_actor(config: RLConfig, lora: LoRAConfig) -> None:
     layout, rollout = layout_of("actor", config), config.rollout
-    sync = config.trainer.mode == "sync"
-    if sync and layout.world_size % _rollout_tp(config):
+    apart = sampler_count(config.trainer) > 0
+    if not apart and layout.world_size % _rollout_tp(config):
         raise ConfigError(
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} does not divide the "
             f"actor's {layout.world_size} ranks ({layout}); choose a divisor"

@@ -14,7 +14,7 @@ from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
 from engine.data.templates import encode_prompt
 from engine.rollout.partial_groups import PartialGroup, take_partial_groups, with_partial_groups
-from engine.trainers.queue_state import plain
+from engine.trainers.rollout_state import to_json_values
 
 
 class PromptStream:
@@ -85,5 +85,5 @@ class PromptStream:
 def _row(prompt: Batch) -> dict[str, Any]:
     """The data row of a batch of one prompt, as plain values."""
     columns = {k: v[0] for k, v in prompt.columns.items() if k not in ("prompt_ids",)}
-    row: dict[str, Any] = plain(columns)
+    row: dict[str, Any] = to_json_values(columns)
     return row

@@ -19,6 +19,7 @@ from engine.models import require_model_folder
 from engine.plugins import import_plugins
 from engine.rewards import declared_components, resolve_reward
 from engine.rollout.protocol import check_engine_settings, engine_capabilities
+from engine.trainers.rollout_sources import get_rollout_source, sampler_count
 from engine.trainers.unused_settings import unused_settings
 from engine.workers.algorithm_options import (
     advantage_options,
@@ -131,12 +132,12 @@ def _check_mode(config: RLConfig) -> None:
             f"trainer.mode=async with rollout.engine={engine}, which decodes whole batches and "
             "can't stream; use native, or trainer.mode=one_step_off"
         )
-    if parts > 1 and (mode != "sync" or not streams):
+    if parts > 1 and (sampler_count(config.trainer) or not streams):
         raise ConfigError(
             f"rollout.parts={parts} needs trainer.mode=sync and an engine that streams, such as "
             "rollout.engine=native; leave it at 1"
         )
-    if mode != "sync" and config.actor.old_log_probs == "rollout":
+    if get_rollout_source(mode).off_policy and config.actor.old_log_probs == "rollout":
         raise ConfigError(
             f"actor.old_log_probs=rollout with trainer.mode={mode}: completions are of older "
             "weights, so the trainer's own log-probs are needed; set old_log_probs to auto"
@@ -147,9 +148,8 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
     pools = config.trainer.pools
     if not pools:
         return
-    wanted = RequiredPasses.of(config, dataflow).roles(dataflow) | (
-        {"sampler"} if config.trainer.mode == "one_step_off" else set()
-    )
+    source = get_rollout_source(config.trainer.mode)
+    wanted = RequiredPasses.of(config, dataflow).roles(dataflow) | source.extra_roles
     placed = [role for pool in pools for role in pool.roles]
     if set(placed) != wanted or len(placed) != len(set(placed)):
         raise ConfigError(

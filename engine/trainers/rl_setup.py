@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 from engine.rollout.protocol import engine_capabilities
 from engine.trainers.layouts import mesh_of, pool_size
 from engine.trainers.role_registry import ROLES, stream_sampler
+from engine.trainers.rollout_sources import get_rollout_source, sampler_count
 
 # Roles that share the policy's process, in build order.
 _COLOCATED = ("actor", "rollout", "reference", "teacher", "critic")
@@ -25,7 +26,8 @@ def effective_config(config: RLConfig) -> RLConfig:
 
     Truncated importance sampling by token, unless a correction is configured.
     """
-    if config.trainer.mode == "sync" or config.algorithm.rollout_correction.enabled:
+    off_policy = get_rollout_source(config.trainer.mode).off_policy
+    if not off_policy or config.algorithm.rollout_correction.enabled:
         return config
     correction = config.algorithm.rollout_correction.model_copy(update={"rollout_is": "token"})
     algorithm = config.algorithm.model_copy(update={"rollout_correction": correction})
@@ -59,15 +61,14 @@ class RunSpec:
     @property
     def sampler_threads(self) -> int:
         """CPU threads of one process that only decodes; 0 if there is none."""
-        if self.config.trainer.mode == "sync":
+        if not self.samplers:
             return 0
         return self.config.trainer.rollout_threads or max(1, self.cores // 2)
 
     @property
     def samplers(self) -> int:
         """Number of processes that only decode."""
-        counts = {"one_step_off": 1, "async": self.config.trainer.rollout_workers}
-        return counts.get(self.config.trainer.mode, 0)
+        return sampler_count(self.config.trainer)
 
     @property
     def cores(self) -> int:

@@ -14,6 +14,7 @@ from engine.dataflows.registry import Dataflow
 from engine.dataflows.required_passes import RequiredPasses
 from engine.rollout.protocol import ENGINE_SETTINGS, engine_capabilities
 from engine.trainers.rl_setup import effective_config
+from engine.trainers.rollout_sources import sampler_count
 from engine.workers.algorithm_options import ACTOR_FIELDS, ADVANTAGE_FIELDS, changed
 
 UnusedSettings = Iterator[tuple[str, str]]  # (setting, why it has no effect)
@@ -74,7 +75,7 @@ def _unused_for_mode(config: RLConfig) -> UnusedSettings:
     why = f"with trainer.mode={mode}"
     if mode != "async":
         yield from _changed_settings("trainer", config.trainer, why, _ASYNC)
-    if mode == "sync":
+    if not sampler_count(config.trainer):
         yield from _changed_settings(
             "trainer", config.trainer, why, ("rollout_threads", "delta_sync")
         )

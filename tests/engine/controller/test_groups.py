@@ -150,6 +150,15 @@ def test_a_future_feeds_the_next_call(roles: Roles) -> None:
     assert roles.probe.total(Ready(batch()), 1.0).result() == 15.0
 
 
+def test_a_provided_result_answers_the_next_call_with_its_batch() -> None:
+    group, mine = local_group(1), batch()
+    ahead = Ready(batch(2))
+    group.provide_result("double", mine, ahead)
+    assert len(group.double(batch()).result()) == 5, "another batch"
+    assert group.double(LazyBatch(Ready(mine))) is ahead
+    assert len(group.double(mine).result()) == 5, "once"
+
+
 def test_any_value_can_be_handed_on(roles: Roles) -> None:
     seconds = roles.probe.total(batch(), 0.0)  # a float on rank 0, None from rank 1
     assert roles.other.nap(seconds).result() == 0.0

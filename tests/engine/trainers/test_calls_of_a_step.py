@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -22,9 +21,11 @@ from engine.dataflows import choose_dataflow
 from engine.dataflows.algo import Algo, StepResult
 from engine.dataflows.dynamic_sampling import DynamicSampling
 from engine.dataflows.required_passes import RequiredPasses
-from engine.futures import Future, LazyBatch, Ready
+from engine.errors import ConfigError
+from engine.futures import LazyBatch
 from engine.trainers.rl import RLTrainer
-from engine.trainers.rollout_sources import Answers, _signal
+from engine.trainers.rollout_sources import RolloutSource, register_rollout_source
+from engine.trainers.rollout_sources.asynchronous import SignalFilter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -108,19 +109,38 @@ def test_a_baseline_in_async_has_completions_and_scores_of_its_own(tiny_folder: 
     assert metrics["actor/grad_norm"] > 0
 
 
-def test_an_answer_is_given_once() -> None:
-    class Group:
-        def generate(self, prompts: str) -> Future:
-            return Ready(f"sampled for {prompts}")
+@register_rollout_source("every_batch_twice")
+class EveryBatchTwice(RolloutSource):
+    """A source from outside the engine, as a user's plugin has it."""
 
-        def generate_greedy(self, prompts: str) -> Future:
-            return Ready(f"the likeliest for {prompts}")
+    off_policy = True
+    _batch: Batch | None = None
 
-    rollout = Answers(Group(), generate=Ready("there already"))
-    assert rollout.generate_greedy("a").result() == "the likeliest for a"
-    generate = rollout.generate
-    assert generate("a").result() == "there already"
-    assert generate("b").result() == rollout.generate("b").result() == "sampled for b"
+    def next_prompts(self) -> Batch:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            batch = self._batch = self.prompts.next_batch()
+        return batch
+
+
+def test_a_mode_of_ones_own_is_one_class(tiny_folder: Path) -> None:
+    asked: list[list[str]] = []
+    with trainer(tiny_folder, "every_batch_twice", steps=4) as run:
+        step = run.dataflow.step
+
+        def watched(roles: Any, prompts: Batch, algo: Algo) -> StepResult:
+            asked.append([row[0]["content"] for row in prompts.columns["prompt"]])
+            return step(roles, prompts, algo)
+
+        run.dataflow = replace(run.dataflow, step=watched)
+        metrics = run.fit()
+    assert asked[0] == asked[1] != asked[2] == asked[3]
+    assert "rollout_corr/rollout_is_mean" in metrics, "off-policy completions are weighted"
+
+
+def test_an_unknown_mode_is_refused_with_those_that_there_are(tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.mode='asink' is unknown.*async, .*sync"):
+        trainer(tiny_folder, "asink", steps=1)
 
 
 def keeps(metric: str, scores: list[float], lengths: list[int], failed: list[bool]) -> bool:
@@ -145,9 +165,7 @@ def keeps(metric: str, scores: list[float], lengths: list[int], failed: list[boo
             "reward_failed": torch.tensor(failed),
         }
     )
-    keep = _signal(cast(RLTrainer, SimpleNamespace(config=config, algo=algo)))
-    assert keep is not None
-    kept = keep(group)
+    kept = SignalFilter(algo).accepts(group)
     assert algo.metrics == {}
     sampling = DynamicSampling(algo, wanted=1)
     sampling.add(LazyBatch(group))

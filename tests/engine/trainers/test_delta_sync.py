@@ -21,9 +21,9 @@ from engine.controller.worker_host import RoleSpec
 from engine.data.loader import PromptLoader
 from engine.errors import ConfigError
 from engine.trainers import rl_setup
-from engine.trainers import rollout_sources as modes
 from engine.trainers.rl import RLTrainer
 from engine.trainers.rl_checks import check_config
+from engine.trainers.rollout_sources import asynchronous
 
 pytestmark = pytest.mark.usefixtures("one_thread", "ray_cluster")
 STEPS = 6
@@ -37,8 +37,8 @@ class Run:
         self.patch, self.notes = patch, notes
         self.extra = {"notes": str(notes), "faults": faults}
         self.published: dict[int, str] = {}
-        real_spec, real_publish = modes.rollout_worker_spec, WeightPublisher.publish
-        real_placement = modes.rollout_worker_placement
+        real_spec, real_publish = asynchronous.rollout_worker_spec, WeightPublisher.publish
+        real_placement = asynchronous.rollout_worker_placement
 
         def spec(name: str, build: Any) -> RoleSpec:
             found = real_spec(name, build)
@@ -56,9 +56,9 @@ class Run:
             pools = tuple(replace(pool, cpus=0.25) for pool in found.pools)
             return replace(found, pools=pools)  # two workers and a trainer on Ray's two CPUs
 
-        patch.setattr(modes, "rollout_worker_spec", spec)
-        patch.setattr(modes, "rollout_worker_placement", placement)
-        patch.setattr(modes, "AsyncRollout", Patient)
+        patch.setattr(asynchronous, "rollout_worker_spec", spec)
+        patch.setattr(asynchronous, "rollout_worker_placement", placement)
+        patch.setattr(asynchronous, "AsyncRollout", Patient)
         patch.setattr(WeightPublisher, "publish", publish)
 
     def fit(self, folder: Path, mode: str, placement: str, **changes: Any) -> Any:
@@ -104,7 +104,7 @@ class Patient(AsyncRollout):
     def close(self) -> None:
         deadline = time.monotonic() + 90
         if self._error is None and not self._closing:
-            self.updated(self.publisher.publish(STEPS))
+            self.update_weights(self.publisher.publish(STEPS))
         while self._error is None and not self._closing:
             workers = self.fleet.workers.values()
             if all(worker.version == self.fleet.version for worker in workers):

@@ -201,7 +201,7 @@ def test_a_run_learns_and_saves_what_it_learned(start_folder: Path, tmp_path: Pa
     with trainer(start_folder, actor={"kl_loss_type": "full"}) as subject:
         subject.fit()
         subject.save(tmp_path / "out")
-        encoded = subject.prompts.encode(arithmetic_rows(5))
+        encoded = subject.source.prompts.encode(arithmetic_rows(5))
         said = subject.roles.rollout.generate_greedy(encoded).result()
     rewards = [row["reward/mean"] for row in subject.history]
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.3

@@ -95,7 +95,7 @@ def test_a_run_trains_adapters_on_a_quantised_base(
 ) -> None:
     with trainer(start_folder, lora(kind)) as subject:
         subject.fit()
-        prompts = subject.prompts.encode(arithmetic_rows(6))
+        prompts = subject.source.prompts.encode(arithmetic_rows(6))
         said = subject.roles.rollout.generate(prompts).result()
         subject.save(tmp_path / "out")
     assert all(row["actor/grad_norm"] > 0 for row in subject.history)

@@ -26,6 +26,7 @@ from engine.rollout.partial_groups import take_partial_groups
 from engine.trainers.attempts import run_with_retries
 from engine.trainers.prompts import PromptStream
 from engine.trainers.rl import RLTrainer
+from engine.trainers.rollout_state import Rollout
 from engine.workers.group_stream import GroupStream
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,9 +126,12 @@ def test_rollout_ahead_resumes_without_losing_a_prompt(
     del seen[8:]  # step 3 came after the last checkpoint
     with watched() as second:
         second.resume(tmp_path)
-        kept = [one.done for one in second.restored]
+        state = second.source.state_dict()
+        kept = [Rollout.from_tree(tree).completions for tree in state["queue"]]
         again = [
-            begun for prompt in second.prompts._resumed for begun in take_partial_groups(prompt)[1]
+            begun
+            for prompt in second.source.prompts._resumed
+            for begun in take_partial_groups(prompt)[1]
         ]
         if mode == "one_step_off":
             assert [len(done) for done in kept] == [16]
@@ -209,7 +213,7 @@ def test_completions_that_were_begun_go_on_token_by_token(
         second.load_checkpoint(chosen[0])
         kept = {
             prompt.columns["prompt"][0][0]["content"]: begun
-            for prompt in second.prompts._resumed
+            for prompt in second.source.prompts._resumed
             for begun in take_partial_groups(prompt)[1]
             if begun is not None and begun.oldest_version is not None
         }

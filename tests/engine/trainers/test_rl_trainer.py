@@ -126,12 +126,32 @@ def test_fit_goes_on_where_it_stopped(tiny_folder: Path) -> None:
     with trainer(tiny_folder, config()) as subject:
         subject.on_step = lambda step, total, metrics: seen.append((step, total))
         subject.fit(1)
-        first = subject.prompts.loader.state_dict()
+        first = subject.source.prompts.loader.state_dict()
         subject.fit(1)
         assert subject.fit() == {}, "all configured steps are done"
     assert seen == [(1, 1), (2, 2)]
     assert subject.step == 2
-    assert first != subject.prompts.loader.state_dict()
+    assert first != subject.source.prompts.loader.state_dict()
+
+
+def test_validation_is_part_of_the_loop(tiny_folder: Path) -> None:
+    settings = config(
+        trainer={
+            "total_training_steps": 3,
+            "train_batch_size": 4,
+            "placement": "local",
+            "threads": 1,
+            "test_freq": 2,
+        }
+    )
+    seen: list[bool] = []
+    with trainer(tiny_folder, settings) as subject:
+        subject.validation = arithmetic_rows(5)
+        subject.on_step = lambda step, total, metrics: seen.append("validation/reward" in metrics)
+        last = subject.fit()
+        assert last["validation/reward"] == subject.validate(arithmetic_rows(5))
+    assert seen == [False, True, True]
+    assert ["validation/reward" in row for row in subject.history] == seen
 
 
 def test_adaptive_kl_in_the_reward(tiny_folder: Path) -> None:

@@ -1,0 +1,146 @@
+"""trainer.mode=async: steps take batches from a bounded queue that rollout workers keep full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from engine.batch import Batch
+from engine.checkpoint.state_dict import StateDict
+from engine.config.rl import TrainerConfig
+from engine.controller.async_rollout import AsyncRollout
+from engine.controller.health import HealthPolicy
+from engine.controller.launch import launch
+from engine.controller.roles import Roles
+from engine.controller.staleness import Limits
+from engine.controller.timeline import Span
+from engine.controller.weight_publisher import PublishedWeights, WeightPublisher
+from engine.dataflows.algo import Algo
+from engine.futures import Ready
+from engine.trainers.rl_setup import rollout_worker_placement, rollout_worker_spec
+from engine.trainers.rollout_sources.source import (
+    RolloutSource,
+    SourceInputs,
+    register_rollout_source,
+)
+from engine.trainers.rollout_state import Rollout
+
+
+@register_rollout_source("async")
+class AsyncSource(RolloutSource):
+    """Runs an `AsyncRollout` on processes of its own; its groups arrive with their scores."""
+
+    off_policy = True
+    filters_groups = True
+
+    def __init__(self, inputs: SourceInputs) -> None:
+        super().__init__(inputs)
+        self._spec, self._config = inputs.spec, inputs.spec.config.trainer
+        self._filter = SignalFilter(inputs.algo)
+        self._last_step = 0
+        self._rollout: AsyncRollout | None = None
+        self._restored: list[Rollout] = []  # of a checkpoint, until the rollout starts
+
+    @classmethod
+    def samplers(cls, config: TrainerConfig) -> int:
+        return config.rollout_workers
+
+    @contextmanager
+    def running(self, last_step: int) -> Iterator[None]:
+        self._last_step = last_step
+        self._publisher = WeightPublisher(self.roles.actor, deltas=self._config.delta_sync)
+        try:
+            yield
+        finally:
+            rollout, self._rollout = self._rollout, None
+            if rollout is not None:
+                rollout.close()
+
+    def update_weights(self, version: int) -> None:
+        weights = self._publisher.publish(version)
+        if self._rollout is None:
+            self._rollout = self._start(weights)
+        else:
+            self._rollout.update_weights(weights)
+
+    def next_prompts(self) -> Batch:
+        prompts, completions = self._running.take()
+        self.roles["rollout"].provide_result("generate", prompts, Ready(completions))
+        self.roles["reward"].provide_result("score", completions, Ready(completions))
+        return prompts
+
+    def prefetch(self) -> None:
+        """Prompts are drawn one by one, by the rollout's own thread."""
+
+    def metrics(self) -> dict[str, float]:
+        return self._running.metrics()
+
+    def take_spans(self) -> list[Span]:
+        return self._running.take_spans()
+
+    def state_dict(self) -> StateDict:
+        if self._rollout is None:
+            return self._state(self._restored, [])
+        with self._rollout.paused() as (finished, unfinished):
+            return self._state([Rollout(*group) for group in finished], unfinished)
+
+    def load_state_dict(self, state: StateDict) -> None:
+        super().load_state_dict(state)
+        self._restored = [Rollout.from_tree(tree) for tree in state["queue"]]
+
+    def _state(self, finished: list[Rollout], unfinished: list[Batch]) -> StateDict:
+        prompts = self.prompts.state_dict(unfinished)
+        return {"queue": [rollout.to_tree() for rollout in finished], "prompts": prompts}
+
+    @property
+    def _running(self) -> AsyncRollout:
+        assert self._rollout is not None, "update_weights starts the rollout"
+        return self._rollout
+
+    def _start(self, weights: PublishedWeights) -> AsyncRollout:
+        config, restored = self._config, self._restored
+        self._restored = []
+        return AsyncRollout(
+            [f"sampler{i}" for i in range(config.rollout_workers)],
+            Limits(config.train_batch_size, config.staleness, steps=self._last_step),
+            HealthPolicy(
+                suspect_after=config.rollout_silence_s / 4,
+                dead_after=config.rollout_silence_s,
+                start_timeout=config.start_timeout_s,
+                sync_timeout=config.rollout_silence_s,
+                max_restarts=config.max_rollout_restarts,
+            ),
+            spawn=self._spawn,
+            next_prompt=self.prompts.next_prompt,
+            score=self.roles.reward.score_part,
+            weights=weights,
+            keep=self._filter.accepts,
+            finished=[(rollout.prompts, rollout.completions) for rollout in restored],
+            timeout_s=config.step_timeout_s,
+        )
+
+    def _spawn(self, name: str, attempt: int) -> Roles:
+        """Start one process of a rollout worker."""
+        spec = rollout_worker_spec(name, self._spec)
+        placement = rollout_worker_placement(name, self._spec)
+        return launch(placement, [spec], recorder=self.roles.recorder)
+
+
+class SignalFilter:
+    """Dynamic sampling (DAPO) by the group: those without signal are rejected.
+
+    After as many in a row as `filter_groups.max_num_gen_batches` rollouts have, one is accepted.
+    """
+
+    def __init__(self, algo: Algo) -> None:
+        self._algo, self._settings = algo, algo.config.algorithm.filter_groups
+        self._limit = self._settings.max_num_gen_batches * algo.config.trainer.train_batch_size
+        self._in_a_row = 0  # groups without signal
+
+    def accepts(self, group: Batch) -> bool:
+        """Whether a scored group may be learned from."""
+        if not self._settings.enable:
+            return True
+        has_signal = bool(self._algo.rows_with_signal(group).any())
+        self._in_a_row = 0 if has_signal else self._in_a_row + 1
+        return self._in_a_row % self._limit == 0

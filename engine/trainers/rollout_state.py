@@ -1,0 +1,49 @@
+"""Completions that no step has used yet, as checkpoints store them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.batch import Batch
+from engine.checkpoint.state_dict import StateDict
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Prompts and their finished completions."""
+
+    prompts: Batch
+    completions: Batch  # whole groups, with the versions of the weights that sampled them
+
+    def to_tree(self) -> StateDict:
+        """Tensors and plain values."""
+        return {"prompts": _batch_to_tree(self.prompts), "done": _batch_to_tree(self.completions)}
+
+    @staticmethod
+    def from_tree(tree: StateDict) -> Rollout:
+        """Restore `to_tree`; tuples and arrays in columns become lists."""
+        return Rollout(_batch_from_tree(tree["prompts"]), _batch_from_tree(tree["done"]))
+
+
+def to_json_values(value: object) -> Any:
+    """`value` with arrays and tuples as lists, NumPy numbers as numbers, other types as text."""
+    return json.loads(json.dumps(value, default=_json_default))
+
+
+def _batch_to_tree(batch: Batch) -> StateDict:
+    return {
+        "tensors": {name: batch[name] for name in batch.names},
+        "columns": {name: to_json_values(list(column)) for name, column in batch.columns.items()},
+    }
+
+
+def _batch_from_tree(tree: StateDict) -> Batch:
+    return Batch({name: t.clone() for name, t in tree["tensors"].items()}, tree["columns"])
+
+
+def _json_default(value: object) -> object:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

@@ -1,0 +1,56 @@
+"""Metrics of one RL step, from the batch that it learned from."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.algorithms.masked import Groups
+from engine.batch import Batch
+
+
+def step_metrics(batch: Batch, seconds: float) -> dict[str, float]:
+    """Reward, lengths, truncation, group signal and throughput of a step.
+
+    Means of rewards leave out the rows whose reward failed.
+    """
+    width = batch["responses"].shape[1]
+    lengths = batch["attention_mask"][:, -width:].sum(1).float()
+    tokens = float(batch["attention_mask"].sum())
+    failed = batch["reward_error"]
+    scores = batch["token_level_scores"].sum(1)[~failed]
+    metrics = {
+        "reward/mean": float(scores.mean()),
+        "reward/std": float(scores.std(correction=0)),
+        "reward/errors": float(failed.float().mean()),
+        "reward/format_rate": float(batch.columns["has_format"].astype(float).mean()),
+        "reward/groups_with_signal": _groups_with_signal(scores, batch["group_ids"][~failed]),
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated": float(batch["truncated"].float().mean()),
+        "perf/step_s": seconds,
+        "perf/tokens_per_s": tokens / seconds,
+    }
+    for name, column in _reward_components(batch):
+        metrics[f"reward/{name}"] = float(column[~failed].mean())
+    return metrics
+
+
+def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
+    """How many updates behind the trainer's `version` the completions were begun."""
+    behind = (version - batch["policy_version"]).float()
+    return {"staleness/mean": float(behind.mean()), "staleness/max": float(behind.max())}
+
+
+def _reward_components(batch: Batch) -> list[tuple[str, torch.Tensor]]:
+    """The reward's components `[B]` by name, if it has any."""
+    if "reward_components" not in batch:
+        return []
+    names = batch.columns["reward_component_names"][0]
+    return list(zip(names, batch["reward_components"].unbind(1), strict=True))
+
+
+def _groups_with_signal(scores: torch.Tensor, group_ids: torch.Tensor) -> float:
+    """Share of groups whose completions don't all have the same score."""
+    every = torch.ones_like(group_ids, dtype=torch.bool)
+    groups = Groups.of(group_ids, every)
+    return float((groups.spread(scores) > 0).float().mean())
