@@ -1,6 +1,6 @@
-"""Which kernel multiplies activations with plain weights, for engines that decode in place.
+"""The kernel that multiplies activations with unpacked weights, for engines that share storage.
 
-Nothing here packs or copies a weight: both kernels read it where the trainer keeps it.
+Both kernels read a weight where the trainer keeps it, without a copy.
 """
 
 from __future__ import annotations

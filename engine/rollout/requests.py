@@ -1,7 +1,4 @@
-"""What both rollout engines do around decoding: check a request, count work, guard versions.
-
-Nothing here decodes.
-"""
+"""What all rollout engines share: checks of requests, counters of work, and weight versions."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ class WeightGuard:
         self.version, self._broken = version, None
 
     def refuse(self, reason: str) -> None:
-        """Serve nothing until an update succeeds; `reason` reads on from "can't serve:"."""
+        """Serve nothing until an update succeeds; `reason` follows "can't serve:"."""
         self._broken = reason
 
     def check(self) -> None:
@@ -68,7 +65,7 @@ class WeightGuard:
         if self._broken is not None:
             raise RolloutError(
                 f"rollout engine {self._engine!r} can't serve: {self._broken}; call "
-                f"update_weights with a whole model, or create the engine anew"
+                f"update_weights with a whole model, or create a new engine"
             )
 
 

@@ -41,11 +41,11 @@ class VllmRanks(RolloutEngine, Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def storages(self) -> dict[str, Tensor]: ...
+    def parameters(self) -> dict[str, Tensor]: ...
 
     def begin_update(self, version: int) -> None: ...
 
-    def weights_written(self, version: int) -> None: ...
+    def finish_update(self, version: int) -> None: ...
 
     def update_from(self, named: Iterable[tuple[str, Tensor]], version: int) -> None: ...
 
@@ -145,7 +145,7 @@ class VllmWeights(RolloutWeights):
             self._exchange = self._plan(engine)
         engine.begin_update(version)
         self.received_bytes = self._exchange.run().received
-        engine.weights_written(version)
+        engine.finish_update(version)
 
     def require_intact(self) -> None:
         if self._exchange is not None:
@@ -161,7 +161,7 @@ class VllmWeights(RolloutWeights):
         wanted = rollout_shard_map(held.shapes, self._to, shape, engine.dtype, fused=True)
         own = plan_reshard(held, wanted).for_rank(sharded.ranks.rank)
         source = local_tensors(module, rename=sharded.full_name)
-        return Exchange(own, source, engine.storages())
+        return Exchange(own, source, engine.parameters())
 
 
 class StreamedWeights(RolloutWeights):

@@ -1,9 +1,8 @@
-"""The rollout engine `server`: an inference server that somebody else started, over HTTP.
+"""The rollout engine `server`: an inference server started by somebody else, over HTTP.
 
-Requests and answers are `openai.py`'s and `tgi.py`'s to write and read, new weights the hooks'
-(`weights.py`), connections and retries `client.py`'s. Here a rollout is cut into requests and put
-together again, and nothing is given out unless the server said before and after that it serves
-the weights that it was brought.
+A rollout is split into requests, and their answers are put together again. Nothing is returned
+unless the server said before and after that it serves the weights that were delivered. Requests are
+written and answers read by `openai_api.py` and `tgi_api.py`, weights are delivered by `weights.py`.
 """
 
 from __future__ import annotations
@@ -35,14 +34,18 @@ from engine.rollout.requests import (
     resolve_max_model_len,
 )
 from engine.rollout.sampling import noise_keys
+from engine.rollout.server.api import (
+    CompletionRequest,
+    SampledCompletion,
+    ServerAPI,
+    check_token_ids,
+)
 from engine.rollout.server.client import Client
-from engine.rollout.server.openai import OpenAIWire
-from engine.rollout.server.probe import check_probe, probe_request
-from engine.rollout.server.ranks import Deliverer
+from engine.rollout.server.log_prob_probe import check_log_probs, probe_request
+from engine.rollout.server.openai_api import OpenAIAPI
 from engine.rollout.server.settings import check_rollout, check_settings
-from engine.rollout.server.tgi import TGIWire
-from engine.rollout.server.weights import create_hook
-from engine.rollout.server.wire import Drawn, Wanted, Wire, check_known
+from engine.rollout.server.tgi_api import TGIAPI
+from engine.rollout.server.weights import RankZeroDelivery, create_hook
 
 
 @register_engine(
@@ -68,12 +71,12 @@ class ServerEngine:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """Find the server and bring it `model`'s weights, where it takes any.
+        """Connect to the server and deliver `model`'s weights, unless they are fixed.
 
-        `options` are `ServerConfig`'s. Ranks of a process group (torch.distributed) make the
-        engine, and update it, together: rank 0 brings the weights, each has rollouts of its own.
-        `max_num_seqs` and `kv_cache_memory_mb` are taken for the
-        sake of one set of options: the server was started with its own. `seed` is added to that
+        `options` are `ServerConfig`'s. Ranks of a process group (torch.distributed) create
+        the engine, and update it, together: rank 0 delivers the weights, each has its own rollouts.
+        `max_num_seqs` and `kv_cache_memory_mb` are accepted, as all engines have the same options,
+        and not used: the server was started with its own. `seed` is added to that
         of each request. Raises ConfigError for bad options and a server with a shorter context,
         RolloutError for one that is not there, lacks what its hook needs, or serves another model.
         """
@@ -93,14 +96,14 @@ class ServerEngine:
         self._client = Client(settings)
         with ExitStack() as undo:
             undo.callback(self._client.close)
-            self._wire = _wire(self._client, settings, model)
+            self._api = _api(self._client, settings, model)
             self._check_context()
             self._hook = create_hook(self._client, settings)
             undo.callback(self._hook.close)
             self._hook.check()
-            self._deliverer = Deliverer(self._hook, settings.timeout_s)
-            undo.callback(self._deliverer.close)
-            self._take(model, version=0)
+            self._delivery = RankZeroDelivery(self._hook, settings.timeout_s)
+            undo.callback(self._delivery.close)
+            self._deliver(model, version=0)
             undo.pop_all()
 
     @property
@@ -108,7 +111,7 @@ class ServerEngine:
         return self._guard.version
 
     def update_weights(self, model: nn.Module, version: int) -> None:
-        """Bring the server `model`'s weights as policy `version`; it serves them on return.
+        """Deliver `model`'s weights as policy `version`; the server serves them on return.
 
         With `weights=none` the version stays, and RolloutError says so unless that is allowed.
         """
@@ -116,20 +119,20 @@ class ServerEngine:
             if version > self._guard.version:
                 self._hook.deliver((), model, version)
             return
-        self._take(model, version)
+        self._deliver(model, version)
 
-    def _take(self, model: nn.Module, version: int) -> None:
+    def _deliver(self, model: nn.Module, version: int) -> None:
         with self._guard.updating(version):
             if not self._hook.fixed:
-                self._deliverer.deliver(model, version)
+                self._delivery.deliver(model, version)
                 self._describe()  # a server may name its model by the version
             if self._settings.probe_tolerance:
-                wanted = probe_request(
-                    self._wire.probe_prompt(self._vocabulary), self._max_model_len
+                request = probe_request(
+                    self._api.probe_prompt(self._vocabulary), self._max_model_len
                 )
-                drawn = self._client.run(lambda: self._wire.sample(wanted), "a probe")
-                check_known(drawn[0].token_ids, self._vocabulary)
-                check_probe(model, wanted, drawn[0], self._settings.probe_tolerance)
+                drawn = self._client.run(lambda: self._api.sample(request), "a probe")
+                check_token_ids(drawn[0].token_ids, self._vocabulary)
+                check_log_probs(model, request, drawn[0], self._settings.probe_tolerance)
 
     def generate(
         self,
@@ -141,8 +144,8 @@ class ServerEngine:
 
         It is called in another thread. A completion ends at a stop token, at `max_new_tokens`, or
         at `max_model_len`. Raises RolloutError for a bad request, NaN logits, a server that fails
-        or does not end within `timeout_s`, and one whose weights are not those that it was
-        brought, when it begins or when it ends.
+        or does not end within `timeout_s`, and one whose weights are not those that were
+        delivered, at the beginning or at the end.
         """
         self._guard.check()
         check_request(prompts, params, self._max_model_len, self._vocabulary)
@@ -153,26 +156,26 @@ class ServerEngine:
         requests = self._requests(prompts, params)
         drawn = self._client.run(lambda: self._rollout(requests, on_progress), "a rollout")
         completions = [
-            self._completion(index, one, wanted)
-            for (index, wanted), several in zip(requests, drawn, strict=True)
+            self._completion(index, one, request)
+            for (index, request), several in zip(requests, drawn, strict=True)
             for one in several
         ]
         self.stats.seconds = time.perf_counter() - started
         return completions
 
     def close(self) -> None:
-        """Drop the connections; the server goes on. Safe to call twice."""
+        """Drop the connections; the server keeps running. Safe to call twice."""
         self._guard.refuse("it was closed")
-        self._deliverer.close()
+        self._delivery.close()
         self._hook.close()
         self._client.close()
 
     def _requests(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams
-    ) -> list[tuple[int, Wanted]]:
+    ) -> list[tuple[int, CompletionRequest]]:
         """Prompt index and request, in order. A request's seed depends on its place alone."""
         # vLLM refuses several greedy completions in one request.
-        size = self._wire.most_per_request if params.temperature > 0 else 1
+        size = self._api.max_per_request if params.temperature > 0 else 1
         places = [
             (index, first) for index in range(len(prompts)) for first in range(0, params.n, size)
         ]
@@ -181,7 +184,7 @@ class ServerEngine:
         return [
             (
                 index,
-                Wanted(
+                CompletionRequest(
                     prompt=prompts[index],
                     count=min(size, params.n - first),
                     max_new_tokens=min(
@@ -196,33 +199,33 @@ class ServerEngine:
 
     async def _rollout(
         self,
-        requests: list[tuple[int, Wanted]],
+        requests: list[tuple[int, CompletionRequest]],
         on_progress: Callable[[int], None] | None,
-    ) -> list[list[Drawn]]:
+    ) -> list[list[SampledCompletion]]:
         """All answers, in the order of `requests`; the first failure ends the others."""
         await self._check_served("begins")
         turns = asyncio.Semaphore(self._settings.concurrency)
         finished = 0
 
-        async def one(wanted: Wanted) -> list[Drawn]:
+        async def one(request: CompletionRequest) -> list[SampledCompletion]:
             nonlocal finished
             async with turns:
-                drawn = await self._wire.sample(wanted)
-            finished += wanted.count
+                drawn = await self._api.sample(request)
+            finished += request.count
             if on_progress is not None:
                 on_progress(finished)
             return drawn
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(wanted)) for _, wanted in requests]
+                tasks = [group.create_task(one(request)) for _, request in requests]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         await self._check_served("ends")
         return [task.result() for task in tasks]
 
     async def _check_served(self, moment: str) -> None:
-        """Raise RolloutError unless the server says that it serves what it was brought."""
+        """Raise RolloutError unless the server says that it serves the delivered weights."""
         if self._hook.fixed:
             return
         said = await self._hook.served()
@@ -234,9 +237,11 @@ class ServerEngine:
                 f"it the policy again"
             )
 
-    def _completion(self, index: int, drawn: Drawn, wanted: Wanted) -> Completion:
+    def _completion(
+        self, index: int, drawn: SampledCompletion, request: CompletionRequest
+    ) -> Completion:
         """Cut at the first stop token, and refuse what is not a whole completion."""
-        stops = wanted.params.stop_token_ids
+        stops = request.params.stop_token_ids
         length = next((i + 1 for i, t in enumerate(drawn.token_ids) if t in stops), None)
         tokens, log_probs = drawn.token_ids[:length], drawn.log_probs[:length]
         if any(map(math.isnan, log_probs)):
@@ -244,11 +249,11 @@ class ServerEngine:
                 f"the model gave NaN logits for a completion of prompt {index}; its weights have "
                 f"diverged: go back to a checkpoint and lower the learning rate"
             )
-        check_known(tokens, self._vocabulary)
-        if length is None and len(tokens) != wanted.max_new_tokens:
+        check_token_ids(tokens, self._vocabulary)
+        if length is None and len(tokens) != request.max_new_tokens:
             raise RolloutError(
                 f"the rollout server ended a completion of prompt {index} after {len(tokens)} of "
-                f"{wanted.max_new_tokens} tokens ({drawn.reason!r}) and on no token of "
+                f"{request.max_new_tokens} tokens ({drawn.reason!r}) and on no token of "
                 f"stop_token_ids={list(stops)}: it was interrupted or has end tokens of its own; "
                 f"start vLLM with --generation-config vllm, or add them to the tokenizer"
             )
@@ -258,7 +263,7 @@ class ServerEngine:
         return Completion(index, tokens, log_probs, reason, self.policy_version)
 
     def _describe(self) -> int | None:
-        return self._client.run(self._wire.describe, "asking for its model")
+        return self._client.run(self._api.describe, "asking for its model")
 
     def _check_context(self) -> None:
         longest = self._describe()
@@ -270,7 +275,7 @@ class ServerEngine:
             )
 
 
-def _wire(client: Client, settings: ServerConfig, model: Any) -> Wire:
+def _api(client: Client, settings: ServerConfig, model: Any) -> ServerAPI:
     if settings.api == "tgi":
-        return TGIWire(client, settings, getattr(model, "name_or_path", ""))
-    return OpenAIWire(client, settings)
+        return TGIAPI(client, settings, getattr(model, "name_or_path", ""))
+    return OpenAIAPI(client, settings)

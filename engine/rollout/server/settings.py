@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.config import RolloutConfig, ServerConfig
 from engine.errors import ConfigError
-from engine.rollout.server import vllm_hook  # noqa: F401  (it registers itself)
+from engine.rollout.server import vllm_weights  # noqa: F401  (it registers itself)
 from engine.rollout.server.weights import check_hook
 
 

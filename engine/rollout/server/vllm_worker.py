@@ -2,7 +2,7 @@
 
 vLLM's own `reload_weights` is not enough. A folder that it fails on leaves parameters without
 storage, and the next request ends the server; so everything is checked before anything is touched.
-On CPU it leaves a tied head as it was, packed from the old embedding; so the head is packed anew.
+On CPU it leaves a tied head as it was, packed from the old embedding; so the head is packed again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from engine.rollout.server.folder import checksum, shapes
+from engine.rollout.server.weight_folders import checksum, shapes
 
 
 class WeightReceiver:
@@ -71,7 +71,7 @@ class WeightReceiver:
 
 
 def _pack_head(model: Any) -> None:
-    """Pack an output layer anew from its weight; does nothing where it is not packed."""
+    """Pack an output layer again from its weight; does nothing where it is not packed."""
     head = getattr(model, "lm_head", None)
     method = getattr(head, "quant_method", None)
     if method is not None:

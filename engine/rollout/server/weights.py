@@ -1,22 +1,26 @@
-"""How a server gets new weights, and what it says about those it has: one hook a kind of server.
+"""Weight updates of a server: one hook a kind of server, called on one rank of the trainer.
 
-A hook delivers a policy and returns once the server says that it serves it. `folder` asks any
-server by a URL of its choice; vLLM's own endpoints are spoken to in `vllm_hook.py`.
+A hook delivers a policy and returns once the server says that it serves it. `folder` calls any
+server at a configured URL; `vllm_weights.py` uses vLLM's own endpoints.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import nn
 
 from engine.config.server import ServerConfig
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.server.client import Client
-from engine.rollout.server.folder import TaggedFolders, Weights, find_tag
+from engine.rollout.server.weight_folders import WeightFolders, Weights, find_tag
+from engine.rollout.trainer_weights import merged_weights
 
 _ASK_AGAIN_S = 0.2  # while a server is loading
 
@@ -103,7 +107,7 @@ class FixedPolicy:
 
 @register_hook("folder")
 class FolderHook:
-    """Writes a folder and tells the server to load it.
+    """Writes a folder and has the server load it.
 
     `reload_url` is sent `{"version": 12, "tag": "policy-v12-1a2b3c4d", "path": "/…/<tag>"}`. The
     server has loaded it when what it answers to GET `version_url` holds the tag and no other: its
@@ -117,7 +121,7 @@ class FolderHook:
         self._client = client
         self._reload = client.address("reload_url", settings.reload_url)
         self._version = client.address("version_url", settings.version_url)
-        self._folders = TaggedFolders(settings.weights_dir)
+        self._folders = WeightFolders(settings.weights_dir)
 
     def check(self) -> None:
         self._client.run(self.served, "asking for the version of its weights")
@@ -138,3 +142,53 @@ class FolderHook:
 
     def close(self) -> None:
         self._folders.close()
+
+
+class RankZeroDelivery:
+    """Calls a hook on rank 0 of the default process group, or in this process if there is none.
+
+    All ranks create it together and deliver together.
+    """
+
+    def __init__(self, hook: WeightHook, timeout_s: float) -> None:
+        self._hook = hook
+        self._closed = False
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # A group of its own: loading may outlast the deadline of the trainer's, and rank 0's
+            # deadline passes first.
+            wait = timedelta(seconds=2 * timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=wait)
+
+    def deliver(self, model: nn.Module, version: int) -> None:
+        """Return when the server says that it serves `model`'s weights; RolloutError otherwise.
+
+        A sharded model is gathered, parameter by parameter.
+        """
+        if self._closed:
+            raise RolloutError("the engine was closed; create a new one")
+        weights = merged_weights(model)
+        if self._group is None:
+            self._hook.deliver(weights, model, version)
+            return
+        outcome: list[str | None] = [None, ""]  # the tag, or what went wrong
+        if dist.get_rank() == 0:
+            try:
+                self._hook.deliver(weights, model, version)
+                outcome[0] = self._hook.tag
+            except Exception as error:  # of any kind: the other ranks wait for the outcome
+                outcome[1] = f"{error}" or type(error).__name__
+        for _ in weights:
+            pass  # takes part in the remaining gathers
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[0] is None:
+            raise RolloutError(outcome[1])
+        self._hook.tag = outcome[0]
+
+    def close(self) -> None:
+        """Destroy the group, if there is one; safe to call twice."""
+        self._closed = True
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(ValueError):  # it ended with the default group
+                dist.destroy_process_group(group)

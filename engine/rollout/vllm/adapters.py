@@ -1,7 +1,4 @@
-"""LoRA adapters as vLLM's own: swapped in memory, in whatever process vLLM's model lives.
-
-The base below them and merged adapters are `weights.py`'s and `sources.py`'s matter.
-"""
+"""LoRA adapters as vLLM's own, replaced in memory in the process of vLLM's model."""
 
 from __future__ import annotations
 
@@ -10,19 +7,19 @@ from typing import Any
 from torch import Tensor
 
 from engine.errors import RolloutError
-from engine.rollout.vllm.weights import rename_mapper
+from engine.rollout.vllm.weight_sharing import rename_mapper
 
 ADAPTER_ID = 1
 
 
 def lora_request() -> Any:
-    """What a vLLM request carries to be decoded with the adapter."""
+    """The argument of a vLLM request that is decoded with the adapter."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", ADAPTER_ID, "held in memory")
 
 
-def swap(worker: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+def load_adapter(worker: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     """Make `tensors` (peft's names in a file) the adapter of a vLLM worker's model.
 
     Raises RolloutError for features of peft that vLLM lacks, and for modules it can't adapt.
@@ -49,10 +46,10 @@ def swap(worker: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> Non
             f"vLLM can't take the adapter: {error}; set the engine's option lora=merged"
         ) from error
     inner = manager._adapter_manager
-    strangers = [name for name in lora.loras if not _adaptable(inner, name)]
-    if strangers:
+    unknown = [name for name in lora.loras if not _adaptable(inner, name)]
+    if unknown:
         raise RolloutError(
-            f"vLLM can't adapt the modules {sorted(strangers)[:3]}; set the engine's option "
+            f"vLLM can't adapt the modules {sorted(unknown)[:3]}; set the engine's option "
             "lora=merged"
         )
     inner.remove_adapter(ADAPTER_ID)

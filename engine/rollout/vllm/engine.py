@@ -1,8 +1,8 @@
 """The rollout engine `vllm`: a vLLM engine on the trainer's weights.
 
-The model runs in this process, in worker processes of vLLM's, or over the trainer's ranks. Versions
-and what may be called when are kept here; starting is `launch.py`'s work, weights `holders.py`'s,
-requests `decoding.py`'s.
+The model runs in this process, in vLLM's worker processes, or over the trainer's ranks. This file
+keeps the policy version and the order of calls; see `launch.py` for starting vLLM,
+`engine_weights.py` for weights and `llm_requests.py` for requests.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from engine.errors import RolloutError
 from engine.rollout.protocol import Completion, SamplingParams, register_engine
 from engine.rollout.requests import RolloutStats, WeightGuard, check_request
 from engine.rollout.vllm import adapters, launch
-from engine.rollout.vllm.decoding import Decoder, DecodingFailed
-from engine.rollout.vllm.holders import Holder, LocalHolder, WorkerHolder
-from engine.rollout.vllm.lifecycle import Lifecycle
+from engine.rollout.vllm.engine_weights import EngineWeights, InProcessWeights, WorkerWeights
+from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed
 from engine.rollout.vllm.options import DTYPES, capabilities, engine_options, resolve
+from engine.rollout.vllm.sleep_mode import SleepMode
 
 
 @register_engine("vllm", capabilities, options=engine_options)
@@ -83,13 +83,13 @@ class VllmEngine:
         config: Any = model.config
         self._vocabulary = int(config.vocab_size)
         self.stats = RolloutStats()
-        self._guard, self._life = WeightGuard("vllm"), Lifecycle()
-        self._begun: int | None = None  # version of an update from outside
+        self._guard, self._sleep_mode = WeightGuard("vllm"), SleepMode()
+        self._updating_to: int | None = None  # version of an update by `begin_update`
         self._llm: Any = launch.start(model, options)
         try:
-            self._holder: Holder = self._make_holder()
+            self._weights: EngineWeights = self._create_weights()
             request = adapters.lora_request() if options.adapter_rank else None
-            self._decoder = Decoder(self._llm, options.max_model_len, seed, request)
+            self._requests = LLMRequests(self._llm, options.max_model_len, seed, request)
             self._guard.refuse("it was given no weights yet")
             if load:
                 self.update_weights(model, version=0)
@@ -97,9 +97,9 @@ class VllmEngine:
             self.close()
             raise
 
-    def _make_holder(self) -> Holder:
-        holder = WorkerHolder if self._options.mode == "workers" else LocalHolder
-        return holder(self._llm, self._options)
+    def _create_weights(self) -> EngineWeights:
+        weights = WorkerWeights if self._options.mode == "workers" else InProcessWeights
+        return weights(self._llm, self._options)
 
     @property
     def policy_version(self) -> int:
@@ -108,77 +108,77 @@ class VllmEngine:
     @property
     def shares_storage(self) -> bool:
         """True if vLLM's parameters are the trainer's."""
-        return self._holder.shares_storage
+        return self._weights.shares_storage
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of vLLM's weights, and so of `storages`."""
+        """Of vLLM's weights, and so of `parameters`."""
         return DTYPES[self._options.dtype]
 
     @property
     def asleep(self) -> bool:
         """True from `sleep` to `wake_kv`."""
-        return self._life.phase != "serving"
+        return self._sleep_mode.phase != "serving"
 
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of vLLM's worker processes, by rank; empty in process."""
-        return self._holder.watch.pids if isinstance(self._holder, WorkerHolder) else []
+        return self._weights.monitor.pids if isinstance(self._weights, WorkerWeights) else []
 
     def update_weights(self, model: nn.Module, version: int) -> None:
         """Serve `model`'s current weights as policy `version`; copies none that are shared.
 
-        A model whose parameters are spread over ranks (DTensor) is gathered parameter by
-        parameter: all its ranks must call. Raises RolloutError if the update fails, and serves
+        A model whose parameters are sharded (DTensor) is gathered parameter by parameter: all its
+        ranks must call. Raises RolloutError if the update fails, and serves
         nothing then until one succeeds.
         """
-        self._update(version, lambda: self._holder.take(model))
+        self._update(version, lambda: self._weights.load_model(model))
 
     def update_from(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Serve the model whose whole parameters `named` yields, by transformers' names.
 
-        They are taken one at a time, so a source may make each when it is asked for it. Raises
+        They are loaded one at a time, so `named` may compute each when it is asked for it. Raises
         RolloutError as `update_weights` does, also when one is missing.
         """
-        self._update(version, lambda: self._holder.load(named))
+        self._update(version, lambda: self._weights.load_tensors(named))
 
-    def storages(self) -> dict[str, Tensor]:
-        """vLLM's live parameters in this process (this rank's slices), by vLLM's names.
+    def parameters(self) -> dict[str, Tensor]:
+        """vLLM's live parameters in this process (this rank's shards), by vLLM's names.
 
-        Write into them between `begin_update` and `weights_written`.
+        Write into them between `begin_update` and `finish_update`.
         """
-        return self._holder.storages()
+        return self._weights.parameters()
 
     def begin_update(self, version: int) -> None:
-        """Serve nothing until `weights_written(version)`; the trainer's model is shared no more."""
+        """Serve nothing until `finish_update(version)`; the trainer's model is no longer shared."""
         if version < self.policy_version:
             raise RolloutError(
                 f"rollout engine 'vllm' holds policy version {self.policy_version} and was "
                 f"handed the older {version}; pass versions that never fall"
             )
-        self._life.update()
+        self._sleep_mode.update()
         self._running()
-        self._holder.release()
-        self._holder.forget()
+        self._weights.release()
+        self._weights.invalidate()
         self._guard.refuse(f"its update to policy version {version} did not finish")
-        self._begun = version
+        self._updating_to = version
 
-    def weights_written(self, version: int) -> None:
-        """End the update begun by `begin_update(version)`: all of `storages()` was written."""
-        if self._begun != version:
+    def finish_update(self, version: int) -> None:
+        """End the update begun by `begin_update(version)`: all of `parameters()` was written."""
+        if self._updating_to != version:
             raise RolloutError(
-                f"weights_written({version}) without begin_update({version}); begin it first"
+                f"finish_update({version}) without begin_update({version}); begin it first"
             )
         self._update(version, lambda: None)
 
     def _update(self, version: int, move: Callable[[], None]) -> None:
-        self._begun = None
+        self._updating_to = None
         with self._guard.updating(version):
-            life, engine = self._life.update(), self._running()
+            sleep_mode, engine = self._sleep_mode.update(), self._running()
             move()
             if not engine.reset_prefix_cache():
                 raise RolloutError("vLLM kept its prefix cache, as requests are still running")
-            self._life = life
+            self._sleep_mode = sleep_mode
 
     def generate(
         self,
@@ -189,26 +189,26 @@ class VllmEngine:
         """Return `n` completions a prompt, in order; `on_progress` gets the number finished so far.
 
         A completion ends at a stop token, at `max_new_tokens`, or at `max_model_len`. Raises
-        RolloutError for a bad request, NaN logits, weights that are not whole, an engine that
-        sleeps, and a worker process that dies.
+        RolloutError for a bad request, NaN logits, weights that are not whole, an engine that is
+        asleep, and a worker process that dies.
         """
         self._guard.check()
-        self._life.generate()
+        self._sleep_mode.generate()
         check_request(prompts, params, self._options.max_model_len, self._vocabulary)
         self.stats = stats = RolloutStats(prompt_tokens=sum(map(len, prompts)))
         if not prompts:
             return []
         started = time.perf_counter()
-        ids = self._decoder.submit(prompts, params)
+        ids = self._requests.submit(prompts, params)
         try:
-            outputs = self._decoder.collect(set(ids), on_progress, stats)
-        except DecodingFailed as error:
+            outputs = self._requests.collect(set(ids), on_progress, stats)
+        except VllmFailed as error:
             raise self._broken("decoding", error) from error
         except BaseException:  # Ctrl-C, or an error of `on_progress`: leave no request behind
-            self._decoder.abort(ids)
+            self._requests.abort(ids)
             raise
         completions = [
-            self._decoder.completion(row // params.n, outputs[id], self.policy_version, stats)
+            self._requests.completion(row // params.n, outputs[id], self.policy_version, stats)
             for row, id in enumerate(ids)
         ]
         stats.seconds = time.perf_counter() - started
@@ -219,45 +219,47 @@ class VllmEngine:
 
         It names a worker's death, if one died, else what vLLM says.
         """
-        died = self._holder.watch.died() if isinstance(self._holder, WorkerHolder) else None
+        died = self._weights.monitor.died() if isinstance(self._weights, WorkerWeights) else None
         cause = f"vLLM failed while {doing}: {died or error}"
         self.close()
         self._guard.refuse(cause)
-        return RolloutError(f"{cause}; create the engine anew, or use rollout.engine=native")
+        return RolloutError(f"{cause}; create a new engine, or use rollout.engine=native")
 
     def _running(self) -> Any:
         """vLLM's engine; RolloutError once closed."""
         if self._llm is None:
-            raise RolloutError("it was closed; create the engine anew")
+            raise RolloutError("it was closed; create a new engine")
         return self._llm.llm_engine
 
     def sleep(self, level: int = 1) -> None:
-        """Free the device's memory: KV cache and weights (1: to the host, 2: thrown away).
+        """Free the device's memory: KV cache and weights (1: moved to the host, 2: discarded).
 
         Weights that are the trainer's own stay. Wake with `wake_weights`, update, `wake_kv`, in
-        this order; others raise RolloutError. After level 1 the update may be left out. On CPU
+        this order; any other raises RolloutError. After level 1 the update may be left out. On CPU
         nothing is freed.
         """
         if level == 2:
-            self._holder.forget()
-        self._move(self._life.sleep(level), lambda engine: engine.sleep(level))
+            self._weights.invalidate()
+        self._transition(self._sleep_mode.sleep(level), lambda engine: engine.sleep(level))
 
     def wake_weights(self) -> None:
         """Make room for the weights again, before an update."""
-        self._move(self._life.wake_weights(), lambda engine: engine.wake_up(["weights"]))
+        self._transition(
+            self._sleep_mode.wake_weights(), lambda engine: engine.wake_up(["weights"])
+        )
 
     def wake_kv(self) -> None:
         """Make room for the KV cache again, after an update; then `generate` serves."""
-        self._move(self._life.wake_kv(), lambda engine: engine.wake_up(["kv_cache"]))
+        self._transition(self._sleep_mode.wake_kv(), lambda engine: engine.wake_up(["kv_cache"]))
 
-    def _move(self, life: Lifecycle, call: Callable[[Any], object]) -> None:
+    def _transition(self, after: SleepMode, call: Callable[[Any], object]) -> None:
         """Make `call`; if it fails, vLLM's memory is in no known state, and nothing is served."""
         engine = self._running()
         try:
             call(engine)
         except Exception as error:
-            raise self._broken(life.arriving, error) from error
-        self._life = life
+            raise self._broken(after.arriving, error) from error
+        self._sleep_mode = after
 
     def close(self) -> None:
         """End vLLM and give the trainer's parameters storage of their own; safe to call twice."""
@@ -265,9 +267,9 @@ class VllmEngine:
         if llm is None:
             return
         self._guard.refuse("it was closed")
-        holder = getattr(self, "_holder", None)
-        if isinstance(holder, WorkerHolder):
-            holder.watch.end()
-        elif holder is not None:
-            holder.release()
+        weights = getattr(self, "_weights", None)
+        if isinstance(weights, WorkerWeights):
+            weights.monitor.end()
+        elif weights is not None:
+            weights.release()
         launch.stop(llm)

@@ -1,7 +1,6 @@
 """Starting and ending vLLM engines: in this process, in worker processes, or over ranks.
 
-Requests and weights live in `engine.py` and the files it names; what a start must not leave on
-this process, in `process.py`.
+What a start must not change in this process is restored by `process_state.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from engine.errors import RolloutError
-from engine.rollout.vllm import kernels, process, ranks
+from engine.rollout.vllm import external_launcher, patches, process_state
 from engine.rollout.vllm.options import Options
 
 _STEP_TOKENS = 8192  # prompt tokens of one forward pass, at least a whole prompt's
@@ -37,17 +36,19 @@ def require_vllm() -> None:
 
 
 def start(model: nn.Module, options: Options) -> Any:
-    """Return a `vllm.LLM` with `model`'s shape, unpacked weights and no numbers in them yet."""
+    """Return a `vllm.LLM` with `model`'s shape and unpacked weights, not loaded yet."""
     global _made_group
     require_vllm()
     own_group = not torch.distributed.is_initialized()
     with ExitStack() as stack:
-        stack.enter_context(process.unchanged())
+        stack.enter_context(process_state.unchanged())
         _check_head_size(model)
         if options.mode == "workers":
-            process.set_for_workers(max(1, torch.get_num_threads() // options.tensor_parallel_size))
+            process_state.set_for_workers(
+                max(1, torch.get_num_threads() // options.tensor_parallel_size)
+            )
         if options.mode == "ranks":
-            stack.enter_context(ranks.launched_by_trainer(options.rank_groups))
+            stack.enter_context(external_launcher.launched_by_trainer(options.rank_groups))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridflyte-vllm-"))
         _save_config(model, folder)
         try:
@@ -78,7 +79,7 @@ def stop(llm: Any) -> None:
 
 
 def _free_memory() -> None:
-    """Give back what an engine that ended held of the device."""
+    """Free the device memory of an engine that ended."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
@@ -128,16 +129,16 @@ def _launch(folder: str, options: Options) -> Any:
     vars(core)["cleanup_dist_env_and_memory"] = _free_memory
     settings: dict[str, Any] = {"dtype": options.dtype}
     if options.mode == "workers":
-        settings["worker_extension_cls"] = "engine.rollout.vllm.worker.WorkerExtension"
+        settings["worker_extension_cls"] = "engine.rollout.vllm.worker_extension.WorkerExtension"
     if options.adapter_rank:
         settings |= {"enable_lora": True, "max_loras": 1}
         settings["max_lora_rank"] = _lora_rank_size(options.adapter_rank)
     with (
-        kernels.weights_outside_pool() if options.share else nullcontext(),
-        kernels.plain_weights(),
-        process.quick_gc(),
-        process.no_request_proxies(),
-        process.hidden_main(),
+        patches.weights_outside_pool() if options.share else nullcontext(),
+        patches.unpacked_weights(),
+        process_state.frozen_gc(),
+        process_state.no_request_proxies(),
+        process_state.hidden_main(),
     ):
         llm = vllm.LLM(
             model=folder,
@@ -162,12 +163,12 @@ def _launch(folder: str, options: Options) -> Any:
             enable_chunked_prefill=False,
             **settings,
         )
-    kernels.compile_nothing()
+    patches.skip_compilation()
     return llm
 
 
 def _lora_rank_size(rank: int) -> int:
-    """The least of vLLM's sizes that holds adapters of `rank`."""
+    """The least of vLLM's sizes for adapters of `rank`."""
     sizes = (1, 8, 16, 32, 64, 128, 256, 320, 512)
     fitting = [size for size in sizes if size >= rank]
     if not fitting:
@@ -178,7 +179,7 @@ def _lora_rank_size(rank: int) -> int:
 
 
 def _architecture(model: nn.Module) -> str:
-    """The name of `model`'s class, without the one that FSDP2 puts over it."""
+    """The name of `model`'s class, without FSDP2's subclass."""
     from torch.distributed.fsdp import FSDPModule
 
     return next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))

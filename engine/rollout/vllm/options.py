@@ -11,9 +11,9 @@ from torch import nn
 
 from engine.config import RolloutConfig
 from engine.errors import ConfigError
+from engine.rollout import trainer_weights
 from engine.rollout.protocol import EngineCapabilities
 from engine.rollout.requests import resolve_max_model_len
-from engine.rollout.vllm import sources
 
 Mode = Literal["in_process", "workers", "ranks"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -96,15 +96,15 @@ def resolve(
         dtype=known_dtype,
         tensor_parallel_size=tensor_parallel_size,
         rank_groups=groups,
-        adapter_rank=sources.adapter_rank(model) if lora == "adapter" else 0,
+        adapter_rank=trainer_weights.adapter_rank(model) if lora == "adapter" else 0,
         bucket_mb=bucket_mb,
-        share=mode == "in_process" and sources.can_be_shared(model, DTYPES[known_dtype]),
+        share=mode == "in_process" and trainer_weights.can_be_shared(model, DTYPES[known_dtype]),
     )
 
 
 def _dtype(model: nn.Module, asked: str | None) -> str:
     if asked is None:
-        return str(sources.model_dtype(model)).removeprefix("torch.")
+        return str(trainer_weights.model_dtype(model)).removeprefix("torch.")
     if asked not in DTYPES:
         raise ConfigError(f"dtype={asked!r} is unknown; choose one of {', '.join(DTYPES)}")
     return asked

@@ -214,7 +214,7 @@ def _rank_whose_groups_ended_first(url: str) -> None:
     engine = connect(FakeServer(model, url=url), model)
     torch.distributed.barrier()
     ours = torch.distributed.distributed_c10d._world.pg_map
-    torch.distributed.destroy_process_group(engine._deliverer._group)
+    torch.distributed.destroy_process_group(engine._delivery._group)
     engine.close()
     assert len(ours) == 1, "the default group is another's"
 

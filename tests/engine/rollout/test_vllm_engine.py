@@ -20,7 +20,7 @@ from transformers import Qwen2ForCausalLM
 from engine.errors import RolloutError
 from engine.rollout.protocol import SamplingParams, create_engine
 from engine.rollout.vllm import VllmEngine, launch
-from engine.rollout.vllm.weights import Watched
+from engine.rollout.vllm.weight_sharing import ParameterSnapshot
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
@@ -33,7 +33,7 @@ def test_the_fused_parameters_are_the_trainers(vllm_subject: Subject) -> None:
     assert isinstance(engine, VllmEngine)
     assert engine.shares_storage
     engine.update_weights(model, engine.policy_version)
-    inner = engine.storages()
+    inner = engine.parameters()
     for index, layer in enumerate(model.model.layers):
         fused = inner[f"model.layers.{index}.self_attn.qkv_proj.weight"]
         start = fused.data_ptr()
@@ -92,14 +92,14 @@ MOVES = [move_storage, replace_parameter, replace_module, add_parameter]
 @pytest.mark.parametrize("move", MOVES)
 def test_whatever_takes_weights_away_is_seen(move: Callable[[torch.nn.Module], None]) -> None:
     model = build("qwen2")
-    watched = Watched(model)
+    snapshot = ParameterSnapshot(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01)
     model.train()
-    assert watched.unmoved(), "a step and a change of mode move nothing"
+    assert snapshot.is_current(), "a step and a change of mode move nothing"
     move(model)
-    assert not watched.unmoved()
+    assert not snapshot.is_current()
 
 
 @needs_vllm

@@ -100,7 +100,7 @@ def copied() -> Iterator[tuple[VllmEngine, Any]]:
 def test_bfloat16_storage_is_shared_and_trained_on(shared: tuple[VllmEngine, Any]) -> None:
     engine, model = shared
     assert engine.shares_storage
-    inner = engine.storages()
+    inner = engine.parameters()
     attention = model.model.layers[0].self_attn
     fused = inner["model.layers.0.self_attn.qkv_proj.weight"]
     assert attention.q_proj.weight.data_ptr() == fused.data_ptr()
@@ -155,7 +155,7 @@ def test_weights_come_back_before_the_cache_does(
         with pytest.raises(RolloutError, match="threw the old ones away"):
             engine.wake_kv()
     else:
-        assert not float(next(iter(engine.storages().values())).isnan().any())
+        assert not float(next(iter(engine.parameters().values())).isnan().any())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.01)

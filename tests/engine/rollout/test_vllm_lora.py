@@ -15,8 +15,9 @@ from engine.errors import ConfigError, RolloutError
 from engine.models import adapter_parameters, add_adapters
 from engine.models.lora import merged_copy
 from engine.models.quantize import quantize_linears
+from engine.rollout import trainer_weights
 from engine.rollout.protocol import SamplingParams
-from engine.rollout.vllm import VllmEngine, sources
+from engine.rollout.vllm import VllmEngine
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
@@ -63,21 +64,21 @@ def test_merged_weights_are_those_of_the_saved_model(family: str, quantize: str)
         pytest.skip("its Conv1D is no linear module")
     model = adapted(family, quantize=quantize)
     expected = dict(merged_copy(model).named_parameters())
-    merged = dict(sources.merged_weights(model))
+    merged = dict(trainer_weights.merged_weights(model))
     assert merged.keys() == expected.keys()
     for name, tensor in merged.items():
         assert torch.equal(tensor, expected[name]), name
-    changed = dict(sources.merged_weights(model, changed_only=True))
-    base = dict(sources.base_weights(model))
+    changed = dict(trainer_weights.merged_weights(model, changed_only=True))
+    base = dict(trainer_weights.base_weights(model))
     assert base.keys() == expected.keys()
     assert changed.keys() == {n for n in expected if not torch.equal(base[n], expected[n])}
 
 
 def test_a_plain_model_is_its_own_parameters() -> None:
     model = build("qwen2")
-    for name, tensor in sources.merged_weights(model):
+    for name, tensor in trainer_weights.merged_weights(model):
         assert tensor.data_ptr() == model.get_parameter(name).data_ptr()
-    assert dict(sources.merged_weights(model, changed_only=True)) == {}
+    assert dict(trainer_weights.merged_weights(model, changed_only=True)) == {}
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_a_base_that_was_thrown_away_comes_back(merged_engine: tuple[VllmEngine,
     engine.update_weights(model, engine.policy_version + 1)
     engine.sleep(2)
     engine.wake_weights()
-    for tensor in engine.storages().values():  # what a CUDA device would leave is not the weights
+    for tensor in engine.parameters().values():  # what a CUDA device would leave is not the weights
         tensor.fill_(float("nan"))
     engine.update_weights(model, engine.policy_version + 1)
     engine.wake_kv()
@@ -135,9 +136,9 @@ def test_what_was_written_in_place_is_not_taken_for_the_model(
     engine, model = merged_engine
     engine.update_weights(model, engine.policy_version + 1)
     engine.begin_update(engine.policy_version + 1)
-    for tensor in engine.storages().values():
+    for tensor in engine.parameters().values():
         tensor.mul_(1.5)
-    engine.weights_written(engine.policy_version + 1)
+    engine.finish_update(engine.policy_version + 1)
     engine.update_weights(model, engine.policy_version + 1)
     assert error(engine, model) < 1e-4
 
@@ -166,13 +167,13 @@ def adapter_engine() -> Iterator[tuple[VllmEngine, Any]]:
 def test_vllms_own_lora_follows_the_adapters(adapter_engine: tuple[VllmEngine, Any]) -> None:
     engine, model = adapter_engine
     assert error(engine, model) < 1e-4
-    storages = {name: tensor.clone() for name, tensor in engine.storages().items()}
+    parameters = {name: tensor.clone() for name, tensor in engine.parameters().items()}
     move(model, seed=5)
     engine.update_weights(model, engine.policy_version + 1)
     assert error(engine, model) < 1e-4
-    for name, tensor in engine.storages().items():
+    for name, tensor in engine.parameters().items():
         if "lora" not in name:
-            assert torch.equal(tensor, storages[name]), "the base is not moved again"
+            assert torch.equal(tensor, parameters[name]), "the base is not moved again"
 
 
 @needs_vllm

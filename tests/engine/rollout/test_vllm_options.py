@@ -70,7 +70,7 @@ def test_where_the_model_runs(changes: dict[str, Any], mode: str) -> None:
 def test_ranks_without_a_process_group_are_refused() -> None:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    with pytest.raises(ConfigError, match=r"the default process group has [01]; form it first"):
+    with pytest.raises(ConfigError, match=r"the default process group has [01]; create it first"):
         VllmEngine(build("qwen2"), rank_groups=[[0], [1]], tensor_parallel_size=1)
 
 

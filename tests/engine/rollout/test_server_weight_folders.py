@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.errors import RolloutError
-from engine.rollout.server import folder
-from engine.rollout.server.folder import TaggedFolders, checksum, find_tag, shapes
-from engine.rollout.vllm.sources import merged_weights
+from engine.rollout.server import weight_folders
+from engine.rollout.server.weight_folders import WeightFolders, checksum, find_tag, shapes
+from engine.rollout.trainer_weights import merged_weights
 
 IDS = torch.tensor([[3, 14, 15, 9, 26]])
 
@@ -36,10 +36,10 @@ def logits(model: Any) -> Tensor:
 def test_transformers_loads_what_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, shard_bytes: int
 ) -> None:
-    monkeypatch.setattr(folder, "_SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(weight_folders, "_SHARD_BYTES", shard_bytes)
     model = build(family)
     train(model, steps=1)
-    path = TaggedFolders(str(tmp_path)).write(merged_weights(model), model, 3)
+    path = WeightFolders(str(tmp_path)).write(merged_weights(model), model, 3)
     assert (len(list(path.glob("*.safetensors"))) > 1) == (shard_bytes == 50_000)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(path)), logits(model))
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -56,14 +56,14 @@ def test_adapters_are_merged(tmp_path: Path) -> None:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     model.peft_config = {"default": LoraConfig(r=4)}
-    path = TaggedFolders(str(tmp_path)).write(merged_weights(model), build("qwen2"), 1)
+    path = WeightFolders(str(tmp_path)).write(merged_weights(model), build("qwen2"), 1)
     loaded = logits(AutoModelForCausalLM.from_pretrained(path))
     assert torch.allclose(loaded, logits(model), atol=1e-5)
     assert float((loaded - before).abs().max()) > 0.1
 
 
 def test_a_tag_names_version_and_content(tmp_path: Path) -> None:
-    folders, model = TaggedFolders(str(tmp_path)), build("qwen2")
+    folders, model = WeightFolders(str(tmp_path)), build("qwen2")
     first = folders.write(merged_weights(model), model, 1)
     assert folders.write(merged_weights(model), model, 1) == first
     later = folders.write(merged_weights(model), model, 2)
@@ -74,8 +74,8 @@ def test_a_tag_names_version_and_content(tmp_path: Path) -> None:
     assert find_tag(f'{{"id": "{moved}"}}') == moved.name
 
 
-def test_a_folder_that_a_crash_tore_is_written_anew(tmp_path: Path) -> None:
-    folders, model = TaggedFolders(str(tmp_path)), build("qwen2")
+def test_a_folder_that_a_crash_tore_is_written_again(tmp_path: Path) -> None:
+    folders, model = WeightFolders(str(tmp_path)), build("qwen2")
     path = folders.write(merged_weights(model), model, 1)
     (path / "model.safetensors").write_bytes(b"")
     assert folders.write(merged_weights(model), model, 1) == path
@@ -84,7 +84,7 @@ def test_a_folder_that_a_crash_tore_is_written_anew(tmp_path: Path) -> None:
 
 def test_a_disk_that_fills_up_is_an_error_of_ours_and_leaves_nothing(tmp_path: Path) -> None:
     """A limit on file sizes, of which writes fail just as on a full disk."""
-    folders, model = TaggedFolders(str(tmp_path)), build("qwen2")
+    folders, model = WeightFolders(str(tmp_path)), build("qwen2")
     before = folders.write(merged_weights(model), model, 3)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
@@ -104,7 +104,7 @@ def test_weights_that_end_in_the_middle_leave_nothing(tmp_path: Path) -> None:
 
     model = build("qwen2")
     with pytest.raises(RolloutError, match=r"version 4 could not be written to .*Input/output"):
-        TaggedFolders(str(tmp_path)).write(torn(), model, 4)
+        WeightFolders(str(tmp_path)).write(torn(), model, 4)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -112,7 +112,7 @@ def test_what_earlier_runs_left_is_removed_and_nothing_else(tmp_path: Path) -> N
     model = build("qwen2")
     ours = tmp_path / "weights"
     for run in range(3):
-        folders = TaggedFolders(str(ours))
+        folders = WeightFolders(str(ours))
         for version in range(3):
             train(model, steps=1)
             latest = folders.write(merged_weights(model), model, 10 * run + version)
@@ -128,10 +128,10 @@ def test_what_earlier_runs_left_is_removed_and_nothing_else(tmp_path: Path) -> N
         (ours / name).mkdir()
     (ours / "policy-v1-0a1b2c3d").write_text("a file")
     (ours / "policy-v2-0a1b2c3d").symlink_to(elsewhere)
-    TaggedFolders(str(ours))
+    WeightFolders(str(ours))
     assert torn.is_dir(), "a rank that writes nothing removes nothing"
     train(model, steps=1)
-    new = TaggedFolders(str(ours)).write(merged_weights(model), model, 30)
+    new = WeightFolders(str(ours)).write(merged_weights(model), model, 30)
     (before,) = (name for name in kept if name.startswith("policy-v22-"))
     links = ["policy-v1-0a1b2c3d", "policy-v2-0a1b2c3d"]
     assert {path.name for path in ours.iterdir()} == {new.name, before, *others, *links}
@@ -142,8 +142,8 @@ def test_a_version_that_an_earlier_run_wrote_is_the_newest_when_written_again(
     tmp_path: Path,
 ) -> None:
     model = build("qwen2")
-    first = TaggedFolders(str(tmp_path)).write(merged_weights(model), model, 1)
-    resumed = TaggedFolders(str(tmp_path))
+    first = WeightFolders(str(tmp_path)).write(merged_weights(model), model, 1)
+    resumed = WeightFolders(str(tmp_path))
     assert resumed.write(merged_weights(model), model, 1) == first
     train(model, steps=1)
     second = resumed.write(merged_weights(model), model, 2)
@@ -153,16 +153,16 @@ def test_a_version_that_an_earlier_run_wrote_is_the_newest_when_written_again(
 def test_a_folder_that_can_t_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RolloutError, match=r"rollout.server.weights_dir='.*file/in' can't be used"):
-        TaggedFolders(str(tmp_path / "file" / "in"))
+        WeightFolders(str(tmp_path / "file" / "in"))
 
 
 def test_others_can_read_it(tmp_path: Path) -> None:
     """The server may run as another user."""
     model = build("qwen2")
-    path = TaggedFolders(str(tmp_path)).write(merged_weights(model), model, 0)
+    path = WeightFolders(str(tmp_path)).write(merged_weights(model), model, 0)
     assert path.stat().st_mode & 0o755 == 0o755
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o644}
-    own = TaggedFolders("")
+    own = WeightFolders("")
     assert own.root.stat().st_mode & 0o777 == 0o755
     own.close()
 

@@ -1,8 +1,7 @@
-"""The policy as a folder on a disk that trainer and server both see, named by what is in it.
+"""The policy as a folder on a disk that trainer and server share, named by its content.
 
 `policy-v12-1a2b3c4d` holds policy version 12 and weights whose checksum is 1a2b3c4d: two runs, or
-one resumed with other weights, never share a tag. Whoever loads the folder checks the name.
-Nothing here talks to a server.
+one resumed with other weights, never share a tag. The server's workers check the name.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from engine.errors import RolloutError
 
 _TAG = re.compile(r"policy-v\d+-[0-9a-f]{8}")
-_HALF = re.compile(r"\.writing-[0-9a-z_]{8}")  # what `mkdtemp` makes
+_UNFINISHED = re.compile(r"\.writing-[0-9a-z_]{8}")  # what `mkdtemp` makes
 _SHARD_BYTES = 4 << 30
 _READ_BYTES = 16 << 20
 _KEPT = 2  # folders: a server may still be reading the one before
@@ -32,12 +31,12 @@ _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", 
 Weights = Iterable[tuple[str, Tensor]]
 
 
-class TaggedFolders:
+class WeightFolders:
     """Writes each version to a folder of its own below `root`, and removes the older ones.
 
     A `root` belongs to one run at a time: folders of these names that an earlier one left there
-    count as older versions, and what it tore is removed. Without a `root` it makes one on this
-    machine, and removes it in the end.
+    count as older versions, and unfinished ones are removed. Without a `root` a temporary one is
+    created on this machine, and removed in the end.
     """
 
     def __init__(self, root: str) -> None:
@@ -60,26 +59,26 @@ class TaggedFolders:
     def write(self, weights: Weights, model: nn.Module, version: int) -> Path:
         """Write (name, tensor) pairs and `model`'s configuration; return the folder, `…/tag`.
 
-        It appears under its name only when it is whole. Raises RolloutError when the disk is full.
+        It gets its name only when it is complete. Raises RolloutError when the disk is full.
         """
         try:
             if self._written is None:  # on the one rank that writes
                 self._written = _left_by_an_earlier_run(self.root)
-            half = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.root))
-            half.chmod(0o755)
+            unfinished = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.root))
+            unfinished.chmod(0o755)
             try:
-                _save(weights, half)
-                _save_configuration(model, half)
-                for path in half.iterdir():
+                _save(weights, unfinished)
+                _save_configuration(model, unfinished)
+                for path in unfinished.iterdir():
                     path.chmod(0o644)
-                total = checksum(half)
+                total = checksum(unfinished)
                 target = self.root / f"policy-v{version}-{total}"
                 if target.exists() and checksum(target) != total:  # torn by a crash
                     shutil.rmtree(target)
                 if not target.exists():
-                    half.rename(target)
+                    unfinished.rename(target)
             finally:
-                shutil.rmtree(half, ignore_errors=True)
+                shutil.rmtree(unfinished, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             raise RolloutError(
                 f"policy version {version} could not be written to {self.root}: {error}; free "
@@ -91,7 +90,7 @@ class TaggedFolders:
         return target
 
     def close(self) -> None:
-        """Remove a folder that was made here; safe to call twice."""
+        """Remove a temporary root; safe to call twice."""
         if self._remove is not None:
             self._remove()
 
@@ -103,12 +102,12 @@ def find_tag(text: str) -> str | None:
 
 
 def _left_by_an_earlier_run(root: Path) -> list[Path]:
-    """The versions in `root`, oldest first; what a crash left half written is removed."""
+    """The versions in `root`, oldest first; what a crash left unfinished written is removed."""
     versions: list[Path] = []
     for path in root.iterdir():
         if path.is_symlink() or not path.is_dir():
             continue
-        if _HALF.fullmatch(path.name):
+        if _UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
         elif _TAG.fullmatch(path.name):
             versions.append(path)

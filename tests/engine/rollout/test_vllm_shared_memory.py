@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import RolloutError
-from engine.rollout.vllm.buckets import Mapping, Piece, place
+from engine.rollout.vllm.shared_memory import BucketEntry, SharedBuffer, bucket_entry
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 tensors = st.lists(
@@ -24,21 +24,21 @@ def test_tensors_come_out_as_they_went_in(
     kinds: list[tuple[tuple[int, ...], torch.dtype]], dtype: torch.dtype
 ) -> None:
     sent = [torch.randint(0, 200, shape).to(kind) for shape, kind in kinds]
-    pieces: list[Piece] = []
+    entries: list[BucketEntry] = []
     end = 0
     for index, tensor in enumerate(sent):
-        pieces.append(place(str(index), tensor, dtype, end))
-        assert pieces[-1].start >= end
-        assert pieces[-1].start % 64 == 0
-        end = pieces[-1].start + pieces[-1].nbytes
-    writer = Mapping.create(max(end, 1))
-    reader = Mapping(writer.path, writer.size)
+        entries.append(bucket_entry(str(index), tensor, dtype, end))
+        assert entries[-1].start >= end
+        assert entries[-1].start % 64 == 0
+        end = entries[-1].start + entries[-1].nbytes
+    writer = SharedBuffer.create(max(end, 1))
+    reader = SharedBuffer(writer.path, writer.size)
     writer.unlink()
     assert not Path(writer.path).exists()
-    for piece, tensor in zip(pieces, sent, strict=True):
+    for piece, tensor in zip(entries, sent, strict=True):
         writer.write(piece, tensor)
-    read = dict(reader.read(pieces))
-    assert list(read) == [piece.name for piece in pieces]
+    read = dict(reader.read(entries))
+    assert list(read) == [piece.name for piece in entries]
     for tensor, got in zip(sent, read.values(), strict=True):
         expected = tensor.to(dtype) if tensor.is_floating_point() else tensor
         assert got.dtype == expected.dtype
@@ -49,5 +49,5 @@ def test_no_room_is_an_error_that_names_the_way_out() -> None:
     """A file in memory without room for its pages would end whoever writes to it (SIGBUS)."""
     before = set(Path("/dev/shm").glob("hybridflyte-weights-*"))
     with pytest.raises(RolloutError, match=r"no room for 1073741824 MB.*lower bucket_mb"):
-        Mapping.create(1 << 50)
+        SharedBuffer.create(1 << 50)
     assert set(Path("/dev/shm").glob("hybridflyte-weights-*")) <= before

@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from engine.errors import RolloutError
 
 
-def plan(model: nn.Module, target: nn.Module) -> dict[str, Tensor] | None:
+def plan_sharing(model: nn.Module, target: nn.Module) -> dict[str, Tensor] | None:
     """Map each trainer parameter to the rows of vLLM's parameter that it can be; None if any can't.
 
     Call it after `load`: a run of rows counts only if vLLM's own loader has put the very same
     numbers there. Every row of every vLLM parameter must have one owner, but for padding.
     """
-    homes = _homes(target)
+    fused = _fused_names(target)
     parameters = dict(target.named_parameters())
     filled = dict.fromkeys(parameters, 0)
     views: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        home = _home(name, homes)
+        home = _fused_name(name, fused)
         if home not in parameters or type(parameter.data) is not Tensor:
             return None
         start = filled[home]
@@ -55,11 +55,11 @@ def share(model: nn.Module, views: dict[str, Tensor]) -> None:
         parameter.data = views[name]
 
 
-class Watched:
-    """The parameters of a model as they were when they became views; asking costs microseconds.
+class ParameterSnapshot:
+    """The parameter objects and addresses of a model; checking them costs microseconds.
 
-    A walk over the model's names costs more than all the rest of a switch. What is looked at
-    instead are the modules' own tables, of parameters and of modules.
+    A walk over the model's names costs more than all the rest of a switch, so the check reads the
+    modules' own tables of parameters and submodules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -70,7 +70,7 @@ class Watched:
         self._objects = [(table, name, one) for table in tables for name, one in table.items()]
         self._storage = [(parameter, parameter.data_ptr()) for parameter in model.parameters()]
 
-    def unmoved(self) -> bool:
+    def is_current(self) -> bool:
         """Whether all are the same objects, no more and no fewer, on the same storage."""
         return (
             all(len(table) == size for table, size in self._sizes)
@@ -86,24 +86,24 @@ def release(model: nn.Module, views: dict[str, Tensor]) -> None:
             parameter.data = parameter.data.clone()
 
 
-class Loading:
+class WeightLoad:
     """One update of a live vLLM model by vLLM's own loaders, in as many calls as it takes."""
 
     def __init__(self, target: nn.Module) -> None:
         self._target = target
         self._sent: set[str] = set()  # in vLLM's naming, parts of fused matrices apart
-        self._loaded: set[str] | None = set()  # None: this model's loader doesn't tell
+        self._loaded: set[str] | None = set()  # None: this model's loader doesn't say
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy whole tensors, by the trainer's names, into vLLM's parameters; a rank its slices."""
+        """Copy whole tensors, by the trainer's names, into vLLM's parameters; a rank its shards."""
         loader: Any = self._target
-        loaded = loader.load_weights(self._noting(named))
+        loaded = loader.load_weights(self._recording(named))
         if loaded is None or self._loaded is None:
             self._loaded = None
         else:
             self._loaded |= set(loaded)
 
-    def _noting(self, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    def _recording(self, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         mapper = rename_mapper(self._target)
         for name, tensor in named:
             self._sent.add((mapper.map_name(name) if mapper is not None else None) or name)
@@ -126,10 +126,10 @@ class Loading:
         parts: dict[str, list[str]] = getattr(self._target, "packed_modules_mapping", {})
         for name in parameters:
             plain = _plain_name(name)
-            pieces = plain.split(".")
-            for at, piece in enumerate(pieces):
+            entries = plain.split(".")
+            for at, piece in enumerate(entries):
                 for part in parts.get(piece, ()):
-                    source = ".".join([*pieces[:at], part, *pieces[at + 1 :]])
+                    source = ".".join([*entries[:at], part, *entries[at + 1 :]])
                     if source not in self._sent and plain not in self._sent:
                         missing.add(source)
         return missing
@@ -146,11 +146,11 @@ def _plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def _homes(target: nn.Module) -> dict[str, str]:
+def _fused_names(target: nn.Module) -> dict[str, str]:
     packed: dict[str, list[str]] = getattr(target, "packed_modules_mapping", {})
     return {part: whole for whole, parts in packed.items() for part in parts}
 
 
-def _home(name: str, homes: dict[str, str]) -> str:
-    """The vLLM parameter that holds the trainer's `name`."""
-    return ".".join(homes.get(piece, piece) for piece in name.split("."))
+def _fused_name(name: str, fused: dict[str, str]) -> str:
+    """The vLLM parameter that contains the trainer's `name`."""
+    return ".".join(fused.get(piece, piece) for piece in name.split("."))

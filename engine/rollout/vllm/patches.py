@@ -1,6 +1,6 @@
-"""What is replaced in vLLM so that its weights stay plain: readable, writable, shareable.
+"""Patches of vLLM that keep its weights unpacked: readable, writable, shareable.
 
-Used in the trainer's process while an engine starts, and in vLLM's worker processes for good.
+They are active in the trainer's process while an engine starts, and always in vLLM's workers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.rollout.linear import linear_function
 
 
-def keep_weights_plain() -> Callable[[], None]:
-    """Take the place of vLLM's choice of CPU kernels; what is returned gives it back.
+def keep_weights_unpacked() -> Callable[[], None]:
+    """Replace vLLM's choice of CPU kernels; the function returned restores it.
 
     vLLM's own choice packs matrices, and packed ones can't be shared with the trainer or updated.
     """
@@ -37,9 +37,9 @@ def keep_weights_plain() -> Callable[[], None]:
 
 
 @contextmanager
-def plain_weights() -> Iterator[None]:
-    """`keep_weights_plain` for a while."""
-    undo = keep_weights_plain()
+def unpacked_weights() -> Iterator[None]:
+    """`keep_weights_unpacked` for a block."""
+    undo = keep_weights_unpacked()
     try:
         yield
     finally:
@@ -48,9 +48,9 @@ def plain_weights() -> Iterator[None]:
 
 @contextmanager
 def weights_outside_pool() -> Iterator[None]:
-    """Let vLLM make its weights in ordinary device memory, which `sleep` doesn't take away.
+    """Let vLLM allocate its weights in ordinary device memory, which `sleep` doesn't free.
 
-    They are going to be the trainer's own.
+    The trainer will share them.
     """
     from vllm.v1.worker import gpu_worker
 
@@ -67,8 +67,8 @@ def weights_outside_pool() -> Iterator[None]:
         worker._maybe_get_memory_pool_context = original
 
 
-def compile_nothing() -> None:
-    """Replace the two small functions that vLLM compiles at their first call, for many seconds."""
+def skip_compilation() -> None:
+    """Replace two small functions that vLLM compiles at their first call, for many seconds."""
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.v1.sample import sampler
 

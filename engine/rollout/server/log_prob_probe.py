@@ -1,41 +1,42 @@
-"""Whether a server computes what the trainer's model does: a few tokens, scored by both.
+"""Compares a server's log-probs of a few tokens with the trainer's model.
 
 It finds what no version tag can: a server of another model, one whose log-probs are not those of
-the distribution it draws from, or half of the new weights. It can't tell two policies a small
-step apart; that is the tags' work.
+the distribution it samples from, or half of the new weights. It can't distinguish two policies a
+small step apart, as the tags do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import RolloutError
-from engine.rollout.causal_lm import eval_mode
+from engine.rollout.causal_lm import embedding_weight, eval_mode
 from engine.rollout.protocol import SamplingParams
-from engine.rollout.server.wire import Drawn, Wanted
+from engine.rollout.server.api import CompletionRequest, SampledCompletion
 
 _TOKENS = 16
 _PARAMS = SamplingParams(temperature=0.7)  # other than 1, so that raw log-probs show
 
 
-def probe_request(prompt: list[int], max_model_len: int) -> Wanted:
+def probe_request(prompt: list[int], max_model_len: int) -> CompletionRequest:
     """One completion of a short prompt."""
     prompt = prompt[: max_model_len - 1]
-    return Wanted(prompt, 1, min(_TOKENS, max_model_len - len(prompt)), 1, _PARAMS)
+    return CompletionRequest(prompt, 1, min(_TOKENS, max_model_len - len(prompt)), 1, _PARAMS)
 
 
-def check_probe(model: nn.Module, wanted: Wanted, drawn: Drawn, tolerance: float) -> None:
+def check_log_probs(
+    model: nn.Module, request: CompletionRequest, drawn: SampledCompletion, tolerance: float
+) -> None:
     """Raise RolloutError if `drawn`'s log-probs are `tolerance` or more from `model`'s, on average.
 
-    A model whose own log-probs are not finite is let through: decoding will name that.
+    A model whose own log-probs are not finite passes: decoding reports that.
     """
-    logits = _logits(model, wanted.prompt, drawn.token_ids)
+    logits = _logits(model, request.prompt, drawn.token_ids)
     said = torch.tensor(drawn.log_probs)
-    ours = _log_probs(logits / wanted.params.temperature, drawn.token_ids)
+    ours = _log_probs(logits / request.params.temperature, drawn.token_ids)
     if not len(said) or not bool(ours.isfinite().all()):
         return
     distance = float((said - ours).abs().mean())
@@ -56,9 +57,9 @@ def check_probe(model: nn.Module, wanted: Wanted, drawn: Drawn, tolerance: float
 
 
 @torch.no_grad()
-def _logits(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+def _logits(model: nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """float32 `[len(tokens), V]`, of the positions that drew `tokens`."""
-    device = model.get_input_embeddings().weight.device
+    device = embedding_weight(model).device
     with eval_mode(model):
         logits = model(input_ids=torch.tensor([[*prompt, *tokens]], device=device)).logits[0]
     rows: Tensor = logits[len(prompt) - 1 : -1].float().cpu()

@@ -1,11 +1,10 @@
-"""Which of a rollout engine's memory is there: a pure state machine over sleep and wake calls.
+"""Which memory of a rollout engine is allocated: a pure state machine over sleep and wake calls.
 
-On a device shared with a trainer, weights and KV cache must not be there beside the trainer's
-states and each other's copies at their peak, so calls have one order:
+On a device shared with a trainer, weights and KV cache must not be allocated while the trainer's
+memory is at its peak, so calls have one order:
 
     serving --sleep--> asleep --wake_weights--> weights --(update)--> weights --wake_kv--> serving
 
-Calling vLLM in this order is `engine.py`'s work.
 """
 
 from __future__ import annotations
@@ -25,44 +24,44 @@ _WAY_OUT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Lifecycle:
+class SleepMode:
     """Immutable: each call returns the state after it, or raises RolloutError."""
 
     phase: Phase = "serving"
-    discarded: bool = False  # whether sleep threw the weights away: an update must bring new ones
+    discarded: bool = False  # whether sleep discarded the weights: an update must load new ones
 
-    def sleep(self, level: int) -> Lifecycle:
+    def sleep(self, level: int) -> SleepMode:
         """Free the KV cache and the weights: to host memory (level 1) or for good (level 2)."""
         if level not in (1, 2):
             raise RolloutError(
                 f"sleep(level={level}) is unknown; use 1 (weights go to host memory) or 2 (weights "
-                "are thrown away)"
+                "are discarded)"
             )
         self._require("sleep", "serving")
-        return Lifecycle("asleep", discarded=level == 2)
+        return SleepMode("asleep", discarded=level == 2)
 
-    def wake_weights(self) -> Lifecycle:
+    def wake_weights(self) -> SleepMode:
         """Make room for the weights again, and bring them back after level 1."""
         self._require("wake_weights", "asleep")
         return replace(self, phase="weights")
 
-    def update(self) -> Lifecycle:
+    def update(self) -> SleepMode:
         """Take new weights."""
         if self.phase == "asleep":
             raise RolloutError("update of weights while asleep: call wake_weights first")
         return replace(self, discarded=False)
 
-    def wake_kv(self) -> Lifecycle:
+    def wake_kv(self) -> SleepMode:
         """Make room for the KV cache; then the engine serves."""
         self._require("wake_kv", "weights")
         if self.discarded:
             raise RolloutError(
-                "wake_kv before new weights: sleep(level=2) threw the old ones away; call "
+                "wake_kv before new weights: sleep(level=2) discarded the old ones; call "
                 "update_weights first"
             )
-        return Lifecycle("serving")
+        return SleepMode("serving")
 
-    def generate(self) -> Lifecycle:
+    def generate(self) -> SleepMode:
         """Decode."""
         self._require("generate", "serving")
         return self

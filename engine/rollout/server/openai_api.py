@@ -11,18 +11,18 @@ from typing import Any
 
 from engine.config.server import ServerConfig
 from engine.errors import RolloutError
+from engine.rollout.server.api import CompletionRequest, SampledCompletion, field, number
 from engine.rollout.server.client import Client, Refused
-from engine.rollout.server.wire import Drawn, Wanted, field, number
 
 _NAN = "float values are not JSON compliant"  # how vLLM fails on NaN log-probs
 _TOKEN = "token_id:"  # how vLLM names tokens under return_tokens_as_token_ids
 
 
-class OpenAIWire:
-    """Speaks to one server under one model name."""
+class OpenAIAPI:
+    """One server's completions endpoint, for one model name."""
 
     def __init__(self, client: Client, settings: ServerConfig) -> None:
-        self.most_per_request = settings.completions_per_request
+        self.max_per_request = settings.completions_per_request
         self._client, self._asked = client, settings.served_model
         self._name = settings.served_model
 
@@ -41,33 +41,33 @@ class OpenAIWire:
         longest = models[names.index(self._name)].get("max_model_len")
         return None if longest is None else int(longest)
 
-    async def sample(self, wanted: Wanted) -> list[Drawn]:
+    async def sample(self, request: CompletionRequest) -> list[SampledCompletion]:
         try:
-            answer = await self._client.post("/v1/completions", self._body(wanted))
+            answer = await self._client.post("/v1/completions", self._body(request))
         except Refused as refused:
             if _NAN not in refused.answer:
                 raise
-            return [Drawn([0], [math.nan], "NaN", 0)] * wanted.count
+            return [SampledCompletion([0], [math.nan], "NaN", 0)] * request.count
         choices = sorted(field(answer, "choices"), key=lambda choice: int(field(choice, "index")))
-        if len(choices) != wanted.count:
+        if len(choices) != request.count:
             raise RolloutError(
-                f"{self._client.url} gave {len(choices)} completions where {wanted.count} were "
+                f"{self._client.url} gave {len(choices)} completions where {request.count} were "
                 f"asked for; set rollout.server.completions_per_request=1"
             )
-        prefill = [_computed(answer.get("usage") or {}, len(wanted.prompt))]
+        prefill = [_computed(answer.get("usage") or {}, len(request.prompt))]
         prefill += [0] * (len(choices) - 1)
         return [_drawn(choice, count) for choice, count in zip(choices, prefill, strict=True)]
 
     def probe_prompt(self, vocabulary: int) -> list[int]:
         return [vocabulary * share // 8 for share in (1, 3, 5, 7)]
 
-    def _body(self, wanted: Wanted) -> dict[str, Any]:
-        params = wanted.params
+    def _body(self, request: CompletionRequest) -> dict[str, Any]:
+        params = request.params
         return {
             "model": self._name,
-            "prompt": [int(token) for token in wanted.prompt],
-            "n": wanted.count,
-            "max_tokens": wanted.max_new_tokens,
+            "prompt": [int(token) for token in request.prompt],
+            "n": request.count,
+            "max_tokens": request.max_new_tokens,
             "temperature": params.temperature,
             "top_k": params.top_k,
             "top_p": params.top_p,
@@ -75,7 +75,7 @@ class OpenAIWire:
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "seed": wanted.seed,
+            "seed": request.seed,
             "stop_token_ids": list(params.stop_token_ids),
             "ignore_eos": True,
             "logprobs": 0,
@@ -84,7 +84,7 @@ class OpenAIWire:
         }
 
 
-def _drawn(choice: Any, prefill_tokens: int) -> Drawn:
+def _drawn(choice: Any, prefill_tokens: int) -> SampledCompletion:
     log_probs = [number(value) for value in field(choice, "logprobs", "token_logprobs")]
     tokens = choice.get("token_ids")
     if tokens is None:
@@ -95,7 +95,7 @@ def _drawn(choice: Any, prefill_tokens: int) -> Drawn:
             f"server that gives one log-prob a token"
         )
     reason = str(choice.get("finish_reason"))
-    return Drawn([int(token) for token in tokens], log_probs, reason, prefill_tokens)
+    return SampledCompletion([int(token) for token in tokens], log_probs, reason, prefill_tokens)
 
 
 def _token_id(name: str) -> int:

@@ -19,7 +19,7 @@ from rollout_models import Subject, make_prompts, reference_log_probs, train
 from engine.errors import RolloutError
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.vllm import VllmEngine
-from engine.rollout.vllm.holders import WorkerHolder
+from engine.rollout.vllm.engine_weights import WorkerWeights
 
 NAME = "vllm-tp2"
 
@@ -59,7 +59,7 @@ def test_two_processes_of_its_own_and_no_named_memory(workers: Subject) -> None:
     engine.update_weights(workers.model, engine.policy_version + 1)
     assert not list(Path("/dev/shm").glob("hybridflyte-weights-*"))
     with pytest.raises(RolloutError, match="in its worker processes, where this one can't write"):
-        engine.storages()
+        engine.parameters()
 
 
 @pytest.mark.parametrize("bucket", [4096, 1 << 20])
@@ -67,10 +67,10 @@ def test_buckets_smaller_than_a_tensor_grow_and_small_ones_alternate(
     workers: Subject, bucket: int
 ) -> None:
     """The tiny model's largest matrix has 65,536 bytes, so both halves of the file are used."""
-    engine, holder = engine_of(workers), engine_of(workers)._holder
-    assert isinstance(holder, WorkerHolder)
-    channel = holder._channel
-    channel._mapping, channel._half = None, bucket
+    engine, weights = engine_of(workers), engine_of(workers)._weights
+    assert isinstance(weights, WorkerWeights)
+    channel = weights._channel
+    channel._buffer, channel._half = None, bucket
     for seed in (1, 2):
         train(workers.model, steps=1)
         engine.update_weights(workers.model, engine.policy_version + 1)

@@ -1,4 +1,4 @@
-"""What runs in vLLM's worker processes: taking weights from shared memory into the live model.
+"""What runs in vLLM's worker processes: loading weights from shared memory into the live model.
 
 vLLM imports this module in each worker process, before it makes the model, and adds the methods
 below to its worker. No method raises: of several workers' answers vLLM reads only those up to the
@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.rollout.vllm import adapters, kernels, process, shared_memory
-from engine.rollout.vllm.buckets import Mapping, Piece
-from engine.rollout.vllm.weights import Loading
+from engine.rollout.vllm import adapters, patches, process_state, shared_memory
+from engine.rollout.vllm.shared_memory import BucketEntry, SharedBuffer
+from engine.rollout.vllm.weight_sharing import WeightLoad
 
-if os.environ.get(process.WORKER_MARK):  # set for the workers alone, by `launch.py`
-    kernels.keep_weights_plain()
-    kernels.compile_nothing()
+if os.environ.get(process_state.WORKER_MARK):  # set for the workers alone, by `launch.py`
+    patches.keep_weights_unpacked()
+    patches.skip_compilation()
 
 
 def _answered(method: Callable[..., None]) -> Callable[..., str | None]:
@@ -41,36 +41,36 @@ def _answered(method: Callable[..., None]) -> Callable[..., str | None]:
 
 
 class WorkerExtension:
-    """Methods for `collective_rpc`, those of an update in order: begin, take …, finish."""
+    """Methods for `collective_rpc`, those of an update in order: begin, load …, finish."""
 
     model_runner: Any
-    _mapping: Mapping
-    _loading: Loading
+    _buffer: SharedBuffer
+    _loading: WeightLoad
     _adapter: dict[str, Tensor]
 
     @_answered
-    def forget_names(self) -> None:
-        """Leave no named shared memory."""
-        shared_memory.forget_group_names()
+    def unlink_names(self) -> None:
+        """Unlink vLLM's named shared memory."""
+        shared_memory.unlink_group_names()
 
     @_answered
     def weights_open(self, path: str, size: int) -> None:
         """Map the file that weights come in."""
-        self._mapping = Mapping(path, size)
+        self._buffer = SharedBuffer(path, size)
 
     @_answered
     def weights_begin(self) -> None:
         """Expect weights of the model."""
-        self._loading = Loading(self.model_runner.get_model())
+        self._loading = WeightLoad(self.model_runner.get_model())
 
     @_answered
-    def weights_take(self, pieces: list[Piece]) -> None:
-        """Load this rank's slices of the tensors in the file."""
-        self._loading.load(self._mapping.read(pieces))
+    def weights_load(self, entries: list[BucketEntry]) -> None:
+        """Load this rank's shards of the tensors in the file."""
+        self._loading.load(self._buffer.read(entries))
 
     @_answered
     def weights_finish(self, whole: bool) -> None:
-        """End the update; with `whole`, check that the model came whole."""
+        """End the update; with `whole`, check that no parameter is missing."""
         if whole:
             self._loading.check_whole()
 
@@ -80,12 +80,12 @@ class WorkerExtension:
         self._adapter = {}
 
     @_answered
-    def adapter_take(self, pieces: list[Piece]) -> None:
+    def adapter_load(self, entries: list[BucketEntry]) -> None:
         """Keep the tensors in the file."""
-        self._adapter |= {name: tensor.clone() for name, tensor in self._mapping.read(pieces)}
+        self._adapter |= {name: tensor.clone() for name, tensor in self._buffer.read(entries)}
 
     @_answered
     def adapter_finish(self, config: dict[str, Any]) -> None:
-        """Decode with the adapter that came."""
-        adapters.swap(self, self._adapter, config)
+        """Decode with the adapter that was sent."""
+        adapters.load_adapter(self, self._adapter, config)
         self._adapter = {}

@@ -1,7 +1,7 @@
-"""Keeping this process as it was while vLLM starts in it, and its children without our `__main__`.
+"""Restoring this process's state after vLLM has started in it; its children don't run `__main__`.
 
 vLLM in process replaces `torch.set_num_threads`, reseeds every global generator, writes environment
-variables that children would inherit, and logs freely. What is started is `launch.py`'s matter.
+variables that children would inherit, and logs thousands of lines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORKER_MARK = "HYBRIDFLYTE_VLLM_WORKER"  # set in vLLM's worker processes
 _WORKER_SETTINGS = {
     WORKER_MARK: "1",
     "VLLM_CONFIGURE_LOGGING": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",  # why a worker can't start is said there alone
+    "VLLM_LOGGING_LEVEL": "ERROR",  # only there a worker says why it can't start
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
 }
@@ -44,7 +44,7 @@ def set_for_workers(threads: int) -> None:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Put back environment, random states, threads, log levels and warning filters."""
+    """After the block restore environment, random states, threads, log levels and warnings."""
     environment = dict(os.environ)
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     device_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -71,8 +71,7 @@ def unchanged() -> Iterator[None]:
 def _silenced(name: str) -> Iterator[None]:
     """Let a library log nothing while it starts, and nothing short of critical from then on.
 
-    Its failures are raised as errors; what vLLM logs beside them runs to thousands of lines. A
-    level that the user has set is kept.
+    Its failures are raised as errors. A level that the user has set is kept.
     """
     logger = logging.getLogger(name)
     before = logger.level
@@ -85,10 +84,10 @@ def _silenced(name: str) -> Iterator[None]:
 
 @contextmanager
 def no_request_proxies() -> Iterator[None]:
-    """Hide modules that hold Flask's request proxies while vLLM starts.
+    """Hide modules that have Flask's request proxies while vLLM starts.
 
-    Its start looks into every object of every module, and such a proxy raises when it is looked at
-    outside a request. Flask comes with MLflow.
+    vLLM inspects every object of every module, and such a proxy raises outside a request. Flask
+    comes with MLflow.
     """
     hidden: dict[str, Any] = {}
     werkzeug = sys.modules.get("werkzeug.local")
@@ -104,8 +103,8 @@ def no_request_proxies() -> Iterator[None]:
 
 
 @contextmanager
-def quick_gc() -> Iterator[None]:
-    """Spare the collector the walks over vLLM's many imported objects."""
+def frozen_gc() -> Iterator[None]:
+    """No garbage collection, which would walk over vLLM's many imported objects."""
     enabled = gc.isenabled()
     gc.disable()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What the engine needs of a server's language; each language is a file of its own."""
+"""The API of a rollout server as the engine uses it; each kind of API is a file of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from engine.rollout.protocol import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Completions of one prompt that one request asks for."""
+class CompletionRequest:
+    """A request for completions of one prompt."""
 
     prompt: Sequence[int]  # token ids, e.g. [5, 6, 7]
     count: int  # completions, e.g. 8
@@ -22,8 +22,8 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """One completion as the server gave it."""
+class SampledCompletion:
+    """One completion as the server returned it."""
 
     token_ids: list[int]
     log_probs: list[float]  # one a token; NaN where the server had none to give
@@ -31,17 +31,17 @@ class Drawn:
     prefill_tokens: int  # prompt tokens that its request computed, counted on one of its rows
 
 
-class Wire(Protocol):
-    """A language: turns `Wanted` into requests and answers into `Drawn`."""
+class ServerAPI(Protocol):
+    """Sends a `CompletionRequest` and parses the answer into `SampledCompletion`s."""
 
-    most_per_request: int  # completions that one request can ask for
+    max_per_request: int  # completions that one request can ask for
 
     async def describe(self) -> int | None:
-        """Find the model; return its longest prompt plus completion, None if nothing says it."""
+        """Find the model; return its longest prompt plus completion, None if unknown."""
         ...
 
-    async def sample(self, wanted: Wanted) -> list[Drawn]:
-        """What the server draws, in the order of its own numbering; RolloutError if it can't."""
+    async def sample(self, request: CompletionRequest) -> list[SampledCompletion]:
+        """The server's samples, in the order of its own numbering; RolloutError if it can't."""
         ...
 
     def probe_prompt(self, vocabulary: int) -> list[int]:
@@ -64,8 +64,8 @@ def field(answer: Any, *path: str | int) -> Any:
     return value
 
 
-def check_known(tokens: Sequence[int], vocabulary: int) -> None:
-    """Raise RolloutError if a token that the server drew is none of the policy's."""
+def check_token_ids(tokens: Sequence[int], vocabulary: int) -> None:
+    """Raise RolloutError if a sampled token is outside the policy's vocabulary."""
     unknown = [token for token in tokens if not 0 <= token < vocabulary]
     if unknown:
         raise RolloutError(

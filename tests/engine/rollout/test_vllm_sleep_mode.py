@@ -15,7 +15,7 @@ from rollout_models import Subject, build, make_prompts, reference_log_probs, tr
 from engine.errors import RolloutError
 from engine.rollout.protocol import SamplingParams, check_version
 from engine.rollout.vllm import VllmEngine
-from engine.rollout.vllm.lifecycle import Lifecycle
+from engine.rollout.vllm.sleep_mode import SleepMode
 
 CALLS = ("sleep1", "sleep2", "wake_weights", "update", "wake_kv", "generate")
 # What may follow what, written out apart from the code: phase, whether weights are there → calls.
@@ -28,16 +28,16 @@ ALLOWED = {
 }
 
 
-def call(life: Lifecycle, name: str) -> Lifecycle:
+def call(life: SleepMode, name: str) -> SleepMode:
     if name.startswith("sleep"):
         return life.sleep(int(name[-1]))
-    after: Lifecycle = getattr(life, name)()
+    after: SleepMode = getattr(life, name)()
     return after
 
 
 @given(st.lists(st.sampled_from(CALLS), max_size=12))
 def test_only_one_order_is_allowed_and_an_error_changes_nothing(calls: list[str]) -> None:
-    life = Lifecycle()
+    life = SleepMode()
     for name in calls:
         if name in ALLOWED[life.phase, not life.discarded]:
             life = call(life, name)
@@ -49,17 +49,17 @@ def test_only_one_order_is_allowed_and_an_error_changes_nothing(calls: list[str]
 
 
 def test_each_wrong_call_names_the_next_right_one() -> None:
-    asleep = Lifecycle().sleep(2)
+    asleep = SleepMode().sleep(2)
     weights = asleep.wake_weights()
     for state, name, message in (
-        (Lifecycle(), "wake_weights", "wake_weights while serving: call sleep first"),
-        (Lifecycle(), "wake_kv", "wake_kv while serving: call sleep first"),
+        (SleepMode(), "wake_weights", "wake_weights while serving: call sleep first"),
+        (SleepMode(), "wake_kv", "wake_kv while serving: call sleep first"),
         (asleep, "generate", "generate while asleep: call wake_weights first"),
         (asleep, "update", "update of weights while asleep: call wake_weights first"),
         (asleep, "wake_kv", "wake_kv while asleep: call wake_weights first"),
         (weights, "generate", "generate while only weights are awake: call wake_kv first"),
         (weights, "wake_kv", r"sleep\(level=2\) threw the old ones away; call update_weights"),
-        (Lifecycle(), "sleep3", r"sleep\(level=3\) is unknown; use 1"),
+        (SleepMode(), "sleep3", r"sleep\(level=3\) is unknown; use 1"),
     ):
         with pytest.raises(RolloutError, match=message):
             call(state, name)
@@ -147,18 +147,18 @@ def test_writing_into_vllms_parameters_is_framed_by_begin_and_end(
 ) -> None:
     model, version = vllm_subject.model, engine.policy_version + 1
     with pytest.raises(RolloutError, match=r"without begin_update"):
-        engine.weights_written(version)
+        engine.finish_update(version)
     with pytest.raises(RolloutError, match="never fall"):
         engine.begin_update(version - 2)
     engine.begin_update(version)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for tensor in engine.storages().values():
+    for tensor in engine.parameters().values():
         tensor.mul_(1.01)
     for name, parameter in model.named_parameters():  # the trainer's are its own meanwhile
         assert torch.equal(parameter, before[name])
     with pytest.raises(RolloutError, match="did not finish"):
         engine.generate([[5]], SamplingParams())
-    engine.weights_written(version)
+    engine.finish_update(version)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.01)

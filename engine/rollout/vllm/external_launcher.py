@@ -1,8 +1,8 @@
-"""vLLM spread over the trainer's own ranks: each runs one slice of the model in its process.
+"""vLLM over the trainer's own ranks (its external launcher): each runs one shard of the model.
 
 Every rank of a group makes the same engine and gives it the same requests; schedules and draws are
-deterministic, so all get the same tokens. A rank that dies leaves its peers waiting in the
-model's sums: whoever runs the ranks must end the group then, as the controller does.
+deterministic, so all get the same tokens. A rank that dies leaves its peers waiting in a
+collective: the controller must then end the group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_ranks(groups: Sequence[Sequence[int]]) -> None:
     if there != count:
         raise ConfigError(
             f"rank_groups={[list(group) for group in groups]} are {count} ranks, the default "
-            f"process group has {there}; form it first (torch.distributed.init_process_group)"
+            f"process group has {there}; create it first (torch.distributed.init_process_group)"
         )
 
 
@@ -36,7 +36,7 @@ def launched_by_trainer(groups: Sequence[Sequence[int]]) -> Iterator[None]:
     """Let vLLM's external launcher find this process's rank, and make `groups` its own.
 
     vLLM takes adjacent ranks for a group, and torch sorts them, where a rank's place in its group
-    is which slice it holds. vLLM also names its shared memory after the launcher's address, which
+    is the index of its shard. vLLM also names its shared memory after the launcher's address, which
     is a constant: two jobs on a machine would share it.
     """
     from vllm.distributed import parallel_state
@@ -50,12 +50,12 @@ def launched_by_trainer(groups: Sequence[Sequence[int]]) -> Iterator[None]:
     arguments, form = executor._distributed_args, parallel_state.init_model_parallel_group
     new_group = dist.new_group
 
-    def form_in_order(group_ranks: list[list[int]], *rest: Any, **options: Any) -> Any:
+    def init_in_order(group_ranks: list[list[int]], *rest: Any, **options: Any) -> Any:
         return form([[order[at] for at in group] for group in group_ranks], *rest, **options)
 
     dist.new_group = partial(new_group, sort_ranks=False)
     executor._distributed_args = lambda _: (f"file:///{names[0]}", rank, _device_index(rank))
-    parallel_state.init_model_parallel_group = form_in_order
+    parallel_state.init_model_parallel_group = init_in_order
     try:
         yield
     finally:

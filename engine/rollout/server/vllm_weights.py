@@ -15,7 +15,7 @@ from torch import nn
 from engine.config.server import ServerConfig
 from engine.errors import RolloutError
 from engine.rollout.server.client import Client
-from engine.rollout.server.folder import TaggedFolders, Weights, find_tag
+from engine.rollout.server.weight_folders import WeightFolders, Weights, find_tag
 from engine.rollout.server.weights import register_hook
 
 EXTENSION = "engine.rollout.server.vllm_worker.WeightReceiver"
@@ -34,7 +34,7 @@ class VllmHook:
     def __init__(self, client: Client, settings: ServerConfig) -> None:
         self.tag: str | None = None
         self._client = client
-        self._folders = TaggedFolders(settings.weights_dir)
+        self._folders = WeightFolders(settings.weights_dir)
 
     def check(self) -> None:
         self._client.run(self._check, "asking for its weights")

@@ -93,21 +93,21 @@ def serve(family: str, parallel: dict[str, int], tp: int, reverse: bool = False)
             wanted = swapped(wanted)
         resharding = plan_reshard(source, wanted)
         source = local_tensors(sharded.module, rename=sharded.full_name)
-        exchange = Exchange(resharding.for_rank(rank), source, engine.storages())
-        pointers = [tensor.data_ptr() for tensor in engine.storages().values()]
+        exchange = Exchange(resharding.for_rank(rank), source, engine.parameters())
+        pointers = [tensor.data_ptr() for tensor in engine.parameters().values()]
         for version in (1, 2):
             change(sharded.module)
             change(whole)
             engine.begin_update(version)
             _refused(engine, result)
             result["received"].append(exchange.run().received)
-            engine.weights_written(version)
+            engine.finish_update(version)
             done = engine.generate(PROMPTS, PARAMS)
             result["errors"].append(errors(whole, done))
             assert {c.policy_version for c in done} == {version}
         result["tokens"] = [c.token_ids for c in done]
         result["planned"] = int(resharding.received[rank])
-        assert pointers == [tensor.data_ptr() for tensor in engine.storages().values()]
+        assert pointers == [tensor.data_ptr() for tensor in engine.parameters().values()]
     finally:
         engine.close()
     assert dist.is_initialized(), "the trainer's process group outlives vLLM"

@@ -1,8 +1,7 @@
-"""Reading a trainer's weights as whole plain tensors, by the names of a model without adapters.
+"""A trainer's weights as whole plain tensors, by the names of a model without adapters.
 
-A sharded parameter is gathered when its turn comes, so only one is whole at a time. An adapted
-matrix is given with its adapter merged in: W + α/r · B·A (Hu et al., arXiv:2106.09685). Nothing
-here knows vLLM.
+Sharded parameters are gathered one at a time. An adapted matrix comes with its adapter merged in:
+W + α/r · B·A (Hu et al., arXiv:2106.09685).
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def adapter_config(model: nn.Module) -> dict[str, Any]:
 
 
 def _dense(module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
-    """The tensor that `module` computes with: packed matrices say how they are made dense."""
+    """The tensor that `module` computes with; packed matrices have a method `dense`."""
     unpack = getattr(module, "dense", None)
     if callable(unpack) and name.endswith(".weight"):
         dense: Tensor = unpack()
@@ -99,6 +98,6 @@ def _dense(module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Gather a tensor that is spread over ranks (all of them must call); others as they are."""
+    """Gather a sharded tensor (all its ranks must call); others are returned as they are."""
     gather = getattr(tensor, "full_tensor", None)
     return gather() if gather is not None else tensor

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 from engine.config.server import ServerConfig
 from engine.errors import ConfigError, RolloutError
+from engine.rollout.server.api import CompletionRequest, SampledCompletion, field, number
 from engine.rollout.server.client import Client, Refused
-from engine.rollout.server.wire import Drawn, Wanted, field, number
 from engine.storage.hub import split_revision
 
 _REMEMBERED = 4096  # prompts whose text is kept; the completions of a group share one
@@ -25,10 +25,10 @@ _NAN = re.compile(r"\bnan\b", re.IGNORECASE)  # PyTorch's words when it can't dr
 _PROBE = "The answer is"
 
 
-class TGIWire:
-    """Speaks to one TGI server. `policy` is the trainer's model folder, for its tokenizer."""
+class TGIAPI:
+    """One TGI server. `policy` is the trainer's model folder, for its tokenizer."""
 
-    most_per_request = 1
+    max_per_request = 1
 
     def __init__(self, client: Client, settings: ServerConfig, policy: str) -> None:
         self._client = client
@@ -49,21 +49,21 @@ class TGIWire:
         longest = info.get("max_total_tokens")
         return None if longest is None else int(longest)
 
-    async def sample(self, wanted: Wanted) -> list[Drawn]:
-        body = {"inputs": await self._text(wanted.prompt), "parameters": _parameters(wanted)}
+    async def sample(self, request: CompletionRequest) -> list[SampledCompletion]:
+        body = {"inputs": await self._text(request.prompt), "parameters": _parameters(request)}
         try:
             details = field(await self._client.post("/generate", body), "details")
         except Refused as refused:
             if not _NAN.search(refused.answer):
                 raise
-            return [Drawn([0], [math.nan], "NaN", 0)]
+            return [SampledCompletion([0], [math.nan], "NaN", 0)]
         tokens = field(details, "tokens")
         return [
-            Drawn(
+            SampledCompletion(
                 [int(field(token, "id")) for token in tokens],
                 [number(field(token, "logprob")) for token in tokens],
                 str(field(details, "finish_reason")),
-                len(wanted.prompt),
+                len(request.prompt),
             )
         ]
 
@@ -96,17 +96,17 @@ class TGIWire:
         return [int(field(token, "id")) for token in answer]
 
 
-def _parameters(wanted: Wanted) -> dict[str, Any]:
+def _parameters(request: CompletionRequest) -> dict[str, Any]:
     """TGI's names and ranges: what is off is null, and a seed is above 0."""
-    params = wanted.params
+    params = request.params
     drawn = params.temperature > 0
     return {
         "details": True,
         "return_full_text": False,
-        "max_new_tokens": wanted.max_new_tokens,
+        "max_new_tokens": request.max_new_tokens,
         "do_sample": drawn,
         "temperature": params.temperature if drawn else None,
         "top_k": params.top_k if drawn and params.top_k else None,
         "top_p": params.top_p if drawn and params.top_p < 1 else None,
-        "seed": wanted.seed or 1,
+        "seed": request.seed or 1,
     }

@@ -1,7 +1,7 @@
-"""vLLM's worker processes seen from the trainer's: sending weights, and noticing deaths.
+"""The trainer's side of vLLM's worker processes: sending weights, and monitoring for deaths.
 
-Weights travel whole tensor by whole tensor in two halves of one mapped file: one is filled while
-the workers load from the other. The other end is `worker.py`.
+Whole tensors are sent in two halves of one mapped file: one is filled while the workers load from
+the other. The workers' side is `worker_extension.py`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 
 from engine.errors import RolloutError
 from engine.rollout.vllm import shared_memory
-from engine.rollout.vllm.buckets import Mapping, Piece, place
+from engine.rollout.vllm.shared_memory import BucketEntry, SharedBuffer, bucket_entry
 
 _END_S = 10.0  # for a killed process to be gone
 _DEADLINE_S = 120.0  # for one bucket, by all workers
 
 
 class WorkerDied(RolloutError):
-    """A worker process is gone, or gave no answer; the engine is of no use any more."""
+    """A worker process died or gave no answer; the engine can't be used any more."""
 
 
-class Watch:
+class WorkerMonitor:
     """Ends all worker processes when one dies: its peers would wait for it in a collective."""
 
     def __init__(self, executor: Any) -> None:
@@ -45,7 +45,7 @@ class Watch:
         return [process.pid for process in self._processes]
 
     def end(self) -> None:
-        """End the workers. They hold nothing that their own way out would save, and it is slow."""
+        """Kill the workers: a clean exit is slow and saves nothing."""
         self._closing.set()
         self._executor.shutting_down = True  # so that vLLM takes it for no failure
         for handle in self._executor.workers:
@@ -85,51 +85,53 @@ def _ending(code: int | None) -> str:
     return f"exited with code {code}"
 
 
-class Channel:
-    """The way of tensors to all workers of one engine."""
+class WeightChannel:
+    """Sends tensors to all workers of one engine."""
 
-    def __init__(self, executor: Any, watch: Watch, bucket_bytes: int, dtype: torch.dtype) -> None:
-        self._executor, self._watch, self._dtype = executor, watch, dtype
+    def __init__(
+        self, executor: Any, monitor: WorkerMonitor, bucket_bytes: int, dtype: torch.dtype
+    ) -> None:
+        self._executor, self._monitor, self._dtype = executor, monitor, dtype
         self._half = bucket_bytes
-        self._mapping: Mapping | None = None
+        self._buffer: SharedBuffer | None = None
 
-    def forget_names(self) -> None:
-        """Take away the names of vLLM's shared memory, which a killed process would leave."""
+    def unlink_names(self) -> None:
+        """Unlink vLLM's shared memory, which a killed process would leave behind."""
         for queue in (self._executor.rpc_broadcast_mq, *self._executor.response_mqs):
-            shared_memory.forget_queue_name(queue)
-        self._call("forget_names")
+            shared_memory.unlink_queue_name(queue)
+        self._call("unlink_names")
 
     def send(self, kind: str, named: Iterable[tuple[str, Tensor]], *finish: Any) -> None:
-        """Send tensors; the workers' `<kind>_begin`, `_take` and `_finish` get them.
+        """Send tensors; the workers' `<kind>_begin`, `_load` and `_finish` get them.
 
-        Raises WorkerDied if a worker is lost, RolloutError with the first worker's words if one
-        can't take them.
+        Raises WorkerDied if a worker is lost, RolloutError with the first worker's error if one
+        can't load them.
         """
         self._open(self._half)
         self._call(f"{kind}_begin")
-        sender = _Sender(self, f"{kind}_take")
+        sender = _Sender(self, f"{kind}_load")
         for name, tensor in named:
             sender.add(name, tensor)
         sender.flush()
         self._call(f"{kind}_finish", *finish)
 
-    def _open(self, half: int) -> Mapping:
-        if self._mapping is None or half > self._half:
-            mapping = Mapping.create(2 * half)
+    def _open(self, half: int) -> SharedBuffer:
+        if self._buffer is None or half > self._half:
+            mapping = SharedBuffer.create(2 * half)
             try:
                 self._call("weights_open", mapping.path, mapping.size)
             finally:
                 mapping.unlink()
-            self._mapping, self._half = mapping, half
-        return self._mapping
+            self._buffer, self._half = mapping, half
+        return self._buffer
 
     def _call(self, method: str, *arguments: Any) -> None:
         self.result(self.start(method, *arguments))
 
     def start(self, method: str, *arguments: Any) -> Callable[[], list[str | None]]:
-        """Begin a call of all workers; what is returned waits for their answers."""
-        if self._watch.cause is not None:
-            raise WorkerDied(self._watch.cause)
+        """Call all workers; the function returned waits for their answers."""
+        if self._monitor.cause is not None:
+            raise WorkerDied(self._monitor.cause)
         future: Future[list[str | None]] = self._guarded(
             lambda: self._executor.collective_rpc(
                 method, timeout=_DEADLINE_S, args=arguments, non_block=True
@@ -138,6 +140,7 @@ class Channel:
         return lambda: self._guarded(future.result)
 
     def result(self, answers: Callable[[], list[str | None]]) -> None:
+        """Wait for `answers`; raises RolloutError for the first that is an error."""
         for rank, error in enumerate(answers()):
             if error is not None:
                 raise RolloutError(f"vLLM's worker {rank} failed: {error}")
@@ -146,45 +149,45 @@ class Channel:
         try:
             return call()
         except TimeoutError as error:  # a late answer would be taken for the next call's
-            self._watch.kill(f"a worker gave no answer within {_DEADLINE_S:g} s")
-            raise WorkerDied(str(self._watch.cause)) from error
+            self._monitor.kill(f"a worker gave no answer within {_DEADLINE_S:g} s")
+            raise WorkerDied(str(self._monitor.cause)) from error
         except Exception as error:
-            cause = self._watch.died()
+            cause = self._monitor.died()
             raise WorkerDied(cause or f"vLLM's workers can't be reached: {error}") from error
 
 
 class _Sender:
     """Fills one half of the file while the workers read the other."""
 
-    def __init__(self, channel: Channel, method: str) -> None:
+    def __init__(self, channel: WeightChannel, method: str) -> None:
         self._channel, self._method = channel, method
-        self._pieces: list[Piece] = []
+        self._entries: list[BucketEntry] = []
         self._side, self._at = 0, 0
         self._reading: Callable[[], list[str | None]] | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
         channel = self._channel
-        assert channel._mapping is not None
-        piece = place(name, tensor, channel._dtype, self._at)
-        if piece.start + piece.nbytes > (self._side + 1) * channel._half:
+        assert channel._buffer is not None
+        entry = bucket_entry(name, tensor, channel._dtype, self._at)
+        if entry.start + entry.nbytes > (self._side + 1) * channel._half:
             self.flush(last=False)
-            piece = place(name, tensor, channel._dtype, self._at)
-            if piece.nbytes > channel._half:
+            entry = bucket_entry(name, tensor, channel._dtype, self._at)
+            if entry.nbytes > channel._half:
                 self._finish_reading()
-                channel._open(-(-piece.nbytes // 4096) * 4096)
+                channel._open(-(-entry.nbytes // 4096) * 4096)
                 self._side = self._at = 0
-                piece = place(name, tensor, channel._dtype, 0)
-        channel._mapping.write(piece, tensor)
-        self._pieces.append(piece)
-        self._at = piece.start + piece.nbytes
+                entry = bucket_entry(name, tensor, channel._dtype, 0)
+        channel._buffer.write(entry, tensor)
+        self._entries.append(entry)
+        self._at = entry.start + entry.nbytes
 
     def flush(self, last: bool = True) -> None:
-        """Hand over what was written; with `last`, wait until all is read."""
-        if self._pieces:
+        """Have the workers read what was written; with `last`, wait until they have."""
+        if self._entries:
             self._finish_reading()  # then that half may be written
-            self._reading = self._channel.start(self._method, self._pieces)
+            self._reading = self._channel.start(self._method, self._entries)
             self._side = 1 - self._side
-            self._at, self._pieces = self._side * self._channel._half, []
+            self._at, self._entries = self._side * self._channel._half, []
         if last:
             self._finish_reading()
 

@@ -1,7 +1,4 @@
-"""Requests through a vLLM engine: submitted with seeds of their own, stepped to the end, read.
-
-Weights and the engine's life are not known here.
-"""
+"""Requests of a vLLM engine: one a completion, each with its own seed, stepped until all end."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from engine.rollout.requests import RolloutStats
 from engine.rollout.sampling import noise_keys
 
 
-class DecodingFailed(RolloutError):
-    """vLLM itself failed; what state it is in nobody knows."""
+class VllmFailed(RolloutError):
+    """vLLM itself failed; its state is unknown."""
 
 
-class Decoder:
-    """Decodes requests on one `vllm.LLM`; `lora_request` rides on each, if any."""
+class LLMRequests:
+    """Requests of one `vllm.LLM`; each is sent with `lora_request`, if any."""
 
     def __init__(self, llm: Any, max_model_len: int, seed: int, lora_request: Any = None) -> None:
         self._llm, self._lora_request = llm, lora_request
@@ -79,7 +76,7 @@ class Decoder:
     ) -> dict[str, Any]:
         """Step the engine until all requests in `waiting` are done; return their outputs by id.
 
-        Raises DecodingFailed if it can't go on.
+        Raises VllmFailed if it can't go on.
         """
         done: dict[str, Any] = {}
         while len(done) < len(waiting):
@@ -89,26 +86,26 @@ class Decoder:
             if finished and on_progress is not None:
                 on_progress(len(done))
             if len(done) < len(waiting) and not self._llm.llm_engine.has_unfinished_requests():
-                raise DecodingFailed(f"{len(waiting) - len(done)} requests were left unanswered")
+                raise VllmFailed(f"{len(waiting) - len(done)} requests were left unanswered")
         return done
 
     def _step(self) -> list[Any]:
         try:
             outputs: list[Any] = self._llm.llm_engine.step()
         except Exception as error:
-            raise DecodingFailed(str(error)) from error
+            raise VllmFailed(str(error)) from error
         return outputs
 
     def abort(self, ids: list[str]) -> None:
-        """Leave none of these requests behind."""
+        """Abort these requests in vLLM."""
         self._llm.llm_engine.abort_request(ids)
 
     def completion(self, index: int, output: Any, version: int, stats: RolloutStats) -> Completion:
-        """The completion of prompt `index`; RolloutError for NaN logits and unasked-for ends."""
+        """The completion of prompt `index`; RolloutError for NaN logits or an abnormal end."""
         answer = output.outputs[0]
         tokens, log_probs = list(answer.token_ids), list(answer.logprobs.logprobs)
         if any(map(math.isnan, log_probs)):
-            # Left in a cache block, a NaN would outlast its request: 0 times NaN is NaN.
+            # A NaN left in a cache block would outlast its request: 0 times NaN is NaN.
             self._llm.collective_rpc(_clear_kv_cache)
             raise RolloutError(
                 f"the model gave NaN logits for a completion of prompt {index}; its weights have "
@@ -118,7 +115,7 @@ class Decoder:
             raise RolloutError(
                 f"vLLM ended a completion of prompt {index} with finish_reason="
                 f"{answer.finish_reason!r}, {len(tokens)} tokens and {len(log_probs)} log-probs; "
-                f"create the engine anew"
+                f"create a new engine"
             )
         stats.generated_tokens += len(tokens)
         stats.prefill_tokens += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
