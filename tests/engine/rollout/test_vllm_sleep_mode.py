@@ -58,7 +58,7 @@ def test_each_wrong_call_names_the_next_right_one() -> None:
         (asleep, "update", "update of weights while asleep: call wake_weights first"),
         (asleep, "wake_kv", "wake_kv while asleep: call wake_weights first"),
         (weights, "generate", "generate while only weights are awake: call wake_kv first"),
-        (weights, "wake_kv", r"sleep\(level=2\) threw the old ones away; call update_weights"),
+        (weights, "wake_kv", r"sleep\(level=2\) discarded the old ones; call update_weights"),
         (SleepMode(), "sleep3", r"sleep\(level=3\) is unknown; use 1"),
     ):
         with pytest.raises(RolloutError, match=message):
