@@ -4,7 +4,7 @@ The order of passes and messages is torch.distributed.pipelining's: 1F1B (Naraya
 arXiv:1806.03377; it keeps at most as many micro-batches' activations as there are stages), or GPipe
 for fewer micro-batches than stages. Each micro-batch travels in its own shape: nothing is padded to
 the widest, and a buffer lives only while its micro-batch is on this stage. Which layers a stage has
-is `stages`' matter; what is computed from the last one's output is the caller's.
+is in `pipeline_stages`; the caller computes the loss from the last one's output.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from engine.errors import WorkerError
 from engine.parallel.fsdp import reshard
 from engine.parallel.process_groups import Ranks
 
-Read = Callable[[int, Tensor], Tensor | None]
+OnHidden = Callable[[int, Tensor], Tensor | None]
 
 
 class Pipeline:
-    """The stage of this rank, connected to those before and after it.
+    """This rank's stage, connected to those before and after it.
 
     `stage(ids [b, L])` on the first rank of the axis `pp`, `stage(hidden [b, L, hidden_size])` on
     the others, gives hidden states [b, L, hidden_size] of `dtype` (the last stage's may be of any).
@@ -42,12 +42,12 @@ class Pipeline:
         self._stage, self._ranks = stage, ranks
         self._like = torch.empty(0, 0, hidden_size, dtype=dtype, device="meta")
         self._device = device
-        self._passages: dict[tuple[int, bool], _Passage] = {}
+        self._scheduled: dict[tuple[int, bool], _ScheduledStage] = {}
 
     def run(
         self,
         inputs: Sequence[Tensor],
-        read: Read,
+        read: OnHidden,
         *,
         backward: bool,
         positions: Sequence[Tensor] | None = None,
@@ -70,11 +70,13 @@ class Pipeline:
         if not inputs:
             return
         key = len(inputs), backward
-        passage = self._passages.pop(key, None)
+        scheduled = self._scheduled.pop(key, None)
         try:
-            passage = passage or _Passage(self._stage, self._ranks, self._like, self._device, *key)
+            if scheduled is None:
+                parts = self._stage, self._ranks, self._like, self._device
+                scheduled = _ScheduledStage(*parts, *key)
             with torch.set_grad_enabled(backward):
-                passage.run(inputs, read, positions)
+                scheduled.run(inputs, read, positions)
         except Exception as error:
             cause = _cause(error)
             index, stages = self._ranks.index("pp"), self._ranks.size("pp")
@@ -84,14 +86,15 @@ class Pipeline:
             ) from cause
         if not backward:
             reshard(self._stage)  # gathered weights would outlive the next update
-        self._passages[key] = passage
+        self._scheduled[key] = scheduled
 
 
-class _Passage(PipelineStage):
-    """This rank's stage on the way of so many micro-batches, with a schedule for them.
+class _ScheduledStage(PipelineStage):
+    """This rank's stage, with a schedule for so many micro-batches.
 
-    The library is told of empty messages, so it agrees on shapes once and for all; a message's
-    real buffer is made when it is about to be received, and given up when it has been used.
+    torch is given empty messages, whose shapes never change; a message's real buffer is allocated
+    when it is about to be received, and freed after use. Methods of torch that this overrides are
+    checked by tests/engine/parallel/test_torch_internals.py.
     """
 
     def __init__(
@@ -117,12 +120,14 @@ class _Passage(PipelineStage):
         self._like, self._count = like, count
         self._inputs: Sequence[Tensor] = ()
         self._positions: Sequence[Tensor] | None = None
-        self._read: Read = _nothing
+        self._read: OnHidden = _nothing
         kind = Schedule1F1B if count >= self.num_stages else ScheduleGPipe
         self._schedule = kind(self, count, self._loss if backward else None, scale_grads=False)
 
-    def run(self, inputs: Sequence[Tensor], read: Read, positions: Sequence[Tensor] | None) -> None:
-        """One passage of all micro-batches; see `Pipeline.run`."""
+    def run(
+        self, inputs: Sequence[Tensor], read: OnHidden, positions: Sequence[Tensor] | None
+    ) -> None:
+        """Run all micro-batches; see `Pipeline.run`."""
         self._inputs, self._read, self._positions = inputs, read, positions
         self._schedule.step(target=torch.arange(self._count), return_outputs=False)
         self.clear_runtime_states()

@@ -1,8 +1,8 @@
-"""Pipeline stages: which layers each has, and the module that holds them.
+"""Pipeline stages: which layers each has, and the module that has them.
 
-A stage is cut out of a whole model; its parameters keep the names they have there. A matrix that
-is both embedding and head is in the first stage and in the last: here the two copies' gradients are
-made one. Passing micro-batches from stage to stage is `pipeline`'s matter.
+A stage is extracted from a full model; its parameters keep their names. A matrix that is both
+embedding and head is in the first stage and in the last: `sum_tied_gradients` adds their gradients.
+Micro-batches are passed from stage to stage in `pipeline_schedule`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # one decoder: same parts, s
 
 
 def split_layers(layers: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Deal `layers` to `stages` in order, so that the heaviest stage is as light as can be.
+    """Deal `layers` to `stages` in order, to minimise the heaviest stage.
 
     `first` and `last` are what the end stages carry besides, in layers' worth. Each stage gets one
     layer at least. Raises ConfigError when there are too few.
@@ -139,9 +139,9 @@ class Stage(nn.Module, PeftAdapterMixin):
 
 
 def extract_stage(model: nn.Module, stage: int, stages: int) -> Stage:
-    """Cut one stage out of a whole causal language model, or critic of a `backbone` and a `head`.
+    """Extract one stage of a full causal language model, or critic of a `backbone` and a `head`.
 
-    The stage has the model's own modules: let go of `model` and what is of other stages is freed.
+    The stage shares the model's modules: drop `model` to free those of other stages.
     Where embedding and head are tied, first and last stage each have the matrix, under the
     embedding's and the head's name. Raises ConfigError for a family other than Llama, Mistral,
     Qwen2 and Qwen3.
@@ -152,7 +152,7 @@ def extract_stage(model: nn.Module, stage: int, stages: int) -> Stage:
     if config.model_type not in _FAMILIES:
         raise ConfigError(
             f"a model of type {config.model_type!r} can't be cut into pp={stages} stages, only "
-            f"{', '.join(_FAMILIES)} can; set pp to 1 and spread it by fsdp"
+            f"{', '.join(_FAMILIES)} can; set pp to 1 and shard it by fsdp"
         )
     layers = layers_by_stage(ModelShape.of(config), stages)[stage]
     names = ("backbone", "head") if critic else ("model", "lm_head")
@@ -230,13 +230,13 @@ def sum_tied_gradients(stage: Stage, ranks: Ranks) -> None:
 
 
 def _require_alike(gradient: Tensor, local: Tensor, name: str, ranks: Ranks) -> None:
-    """Raise WorkerError unless the other copy is spread over its ranks as this one is."""
+    """Raise WorkerError unless the other copy is sharded as this one is."""
     placements = gradient.placements if isinstance(gradient, DTensor) else ()
-    spread = f"{tuple(gradient.shape)} as {placements}, here {tuple(local.shape)} {local.dtype}"
-    mark = torch.tensor([zlib.crc32(spread.encode())], device=local.device)
+    placed = f"{tuple(gradient.shape)} as {placements}, here {tuple(local.shape)} {local.dtype}"
+    mark = torch.tensor([zlib.crc32(placed.encode())], device=local.device)
     if int(_swap(mark, ranks)) != int(mark):
         raise WorkerError(
-            f"the gradient of {name!r}, tied to a matrix in another stage, is {spread}, and its "
+            f"the gradient of {name!r}, tied to a matrix in another stage, is {placed}, and its "
             "counterpart is not; shard embedding and head alike, or untie them"
         )
 

@@ -39,10 +39,10 @@ def apply_ulysses(model: nn.Module, ranks: Ranks) -> None:
 
     It is a language model, a critic, or a pipeline stage of either, with their `config`. From then
     on the model takes what `split_tokens` gives. Call it before or after sharding, and after the
-    heads are spread over `tp`; other models of this process stay as they are, those that share a
+    heads are sharded over `tp`; other models of this process stay as they are, those that share a
     configuration with this one too. One `sp` rank: nothing happens.
 
-    Raises ConfigError for a model whose attention can't be spread over these ranks.
+    Raises ConfigError for a model whose attention can't be shared by these ranks.
     """
     group = ranks.group("sp")
     if group is None:

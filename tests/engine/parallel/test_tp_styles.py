@@ -1,7 +1,8 @@
-"""Modules with a share of a matrix, and what moves between them, on real gloo ranks."""
+"""Styles of sharded modules, and what ranks communicate between them, on real gloo ranks."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,19 +10,18 @@ import torch
 from gloo_ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from engine.parallel.tp_modules import (
+from engine.parallel.tp_styles import (
     TOKENS,
-    LocalCompute,
-    RowLinear,
-    VocabularyEmbedding,
-    compute_locally,
-    distribute,
-    enter,
+    Replicated,
+    RowParallel,
+    VocabularyParallel,
+    copy_to_ranks,
     gather_tokens,
-    move,
     pad_tokens,
+    redistribute,
 )
 
 
@@ -35,13 +35,20 @@ def two_ranks() -> tuple[DeviceMesh, int]:
     return mesh, mesh.get_local_rank()
 
 
+def sharded(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> Any:
+    """A copy of `module` in this style, of the same class."""
+    found = parallelize_module(copy.deepcopy(module), mesh, style, src_data_rank=None)
+    assert type(found) is type(module)
+    return found
+
+
 def moved() -> None:
     """Values and gradients of every way of moving activations."""
     mesh, rank = two_ranks()
     tokens = draw(2, 6, 3)
     mine = tokens[:, 3 * rank : 3 * rank + 3].clone().requires_grad_()
     weights = draw(2, 6, 3, seed=1)
-    (move(mine, mesh, TOKENS, Replicate()) * weights).sum().backward()
+    (redistribute(mine, mesh, TOKENS, Replicate()) * weights).sum().backward()
     assert mine.grad is not None
     torch.testing.assert_close(mine.grad, weights[:, 3 * rank : 3 * rank + 3])
 
@@ -52,17 +59,17 @@ def moved() -> None:
     torch.testing.assert_close(mine.grad, torch.full((2, 3, 3), 11.0))
 
     same = tokens.clone().requires_grad_()
-    (enter(same, mesh) * (1 + 9 * rank)).sum().backward()
+    (copy_to_ranks(same, mesh) * (1 + 9 * rank)).sum().backward()
     torch.testing.assert_close(same.grad, torch.full((2, 6, 3), 11.0))
 
     term = (tokens * (1 + rank)).requires_grad_()
-    total = move(term, mesh, Partial(), Replicate())
+    total = redistribute(term, mesh, Partial(), Replicate())
     torch.testing.assert_close(total, 3 * tokens)
     (total * weights).sum().backward()
     torch.testing.assert_close(term.grad, weights)
 
     term = (tokens * (1 + rank)).requires_grad_()
-    share = move(term, mesh, Partial(), TOKENS)
+    share = redistribute(term, mesh, Partial(), TOKENS)
     torch.testing.assert_close(share, 3 * tokens[:, 3 * rank : 3 * rank + 3])
     (share * weights[:, 3 * rank : 3 * rank + 3]).sum().backward()
     torch.testing.assert_close(term.grad, weights)
@@ -86,8 +93,8 @@ def test_padding_until_ranks_divide_the_tokens() -> None:
     assert run_ranks(2, padded) == [[(2, 6, 3)]] * 2
 
 
-def row_linear(over_tokens: bool, bias: bool) -> None:
-    """Against the whole module: 5 tokens, so that one rank's share is padded."""
+def row_linear(shard_tokens: bool, bias: bool) -> None:
+    """Against the whole module: 5 tokens, so that one rank's shard is padded."""
     mesh, rank = two_ranks()
     whole: Any = nn.Linear(6, 4, bias=bias)
     whole.weight.data = draw(4, 6, seed=2)
@@ -96,18 +103,13 @@ def row_linear(over_tokens: bool, bias: bool) -> None:
     x, weights = draw(2, 5, 6).requires_grad_(), draw(2, 5, 4, seed=1)
     expected = whole(x)
     (expected * weights).sum().backward()
-    split: Any = nn.Linear(6, 4, bias=bias)
-    split.weight = distribute(whole.weight, mesh, Shard(1))
-    if bias:
-        split.bias = distribute(whole.bias, mesh, Replicate())
-    split.__class__ = RowLinear
-    split.over_tokens = over_tokens
+    split = sharded(whole, mesh, RowParallel(shard_tokens))
     columns = slice(3 * rank, 3 * rank + 3)
     mine = x.detach()[..., columns].clone().requires_grad_()
     got = split(mine)
-    if over_tokens:
+    if shard_tokens:
         assert got.shape == (2, 3, 4)
-        got = move(got, mesh, TOKENS, Replicate())[:, :5]
+        got = redistribute(got, mesh, TOKENS, Replicate())[:, :5]
     torch.testing.assert_close(got, expected)
     (got * weights).sum().backward()
     assert x.grad is not None
@@ -117,10 +119,10 @@ def row_linear(over_tokens: bool, bias: bool) -> None:
         torch.testing.assert_close(split.bias.grad.full_tensor(), whole.bias.grad)
 
 
-@pytest.mark.parametrize("over_tokens", [True, False])
+@pytest.mark.parametrize("shard_tokens", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_matrix_split_by_columns(over_tokens: bool, bias: bool) -> None:
-    run_ranks(2, row_linear, over_tokens, bias)
+def test_a_matrix_split_by_columns(shard_tokens: bool, bias: bool) -> None:
+    run_ranks(2, row_linear, shard_tokens, bias)
 
 
 def embedding(padding: int | None) -> None:
@@ -131,9 +133,7 @@ def embedding(padding: int | None) -> None:
     ids = torch.tensor([[0, 6, 3, 4], [5, 5, 1, 3]])
     weights = draw(2, 4, 3, seed=1)
     (whole(ids) * weights).sum().backward()
-    split: Any = nn.Embedding(7, 3, padding_idx=padding)
-    split.weight = distribute(whole.weight, mesh, Shard(0))
-    split.__class__ = VocabularyEmbedding
+    split = sharded(whole, mesh, VocabularyParallel())
     got = split(ids)
     torch.testing.assert_close(got, whole(ids))
     (got * weights).sum().backward()
@@ -149,14 +149,10 @@ def test_a_table_split_by_rows(padding: int | None) -> None:
 def local_norm(sum_gradients: bool) -> None:
     """A norm whose ranks see different tokens, or the same ones."""
     mesh, rank = two_ranks()
-    whole, split = nn.LayerNorm(3), nn.LayerNorm(3)
+    whole = nn.LayerNorm(3)
+    split = sharded(whole, mesh, Replicated(sum_gradients))
     x = draw(2, 4, 3)
     whole(x).square().sum().backward()
-    for name in ("weight", "bias"):
-        split._parameters[name] = distribute(getattr(split, name), mesh, Replicate())
-    compute_locally(split, sum_gradients)
-    assert isinstance(split, nn.LayerNorm)
-    assert isinstance(split, LocalCompute)
     split(x[rank : rank + 1] if sum_gradients else x).square().sum().backward()
     for name in ("weight", "bias"):
         gradient = getattr(split, name).grad

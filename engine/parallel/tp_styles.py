@@ -1,0 +1,219 @@
+"""Tensor parallel styles: how a module's parameters are sharded, and what its forward pass does.
+
+Parameters become DTensors, so that FSDP, checkpoints and optimizers know their full shape. The
+forward pass computes on local tensors (`module.forward` is replaced, the class stays), and
+DTensor's redistribution does the communication, in the forward and in the backward pass. torch's
+own styles need vocabularies and sequences that the ranks divide; these don't. Which module gets
+which style is in `tensor_parallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn import functional as F
+
+from engine.parallel.vocab_parallel import vocabulary_bounds
+
+TOKENS = Shard(1)  # of activations [B, L, H]
+
+
+def redistribute(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
+    """Local part of a tensor placed as `source` → its local part when placed as `target`.
+
+    The backward pass moves gradients the other way: each term of a sum gets the full gradient, and
+    the gradient of a `Replicate()` target must be the same on every rank.
+    """
+    return DTensor.from_local(x, mesh, [source]).redistribute(placements=[target]).to_local()
+
+
+def copy_to_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A replicated tensor, for computation that differs by rank: backward sums its gradients."""
+    return DTensor.from_local(x, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def gather_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Token shards `[B, L/tp, H]` → `[B, L, H]`, for computation that differs by rank."""
+    full = DTensor.from_local(x, mesh, [TOKENS]).redistribute(placements=[Replicate()])
+    return full.to_local(grad_placements=[Partial()])
+
+
+def shard_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Replicated `[B, L, H]` → this rank's shard of the padded tokens."""
+    return redistribute(pad_tokens(x, mesh), mesh, Replicate(), TOKENS)
+
+
+def pad_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Add columns of 0 to `[B, L, H]` until the mesh's size divides L."""
+    missing = -x.shape[1] % mesh.size()
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+class ShardedStyle(ParallelStyle):
+    """Shards a module's parameters; its forward pass then computes on their local parts."""
+
+    def __init__(self, placements: Mapping[str, Placement], forward: Callable[..., Tensor]) -> None:
+        """placements: by parameter name; others are replicated. forward: called with the module."""
+        self.placements, self.forward = placements, forward
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placement = self.placements.get(name, Replicate())
+            module.register_parameter(name, shard_parameter(parameter, device_mesh, placement))
+        module.forward = MethodType(self.forward, module)
+        return module
+
+
+class ColumnParallel(ShardedStyle):
+    """A linear whose weight's rows, so its outputs, are sharded. Inputs are replicated."""
+
+    def __init__(self) -> None:
+        super().__init__({"weight": Shard(0), "bias": Shard(0)}, _forward_on_local)
+
+
+class RowParallel(ShardedStyle):
+    """y = Σ_ranks x_local W_localᵀ + b; the weight's columns, and `x [B, L, in/tp]`, are sharded.
+
+    y is replicated, or, with `shard_tokens`, this rank's shard of the padded tokens.
+    """
+
+    def __init__(self, shard_tokens: bool) -> None:
+        forward = _row_forward_on_tokens if shard_tokens else _row_forward
+        super().__init__({"weight": Shard(1)}, forward)
+
+
+class VocabularyParallel(ShardedStyle):
+    """An embedding whose rows are sharded: ranks look up their own, and the sum is replicated."""
+
+    def __init__(self) -> None:
+        super().__init__({"weight": Shard(0)}, _embedding_forward)
+
+
+class Replicated(ShardedStyle):
+    """A module of any kind whose parameters are on every rank.
+
+    `sum_gradients`: ranks put different activations through them.
+    """
+
+    def __init__(self, sum_gradients: bool) -> None:
+        super().__init__({}, _forward_on_copies if sum_gradients else _forward_on_local)
+
+
+@torch.no_grad()
+def shard_parameter(
+    parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement
+) -> nn.Parameter:
+    """This rank's part of a parameter that is the same on all ranks; no communication."""
+    sharded = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+def _forward_on_local(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward pass of the module's class, on local parts of its parameters."""
+    return _forward_with(module, False, args, kwargs)
+
+
+def _forward_on_copies(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The same; gradients of replicated parameters are summed over the ranks."""
+    return _forward_with(module, True, args, kwargs)
+
+
+def _forward_with(module: nn.Module, sum_gradients: bool, args: Any, kwargs: Any) -> Any:
+    parameters = module._parameters
+    local = {name: _local(p, sum_gradients) for name, p in parameters.items()}
+    module.__dict__["_parameters"] = local
+    try:
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        module.__dict__["_parameters"] = parameters
+
+
+def _row_forward(module: nn.Linear, x: Tensor) -> Tensor:
+    weight: Any = module.weight
+    y = redistribute(F.linear(x, weight.to_local()), weight.device_mesh, Partial(), Replicate())
+    return y if module.bias is None else y + _local(module.bias, False)
+
+
+def _row_forward_on_tokens(module: nn.Linear, x: Tensor) -> Tensor:
+    weight: Any = module.weight
+    mesh = weight.device_mesh
+    y = pad_tokens(F.linear(x, weight.to_local()), mesh)
+    y = redistribute(y, mesh, Partial(), TOKENS)
+    return y if module.bias is None else y + _local(module.bias, True)
+
+
+def _embedding_forward(module: nn.Embedding, ids: Tensor) -> Tensor:
+    weight: Any = module.weight
+    mesh, table = weight.device_mesh, weight.to_local()
+    start, stop = vocabulary_bounds(module.num_embeddings, mesh.size(), mesh.get_local_rank())
+    elsewhere = (ids < start) | (ids >= stop)
+    padding = module.padding_idx  # its row gets no gradient
+    if padding is not None:
+        padding = padding - start if start <= padding < stop else None
+    found = F.embedding((ids - start).masked_fill(elsewhere, 0), table, padding)
+    return redistribute(found.masked_fill(elsewhere[..., None], 0), mesh, Partial(), Replicate())
+
+
+def _local(parameter: Any, sum_gradients: bool) -> Any:
+    if parameter is None:
+        return None
+    local: Tensor = parameter.to_local()
+    replicated = parameter.placements == (Replicate(),)
+    return copy_to_ranks(local, parameter.device_mesh) if sum_gradients and replicated else local
+
+
+class InputStyle(ParallelStyle):
+    """Changes the first argument of a module's forward pass, e.g. by `gather_tokens`."""
+
+    def __init__(self, change: Callable[[Tensor, DeviceMesh], Tensor]) -> None:
+        self.change = change
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def prepare(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return self.change(args[0], device_mesh), *args[1:]
+
+        module.register_forward_pre_hook(prepare)
+        return module
+
+
+class AttentionInput(InputStyle):
+    """Changes the hidden states that attention reads: all tokens, without padding."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def prepare(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            hidden = self.change(kwargs["hidden_states"], device_mesh)[:, : _length(kwargs)]
+            return args, kwargs | {"hidden_states": hidden}
+
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        return module
+
+
+class GatherOutput(ParallelStyle):
+    """Makes the token shards that a decoder layer returns replicated, without padding."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Tensor) -> Tensor:
+            full = redistribute(out, device_mesh, TOKENS, Replicate())[:, : _length(kwargs)]
+            return full.clone()  # FSDP's backward hooks are on outputs, and views may lose them
+
+        module.register_forward_hook(gather, with_kwargs=True)
+        return module
+
+
+def _length(kwargs: dict[str, Any]) -> int:
+    """Sequence length: with token shards, only the rotary embedding's cosines have it."""
+    return int(kwargs["position_embeddings"][0].shape[1])
