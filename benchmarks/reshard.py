@@ -35,12 +35,12 @@ from engine.parallel.boxes import Box, chunk
 from engine.parallel.exchange import Exchange, view
 from engine.parallel.fsdp import shard_model
 from engine.parallel.gather import gather_full_tensors
-from engine.parallel.grouping import Grouping, grouping
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.module_shards import gather_shard_map, local_tensors
 from engine.parallel.pipeline_stages import extract_stage, layers_by_stage
 from engine.parallel.process_groups import Ranks
 from engine.parallel.reshard import RankPlan, ReshardPlan, plan_reshard
+from engine.parallel.rollout_layout import RolloutLayout, rollout_layout
 from engine.parallel.shard_map import Shard, ShardMap
 from engine.parallel.sharding_specs import rollout_shard_map
 from engine.parallel.tensor_parallel import apply_tensor_parallel
@@ -200,7 +200,7 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     source = gather_shard_map(model)
     wanted = rollout_shard_map(
         source.shapes,
-        grouping(case.layout, case.pp, case.tp),
+        rollout_layout(case.layout, case.pp, case.tp),
         shape,
         getattr(torch, args.dtype),
         merge_stages(stages, case.pp),
@@ -366,7 +366,7 @@ def plan_one(size: str, case: Case) -> dict[str, Any]:
     stages = layers_by_stage(model, case.layout.pp)
     source = training_shard_map(shapes, case.layout, model, stages)
 
-    def to(groups: Grouping) -> ReshardPlan:
+    def to(groups: RolloutLayout) -> ReshardPlan:
         rollout_stages = merge_stages(stages, case.pp)
         wanted = rollout_shard_map(
             shapes, groups, model, torch.bfloat16, rollout_stages, fused=True
@@ -374,13 +374,13 @@ def plan_one(size: str, case: Case) -> dict[str, Any]:
         return plan_reshard(source, wanted)
 
     started = time.perf_counter()
-    found = to(grouping(case.layout, case.pp, case.tp))
+    found = to(rollout_layout(case.layout, case.pp, case.tp))
     part = found.for_rank(case.layout.world_size - 1)
     seconds = time.perf_counter() - started
     assert (found.received == found.lower_bound).all()
     assert len(part.receives) > 0 or int(found.received[-1]) == 0
     copies = case.layout.world_size // (case.pp * case.tp)
-    other = to(Grouping((("dp", copies), ("pp", case.pp), ("tp", case.tp))))
+    other = to(RolloutLayout((("dp", copies), ("pp", case.pp), ("tp", case.tp))))
     own = found.model_bytes / (case.layout.world_size / case.layout.dp)
     share = case.formula
     return {
@@ -402,7 +402,7 @@ def training_shard_map(
     shapes: dict[str, tuple[int, ...]], layout: Layout, model: ModelShape, stages: list[range]
 ) -> ShardMap:
     """A trainer's stages, tensor parallel shards of them, and FSDP2's chunks of their rows."""
-    ranks = Grouping(tuple(layout.sizes.items()))
+    ranks = RolloutLayout(tuple(layout.sizes.items()))
     unsharded = rollout_shard_map(shapes, ranks, model, torch.float32, stages)
     size = layout.fsdp * layout.sp
 

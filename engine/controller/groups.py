@@ -18,8 +18,8 @@ from engine.controller.timeline import Recorder
 from engine.controller.worker_host import BatchArgument, Call, PlainArgument, RoleSpec
 from engine.errors import PlacementError, WorkerError
 from engine.futures import ConcatFuture, Future, LazyBatch, Ready
+from engine.parallel.layout import Layout
 from engine.workers.base import Dispatch, DispatchRule, dispatch_rule
-from engine.workers.mesh import Mesh
 
 _call_numbers = itertools.count(1)
 
@@ -33,13 +33,13 @@ class WorkerGroup(ABC):
 
     def __init__(self, spec: RoleSpec, world_size: int, recorder: Recorder | None = None) -> None:
         self.role, self.worker_class, self.world_size = spec.name, spec.worker_class, world_size
-        self.mesh = spec.mesh or Mesh.of(dp=world_size)
+        self.layout = spec.layout or Layout(dp=world_size)
         self.recorder = recorder
         self._provided: dict[str, tuple[Batch, Future[Batch]]] = {}  # by method
-        if self.mesh.size != world_size:
+        if self.layout.world_size != world_size:
             raise PlacementError(
-                f"role {spec.name!r} has a mesh of {self.mesh.size} ranks {dict(self.mesh.axes)} "
-                f"on a pool of {world_size}; make them equal"
+                f"role {spec.name!r} has the layout {self.layout} of {self.layout.world_size} "
+                f"ranks on a pool of {world_size}; make them equal"
             )
 
     def __getattr__(self, method: str) -> Callable[..., Future[Any]]:
@@ -80,7 +80,8 @@ class WorkerGroup(ABC):
         )
         ranks = range(1 if rule.mode is Dispatch.RANK_ZERO else self.world_size)
         collecting = [
-            self.mesh.share(rank).collects if rule.splits_rows else rank == 0 for rank in ranks
+            self.layout.data_shard(rank).collects if rule.splits_rows else rank == 0
+            for rank in ranks
         ]
         future = self._submit(call, data, collecting, sources)
         future.fields = rule.writes

@@ -9,8 +9,8 @@ import torch
 
 from engine.batch import Batch
 from engine.errors import DataError, WorkerError
+from engine.parallel.layout import DataShard
 from engine.workers.base import Metric
-from engine.workers.mesh import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,14 @@ class RankMetrics:
 
 
 def shard_rows(
-    batch: Batch, share: Share, *, unit: int = 1, pad: bool = False
+    batch: Batch, share: DataShard, *, unit: int = 1, pad: bool = False
 ) -> tuple[Batch, int]:
     """Return one rank's consecutive rows of `batch` and how many of them are real.
 
     Every `unit` rows stay together. Padding comes after the batch's last row: its rows again, with
     `response_mask` 0. Raises DataError for rows that make no whole units.
     """
-    rows, parts = len(batch), share.parts
+    rows, parts = len(batch), share.count
     if rows % unit:
         raise DataError(f"{rows} rows make no whole units of {unit}; give a multiple of it")
     if not pad or not rows or rows % (parts * unit) == 0:

@@ -20,9 +20,9 @@ from engine.batch import Batch
 from engine.controller.row_sharding import RankMetrics, drop_padding, merge_results, shard_rows
 from engine.controller.timeline import Recorder, Span
 from engine.errors import EngineError, WorkerError
+from engine.parallel.layout import Layout, RankGrid
 from engine.plugins import import_plugins
 from engine.workers.base import Dispatch, ProcessState, Worker, WorkerContext, dispatch_rule
-from engine.workers.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class RoleSpec:
     name: str  # e.g. "actor"
     worker_class: type[Worker]
     options: Mapping[str, Any] = field(default_factory=dict)
-    mesh: Mesh | None = None  # e.g. Mesh.of(dp=2, tp=2); None: all ranks data-parallel
+    layout: RankGrid | None = None  # e.g. Layout(dp=2, tp=2); None: all ranks data-parallel
     plugins: tuple[str, ...] = ()  # modules imported before the role is built, e.g. ("my_losses",)
 
 
@@ -104,7 +104,7 @@ class WorkerHost:
         process = ProcessState()
         for spec in self.specs.values():
             context = WorkerContext(
-                spec.name, self.rank, self.world_size, process, spec.mesh, address
+                spec.name, self.rank, self.world_size, process, spec.layout, address
             )
             with self._locating_errors(spec.name, "its construction"):
                 import_plugins(spec.plugins)
@@ -126,8 +126,8 @@ class WorkerHost:
     def _run(self, call: Call, data: Iterator[object]) -> object:
         worker = self.workers[call.role]
         rule = dispatch_rule(type(worker), call.method)
-        mesh = self.specs[call.role].mesh or Mesh.of(dp=self.world_size)
-        share = mesh.share(self.rank)
+        layout = self.specs[call.role].layout or Layout(dp=self.world_size)
+        share = layout.data_shard(self.rank)
         arguments: list[object] = []
         rows, real_rows = 1, 1  # of the first batch
         first = True

@@ -1,11 +1,13 @@
-"""Layouts: how ranks are arranged in axes, and which models they can hold. Pure values, no torch.
+"""Layouts: how ranks are arranged in axes, and which models they fit. Pure values, no torch.
 
-Applying a layout to a model is the matter of the other files of this room.
+`Layout` is that of training, `rollout_layout.RolloutLayout` that of generation by the same ranks.
+The other files of this room apply a layout to a model.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -13,6 +15,7 @@ from engine.config import ParallelConfig
 from engine.errors import ConfigError
 
 AXES = ("pp", "dp", "fsdp", "sp", "tp")  # outermost first; the last one's neighbours are adjacent
+DATA_AXES = ("dp", "fsdp")  # training ranks with rows of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,63 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class DataShard:
+    """One rank's part of the rows of a call."""
+
+    index: int  # e.g. 1
+    count: int  # how many parts there are, e.g. 2
+    collects: bool  # this rank's result stands for all ranks that got the same rows
+
+
+class RankGrid(ABC):
+    """Ranks in a grid of named axes; as in torch's DeviceMesh, the last axis changes fastest."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis, outermost first."""
+
+    @property
+    @abstractmethod
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes over which the rows of a batch are split."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes.values())
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The index of `rank` on each axis."""
+        where: dict[str, int] = {}
+        for axis, size in reversed(self.sizes.items()):
+            rank, where[axis] = divmod(rank, size)
+        return {axis: where[axis] for axis in self.sizes}
+
+    def data_shard(self, rank: int) -> DataShard:
+        """The part of a batch's rows that `rank` gets.
+
+        Ranks that differ in other axes than `data_axes` get the same part, and the one whose other
+        coordinates are 0 returns the result.
+        """
+        split, where = self.data_axes, self.coordinates(rank)
+        index, count = 0, 1
+        for axis, size in self.sizes.items():
+            if axis in split:
+                index, count = index * size + where[axis], count * size
+        collects = not any(at for axis, at in where.items() if axis not in split)
+        return DataShard(index, count, collects)
+
+    def __str__(self) -> str:
+        """The axes in use, e.g. "fsdp=2 tp=2"; "one rank" where there are none."""
+        used = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1]
+        return " ".join(used) or "one rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout(RankGrid):
     """Sizes of the axes. Rank r's coordinates are its digits: `tp` changes fastest, `pp` slowest.
 
     >>> Layout(fsdp=2, tp=2).coordinates(3)
@@ -78,21 +137,14 @@ class Layout:
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return math.prod(self.sizes.values())
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes over which the rows of a batch are split."""
+        return DATA_AXES
 
     @property
     def data_ranks(self) -> int:
         """Groups of ranks that get rows of their own."""
         return self.dp * self.fsdp
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` sits on each axis."""
-        where: dict[str, int] = {}
-        for axis in reversed(AXES):
-            rank, where[axis] = divmod(rank, getattr(self, axis))
-        return {axis: where[axis] for axis in AXES}
 
     def rank(self, **where: int) -> int:
         """The rank at these coordinates; axes not named count as 0."""
@@ -113,11 +165,6 @@ class Layout:
             key = tuple(where[axis] for axis in AXES if axis not in axes)
             found.setdefault(key, []).append(rank)
         return list(found.values())
-
-    def __str__(self) -> str:
-        """The axes in use, e.g. "fsdp=2 tp=2"; "one rank" where there are none."""
-        used = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1]
-        return " ".join(used) or "one rank"
 
 
 def check_layout(layout: Layout, world_size: int, shape: ModelShape | None = None) -> None:

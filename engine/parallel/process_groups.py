@@ -21,7 +21,6 @@ from engine.parallel.layout import AXES, Layout
 # Ranks over which weights are sharded: those of a sequence hold the same weights and different
 # tokens, so they may share weights as well as those of `fsdp` do.
 SHARD_AXES = ("fsdp", "sp")
-DATA_AXES = ("dp", "fsdp")  # ranks with rows of their own
 
 
 def init_process_group(address: str, rank: int, world_size: int, timeout_s: float) -> None:

@@ -2,7 +2,7 @@
 
 Every destination element has one source: the rank itself where it holds it, else one of its
 holders. So the bytes received are those that the rank lacks, and no plan can do with fewer.
-`exchange` runs a plan; the order of ranks that makes it cheap is in `grouping` (HybridFlow,
+`exchange` runs a plan; the order of ranks that makes it cheap is in `rollout_layout` (HybridFlow,
 arXiv:2409.19256, section 5).
 """
 

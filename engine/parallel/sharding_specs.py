@@ -16,8 +16,8 @@ import torch
 
 from engine.errors import ConfigError
 from engine.parallel.boxes import Box, Index, chunk
-from engine.parallel.grouping import Grouping
 from engine.parallel.layout import ModelShape
+from engine.parallel.rollout_layout import RolloutLayout
 from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
 
 Shapes = Mapping[str, Index]
@@ -34,36 +34,36 @@ _VLLM_PADDING = 64  # vLLM rounds the vocabulary up to a multiple of it
 
 def rollout_shard_map(
     shapes: Shapes,
-    grouping: Grouping,
+    layout: RolloutLayout,
     model: ModelShape,
     dtype: torch.dtype,
     stages: Stages | None = None,
     fused: bool = False,
 ) -> ShardMap:
-    """The shards that rollout ranks need: full layers of their stage, split by `grouping.tp`.
+    """The shards that rollout ranks need: full layers of their stage, split by `layout.tp`.
 
     stages: each rollout stage's layers. fused: as vLLM stores them, with the rows of q, k and v in
     one tensor, those of gate and up in another, and the vocabulary rounded up to 64 above it is
     split (rows beyond it have no source and stay as they are). A key head is on several ranks where
     there are more ranks than key heads. Raises ConfigError where names or sizes do not fit.
     """
-    _check_rollout(grouping, model)
-    stage_of = _stage_of(shapes, _checked(stages, grouping.pp, model.layers), model.tied)
-    places = [grouping.place(rank) for rank in range(grouping.world_size)]
+    _check_rollout(layout, model)
+    stage_of = _stage_of(shapes, _checked(stages, layout.pp, model.layers), model.tied)
+    places = [layout.place(rank) for rank in range(layout.world_size)]
     known: dict[tuple[object, ...], tuple[Shard, ...]] = {}
 
     def local_part(module: str, shape: Index, dim: int | None, tp: int) -> Box:
         whole = Box.whole(shape)
         if module in _VOCABULARY:
             unit = _VLLM_PADDING if fused else 1
-            width = math.ceil(math.ceil(shape[0] / unit) * unit / grouping.tp)
+            width = math.ceil(math.ceil(shape[0] / unit) * unit / layout.tp)
             return _rows(whole, tp * width, width)
-        if module in ("k_proj", "v_proj") and grouping.tp > model.kv_heads:
-            return chunk(whole, 0, model.kv_heads, tp * model.kv_heads // grouping.tp)
-        return chunk(whole, dim, grouping.tp, tp)
+        if module in ("k_proj", "v_proj") and layout.tp > model.kv_heads:
+            return chunk(whole, 0, model.kv_heads, tp * model.kv_heads // layout.tp)
+        return chunk(whole, dim, layout.tp, tp)
 
     def shards_of(name: str, shape: Index) -> tuple[Shard, ...]:
-        module, dim = _module_name(name), split_dim(name, shape, grouping.tp)
+        module, dim = _module_name(name), split_dim(name, shape, layout.tp)
         above = _above(name, shapes) if fused else ()
         key = (module, shape, dim, above, stage_of[name])
         if key not in known:
@@ -86,7 +86,7 @@ def rollout_shard_map(
         name: ShardedParameter(shape, _fused_name(name) if fused else name, shards_of(name, shape))
         for name, shape in shapes.items()
     }
-    return ShardMap(grouping.world_size, parameters, dict.fromkeys(shapes, dtype))
+    return ShardMap(layout.world_size, parameters, dict.fromkeys(shapes, dtype))
 
 
 def split_dim(name: str, shape: Index, tp: int) -> int | None:
@@ -162,8 +162,8 @@ def _stage_of(shapes: Iterable[str], stages: Stages, tied: bool) -> dict[str, tu
     return found
 
 
-def _check_rollout(grouping: Grouping, model: ModelShape) -> None:
-    tp, kv = grouping.tp, model.kv_heads
+def _check_rollout(layout: RolloutLayout, model: ModelShape) -> None:
+    tp, kv = layout.tp, model.kv_heads
     for what, count in (("attention heads", model.heads), ("MLP rows", model.intermediate)):
         if count % tp:
             raise ConfigError(

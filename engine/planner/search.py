@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from engine.errors import ConfigError, PlacementError
-from engine.parallel.grouping import grouping
 from engine.parallel.layout import AXES, Layout, check_layout
+from engine.parallel.rollout_layout import rollout_layout
 from engine.planner.cost import Price, price
 from engine.planner.hardware import GIB
 from engine.planner.memory import RUNTIME, USABLE, Memory, estimate, fits, room, sampler
@@ -178,7 +178,7 @@ def _rollout_sizes(work: Workload, layout: Layout, share: Share, pins: Pins) -> 
         if share.ranks % tp or shape.heads % tp or shape.kv_heads % tp or shape.intermediate % tp:
             continue
         try:
-            grouping(layout, tp=tp)
+            rollout_layout(layout, tp=tp)
         except ConfigError:
             continue
         yield tp

@@ -8,8 +8,8 @@ from pydantic import Field, ValidationError
 
 from engine.config import Section, explain
 from engine.errors import ConfigError
-from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape, check_layout
+from engine.parallel.rollout_layout import rollout_layout
 
 _ELSEWHERE = ("pp_size", "sp_size")  # axes without an ordinary forward and backward pass
 
@@ -78,7 +78,7 @@ class HybridConfig(Section):
             return layout  # whole models only: any will do
         shape = ModelShape.of(config)
         check_layout(layout, world_size, shape)
-        grouping(layout, tp=self.rollout_tp)
+        rollout_layout(layout, tp=self.rollout_tp)
         kv_heads = shape.kv_heads
         if shape.heads % self.rollout_tp or max(kv_heads, self.rollout_tp) % min(
             kv_heads, self.rollout_tp

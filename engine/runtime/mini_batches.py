@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import DataError
-from engine.parallel.process_groups import DATA_AXES, Ranks
+from engine.parallel.layout import DATA_AXES
+from engine.parallel.process_groups import Ranks
 
 
 def minibatch_indices(

@@ -22,10 +22,10 @@ from engine.config import RolloutConfig
 from engine.errors import ConfigError
 from engine.models import adapter_parameters, has_adapters
 from engine.parallel.exchange import Exchange
-from engine.parallel.grouping import Grouping, grouping
 from engine.parallel.layout import ModelShape
 from engine.parallel.module_shards import gather_shard_map, local_tensors
 from engine.parallel.reshard import plan_reshard
+from engine.parallel.rollout_layout import RolloutLayout, rollout_layout
 from engine.parallel.sharding_specs import rollout_shard_map
 from engine.rollout.native.tp_shards import TPModelShard
 from engine.rollout.protocol import RolloutEngine
@@ -83,7 +83,7 @@ class SharedWeights(RolloutWeights):
 class ReshardedWeights(RolloutWeights):
     """Buffers in the rollout's layout; an exchange sends what a rank lacks straight into them."""
 
-    def __init__(self, sharded: ShardedModel, to: Grouping) -> None:
+    def __init__(self, sharded: ShardedModel, to: RolloutLayout) -> None:
         config: Any = sharded.module.config
         device, dtype = next(sharded.module.parameters()).device, _dtype(sharded.module)
         held = gather_shard_map(sharded.module, rename=sharded.full_name)
@@ -132,7 +132,7 @@ class AdapterWeights(RolloutWeights):
 class VllmWeights(RolloutWeights):
     """vLLM over the policy's ranks; an exchange writes what a rank lacks into its parameters."""
 
-    def __init__(self, sharded: ShardedModel, to: Grouping) -> None:
+    def __init__(self, sharded: ShardedModel, to: RolloutLayout) -> None:
         self._sharded, self._to = sharded, to
         self._exchange: Exchange | None = None
         self.model = _meta_model(sharded)
@@ -200,7 +200,7 @@ def rollout_weights(sharded: ShardedModel, tp: int, load: LoadModel) -> RolloutW
         return AdapterWeights(sharded, load())
     if split == ["tp"] and tp == layout.tp:
         return SharedWeights(TPModelShard.from_dtensors(module))
-    return ReshardedWeights(sharded, grouping(layout, tp=tp))
+    return ReshardedWeights(sharded, rollout_layout(layout, tp=tp))
 
 
 def vllm_weights(sharded: ShardedModel, config: RolloutConfig, load: LoadModel) -> RolloutWeights:
@@ -212,14 +212,14 @@ def vllm_weights(sharded: ShardedModel, config: RolloutConfig, load: LoadModel) 
     if has_adapters(sharded.module):
         weights = AdapterWeights(sharded, load())
         if config.vllm.in_process and tp > 1:
-            weights.engine_options = {"rank_groups": grouping(layout, tp=tp).tp_groups()}
+            weights.engine_options = {"rank_groups": rollout_layout(layout, tp=tp).tp_groups()}
         return weights
     if not config.vllm.in_process:
         return StreamedWeights(sharded)
-    return VllmWeights(sharded, grouping(layout, tp=tp))
+    return VllmWeights(sharded, rollout_layout(layout, tp=tp))
 
 
-def _tp_group(to: Grouping, rank: int) -> tuple[int, dist.ProcessGroup]:
+def _tp_group(to: RolloutLayout, rank: int) -> tuple[int, dist.ProcessGroup]:
     """This rank's index in, and the group of, the ranks that decode together."""
     found: dist.ProcessGroup | None = None
     for members in to.tp_groups():  # all ranks create all groups

@@ -38,9 +38,9 @@ from engine.models.packing import apply_packing
 from engine.parallel import fsdp, gradients
 from engine.parallel import pipeline_stages as stages
 from engine.parallel.gather import gather_full_tensors, load_full_tensors
-from engine.parallel.layout import Layout
+from engine.parallel.layout import DATA_AXES, Layout
 from engine.parallel.pipeline_schedule import Pipeline
-from engine.parallel.process_groups import DATA_AXES, Ranks, init_process_group
+from engine.parallel.process_groups import Ranks, init_process_group
 from engine.parallel.sequence_parallel import apply_ulysses, local_tokens, split_tokens, sum_tokens
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 from engine.parallel.vocab_parallel import VocabParallelStatistics

@@ -28,10 +28,10 @@ from engine.errors import ConfigError, EngineError, RolloutError, StorageError
 from engine.models import has_adapters, save_policy
 from engine.parallel import fsdp, gradients
 from engine.parallel.gather import named_tensors
-from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout
 from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
+from engine.parallel.rollout_layout import rollout_layout
 from engine.runtime.collective_generate import RolloutPeers
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import rollout_weights
@@ -55,7 +55,9 @@ class ShardedPolicy:
         # Of a policy with adapters, rollout and files need the full base again.
         self._full = copy.deepcopy(policy) if has_adapters(policy) else None
         ranks = Ranks.form(layout, process_device().type)
-        self.peers = RolloutPeers(layout, ranks.rank, grouping(layout, tp=rollout_tp).tp_groups())
+        self.peers = RolloutPeers(
+            layout, ranks.rank, rollout_layout(layout, tp=rollout_tp).tp_groups()
+        )
         config = ParallelConfig(dp=layout.dp, fsdp=layout.fsdp, tp=layout.tp)
         self.runtime = PolicyRuntime(policy, ranks, config)
         self.module: Any = self.runtime.module

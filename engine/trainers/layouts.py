@@ -11,11 +11,10 @@ from typing import Any
 from engine.config import LoRAConfig, ParallelConfig, RLConfig
 from engine.dataflows import choose_dataflow
 from engine.errors import ConfigError
-from engine.parallel.grouping import grouping
-from engine.parallel.layout import Layout, ModelShape, check_layout
+from engine.parallel.layout import Layout, ModelShape, RankGrid, check_layout
+from engine.parallel.rollout_layout import rollout_layout
 from engine.rollout.protocol import engine_capabilities
 from engine.trainers.rollout_sources import sampler_count
-from engine.workers.mesh import Mesh
 
 # Roles whose model is sharded like the actor's.
 _AS_ACTOR = ("actor", "rollout", "reference", "teacher")
@@ -48,30 +47,21 @@ def pool_size(roles: Iterable[str], config: RLConfig) -> int:
     return sizes.pop()
 
 
-def mesh_of(role: str, config: RLConfig) -> Mesh | None:
-    """The mesh of a role's ranks, over which its calls are split; None for one rank."""
+def call_layout(role: str, config: RLConfig) -> RankGrid | None:
+    """The layout over which a role's calls are split; None for one rank."""
     layout = layout_of(role, config)
     if layout.world_size == 1:
         return None
     if role == "rollout":
         apart = sampler_count(config.trainer) > 0
-        return rollout_mesh(layout, layout.tp if apart else _rollout_tp(config))
-    return Mesh(tuple(layout.sizes.items()))
+        return rollout_layout(layout, tp=layout.tp if apart else _rollout_tp(config))
+    return layout
 
 
 def _rollout_tp(config: RLConfig) -> int:
     """Tensor-parallel size of rollout on the actor's ranks; 1 for engines with own processes."""
     own_processes = engine_capabilities(config.rollout).own_processes
     return 1 if own_processes else config.rollout.tensor_parallel_size
-
-
-def rollout_mesh(layout: Layout, tensor_parallel_size: int) -> Mesh:
-    """The ranks of `layout` arranged for rollout: rows are split over every axis but "tp".
-
-    Uses HybridFlow's grouping (arXiv:2409.19256, section 5.3) when training has tensor
-    parallelism: a rank's rollout shards contain its training shards.
-    """
-    return Mesh(grouping(layout, tp=tensor_parallel_size).axes)
 
 
 def check_layouts(config: RLConfig, lora: LoRAConfig, model_config: Any = None) -> None:

@@ -13,7 +13,7 @@ from engine.controller.worker_host import RoleSpec
 from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError
 from engine.rollout.protocol import engine_capabilities
-from engine.trainers.layouts import mesh_of, pool_size
+from engine.trainers.layouts import call_layout, pool_size
 from engine.trainers.role_registry import ROLES, stream_sampler
 from engine.trainers.rollout_sources import get_rollout_source, sampler_count
 
@@ -130,7 +130,10 @@ def role_specs(spec: RunSpec) -> list[RoleSpec]:
     config = spec.config
     return [
         replace(
-            ROLES.get(name)(spec), name=name, mesh=mesh_of(name, config), plugins=config.plugins
+            ROLES.get(name)(spec),
+            name=name,
+            layout=call_layout(name, config),
+            plugins=config.plugins,
         )
         for name in sorted(spec.roles)
     ]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Concatenate, Generic, Literal, ParamSpec, Type
 from engine.batch import Batch
 from engine.errors import WorkerError
 from engine.futures import BatchLike, Future
-from engine.workers.mesh import Mesh
+from engine.parallel.layout import Layout, RankGrid
 
 if TYPE_CHECKING:
     from engine.runtime.policy_runtime import PolicyRuntime
@@ -38,7 +38,7 @@ class Dispatch(Enum):
     """How the arguments of one call on a group reach its ranks, and how results come back."""
 
     ONE_TO_ALL = "one_to_all"  # same arguments to every rank; rank 0's result
-    DATA_PARALLEL = "data_parallel"  # rows split over the mesh's data axes; rows concatenated
+    DATA_PARALLEL = "data_parallel"  # rows split over the layout's data axes; rows concatenated
     DATA_PARALLEL_METRICS = "data_parallel_metrics"  # rows split; dict of metrics reduced
     RANK_ZERO = "rank_zero"  # rank 0 alone
 
@@ -161,17 +161,17 @@ class WorkerContext:
     rank: int = 0  # e.g. 0
     world_size: int = 1  # ranks of this role, e.g. 4
     process: ProcessState = field(default_factory=ProcessState)  # shared by the process's roles
-    mesh: Mesh | None = None  # how the ranks are arranged; None: all of them data-parallel
+    layout: RankGrid | None = None  # how ranks share calls; None: all of them data-parallel
     address: str = ""  # where rank 0 lets the ranks meet, "host:port"; empty for a single rank
 
     def __post_init__(self) -> None:
-        self.mesh = self.mesh or Mesh.of(dp=self.world_size)
+        self.layout = self.layout or Layout(dp=self.world_size)
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's place on each axis of the mesh, e.g. {"dp": 1, "tp": 0}."""
-        assert self.mesh is not None
-        return self.mesh.coordinates(self.rank)
+        """This rank's place on each axis of the layout, e.g. {"dp": 1, "tp": 0}."""
+        assert self.layout is not None
+        return self.layout.coordinates(self.rank)
 
 
 class Worker:

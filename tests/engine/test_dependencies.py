@@ -111,7 +111,7 @@ def test_parallel_knows_layouts_and_tensors_alone() -> None:
     "name",
     [
         "boxes",
-        "grouping",
+        "rollout_layout",
         "shard_map",
         "layout",
         "transfer_plan",

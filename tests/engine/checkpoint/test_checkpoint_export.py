@@ -34,7 +34,6 @@ from engine.trainers.export import export_policy
 from engine.trainers.rl import RLTrainer
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
-from engine.workers.mesh import Mesh
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,9 +46,9 @@ def trained(
     world = dist.get_world_size() if dist.is_initialized() else 1
     values = {"optim": {"lr": 1e-2}, "parallel": parallel, "use_kl_loss": False}
     config = ActorConfig.model_validate(values)
-    mesh = Mesh(tuple(Layout.of(config.parallel).sizes.items()))
+    layout = Layout.of(config.parallel)
     worker = ActorWorker(
-        WorkerContext("actor", rank, world, mesh=mesh),
+        WorkerContext("actor", rank, world, layout=layout),
         model_path=folder,
         config=config,
         temperature=1.0,
@@ -58,7 +57,7 @@ def trained(
         dtype=model["dtype"],
         lora=LoRAConfig.model_validate(model["lora"]),
     )
-    worker.update(shard_rows(training_batch(8), mesh.share(rank))[0])
+    worker.update(shard_rows(training_batch(8), layout.data_shard(rank))[0])
     worker.save_state(draft)
     worker.wait_saved()
     worker.save(out)

@@ -23,8 +23,8 @@ from engine.controller.roles import Roles
 from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.errors import DataError, PlacementError, WorkerError
 from engine.futures import LazyBatch, Ready
+from engine.parallel.layout import Layout, RankGrid
 from engine.workers.base import Dispatch, dispatch
-from engine.workers.mesh import Mesh
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROLES = ("probe", "other")
@@ -47,8 +47,8 @@ def masked(rows: int) -> Batch:
     return batch(rows) | {"response_mask": torch.ones(rows, 3)}
 
 
-def local_roles(ranks: int, mesh: Mesh | None = None, **options: Any) -> Roles:
-    specs = [RoleSpec(role, Probe, mesh=mesh) for role in ROLES]
+def local_roles(ranks: int, layout: RankGrid | None = None, **options: Any) -> Roles:
+    specs = [RoleSpec(role, Probe, layout=layout) for role in ROLES]
     hosts = [LocalHost(WorkerHost(specs, rank, ranks, threads=1)) for rank in range(ranks)]
     for host in hosts:
         host.host.build()
@@ -56,8 +56,8 @@ def local_roles(ranks: int, mesh: Mesh | None = None, **options: Any) -> Roles:
     return Roles({spec.name: LocalGroup(spec, hosts, **options) for spec in specs}, lambda: None)
 
 
-def local_group(ranks: int, mesh: Mesh | None = None, **options: Any) -> WorkerGroup:
-    return local_roles(ranks, mesh, **options).probe
+def local_group(ranks: int, layout: RankGrid | None = None, **options: Any) -> WorkerGroup:
+    return local_roles(ranks, layout, **options).probe
 
 
 @pytest.fixture(scope="module")
@@ -266,22 +266,20 @@ def test_the_controller_never_unpickles_what_it_hands_on(
 
 
 def test_data_parallel_follows_the_dp_axis() -> None:
-    group = local_group(4, Mesh.of(dp=2, tp=2))
+    group = local_group(4, Layout(dp=2, tp=2))
     out = group.double(batch()).result()
     assert out["doubled"].tolist() == [2, 4, 6, 8, 10]
     assert out["rank"].tolist() == [0, 0, 2, 2, 2], "ranks 1 and 3 computed the same rows again"
     # By rows of the two dp parts; a mean over four ranks would differ.
     assert group.measure(batch()).result() == {"mean": 3.0, "seen": (2 * 2 + 3 * 3) / 5}
-    assert group.place().result() == {"dp": 0, "tp": 0}
-    sharded = local_group(4, Mesh.of(tp=1, dp=2, fsdp=2))
+    assert group.place().result() == {"pp": 0, "dp": 0, "fsdp": 0, "sp": 0, "tp": 0}
+    sharded = local_group(4, Layout(tp=1, dp=2, fsdp=2))
     assert sharded.double(batch(4)).result()["rank"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_mesh_must_cover_the_ranks() -> None:
-    with pytest.raises(
-        PlacementError, match=r"mesh of 4 ranks \{'dp': 2, 'tp': 2\} on a pool of 2"
-    ):
-        local_group(2, Mesh.of(dp=2, tp=2))
+    with pytest.raises(PlacementError, match="the layout dp=2 tp=2 of 4 ranks on a pool of 2"):
+        local_group(2, Layout(dp=2, tp=2))
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from engine.controller.row_sharding import (
     reduce_metrics,
     shard_rows,
 )
-from engine.errors import DataError, PlacementError, WorkerError
+from engine.errors import DataError, WorkerError
+from engine.parallel.layout import Layout
 from engine.workers.base import Metric
-from engine.workers.mesh import Mesh
 
 
 def batch(rows: int) -> Batch:
@@ -29,10 +29,10 @@ def batch(rows: int) -> Batch:
 
 @given(rows=st.integers(1, 17), ranks=st.integers(1, 6), repeat=st.integers(1, 3))
 def test_padded_shares_are_equal_and_join_to_the_whole(rows: int, ranks: int, repeat: int) -> None:
-    mesh = Mesh.of(dp=ranks)
+    layout = Layout(dp=ranks)
     parts = []
     for rank in range(ranks):
-        part, real = shard_rows(batch(rows), mesh.share(rank), pad=True)
+        part, real = shard_rows(batch(rows), layout.data_shard(rank), pad=True)
         assert len(part) == math.ceil(rows / ranks)
         assert part["response_mask"].sum() == 2 * real
         result = part.rows(torch.arange(len(part)).repeat_interleave(repeat))
@@ -45,12 +45,12 @@ def test_padded_shares_are_equal_and_join_to_the_whole(rows: int, ranks: int, re
 
 @given(rows=st.integers(1, 17), ranks=st.integers(1, 6))
 def test_shares_without_padding_differ_by_one_row(rows: int, ranks: int) -> None:
-    mesh = Mesh.of(dp=ranks)
+    layout = Layout(dp=ranks)
     if rows < ranks:
         with pytest.raises(DataError, match="use more rows or fewer ranks"):
-            shard_rows(batch(rows), mesh.share(0))
+            shard_rows(batch(rows), layout.data_shard(0))
         return
-    parts = [shard_rows(batch(rows), mesh.share(rank)) for rank in range(ranks)]
+    parts = [shard_rows(batch(rows), layout.data_shard(rank)) for rank in range(ranks)]
     assert all(len(part) == real for part, real in parts)
     assert {len(part) for part, _ in parts} <= {rows // ranks, -(-rows // ranks)}
     assert merge_results([part for part, _ in parts])["x"].tolist() == list(range(rows))
@@ -63,12 +63,14 @@ def test_shares_without_padding_differ_by_one_row(rows: int, ranks: int) -> None
     pad=st.booleans(),
 )
 def test_units_of_rows_stay_together(units: int, unit: int, ranks: int, pad: bool) -> None:
-    mesh, whole = Mesh.of(dp=ranks), batch(units * unit)
+    layout, whole = Layout(dp=ranks), batch(units * unit)
     if units < ranks and not pad:
         with pytest.raises(DataError, match="use more rows or fewer ranks"):
-            shard_rows(whole, mesh.share(0), unit=unit)
+            shard_rows(whole, layout.data_shard(0), unit=unit)
         return
-    shares = [shard_rows(whole, mesh.share(rank), unit=unit, pad=pad) for rank in range(ranks)]
+    shares = [
+        shard_rows(whole, layout.data_shard(rank), unit=unit, pad=pad) for rank in range(ranks)
+    ]
     for part, real in shares:
         assert real % unit == 0
         runs = part["x"].view(-1, unit)
@@ -81,8 +83,8 @@ def test_units_of_rows_stay_together(units: int, unit: int, ranks: int, pad: boo
 
 
 def test_three_pairs_on_two_ranks() -> None:
-    mesh = Mesh.of(dp=2)
-    shares = [shard_rows(batch(6), mesh.share(rank), unit=2, pad=True) for rank in range(2)]
+    layout = Layout(dp=2)
+    shares = [shard_rows(batch(6), layout.data_shard(rank), unit=2, pad=True) for rank in range(2)]
     assert [(part["x"].tolist(), real) for part, real in shares] == [
         ([0, 1, 2, 3], 4),
         ([4, 5, 0, 1], 2),
@@ -91,12 +93,12 @@ def test_three_pairs_on_two_ranks() -> None:
 
 def test_half_a_pair() -> None:
     with pytest.raises(DataError, match="3 rows make no whole units of 2"):
-        shard_rows(batch(3), Mesh.of(dp=1).share(0), unit=2)
+        shard_rows(batch(3), Layout(dp=1).data_shard(0), unit=2)
 
 
 def test_the_batch_that_is_padded_stays_as_it_was() -> None:
     whole = batch(3)
-    shard_rows(whole, Mesh.of(dp=2).share(1), pad=True)
+    shard_rows(whole, Layout(dp=2).data_shard(1), pad=True)
     assert whole["response_mask"].min() == 1
 
 
@@ -154,25 +156,9 @@ def test_joining_other_results() -> None:
         merge_results([1.0, "a"])
 
 
-def test_mesh_coordinates_and_shares() -> None:
-    mesh = Mesh.of(pp=2, dp=3, tp=2)
-    assert mesh.size == 12
-    assert [mesh.coordinates(r) for r in (0, 1, 2, 11)] == [
-        {"pp": 0, "dp": 0, "tp": 0},
-        {"pp": 0, "dp": 0, "tp": 1},
-        {"pp": 0, "dp": 1, "tp": 0},
-        {"pp": 1, "dp": 2, "tp": 1},
-    ]
-    shares = [mesh.share(rank) for rank in range(12)]
-    assert [s.index for s in shares] == [0, 0, 1, 1, 2, 2] * 2
-    assert {s.parts for s in shares} == {3}
-    assert [r for r, s in enumerate(shares) if s.collects] == [0, 2, 4]
-    over_two = [mesh.share(rank, ("tp", "pp")) for rank in range(12)]
-    assert [s.index for s in over_two] == [0, 1] * 3 + [2, 3] * 3
-    assert [r for r, s in enumerate(over_two) if s.collects] == [0, 1, 6, 7]
-    alone = [mesh.share(rank, ("cp",)) for rank in range(12)]
-    assert {s.parts for s in alone} == {1}
-    assert sum(s.collects for s in alone) == 1
-    for axes in ((("dp", 2), ("dp", 2)), (("dp", 0),)):
-        with pytest.raises(PlacementError, match="give each axis once"):
-            Mesh(axes)
+def test_ranks_that_differ_in_dp_get_rows_of_their_own() -> None:
+    layout = Layout(pp=2, dp=3, tp=2)
+    shards = [layout.data_shard(rank) for rank in range(12)]
+    assert [s.index for s in shards] == [0, 0, 1, 1, 2, 2] * 2
+    assert {s.count for s in shards} == {3}
+    assert [r for r, s in enumerate(shards) if s.collects] == [0, 2, 4]

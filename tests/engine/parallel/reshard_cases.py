@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.parallel.boxes import Box, Index, chunk
-from engine.parallel.grouping import Grouping, grouping
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.pipeline_stages import split_layers
 from engine.parallel.reshard import RemoteSlice, ReshardPlan
+from engine.parallel.rollout_layout import RolloutLayout, rollout_layout
 from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
 from engine.parallel.sharding_specs import rollout_shard_map
 
@@ -49,7 +49,7 @@ def training_shard_map(
     stages: Sequence[Sequence[int]] | None = None,
 ) -> ShardMap:
     """A trainer's stages, tensor parallel shards of them, and FSDP2's chunks of their rows."""
-    ranks = Grouping(tuple(layout.sizes.items()))
+    ranks = RolloutLayout(tuple(layout.sizes.items()))
     unsharded = rollout_shard_map(shapes, ranks, model, torch.float32, stages)
     size = layout.fsdp * layout.sp
 
@@ -68,9 +68,9 @@ def training_shard_map(
     return ShardMap(layout.world_size, parameters, unsharded.dtypes)
 
 
-def contiguous(world_size: int, pp: int = 1, tp: int = 1) -> Grouping:
+def contiguous(world_size: int, pp: int = 1, tp: int = 1) -> RolloutLayout:
     """Rollout groups of neighbours, as vLLM and Megatron make their own."""
-    return Grouping((("dp", world_size // (pp * tp)), ("pp", pp), ("tp", tp)))
+    return RolloutLayout((("dp", world_size // (pp * tp)), ("pp", pp), ("tp", tp)))
 
 
 def merge_stages(stages: Sequence[Sequence[int]], count: int) -> list[list[int]]:
@@ -126,7 +126,7 @@ def layouts(draw: st.DrawFn, most: int = 16) -> Layout:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Layout, Grouping, ShardMap, ShardMap]:
+def cases(draw: st.DrawFn) -> tuple[Layout, RolloutLayout, ShardMap, ShardMap]:
     """A training layout, a rollout layout of the same ranks, and what both hold."""
     model, layout = draw(model_shapes()), draw(layouts())
     pp = draw(st.sampled_from([n for n in (1, 2, 4) if layout.pp % n == 0]))
@@ -134,7 +134,7 @@ def cases(draw: st.DrawFn) -> tuple[Layout, Grouping, ShardMap, ShardMap]:
     if tp > 2 * model.kv_heads or model.heads % tp:
         tp = 1
     nested = draw(st.booleans())
-    groups = grouping(layout, pp, tp) if nested else contiguous(layout.world_size, pp, tp)
+    groups = rollout_layout(layout, pp, tp) if nested else contiguous(layout.world_size, pp, tp)
     stages = split_layers(model.layers, layout.pp, last=draw(st.sampled_from([0.0, 1.5])))
     source = training_shard_map(decoder_shapes(model, draw(st.booleans())), layout, model, stages)
     target = rollout_shard_map(

@@ -24,8 +24,8 @@ from engine.models.forward import TokenOutputs, response_log_probs, token_output
 from engine.models.lora import add_adapters
 from engine.parallel import fsdp, gradients
 from engine.parallel import gather as full
-from engine.parallel.layout import Layout
-from engine.parallel.process_groups import DATA_AXES, Ranks
+from engine.parallel.layout import DATA_AXES, Layout
+from engine.parallel.process_groups import Ranks
 from engine.runtime.optimizer import Optimizer
 
 STEPS = 3

@@ -13,9 +13,9 @@ from reshard_cases import cases, local_parts, numbered, view
 from engine.errors import ConfigError
 from engine.parallel.boxes import Box
 from engine.parallel.comm_buckets import AllToAll, Bucket, make_all_to_alls
-from engine.parallel.grouping import Grouping
 from engine.parallel.layout import Layout
 from engine.parallel.reshard import ReshardPlan, plan_reshard
+from engine.parallel.rollout_layout import RolloutLayout
 from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
 
 SLOW = settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
@@ -30,7 +30,7 @@ def rounds_of(planned: ReshardPlan, bucket_bytes: int) -> list[list[AllToAll]]:
 @SLOW
 @given(cases(), st.sampled_from([800, 5000, 1 << 20]))
 def test_both_ends_cut_alike_and_no_bucket_is_too_large(
-    case: tuple[Layout, Grouping, ShardMap, ShardMap], bucket_bytes: int
+    case: tuple[Layout, RolloutLayout, ShardMap, ShardMap], bucket_bytes: int
 ) -> None:
     _, _, source, target = case
     everyone = rounds_of(plan_reshard(source, target), bucket_bytes)
@@ -59,7 +59,7 @@ def check_pieces(bucket: Bucket) -> None:
 @SLOW
 @given(cases(), st.sampled_from([800, 5000]))
 def test_what_is_packed_is_what_is_unpacked(
-    case: tuple[Layout, Grouping, ShardMap, ShardMap], bucket_bytes: int
+    case: tuple[Layout, RolloutLayout, ShardMap, ShardMap], bucket_bytes: int
 ) -> None:
     _, _, source, target = case
     planned = plan_reshard(source, target)

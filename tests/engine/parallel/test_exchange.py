@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from engine.errors import ConfigError, ModelError, RolloutError
 from engine.parallel.boxes import Box
 from engine.parallel.exchange import Exchange
-from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.module_shards import gather_shard_map, local_tensors
 from engine.parallel.pipeline_stages import layers_by_stage
 from engine.parallel.reshard import ReshardPlan, plan_reshard
+from engine.parallel.rollout_layout import rollout_layout
 from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
 from engine.parallel.sharding_specs import rollout_shard_map
 
@@ -52,7 +52,7 @@ def carry(
     live = gather_shard_map(model, rename=whole_name)
     shapes = {name: tuple(t.shape) for name, t in whole.items()}
     expected = training_shard_map(shapes, layout, shape, stages)
-    groups = grouping(layout, pp, tp)
+    groups = rollout_layout(layout, pp, tp)
     target = rollout_shard_map(shapes, groups, shape, dtype, merge_stages(stages, pp), fused)
     rank = dist.get_rank()
     planned = plan_reshard(live, target)

@@ -29,9 +29,9 @@ from torch.distributed.tensor.parallel import (
 from engine.config import OptimConfig, ParallelConfig
 from engine.parallel import fsdp, gradients
 from engine.parallel import gather as full
-from engine.parallel.layout import Layout
+from engine.parallel.layout import DATA_AXES, Layout
 from engine.parallel.module_shards import local_tensor
-from engine.parallel.process_groups import DATA_AXES, Ranks
+from engine.parallel.process_groups import Ranks
 from engine.runtime.optimizer import Optimizer
 
 SHAPES = [(7, 5), (3,), (5, 7), (1, 1), (40,), (2, 3)]

@@ -29,10 +29,10 @@ from reshard_cases import (
 
 from engine.errors import ConfigError, ModelError
 from engine.parallel.boxes import Box
-from engine.parallel.grouping import Grouping, grouping
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.pipeline_stages import split_layers
 from engine.parallel.reshard import ReshardPlan, plan_reshard
+from engine.parallel.rollout_layout import RolloutLayout, rollout_layout
 from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
 from engine.parallel.sharding_specs import rollout_shard_map
 
@@ -68,7 +68,7 @@ def check(planned: ReshardPlan) -> None:
 @SLOW
 @given(cases(), st.sampled_from([None, 2, 4]))
 def test_random_layouts(
-    case: tuple[Layout, Grouping, ShardMap, ShardMap], host_size: int | None
+    case: tuple[Layout, RolloutLayout, ShardMap, ShardMap], host_size: int | None
 ) -> None:
     _, _, source, target = case
     hosts = tuple(str(rank // host_size) for rank in range(source.world_size)) if host_size else ()
@@ -86,7 +86,7 @@ def test_random_boxes_that_overlap_anyhow(data: st.DataObject) -> None:
 
 
 def between(
-    layout: Layout, groups: Grouping, model: ModelShape = TINY, shapes: dict | None = None
+    layout: Layout, groups: RolloutLayout, model: ModelShape = TINY, shapes: dict | None = None
 ) -> ReshardPlan:
     stages = split_layers(model.layers, layout.pp)
     source = training_shard_map(shapes or decoder_shapes(model), layout, model, stages)
@@ -107,7 +107,7 @@ def test_traffic_is_hybridflow_s_formula_and_nothing_is_held_twice(
     p_g = data.draw(st.sampled_from([n for n in (1, 2, 4) if p % n == 0]))
     t_g = data.draw(st.sampled_from([n for n in (1, 2, 4) if t % n == 0]))
     matrices = {n: s for n, s in decoder_shapes(TINY).items() if "proj" in n}
-    planned = between(layout, grouping(layout, p_g, t_g), shapes=matrices)
+    planned = between(layout, rollout_layout(layout, p_g, t_g), shapes=matrices)
     share = planned.model_bytes * (t * p - t_g * p_g)
     assert (planned.received * (t_g * p_g * t * p) == share).all()
     own = planned.model_bytes // (t * p)  # all of the training shard is part of the rollout shard
@@ -118,16 +118,16 @@ def test_traffic_is_hybridflow_s_formula_and_nothing_is_held_twice(
 @pytest.mark.parametrize(
     ("layout", "groups", "share"),
     [
-        (Layout(tp=4), grouping(Layout(tp=4), 1, 2), [0.25] * 4),
+        (Layout(tp=4), rollout_layout(Layout(tp=4), 1, 2), [0.25] * 4),
         (Layout(tp=4), contiguous(4, 1, 2), [0.25, 0.5, 0.5, 0.25]),
-        (Layout(dp=2, tp=2), grouping(Layout(dp=2, tp=2), 1, 1), [0.5] * 4),
-        (Layout(dp=2, tp=2), grouping(Layout(dp=2, tp=2), 1, 2), [0.0] * 4),
-        (Layout(fsdp=2, tp=2), grouping(Layout(fsdp=2, tp=2), 1, 2), [0.25] * 4),
+        (Layout(dp=2, tp=2), rollout_layout(Layout(dp=2, tp=2), 1, 1), [0.5] * 4),
+        (Layout(dp=2, tp=2), rollout_layout(Layout(dp=2, tp=2), 1, 2), [0.0] * 4),
+        (Layout(fsdp=2, tp=2), rollout_layout(Layout(fsdp=2, tp=2), 1, 2), [0.25] * 4),
         (Layout(fsdp=4), contiguous(4), [0.75] * 4),
     ],
 )
 def test_the_share_of_a_model_that_each_rank_gets(
-    layout: Layout, groups: Grouping, share: list[float]
+    layout: Layout, groups: RolloutLayout, share: list[float]
 ) -> None:
     planned = between(layout, groups)
     # Norms are whole on every rank that shares matrices: a little less or more than the share.
@@ -157,7 +157,7 @@ def test_holders_take_turns_over_alike_layers() -> None:
 
 def test_ranks_of_a_host_send_to_each_other_first() -> None:
     layout = Layout(dp=2, tp=4)  # two hosts of four, each with a copy of the model
-    groups = grouping(layout, 1, 2)
+    groups = rollout_layout(layout, 1, 2)
     stages = split_layers(TINY.layers, 1)
     source = training_shard_map(decoder_shapes(TINY), layout, TINY, stages)
     target = rollout_shard_map(source.shapes, groups, TINY, torch.bfloat16, stages)
@@ -169,7 +169,7 @@ def test_ranks_of_a_host_send_to_each_other_first() -> None:
 
 def test_a_plan_is_the_same_every_time_and_can_be_sent() -> None:
     layout = Layout(dp=2, fsdp=2, tp=2)
-    first, second = (between(layout, grouping(layout, 1, 1)) for _ in range(2))
+    first, second = (between(layout, rollout_layout(layout, 1, 1)) for _ in range(2))
     for rank in range(8):
         assert first.for_rank(rank) == second.for_rank(rank)
         assert pickle.loads(pickle.dumps(first.for_rank(rank))) == first.for_rank(rank)
@@ -179,7 +179,7 @@ def test_a_70b_model_on_1024_ranks_is_planned_in_seconds() -> None:
     model = ModelShape(80, 64, 8, 128, 8192, 28672, 128256)
     started = time.perf_counter()
     for layout in (Layout(pp=8, dp=16, tp=8), Layout(fsdp=1024)):
-        planned = between(layout, grouping(layout, 1, 8), model)
+        planned = between(layout, rollout_layout(layout, 1, 8), model)
         assert (planned.received == planned.lower_bound).all()
         assert len(planned.for_rank(1023).receives) > 500
     assert time.perf_counter() - started < 60

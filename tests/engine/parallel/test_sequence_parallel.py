@@ -29,8 +29,8 @@ from transformers import (
 from engine.config import LoRAConfig
 from engine.errors import ConfigError, WorkerError
 from engine.models import add_adapters
-from engine.parallel.layout import Layout
-from engine.parallel.process_groups import DATA_AXES, SHARD_AXES, Ranks
+from engine.parallel.layout import DATA_AXES, Layout
+from engine.parallel.process_groups import SHARD_AXES, Ranks
 from engine.parallel.sequence_parallel import (
     apply_ulysses,
     local_tokens,

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.parallel.boxes import Box
-from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape
+from engine.parallel.rollout_layout import rollout_layout
 from engine.parallel.shard_map import ShardMap
 from engine.parallel.sharding_specs import rollout_shard_map
 
@@ -83,7 +83,7 @@ def test_more_ranks_than_rows_leave_some_without() -> None:
 
 
 def test_plain_rollout_slices() -> None:
-    groups = grouping(Layout(fsdp=4), tp=4)
+    groups = rollout_layout(Layout(fsdp=4), tp=4)
     found = rollout_shard_map(SHAPES, groups, MODEL, torch.bfloat16)
     keys = boxes(found, ATTENTION + "k_proj.weight")  # two heads of 4 rows over four ranks
     assert [box.offset[0] for _, box in sorted(keys.items())] == [0, 0, 4, 4]

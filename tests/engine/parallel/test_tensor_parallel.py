@@ -23,9 +23,9 @@ from engine.models import add_adapters
 from engine.models.critic import create_critic_model
 from engine.models.lora import adapter_parameters
 from engine.parallel import gradients
-from engine.parallel.layout import Layout
+from engine.parallel.layout import DATA_AXES, Layout
 from engine.parallel.pipeline_stages import Stage, extract_stage
-from engine.parallel.process_groups import DATA_AXES, Ranks
+from engine.parallel.process_groups import Ranks
 from engine.parallel.tensor_parallel import FAMILIES, apply_tensor_parallel
 from engine.parallel.vocab_parallel import VocabParallelStatistics, vocabulary_bounds
 

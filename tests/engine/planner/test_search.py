@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError, EngineError, PlacementError
-from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape, check_layout
+from engine.parallel.rollout_layout import rollout_layout
 from engine.planner import Cluster, Machine, Pins, Plan, Workload, explain, search
 from engine.planner.hardware import GIB
 from engine.planner.memory import RUNTIME, estimate, room
@@ -92,7 +92,7 @@ def test_the_choice_is_valid_and_fits_by_its_own_estimate(work: Workload, cluste
         layout, share = one.candidate.layout, one.share
         assert layout.world_size == share.ranks <= cluster.devices
         check_layout(layout, share.ranks, work.shape)
-        assert grouping(layout, tp=one.candidate.rollout_tp).tp == one.candidate.rollout_tp
+        assert rollout_layout(layout, tp=one.candidate.rollout_tp).tp == one.candidate.rollout_tp
         assert layout.data_ranks <= work.rows
         assert work.families or layout.tp * layout.pp == 1
         assert work.cuts_sequences or layout.sp == 1

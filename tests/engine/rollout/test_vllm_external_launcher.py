@@ -16,11 +16,11 @@ from torch import nn
 from engine.config import ParallelConfig
 from engine.errors import ConfigError, RolloutError
 from engine.parallel.exchange import Exchange
-from engine.parallel.grouping import grouping
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.module_shards import gather_shard_map, local_tensors
 from engine.parallel.process_groups import Ranks
 from engine.parallel.reshard import plan_reshard
+from engine.parallel.rollout_layout import rollout_layout
 from engine.parallel.shard_map import ShardMap
 from engine.parallel.sharding_specs import rollout_shard_map
 from engine.rollout.protocol import Completion, SamplingParams
@@ -75,7 +75,7 @@ def serve(family: str, parallel: dict[str, int], tp: int, reverse: bool = False)
     sharded = ShardedModel(
         build(family), Ranks.form(layout, "cpu"), ParallelConfig.model_validate(parallel)
     )
-    to = grouping(layout, tp=tp)
+    to = rollout_layout(layout, tp=tp)
     groups = [group[::-1] for group in to.tp_groups()] if reverse else to.tp_groups()
     with torch.device("meta"):
         shape = build(family)

@@ -21,7 +21,6 @@ from engine.parallel.layout import Layout
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
 from engine.workers.critic import CriticWorker
-from engine.workers.mesh import Mesh
 
 ROWS, BEFORE, AFTER = 8, 2, 2
 OPTIM = {"lr": 1e-2, "warmup_ratio": 0.3, "schedule": "cosine"}
@@ -32,8 +31,8 @@ def worker(folder: str, role: str, parallel: dict[str, Any], lora: int) -> Any:
     world = dist.get_world_size() if dist.is_initialized() else 1
     values = {"optim": OPTIM, "parallel": parallel}
     config = ActorConfig.model_validate(values | {"use_kl_loss": False})
-    mesh = Mesh(tuple(Layout.of(config.parallel).sizes.items()))
-    context = WorkerContext(role, rank, world, mesh=mesh)
+    layout = Layout.of(config.parallel)
+    context = WorkerContext(role, rank, world, layout=layout)
     common: dict[str, Any] = {"model_path": folder, "total_steps": 8, "seed": 0}
     if role == "critic":
         critic = CriticConfig.model_validate(values)
@@ -44,7 +43,7 @@ def worker(folder: str, role: str, parallel: dict[str, Any], lora: int) -> Any:
 
 
 def train(one: Any, begin: int, count: int) -> list[dict[str, float]]:
-    share = one.context.mesh.share(one.context.rank)
+    share = one.context.layout.data_shard(one.context.rank)
     batches = [training_batch(ROWS, seed=step) for step in range(begin, begin + count)]
     return [one.update(shard_rows(batch, share)[0]) for batch in batches]
 

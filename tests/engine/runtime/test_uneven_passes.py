@@ -17,7 +17,6 @@ from engine.runtime.micro_batches import micro_batches
 from engine.workers.actor import ActorWorker
 from engine.workers.base import ProcessState, WorkerContext
 from engine.workers.critic import CriticWorker
-from engine.workers.mesh import Mesh
 from engine.workers.reference import ReferenceWorker
 
 BUDGET = 64  # tokens a micro-batch
@@ -37,11 +36,11 @@ def course(folder: str, sizes: dict[str, int]) -> list[tuple[int, dict[str, Tens
     rank = dist.get_rank() if sizes else 0
     world = Layout(**sizes).world_size
     config = ActorConfig.model_validate({"parallel": sizes, "max_tokens_per_micro_batch": BUDGET})
-    mesh = Mesh(tuple(Layout.of(config.parallel).sizes.items()))
+    layout = Layout.of(config.parallel)
     process = ProcessState()
 
     def context(role: str) -> WorkerContext:
-        return WorkerContext(role, rank, world, process, mesh)
+        return WorkerContext(role, rank, world, process, layout)
 
     actor = ActorWorker(
         context("actor"), model_path=folder, config=config, temperature=0.8, total_steps=1, seed=0
@@ -67,7 +66,7 @@ def course(folder: str, sizes: dict[str, int]) -> list[tuple[int, dict[str, Tens
     fill_value_head(critic.sharded)
     asked.append(critic.values)
     found = []
-    for part in [mesh.share(rank).index] if sizes else range(2):
+    for part in [layout.data_shard(rank).index] if sizes else range(2):
         batch = rows(part)
         given: dict[str, Tensor] = {}
         for _ in range(2):

@@ -25,7 +25,6 @@ from engine.weight_transfer import delta
 from engine.weight_transfer.endpoints import WeightReceiver, WeightSender
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
-from engine.workers.mesh import Mesh
 from engine.workers.rollout import RolloutWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -445,15 +444,15 @@ def followed(folder: str, parallel: dict[str, int], lora: int) -> bool:
     """On ranks: a sampler of the plain model follows a sharded actor by deltas."""
     rank = torch.distributed.get_rank()
     world = torch.distributed.get_world_size()
-    mesh = Mesh(tuple(Layout(**parallel).sizes.items()))
-    context = WorkerContext("actor", rank, world, mesh=mesh)
+    layout = Layout(**parallel)
+    context = WorkerContext("actor", rank, world, layout=layout)
     trained = actor(folder, context, lora=lora, parallel=parallel)
     first = trained.weights()
     there = sampler(folder, lora=lora) if rank == 0 else None
     if there:
         there.load_weights(first)
     for seed in (1, 2):
-        trained.update(shard_rows(training_batch(8, seed=seed), mesh.share(rank))[0])
+        trained.update(shard_rows(training_batch(8, seed=seed), layout.data_shard(rank))[0])
         trained.weights()
         if there:
             assert there.load_weights(trained.weights_delta()) == seed

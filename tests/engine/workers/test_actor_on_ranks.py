@@ -19,7 +19,6 @@ from engine.models import load_model
 from engine.parallel.layout import Layout
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
-from engine.workers.mesh import Mesh
 
 ROWS, STEPS = 12, 3
 
@@ -28,9 +27,9 @@ def published(folder: str, parallel: dict[str, Any], out: str, lora: int) -> Ten
     """After an update: the weights for other processes, and a Hugging Face folder at `out`."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = ActorConfig.model_validate({"parallel": parallel, "use_kl_loss": False})
-    mesh = Mesh(tuple(Layout.of(config.parallel).sizes.items()))
+    layout = Layout.of(config.parallel)
     worker = ActorWorker(
-        WorkerContext("actor", rank, world, mesh=mesh),
+        WorkerContext("actor", rank, world, layout=layout),
         model_path=folder,
         config=config,
         temperature=0.8,
@@ -38,7 +37,7 @@ def published(folder: str, parallel: dict[str, Any], out: str, lora: int) -> Ten
         seed=0,
         lora=LoRAConfig(rank=lora),
     )
-    worker.update(shard_rows(training_batch(ROWS), mesh.share(rank))[0])
+    worker.update(shard_rows(training_batch(ROWS), layout.data_shard(rank))[0])
     worker.save(out)
     packed = worker.weights()
     assert packed["policy_version"].tolist() == [1]
@@ -60,9 +59,9 @@ def course(folder: str, parallel: dict[str, Any], changes: dict[str, Any]) -> di
         }
         | changes
     )
-    mesh = Mesh(tuple(Layout.of(config.parallel).sizes.items()))
+    layout = Layout.of(config.parallel)
     worker = ActorWorker(
-        WorkerContext("actor", rank, world, mesh=mesh),
+        WorkerContext("actor", rank, world, layout=layout),
         model_path=folder,
         config=config,
         temperature=0.8,
@@ -70,7 +69,7 @@ def course(folder: str, parallel: dict[str, Any], changes: dict[str, Any]) -> di
         seed=0,
     )
     metrics, log_probs = [], []
-    share = mesh.share(rank)
+    share = layout.data_shard(rank)
     for step in range(STEPS):
         batch = training_batch(ROWS, seed=step)
         batch["advantages"][[0, 3, 4]] = 0.0  # skipped, unevenly over ranks

@@ -21,7 +21,6 @@ from engine.controller.row_sharding import shard_rows
 from engine.parallel.layout import Layout
 from engine.workers.base import WorkerContext
 from engine.workers.critic import CriticWorker
-from engine.workers.mesh import Mesh
 
 ROWS, STEPS = 12, 2
 
@@ -30,10 +29,10 @@ def course(folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
     """Two updates: metrics, values before each and at the end, and the last weights, whole."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sharded = ParallelConfig.model_validate(parallel)
-    mesh = Mesh(tuple(Layout.of(sharded).sizes.items()))
+    layout = Layout.of(sharded)
     changes = {"optim": {"lr": 1e-2, "grad_clip": 0.3}, "max_tokens_per_micro_batch": 64}
     worker = CriticWorker(
-        WorkerContext("critic", rank, world, mesh=mesh),
+        WorkerContext("critic", rank, world, layout=layout),
         model_path=folder,
         config=CriticConfig.model_validate(changes),
         total_steps=STEPS,
@@ -41,7 +40,7 @@ def course(folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
         parallel=sharded,
     )
     fill_value_head(worker.sharded)
-    share = mesh.share(rank)
+    share = layout.data_shard(rank)
     batches = [shard_rows(training_batch(ROWS, seed=step), share)[0] for step in range(STEPS)]
     values, metrics = [worker.values(batches[0])["values"]], []
     for batch in batches:

@@ -17,7 +17,6 @@ from engine.controller.row_sharding import merge_results
 from engine.controller.worker_host import BatchArgument, Call, RoleSpec, WorkerHost
 from engine.parallel.layout import Layout
 from engine.workers.actor import ActorWorker
-from engine.workers.mesh import Mesh
 from engine.workers.reference import ReferenceWorker
 
 STEPS = 2
@@ -34,7 +33,7 @@ def course(folder: str, parallel: dict[str, int], pairs: int) -> dict[str, Any]:
             "parallel": parallel,
         }
     )
-    mesh = Mesh(tuple(Layout.of(config.parallel).sizes.items()))
+    layout = Layout.of(config.parallel)
     actor = {"config": config, "temperature": 0.8, "total_steps": STEPS, "seed": 0}
     reference = {
         "temperature": 1.3,  # not the actor's: equal log-probs would leave metrics to rounding
@@ -43,8 +42,8 @@ def course(folder: str, parallel: dict[str, int], pairs: int) -> dict[str, Any]:
     }
     host = WorkerHost(
         [
-            RoleSpec("actor", ActorWorker, {"model_path": folder, **actor}, mesh),
-            RoleSpec("reference", ReferenceWorker, {"model_path": folder, **reference}, mesh),
+            RoleSpec("actor", ActorWorker, {"model_path": folder, **actor}, layout),
+            RoleSpec("reference", ReferenceWorker, {"model_path": folder, **reference}, layout),
         ],
         rank,
         world,

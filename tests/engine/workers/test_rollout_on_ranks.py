@@ -15,11 +15,10 @@ from engine.batch import Batch
 from engine.config import ActorConfig, LoRAConfig, RolloutConfig
 from engine.controller.row_sharding import shard_rows
 from engine.parallel.layout import Layout
+from engine.parallel.rollout_layout import rollout_layout
 from engine.runtime.rollout_weights import AdapterWeights, ReshardedWeights, SharedWeights
-from engine.trainers.layouts import rollout_mesh
 from engine.workers.actor import ActorWorker
 from engine.workers.base import ProcessState, WorkerContext
-from engine.workers.mesh import Mesh
 from engine.workers.rollout import RolloutWorker
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [5, 9], [21, 22], [7, 7, 7]]
@@ -40,7 +39,7 @@ def course(
         {"use_kl_loss": False, "optim": {"lr": 2e-2, "warmup_ratio": 0.0}, "parallel": parallel}
     )
     layout = Layout.of(config.parallel)
-    training, sampling = Mesh(tuple(layout.sizes.items())), rollout_mesh(layout, tp)
+    training, sampling = layout, rollout_layout(layout, tp=tp)
     process = ProcessState()
     common: dict[str, Any] = {"model_path": folder, "seed": 0, "lora": LoRAConfig(rank=lora)}
     actor = ActorWorker(
@@ -58,7 +57,7 @@ def course(
         **common,
     )
     prompts = Batch({"group_ids": torch.arange(len(PROMPTS))}, {"prompt_ids": PROMPTS})
-    share = sampling.share(rank)
+    share = sampling.data_shard(rank)
     samples = []
     for step in range(2):
         mine, _ = shard_rows(prompts, share)
@@ -70,7 +69,7 @@ def course(
                 for t, p in zip(tokens, done["rollout_log_probs"], strict=True)
             ]
         )
-        actor.update(shard_rows(training_batch(ROWS, seed=step), training.share(rank))[0])
+        actor.update(shard_rows(training_batch(ROWS, seed=step), training.data_shard(rank))[0])
     weights = rollout.policy.rollout_weights
     rollout.close()
     return {

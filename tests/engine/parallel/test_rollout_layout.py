@@ -1,4 +1,4 @@
-"""Rollout places of training ranks: the paper's example, nesting, and the worker's mesh."""
+"""Rollout places of training ranks: the paper's example, nesting, and shards of prompts."""
 
 from __future__ import annotations
 
@@ -7,36 +7,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
-from engine.parallel.grouping import Grouping, grouping
 from engine.parallel.layout import Layout
-from engine.workers.mesh import Mesh
+from engine.parallel.rollout_layout import RolloutLayout, rollout_layout
 
 SIZES = st.sampled_from([1, 2, 4])
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Layout, Grouping]:
+def cases(draw: st.DrawFn) -> tuple[Layout, RolloutLayout]:
     layout = Layout(*(draw(SIZES) for _ in range(5)))
     pp = draw(st.sampled_from([n for n in (1, 2, 4) if layout.pp % n == 0]))
     tp = draw(st.sampled_from([n for n in (1, 2, 4, 8, 16) if n <= layout.world_size // layout.pp]))
-    return layout, grouping(layout, pp, tp)
+    return layout, rollout_layout(layout, pp, tp)
 
 
 def test_the_paper_s_figure_8() -> None:
     """Train 1-4-2, generate 1-2-2-2: tensor parallel groups at regular intervals."""
-    found = grouping(Layout(dp=2, tp=4), tp=2)
+    found = rollout_layout(Layout(dp=2, tp=4), tp=2)
     assert found.tp_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert (found.pp, found.tp, found.data) == (1, 2, 4)
 
 
 def test_vllm_s_own_groups_are_neighbours() -> None:
-    found = Grouping((("dp", 2), ("pp", 2), ("tp", 2)))
+    found = RolloutLayout((("dp", 2), ("pp", 2), ("tp", 2)))
     assert found.tp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert found.replicas() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @given(cases())
-def test_each_place_is_taken_once(case: tuple[Layout, Grouping]) -> None:
+def test_each_place_is_taken_once(case: tuple[Layout, RolloutLayout]) -> None:
     layout, found = case
     assert found.world_size == layout.world_size == found.pp * found.tp * found.data
     places = {found.place(rank) for rank in range(found.world_size)}
@@ -49,7 +48,7 @@ def test_each_place_is_taken_once(case: tuple[Layout, Grouping]) -> None:
 
 
 @given(cases())
-def test_a_training_shard_nests_in_the_rollout_shard(case: tuple[Layout, Grouping]) -> None:
+def test_a_training_shard_nests_in_the_rollout_shard(case: tuple[Layout, RolloutLayout]) -> None:
     """As fractions of stages and of rows; with tp below the trainer's the other way round."""
     layout, found = case
     shards = layout.fsdp * layout.sp
@@ -66,14 +65,13 @@ def test_a_training_shard_nests_in_the_rollout_shard(case: tuple[Layout, Groupin
 
 
 @given(cases())
-def test_a_worker_s_mesh_gives_the_same_share_of_prompts(case: tuple[Layout, Grouping]) -> None:
+def test_prompts_are_split_over_copies_of_the_model(case: tuple[Layout, RolloutLayout]) -> None:
     _, found = case
-    mesh = Mesh(found.axes)
-    collecting = [rank for rank in range(mesh.size) if mesh.share(rank, found.data_axes).collects]
+    shards = [found.data_shard(rank) for rank in range(found.world_size)]
+    collecting = [rank for rank, shard in enumerate(shards) if shard.collects]
     assert sorted(found.place(rank).data for rank in collecting) == list(range(found.data))
-    for rank in range(mesh.size):
-        share = mesh.share(rank, found.data_axes)
-        assert (share.index, share.parts) == (found.place(rank).data, found.data)
+    for rank, shard in enumerate(shards):
+        assert (shard.index, shard.count) == (found.place(rank).data, found.data)
 
 
 @pytest.mark.parametrize(
@@ -87,4 +85,4 @@ def test_a_worker_s_mesh_gives_the_same_share_of_prompts(case: tuple[Layout, Gro
 )
 def test_sizes_that_do_not_nest(layout: Layout, pp: int, tp: int, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        grouping(layout, pp, tp)
+        rollout_layout(layout, pp, tp)

@@ -1,7 +1,7 @@
-"""Grouping: which place in the rollout's layout each training rank takes. Pure values, no torch.
+"""The rollout's layout of the training ranks. Pure values, no torch.
 
-HybridFlow's order (arXiv:2409.19256, section 5.2) makes a rank's training shard a part of its
-rollout shard: what the rank has, it keeps. How the shards then travel `reshard` plans.
+HybridFlow's grouping (arXiv:2409.19256, section 5.2) makes a rank's training shard a part of its
+rollout shard, so that a rank keeps what it has. `reshard` plans how the other shards are sent.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.errors import ConfigError
-from engine.parallel.layout import Layout
+from engine.parallel.layout import Layout, RankGrid
 
 # Of the grid of training ranks, row-major. The axes named tp and pp are the rollout's.
 _TP_AXES = ("tp", "tp_shard", "tp_dp")  # the first counts most
@@ -26,26 +26,26 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Grouping:
+class RolloutLayout(RankGrid):
     """Ranks as a grid of named axes, some of which together are the rollout's tp, some its pp.
 
-    >>> grouping(Layout(tp=4), tp=2).tp_groups()
+    >>> rollout_layout(Layout(tp=4), tp=2).tp_groups()
     [[0, 2], [1, 3]]
     """
 
-    axes: tuple[tuple[str, int], ...]  # row-major, the last changes fastest, as a worker's Mesh
+    axes: tuple[tuple[str, int], ...]  # the last changes fastest
     tp_axes: tuple[str, ...] = ("tp",)  # their digits make the tp coordinate, the first counts most
     pp_axes: tuple[str, ...] = ("pp",)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis, outermost first."""
+        return dict(self.axes)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
         """Axes over which prompts are split: all others."""
         return tuple(name for name, _ in self.axes if name not in self.tp_axes + self.pp_axes)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return math.prod(size for _, size in self.axes)
 
     @property
     def tp(self) -> int:
@@ -64,9 +64,7 @@ class Grouping:
 
     def place(self, rank: int) -> Place:
         """Rollout coordinates of a training rank."""
-        where: dict[str, int] = {}
-        for name, size in reversed(self.axes):
-            rank, where[name] = divmod(rank, size)
+        where = self.coordinates(rank)
         return Place(
             pp=self._number(where, self.pp_axes),
             tp=self._number(where, self.tp_axes),
@@ -99,7 +97,7 @@ class Grouping:
         return number
 
 
-def grouping(layout: Layout, pp: int = 1, tp: int = 1) -> Grouping:
+def rollout_layout(layout: Layout, pp: int = 1, tp: int = 1) -> RolloutLayout:
     """HybridFlow's grouping of `layout`'s ranks for a rollout of `pp` stages and `tp` shares.
 
     With tp below the trainer's, neighbouring training shards merge: rank i of t takes the rollout's
@@ -130,4 +128,4 @@ def grouping(layout: Layout, pp: int = 1, tp: int = 1) -> Grouping:
         ("tp", min(tp, layout.tp)),
         ("micro_tp", max(1, layout.tp // tp)),
     )
-    return Grouping(axes, tp_axes=_TP_AXES)
+    return RolloutLayout(axes, tp_axes=_TP_AXES)
