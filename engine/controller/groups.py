@@ -54,7 +54,8 @@ class WorkerGroup(ABC):
     def _call(
         self, method: str, rule: DispatchRule, *arguments: object, **keywords: object
     ) -> Future[object]:
-        if method in self._provided and _is_batch(arguments[0], self._provided[method][0]):
+        provided = self._provided.get(method)
+        if provided and any(_is_batch(a, provided[0]) for a in (*arguments, *keywords.values())):
             return self._provided.pop(method)[1]
         sent: list[PlainArgument | BatchArgument] = []
         data: list[object] = []

@@ -8,7 +8,7 @@ raise WorkerError.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -74,6 +74,9 @@ class Roles:
         if role not in self._groups:
             raise PlacementError(self._missing(role))
         return self._groups[role]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
 
     def __contains__(self, role: str) -> bool:
         return role in self._groups

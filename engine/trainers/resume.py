@@ -12,10 +12,11 @@ from engine.controller.roles import Roles
 from engine.errors import CheckpointError
 from engine.trainers.background_export import BackgroundExporter
 from engine.trainers.rl_setup import RunSpec
+from engine.workers.stateful import StatefulWorker
 
 SCORE = "validation/reward"  # by which the best checkpoint is kept
 
-_STATEFUL_ROLES = ("actor", "rollout", "critic", "sampler")  # actor first: others serve its weights
+_LOAD_ORDER = ("actor", "rollout", "critic", "sampler")  # actor first: others serve its weights
 _MAX_LISTED = 3  # changed settings in an error message
 _MAY_DIFFER: Any = {
     "trainer": True,
@@ -29,7 +30,10 @@ def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
     """The saver of a run's roles under `folder` (local or s3://)."""
     settings = spec.config.trainer
     store = CheckpointStore(folder, keep_last=settings.max_checkpoints_to_keep, metric=SCORE)
-    groups = {role: roles[role] for role in _STATEFUL_ROLES if role in roles}
+    stateful = sorted(r for r in roles if issubclass(roles[r].worker_class, StatefulWorker))
+    groups = {
+        role: roles[role] for role in dict.fromkeys((*_LOAD_ORDER, *stateful)) if role in roles
+    }
     exporter = None
     if settings.save_huggingface:
         exporter = BackgroundExporter(store, spec.model_path, settings.step_timeout_s)

@@ -27,19 +27,31 @@ from engine.dataflows import register_dataflow
 from engine.dataflows.algo import StepResult
 from engine.dataflows.stages import generate_and_score
 from engine.trainers.role_registry import register_role
-from engine.workers.base import Dispatch, Worker, dispatch
+from engine.workers.base import Dispatch, dispatch
+from engine.workers.stateful import StatefulWorker
 
 
-class JudgeWorker(Worker):
-    """Likes every second completion, by a strictness of its own."""
+class JudgeWorker(StatefulWorker):
+    """Likes every second completion, by a strictness of its own, and counts what it has seen."""
 
     def __init__(self, context, *, strictness: float) -> None:
         super().__init__(context)
-        self.strictness = strictness
+        self.strictness, self.rows = strictness, 0
 
     @dispatch(Dispatch.DATA_PARALLEL, writes=("verdict",))
     def judge(self, batch: Batch) -> Batch:
+        self.rows += len(batch)
         return Batch({"verdict": self.strictness * (torch.arange(len(batch)) % 2)})
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def seen(self) -> int:
+        return self.rows
+
+    def state_dict(self):
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state) -> None:
+        self.rows = state["rows"]
 
 
 @register_role("judge")
@@ -58,7 +70,7 @@ def judged(roles, prompts, algo):
 '''
 
 
-def test_a_role_from_outside_is_placed_and_called(
+def test_a_role_from_outside_is_placed_called_and_saved(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "judged_plugin.py").write_text(JUDGED)
@@ -78,10 +90,17 @@ def test_a_role_from_outside_is_placed_and_called(
             },
         }
     )
-    loader = PromptLoader(pd.DataFrame(arithmetic_rows(8)), 4, 0)
-    with RLTrainer(tiny_folder, config, loader, max_response_length=6, max_model_len=40) as run:
-        metrics = run.fit()
+
+    def trainer() -> RLTrainer:
+        loader = PromptLoader(pd.DataFrame(arithmetic_rows(8)), 4, 0)
+        return RLTrainer(tiny_folder, config, loader, max_response_length=6, max_model_len=40)
+
+    with trainer() as run:
+        metrics = run.fit(checkpoint_dir=tmp_path / "checkpoints")
         assert run.roles["judge"].world_size == 1
+    with trainer() as resumed:
+        assert resumed.resume(tmp_path / "checkpoints") is not None
+        assert resumed.roles["judge"].seen().result() == 8
     assert metrics["judge/mean"] == 0.5
     assert metrics["actor/grad_norm"] > 0
     needs = RequiredPasses.of(config, choose_dataflow(config.algorithm))
