@@ -1,15 +1,10 @@
-"""One run: data and model in, a better model out, with a line a step.
-
-What a step is lives in `engine.trainers.rl`; what was asked for, in `resolve`.
-"""
+"""The run of `python -m engine.main_ppo`: reads its data, trains, and prints a summary."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -17,15 +12,12 @@ from engine.cli.data import Prompts, read_prompts
 from engine.cli.failures import error_details_file
 from engine.cli.model_folders import make_output_folder, save_atomically
 from engine.cli.ray_session import ray_session, require_shared
+from engine.cli.rl_run import RLRun, RunLog, headline, train_policy
 from engine.cli.settings import RunConfig
-from engine.cli.step_line import step_line
-from engine.config import RLConfig
 from engine.console import human_time
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError
 from engine.storage.locations import home
-from engine.trainers.attempts import run_with_retries
-from engine.trainers.rl import RLTrainer
 from engine.trainers.rl_checks import check_config
 
 if TYPE_CHECKING:
@@ -50,55 +42,37 @@ def run(config: RunConfig) -> Path:
     with error_details_file(folder), _tracked(config) as tracked, ray_session(placement):
         if placement != "local":
             require_shared([str(folder), *([model] if Path(model).is_dir() else [])])
-        with _Log(config, folder, tracked) as log:
+        with _metrics_file(config, folder) as file:
+            log = RunLog(tracked, file, step_lines="console" in config.run.logger)
             return _train(config, model, prompts, folder, log)
 
 
-def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: _Log) -> Path:
+def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: RunLog) -> Path:
     started = time.monotonic()
-    log.say(headline(config.rl, prompts))
-    response = config.data.max_response_length
-    begin = prompts.loader.state_dict()
-    saved: list[Path] = []
-
-    def make() -> RLTrainer:
-        prompts.loader.load_state_dict(begin)
-        return RLTrainer(
-            model,
-            config.rl,
-            prompts.loader,
-            max_response_length=response,
-            max_model_len=prompts.longest + response,
-            seed=config.seed,
-            dtype=config.model.dtype,
-            lora=config.model.lora,
-        )
-
-    def work(trainer: RLTrainer) -> None:
-        def save(step: int) -> Path:
-            return save_atomically(trainer.save, folder / f"step_{step}")
-
-        def report(step: int, total: int, metrics: dict[str, float]) -> None:
-            if prompts.validation and _due(step, total, config.rl.trainer.test_freq):
-                metrics["validation/reward"] = trainer.validate(prompts.validation)
-            log.step(step, total, metrics)
-            if step < total and config.run.save_freq > 0 and step % config.run.save_freq == 0:
-                log.say(f"rl: saved {save(step)}")
-
-        if resumed := trainer.resume(checkpoints):
-            log.say(f"rl: goes on from {resumed.folder}, step {trainer.step}")
-        elif prompts.validation and config.run.val_before_train:
-            log.start(trainer.validate(prompts.validation))
-        trainer.on_step = report
-        if not trainer.fit(checkpoint_dir=checkpoints):
-            log.say(f"rl: all {trainer.step} steps are done already; nothing to train")
-        saved.append(save(trainer.step))
-        trainer.write_timeline(folder / "timeline.json")
-
-    checkpoints = checkpoint_folder(config, folder)
-    run_with_retries(make, work, checkpoints, config.rl.trainer.max_attempts)
-    log.summary(saved[0], time.monotonic() - started)
-    return saved[0]
+    left_out = f" ({prompts.left_out} too long, left out)" if prompts.left_out else ""
+    log.say(
+        f"{headline(config.rl)}, {len(prompts.loader)} prompts{left_out}, "
+        f"{len(prompts.validation)} for validation"
+    )
+    run = RLRun(
+        model,
+        config.rl,
+        prompts.loader,
+        prompts.validation,
+        prompts.longest,
+        config.data.max_response_length,
+        folder,
+        checkpoint_folder(config, folder),
+        lambda trainer: save_atomically(trainer.save, folder / f"step_{trainer.step}"),
+        save_freq=config.run.save_freq,
+        validate_first=config.run.val_before_train,
+        seed=config.seed,
+        dtype=config.model.dtype,
+        lora=config.model.lora,
+    )
+    saved, _ = train_policy(run, log)
+    _print_summary(log, saved, time.monotonic() - started)
+    return saved
 
 
 def checkpoint_folder(config: RunConfig, folder: Path) -> Path:
@@ -115,78 +89,18 @@ def output_folder(config: RunConfig) -> Path:
     return home() / "checkpoints" / config.run.project_name / config.run.experiment_name
 
 
-def headline(config: RLConfig, prompts: Prompts) -> str:
-    """What is about to run, in a line."""
-    left_out = f" ({prompts.left_out} too long, left out)" if prompts.left_out else ""
-    return (
-        f"rl: {config.algorithm.adv_estimator} on {config.trainer.placement}, rollout by "
-        f"{config.rollout.engine}, {config.trainer.train_batch_size} prompts × {config.rollout.n} "
-        f"completions a step, {len(prompts.loader)} prompts{left_out}, "
-        f"{len(prompts.validation)} for validation"
-    )
-
-
-@dataclass
-class _Log:
-    """Where the run's lines and metrics go; a context manager."""
-
-    config: RunConfig
-    folder: Path
-    tracked: StageRun | None
-    history: list[dict[str, float]] = field(default_factory=list)
-    validations: list[float] = field(default_factory=list)
-    _file: TextIO | None = None
-
-    def __enter__(self) -> _Log:
-        if "file" in self.config.run.logger:
-            goes_on = checkpoint_folder(self.config, self.folder).exists()
-            self._file = (self.folder / "metrics.jsonl").open("a" if goes_on else "w")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._file:
-            self._file.close()
-
-    def say(self, line: str) -> None:
-        print(line, flush=True)
-
-    def start(self, validation: float) -> None:
-        """The reward on the validation rows before the first step."""
-        self.say(f"rl: validation {validation:.3f} before training")
-        self._record(0, {"validation/reward": validation})
-
-    def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        self.history.append(metrics)
-        self._record(step, metrics)
-        if "console" in self.config.run.logger:
-            self.say(step_line(step, total, metrics, self.history))
-
-    def summary(self, model: Path, seconds: float) -> None:
-        """What became of it: rewards first → last, time, and where the model is."""
-        rewards = [row["reward/mean"] for row in self.history]
-        self.say(f"rl: done, {len(rewards)} steps in {human_time(seconds)}")
-        if rewards:
-            self.say(f"  reward      {_first_to_last(rewards)}")
-        if self.validations:
-            self.say(f"  validation  {_first_to_last(self.validations)}")
-        self.say(f"  model       {model}")
-
-    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
-        if "validation/reward" in metrics:
-            self.validations.append(metrics["validation/reward"])
-        if self.tracked:
-            self.tracked.log_metrics(metrics, step)
-        if self._file:
-            self._file.write(json.dumps({"step": step} | dict(metrics)) + "\n")
-            self._file.flush()
+def _print_summary(log: RunLog, model: Path, seconds: float) -> None:
+    """Rewards first → last, time, and where the model is."""
+    log.say(f"rl: done, {len(log.rewards)} steps in {human_time(seconds)}")
+    if log.rewards:
+        log.say(f"  reward      {_first_to_last(log.rewards)}")
+    if log.validations:
+        log.say(f"  validation  {_first_to_last(log.validations)}")
+    log.say(f"  model       {model}")
 
 
 def _first_to_last(values: list[float]) -> str:
     return f"{values[0]:.3f} → {values[-1]:.3f}"
-
-
-def _due(step: int, total: int, every: int) -> bool:
-    return step == total or step % every == 0
 
 
 def _with_steps(config: RunConfig, rows: int) -> RunConfig:
@@ -202,6 +116,17 @@ def _local(model: str) -> str:
     """A folder as an absolute path, for workers in other working directories; a hub id as it is."""
     path = Path(model).expanduser()
     return str(path.absolute()) if path.is_dir() else model
+
+
+@contextlib.contextmanager
+def _metrics_file(config: RunConfig, folder: Path) -> Iterator[TextIO | None]:
+    """`metrics.jsonl` where `run.logger` asks for it; a resumed run appends."""
+    if "file" not in config.run.logger:
+        yield None
+        return
+    resumes = checkpoint_folder(config, folder).exists()
+    with (folder / "metrics.jsonl").open("a" if resumes else "w") as file:
+        yield file
 
 
 @contextlib.contextmanager

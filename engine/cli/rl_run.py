@@ -1,0 +1,144 @@
+"""One RL run, for the command line and the Flyte task: data and model in, a better model out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from engine.cli.step_line import step_line
+from engine.config import LoRAConfig, RLConfig
+from engine.data.loader import PromptLoader
+from engine.trainers.attempts import run_with_retries
+from engine.trainers.resume import SCORE
+from engine.trainers.rl import Metrics, RLTrainer, Row
+
+if TYPE_CHECKING:
+    from engine.tracking import StageRun
+
+
+@dataclass(frozen=True, slots=True)
+class RLRun:
+    """What is trained, on what data, and where its results go."""
+
+    model: str | Path  # start model: a folder or a hub id
+    config: RLConfig
+    loader: PromptLoader
+    validation: Sequence[Row]
+    max_prompt_length: int  # of both, in tokens
+    max_response_length: int
+    folder: Path  # of timeline.json
+    checkpoints: str | Path  # a folder or s3://…
+    save_model: Callable[[RLTrainer], Path]  # writes a model folder and returns it
+    previous_checkpoints: str | Path | None = None  # of the attempt before
+    save_freq: int = 0  # steps between model folders; 0: only the last
+    validate_first: bool = False  # before the first step of a new run
+    seed: int = 0
+    dtype: str = "float32"
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+
+
+class RunLog:
+    """Progress lines, tracked metrics and a file of metrics."""
+
+    def __init__(
+        self,
+        tracked: StageRun | None = None,
+        file: TextIO | None = None,
+        *,
+        step_lines: bool = True,
+    ) -> None:
+        self.rewards: list[float] = []  # of this process's steps
+        self.validations: list[float] = []
+        self._tracked, self._file, self._step_lines = tracked, file, step_lines
+        self._tracked_steps: set[int] = set()
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        print(line, flush=True)
+
+    def validated_first(self, score: float) -> None:
+        """The reward on the validation rows before the first step."""
+        self.say(f"rl: validation {score:.3f} before training")
+        self.validations.append(score)
+        self.track([{"step": 0.0, SCORE: score}])
+        self._write(0, {SCORE: score})
+
+    def step(self, step: int, total: int, metrics: Metrics, history: Sequence[Metrics]) -> None:
+        """A step and its metrics; `history` are the rows of the steps before."""
+        self.rewards.append(metrics["reward/mean"])
+        if SCORE in metrics:
+            self.validations.append(metrics[SCORE])
+        self.track([*history, {"step": float(step)} | metrics])
+        self._write(step, metrics)
+        if self._step_lines:
+            self.say(step_line(step, total, metrics, [*history, metrics]))
+
+    def track(self, history: Sequence[Metrics]) -> None:
+        """Track the rows that this process has not tracked; an earlier one had a run of its own."""
+        for row in history:
+            step = int(row["step"])
+            if self._tracked is not None and step not in self._tracked_steps:
+                self._tracked_steps.add(step)
+                self._tracked.log_metrics({k: v for k, v in row.items() if k != "step"}, step)
+
+    def _write(self, step: int, metrics: Metrics) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step} | metrics) + "\n")
+            self._file.flush()
+
+
+def train_policy(run: RLRun, log: RunLog) -> tuple[Path, list[Metrics]]:
+    """Train, in new attempts after lost workers; return the model's folder and the history.
+
+    A run that has checkpoints resumes from the newest. Raises an EngineError.
+    """
+    start = run.loader.state_dict()
+    model, history = Path(), list[Metrics]()
+
+    def make() -> RLTrainer:
+        run.loader.load_state_dict(start)
+        return RLTrainer(
+            run.model,
+            run.config,
+            run.loader,
+            max_response_length=run.max_response_length,
+            max_model_len=run.max_prompt_length + run.max_response_length,
+            seed=run.seed,
+            dtype=run.dtype,
+            lora=run.lora,
+            validation=run.validation,
+        )
+
+    def attempt(trainer: RLTrainer) -> None:
+        nonlocal model, history
+
+        def on_step(step: int, total: int, metrics: Metrics) -> None:
+            log.step(step, total, metrics, trainer.history)
+            if step < total and run.save_freq > 0 and step % run.save_freq == 0:
+                log.say(f"rl: saved {run.save_model(trainer)}")
+
+        if found := trainer.resume(run.checkpoints):
+            log.say(f"rl: goes on from {found.folder}, step {trainer.step}")
+        elif run.validation and run.validate_first:
+            log.validated_first(trainer.validate(run.validation))
+        trainer.on_step = on_step
+        if not trainer.fit(checkpoint_dir=run.checkpoints, resume_from=run.previous_checkpoints):
+            log.say(f"rl: all {trainer.step} steps are done already; nothing to train")
+        log.track(trainer.history)  # also of a run that was finished before
+        model, history = run.save_model(trainer), trainer.history
+        trainer.write_timeline(run.folder / "timeline.json")
+
+    run_with_retries(make, attempt, run.checkpoints, run.config.trainer.max_attempts)
+    return model, history
+
+
+def headline(config: RLConfig) -> str:
+    """What is about to run, in a line."""
+    return (
+        f"rl: {config.algorithm.adv_estimator} on {config.trainer.placement}, rollout by "
+        f"{config.rollout.engine}, {config.trainer.train_batch_size} prompts × {config.rollout.n} "
+        "completions a step"
+    )
