@@ -1,38 +1,93 @@
 """Asynchronous rollout: workers that never wait for the trainer, and a queue it takes batches from.
 
-What the trainer sees of it lives here; `rollout_loop` keeps the workers at it. How completions are
-scored and learned from is the caller's.
+An event loop in a thread of its own calls the workers and collects their results. `rollout_queue`
+has the groups, `staleness` decides what may begin and be taken, `health` which workers are healthy.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.batch import Batch
-from engine.controller.rollout_loop import RolloutLoop
-from engine.controller.rollout_processes import spans_of
+from engine.controller.health import Fleet, HealthPolicy
+from engine.controller.health_events import (
+    Action,
+    Died,
+    Event,
+    Heartbeat,
+    Kill,
+    Reissue,
+    Replace,
+    Replaced,
+    Started,
+    Stop,
+    Synced,
+    SyncWeights,
+)
+from engine.controller.roles import Roles
+from engine.controller.rollout_processes import RolloutProcess, RolloutProcesses, spans_of
+from engine.controller.rollout_queue import RolloutQueue
+from engine.controller.staleness import Limits
 from engine.controller.timeline import Span
 from engine.controller.weight_publisher import PublishedWeights
-from engine.errors import WorkerError
-from engine.rollout.partial_groups import PartialGroup, with_partial_groups
+from engine.errors import EngineError, WeightSyncError, WorkerError
+from engine.futures import Future
+from engine.rollout.partial_groups import PartialGroup
 
 log = logging.getLogger(__name__)
 
-_REPORT_S = 5.0  # how long workers may take to say what they have begun
+_SLICE_S = 0.25  # how long a worker decodes before it reports
+_IDLE_S = 0.25  # how often a worker without work is asked for a sign of life
+_PAUSE_S = 0.005  # of the event loop when nothing happened
+_REPORT_S = 5.0  # how long workers may take to report their unfinished groups
 
 
-class AsyncRollout(RolloutLoop):
+class AsyncRollout:
     """Keeps `names` workers decoding; a context manager.
 
     `spawn(name, attempt)` starts a worker's process and returns roles with one role of that name
     that has `poll` and `load_weights`; `next_prompt()` gives the next prompt, a batch of one row;
     `score(group)` starts scoring a finished group; `keep(group)` says whether it may be learned
-    from (None: always). The first three are called from a thread of this object's own. `finished`
-    are groups that an earlier rollout's `paused` gave.
+    from (None: always). The first three are called from the event loop's thread. `finished` are
+    groups that an earlier rollout's `paused` gave.
     """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        limits: Limits,
+        health: HealthPolicy,
+        *,
+        spawn: Callable[[str, int], Roles],
+        next_prompt: Callable[[], Batch],
+        score: Callable[[Batch], Future[Batch]],
+        weights: PublishedWeights,
+        keep: Callable[[Batch], bool] | None = None,
+        finished: Sequence[tuple[Batch, Batch]] = (),
+        timeout_s: float = 1800.0,
+    ) -> None:
+        self._timeout_s, self._weights = timeout_s, weights
+        version = weights.version
+        self.queue = RolloutQueue(
+            limits, version, next_prompt=next_prompt, score=score, keep=keep, finished=finished
+        )
+        self.fleet = Fleet.start(names, time.monotonic(), health, limits.staleness, version)
+        self.restarts = self.resyncs = 0  # resyncs: deltas that failed, so full weights were sent
+        self.causes: list[str] = []  # of workers' deaths
+        self._reporting: set[str] = set()  # workers that have to report their unfinished groups
+        self._reported: dict[int, PartialGroup] = {}  # by key
+        self._processes = RolloutProcesses(spawn, len(names))
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="async-rollout", daemon=True)
+        for name in names:
+            self._processes.start(name, 0)
+        self._thread.start()
 
     def take(self) -> tuple[Batch, Batch]:
         """The next prompts and their completions in whole groups, scored, oldest first; waits.
@@ -44,75 +99,51 @@ class AsyncRollout(RolloutLoop):
             while True:
                 if self._error is not None:
                     raise self._error
-                self.admission, groups = self.admission.take()
-                if groups:
-                    keys = [group.ticket.key for group in groups]
-                    prompts = Batch.concat([self._prompts.pop(key) for key in keys])
-                    return prompts, Batch.concat([self._scored.pop(key) for key in keys])
+                batch = self.queue.take()
+                if batch is not None:
+                    return batch
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     raise WorkerError(
                         f"rollout gave no batch within {self._timeout_s:g} s "
-                        f"({self._standing()}); look at its workers, or raise "
+                        f"({self._status()}); look at its workers, or raise "
                         "trainer.step_timeout_s"
                     )
 
     def update_weights(self, weights: PublishedWeights) -> None:
-        """The trainer has new weights: workers load them between two decode steps."""
+        """Have workers load new weights between two decode steps."""
         with self._changed:
             self._weights = weights
-            self.admission = self.admission.updated(weights.version)
+            self.queue.admission = self.queue.admission.updated(weights.version)
             self._act(*self.fleet.updated(weights.version, time.monotonic()))
 
     def metrics(self) -> dict[str, float]:
-        """Totals and what is under way."""
+        """Totals since the start, and the groups in flight and queued."""
         with self._changed:
             return {
-                "async/completions": float(self.counts.completions),
-                "async/generated_tokens": float(self.counts.tokens),
-                "async/in_flight": float(len(self.admission.in_flight)),
-                "async/queued": float(len(self.admission.queue)),
-                "async/reissued": float(self.admission.reissued),
-                "async/rejected": float(self.admission.rejected),
-                "async/restarts": float(self.counts.restarts),
-                "async/resyncs": float(self.counts.resyncs),
+                "async/completions": float(self.queue.completions),
+                "async/generated_tokens": float(self.queue.tokens),
+                "async/in_flight": float(len(self.queue.admission.in_flight)),
+                "async/queued": float(len(self.queue.admission.queue)),
+                "async/reissued": float(self.queue.admission.reissued),
+                "async/rejected": float(self.queue.admission.rejected),
+                "async/restarts": float(self.restarts),
+                "async/resyncs": float(self.resyncs),
             }
 
     @contextmanager
     def paused(self) -> Iterator[tuple[list[tuple[Batch, Batch]], list[Batch]]]:
-        """All that no batch has had yet: finished groups and their prompts, oldest first, and
-        prompts that were begun, each with what is there of its completions (`PARTIAL_GROUP`).
+        """Everything that no step has taken: finished groups with their prompts, oldest first, and
+        unfinished prompts, each with its partial group (`PARTIAL_GROUP`).
 
-        Until the block ends nothing is begun or finished. Workers are asked first; what one has
-        begun that doesn't answer in time is given without completions.
+        Nothing begins or finishes until the block ends. Workers report their partial groups first;
+        the prompts of one that doesn't in time come without.
         """
         with self._changed:
-            self._ask()
-            keys = [group.ticket.key for group in self.admission.queue]
-            finished = [(self._prompts[key], self._scored[key]) for key in keys]
-            said = self._begun | {
-                ticket.key: PartialGroup.from_finished(group)
-                for ticket, (group, _) in self._scoring.items()
-            }
-            open_keys = sorted(self._prompts.keys() - self._scored)
-            begun = [with_partial_groups(self._prompts[key], [said.get(key)]) for key in open_keys]
-            yield finished, [*begun, *self._again]
-
-    def _ask(self) -> None:
-        """Have workers say what they have begun; the lock is free while they do."""
-        self._begun = {}
-        self._asked = {group.worker for group in self.admission.in_flight.values()}
-        deadline = time.monotonic() + _REPORT_S
-        while self._asked and self._error is None and self._thread.is_alive():
-            if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                log.warning(
-                    "%s did not say within %g s what they have begun; if the run goes on from this "
-                    "checkpoint, it is sampled again", ", ".join(sorted(self._asked)), _REPORT_S,
-                )  # fmt: skip
-                break
-        self._asked = set()
+            self._request_reports()
+            yield self.queue.unused(self._reported)
 
     def take_spans(self) -> list[Span]:
-        """Spans of the workers since the last time; one that is dead or hangs has none."""
+        """Spans of the workers since the last call; a dead or hanging worker has none."""
         with self._changed:
             every = list(self._processes.running.values())
         return spans_of(every)
@@ -132,9 +163,145 @@ class AsyncRollout(RolloutLoop):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _standing(self) -> str:
+    def _status(self) -> str:
         states = ", ".join(f"{w.name} {w.state}" for w in self.fleet.workers.values())
         return (
-            f"{states}; {len(self.admission.in_flight)} groups in flight, "
-            f"{len(self.admission.queue)} queued"
+            f"{states}; {len(self.queue.admission.in_flight)} groups in flight, "
+            f"{len(self.queue.admission.queue)} queued"
         )
+
+    def _request_reports(self) -> None:
+        """Have workers report their unfinished groups; the lock is released meanwhile."""
+        self._reported = {}
+        self._reporting = {group.worker for group in self.queue.admission.in_flight.values()}
+        deadline = time.monotonic() + _REPORT_S
+        while self._reporting and self._error is None and self._thread.is_alive():
+            if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                log.warning(
+                    "%s did not report unfinished groups within %g s; a run that resumes from this "
+                    "checkpoint samples them again", ", ".join(sorted(self._reporting)), _REPORT_S,
+                )  # fmt: skip
+                break
+        self._reporting = set()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                with self._changed:
+                    progress = self._run_once(time.monotonic())
+                    if progress:
+                        self._changed.notify_all()
+                if not progress:
+                    time.sleep(_PAUSE_S)
+        except BaseException as error:  # raised in the trainer's thread
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _run_once(self, now: float) -> bool:
+        progress = self._poll_started(now)
+        for name, process in list(self._processes.running.items()):
+            if process.call is not None and process.call.done():
+                self._handle_result(name, process, now)
+                progress = True
+        progress |= self.queue.poll_scores()
+        self._act(*self.fleet.tick(now))
+        for name, process in list(self._processes.running.items()):
+            if process.call is None:
+                progress |= self._call(name, process, now)
+        return progress
+
+    def _poll_started(self, now: float) -> bool:
+        progress = False
+        for name, attempt, started in self._processes.poll_started():
+            progress = True
+            if isinstance(started, BaseException):
+                self._event(name, attempt, Died(f"it did not start: {started}"), now)
+            elif self.fleet.workers[name].attempt != attempt:
+                self._processes.close_unused(started)  # it was replaced meanwhile
+            else:
+                self._processes.accept(name, attempt, started)
+                self._event(name, attempt, Replaced(), now)
+                self._event(name, attempt, Started(), now)
+        return progress
+
+    def _call(self, name: str, process: RolloutProcess, now: float) -> bool:
+        """Start a worker's next call, if there is one for it."""
+        if process.sync is not None:
+            process.loads, process.sync = process.sync, None
+            has = -1 if process.needs_full_weights else self.fleet.workers[name].version
+            process.call = process.group.load_weights(self._weights.update_from(has))
+            return True
+        if name not in self.fleet.serving:
+            return False
+        # Its share of the room, so that the others get theirs.
+        share = -(-max(self.queue.admission.room, 0) // max(1, len(self.fleet.serving)))
+        fresh = self.queue.begin(name, self.fleet.workers[name].version, share)
+        idle = not fresh and not process.busy and now < process.idle_until
+        if idle and name not in self._reporting:
+            return False
+        prompts = Batch.concat(fresh) if fresh else None
+        process.call = process.group.poll(prompts, _SLICE_S, name in self._reporting)
+        return True
+
+    def _handle_result(self, name: str, process: RolloutProcess, now: float) -> None:
+        """Handle the result of a worker's call."""
+        call, process.call = process.call, None
+        assert call is not None
+        loads, process.loads = process.loads, None
+        try:
+            result = call.result()
+        except WeightSyncError as error:
+            if loads is None or process.needs_full_weights:
+                self._event(name, process.attempt, Died(str(error)), now)
+                return
+            log.warning("rollout worker %s gets the full weights: %s", name, error)
+            self.resyncs += 1
+            process.needs_full_weights, process.sync = True, loads
+            return
+        except EngineError as error:
+            self._event(name, process.attempt, Died(str(error)), now)
+            return
+        self._event(name, process.attempt, Heartbeat(), now)
+        if isinstance(result, int):  # the version of weights that it loaded
+            process.needs_full_weights = False
+            self._event(name, process.attempt, Synced(result), now)
+            return
+        if result.begun is not None:
+            self._reported |= result.begun
+            self._report_done(name)
+        process.busy = result.busy
+        process.idle_until = now + _IDLE_S
+        for group in result.groups:
+            self.queue.finish(name, group)
+
+    def _report_done(self, name: str) -> None:
+        """A worker has reported its unfinished groups, or never will."""
+        self._reporting.discard(name)
+        self._changed.notify_all()
+
+    def _event(self, name: str, attempt: int, event: Event, now: float) -> None:
+        if isinstance(event, Died):
+            self._report_done(name)
+        self._act(*self.fleet.handle(name, attempt, event, now))
+
+    def _act(self, fleet: Fleet, actions: Sequence[Action]) -> None:
+        """Execute the actions of the state machine."""
+        self.fleet = fleet
+        for action in actions:
+            match action:
+                case SyncWeights(worker, _, version):
+                    self._processes.running[worker].sync = version
+                case Kill(worker, _):
+                    cause = fleet.workers[worker].deaths[-1].cause
+                    log.warning("rollout worker given up: %s", cause)
+                    self.causes.append(cause)
+                    self._report_done(worker)
+                    self._processes.kill(worker)
+                case Reissue(worker, _):
+                    self.queue.worker_lost(worker)
+                case Replace(worker, attempt):
+                    self.restarts += 1
+                    self._processes.start(worker, attempt)
+                case Stop(cause):
+                    raise WorkerError(cause)

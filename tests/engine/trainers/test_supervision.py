@@ -99,10 +99,10 @@ def test_a_lost_rollout_worker_is_replaced_and_no_prompt_is_lost(
             after(step, total, metrics),
         )[0]
         subject.fit()
-        state = rollouts[0].admission
+        state = rollouts[0].queue.admission
         assert len(history) == 10
-        assert rollouts[0].counts.restarts == 1
-        assert re.search(cause, rollouts[0].counts.causes[0])
+        assert rollouts[0].restarts == 1
+        assert re.search(cause, rollouts[0].causes[0])
         state.check()  # no prompt lost or doubled
         assert state.consumed == 40
         assert max(metrics["staleness/max"] for metrics in history) <= 1
