@@ -85,7 +85,7 @@ def with_new_rows(previous: Path, new_data: NewData, config: RetrainConfig, seed
     """
     import pandas as pd
 
-    from engine.data.columns import in_one_form
+    from engine.data.columns import uniform_columns
     from engine.data.incremental_data import Window
     from engine.data.new_rows import find_new_rows, sample_replay
     from engine.data.sources import Splits
@@ -100,7 +100,7 @@ def with_new_rows(previous: Path, new_data: NewData, config: RetrainConfig, seed
             "they are in the champion's test and validation sets, or it was trained on them already"
         )
     replay = sample_replay(splits["train"], found.rows, config.replay, seed)
-    splits["train"] = in_one_form(pd.concat([found.rows, replay], ignore_index=True))
+    splits["train"] = uniform_columns(pd.concat([found.rows, replay], ignore_index=True))
     echo(
         f"dataset: {len(found.rows)} new problems ({found.dropped} repeated or held out left "
         f"out), {len(replay)} replayed; test set of {len(splits['test'])} unchanged"

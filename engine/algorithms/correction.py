@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.algorithms.masked import at_least_float, keep, masked_mean, masked_sum
+from engine.algorithms.masked import at_least_float, mask_out, masked_mean, masked_sum
 from engine.algorithms.rejection import parse_criteria, reject
 from engine.errors import ConfigError, DataError
 
@@ -62,8 +62,8 @@ def correct_rollout(
                 f"{name} has shape {list(tensor.shape)} but response_mask "
                 f"{list(response_mask.shape)}"
             )
-    old = keep(response_mask, at_least_float(old_log_probs.detach()))
-    rollout = keep(response_mask, at_least_float(rollout_log_probs.detach()))
+    old = mask_out(response_mask, at_least_float(old_log_probs.detach()))
+    rollout = mask_out(response_mask, at_least_float(rollout_log_probs.detach()))
     metrics, mask = mismatch_metrics(old, rollout, response_mask), response_mask
     if rollout_rs is not None:
         criteria = parse_criteria(rollout_rs, rollout_rs_threshold)
@@ -78,7 +78,7 @@ def correct_rollout(
         mean = float(_mean_weight(weights, mask, rollout_is))
         metrics["rollout_is_batch_norm_factor"] = mean if mean > 1e-8 else 1.0
         weights = weights / metrics["rollout_is_batch_norm_factor"]
-    return Correction(keep(mask, weights), mask, metrics)
+    return Correction(mask_out(mask, weights), mask, metrics)
 
 
 def check_correction(
@@ -113,17 +113,17 @@ def raw_weights(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, level: str
 ) -> Tensor:
     """π_old/π_rollout by token, or its product over the completion on each token, `[B, T]`."""
-    gap = keep(response_mask, old_log_probs - rollout_log_probs)
+    gap = mask_out(response_mask, old_log_probs - rollout_log_probs)
     if level == "sequence":
         gap = gap.sum(1, keepdim=True).expand(gap.shape)
-    return keep(response_mask, gap.clamp(-_BOUND, _BOUND).exp())
+    return mask_out(response_mask, gap.clamp(-_BOUND, _BOUND).exp())
 
 
 def bound_weights(weights: Tensor, low: float | None, high: float) -> Tensor:
     """Truncate at `high` (low is None), or set weights outside [low, high] to 0."""
     if low is None:
         return weights.clamp(max=high)
-    return keep((weights >= low) & (weights <= high), weights)
+    return mask_out((weights >= low) & (weights <= high), weights)
 
 
 def mismatch_metrics(
@@ -136,7 +136,7 @@ def mismatch_metrics(
     All are 0 (ratios 1) for a batch without tokens.
     """
     mask, rows = response_mask, response_mask.bool().any(1)
-    gap = keep(mask, old_log_probs.double() - rollout_log_probs.double())
+    gap = mask_out(mask, old_log_probs.double() - rollout_log_probs.double())
     safe = gap.clamp(-_BOUND, _BOUND)
     ours = masked_mean(old_log_probs.double(), mask, 1)
     theirs = masked_mean(rollout_log_probs.double(), mask, 1)

@@ -32,7 +32,7 @@ def groups_with_signal(
     A group of one has no spread. Source: DAPO, arXiv 2503.14476, eq. 11.
     """
     groups = Groups.of(group_ids, rows)
-    return (groups.spread(metric) > tolerance)[groups.index] & groups.rows
+    return (groups.range(metric) > tolerance)[groups.index] & groups.rows
 
 
 def first_groups(group_ids: Tensor, keep: Tensor, wanted: int) -> Tensor:

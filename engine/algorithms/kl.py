@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from engine.algorithms.masked import at_least_float, keep
+from engine.algorithms.masked import at_least_float, mask_out
 from engine.errors import ConfigError, DataError
 
 
@@ -87,7 +87,7 @@ def kl_estimate(
     d = at_least_float(log_probs) - at_least_float(ref_log_probs.detach())
     if mask is not None:
         # Cleaning d, where all estimators are 0 and have finite slopes, cleans both directions.
-        d = keep(mask, d)
+        d = mask_out(mask, d)
     value = _ESTIMATORS[kind.removesuffix("+")](d)
     if not kind.endswith("+"):
         return value

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def keep(mask: Tensor, x: Tensor, fill: float = 0.0) -> Tensor:
+def mask_out(mask: Tensor, x: Tensor, fill: float = 0.0) -> Tensor:
     """Return `x` where `mask` is non-zero and `fill` elsewhere. Shapes must broadcast."""
     return torch.where(mask.bool(), x, torch.full((), fill, dtype=x.dtype, device=x.device))
 
@@ -25,7 +25,7 @@ def at_least_float(x: Tensor) -> Tensor:
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Σ x·m over `dim` (all dimensions when None)."""
-    kept = keep(mask, x)
+    kept = mask_out(mask, x)
     return kept.sum() if dim is None else kept.sum(dim)
 
 
@@ -39,7 +39,7 @@ def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
     """Variance of the entries inside the mask (scalar); 0 when there are fewer than two."""
     mask = mask.bool()
     count = mask.sum()
-    squares = masked_sum((keep(mask, x) - masked_mean(x, mask)).square(), mask)
+    squares = masked_sum((mask_out(mask, x) - masked_mean(x, mask)).square(), mask)
     variance = squares / (count - int(unbiased)).clamp(min=1)
     return torch.where(count > 1, variance, torch.zeros_like(variance))
 
@@ -56,8 +56,8 @@ def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor
     The variance has Bessel's correction. With one entry the result is 0 (or its mean).
     """
     mean = masked_mean(x, mask)
-    white = (keep(mask, x) - mean) * torch.rsqrt(masked_var(x, mask) + 1e-8)
-    return keep(mask, white if shift_mean else white + mean)
+    white = (mask_out(mask, x) - mean) * torch.rsqrt(masked_var(x, mask) + 1e-8)
+    return mask_out(mask, white if shift_mean else white + mean)
 
 
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
@@ -66,7 +66,7 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     A masked token (a tool's or user's turn) neither pays nor discounts: it carries the return of
     the next token of the policy. So G at a masked position equals G of the one after it.
     """
-    rewards, mask = keep(mask, rewards), mask.bool()
+    rewards, mask = mask_out(mask, rewards), mask.bool()
     running = torch.zeros_like(rewards[:, 0]) if rewards.shape[1] else rewards.sum(1)
     out = torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
@@ -102,7 +102,7 @@ class Groups:
         """Σ of the rows of `x [B, ...]` by group, `[G, ...]`."""
         rows = self.rows.reshape(-1, *[1] * (x.dim() - 1))
         out = torch.zeros(len(self.size), *x.shape[1:], dtype=x.dtype, device=x.device)
-        return out.index_add(0, self.index, keep(rows, x))
+        return out.index_add(0, self.index, mask_out(rows, x))
 
     def mean(self, x: Tensor) -> Tensor:
         """Mean of `x [B]` by group, `[G]`; exact where all of a group's rows are equal."""
@@ -125,11 +125,11 @@ class Groups:
         """Smallest of `x [B]` by group, `[G]`; 0 for a group without rows."""
         return self._extreme(x, "amin", torch.inf)
 
-    def spread(self, x: Tensor) -> Tensor:
+    def range(self, x: Tensor) -> Tensor:
         """max − min by group, `[G]`: exactly 0 where all rows of a group are equal."""
         return self.max(x) - self.min(x)
 
     def _extreme(self, x: Tensor, reduce: str, start: float) -> Tensor:
         out = torch.full((len(self.size),), start, dtype=x.dtype, device=x.device)
-        out = out.scatter_reduce(0, self.index, keep(self.rows, x, start), reduce)
-        return keep(self.size > 0, out)
+        out = out.scatter_reduce(0, self.index, mask_out(self.rows, x, start), reduce)
+        return mask_out(self.size > 0, out)

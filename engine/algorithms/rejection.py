@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.algorithms.masked import keep, masked_mean, masked_sum
+from engine.algorithms.masked import mask_out, masked_mean, masked_sum
 from engine.errors import ConfigError
 
 LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
@@ -41,7 +41,7 @@ class Criterion:
 
     def kept(self, gap: Tensor, mask: Tensor) -> Tensor:
         """Tokens `[B, T]` (bool) to keep, of the log-ratio L = log π_old − log π_rollout."""
-        statistic = _ESTIMATORS[self.kind](keep(mask, gap).clamp(-20.0, 20.0))
+        statistic = _ESTIMATORS[self.kind](mask_out(mask, gap).clamp(-20.0, 20.0))
         if self.level == "token":
             return self._inside(statistic)
         if self.level == "seq_max":
@@ -107,7 +107,7 @@ def reject(
     metrics["rollout_rs_seq_masked_fraction"] = float(
         masked_mean(lost.any(1).double(), before.any(1))
     )
-    return keep(kept, response_mask), metrics
+    return mask_out(kept, response_mask), metrics
 
 
 def _criterion(name: str, text: str) -> Criterion:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.algorithms.masked import at_least_float, keep, masked_whiten
+from engine.algorithms.masked import at_least_float, mask_out, masked_whiten
 from engine.errors import ConfigError, DataError
 
 
@@ -20,7 +20,7 @@ def on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
     """Put each completion's score `[B]` on its last token inside the mask: `[B, T]`."""
     mask = response_mask.bool()
     last = mask & (mask.long().flip(1).cumsum(1).flip(1) == 1)
-    return keep(last, at_least_float(scores)[:, None].expand(mask.shape))
+    return mask_out(last, at_least_float(scores)[:, None].expand(mask.shape))
 
 
 def overlong_penalty(
@@ -50,7 +50,7 @@ def kl_in_reward(
     Source: Ziegler et al., arXiv 1909.08593, eq. 2.
     """
     rewards = at_least_float(token_level_scores) - kl_coef * at_least_float(kl)
-    return keep(response_mask, rewards.detach())
+    return mask_out(response_mask, rewards.detach())
 
 
 def weigh_components(components: Tensor, weights: Sequence[float]) -> Tensor:
@@ -64,7 +64,7 @@ def weigh_components(components: Tensor, weights: Sequence[float]) -> Tensor:
             "give one weight a component"
         )
     scale = torch.tensor(list(weights), dtype=components.dtype, device=components.device)
-    return (keep(scale != 0, components) * scale).sum(1)
+    return (mask_out(scale != 0, components) * scale).sum(1)
 
 
 def clip_rewards(rewards: Tensor, low: float | None = None, high: float | None = None) -> Tensor:

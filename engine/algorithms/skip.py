@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.algorithms.losses import get_policy_loss
-from engine.algorithms.masked import keep
+from engine.algorithms.masked import mask_out
 
 
 def rows_with_gradient(
@@ -28,4 +28,4 @@ def rows_with_gradient(
     """
     mask = response_mask.bool()
     pulled = bool(entropy_coeff or kl_loss_coef) or get_policy_loss(loss_mode).regularized
-    return mask.any(1) if pulled else keep(mask, advantages).ne(0).any(1)
+    return mask.any(1) if pulled else mask_out(mask, advantages).ne(0).any(1)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.algorithms.losses import LossOutput
-from engine.algorithms.masked import at_least_float, keep
-from engine.algorithms.metrics import over_mask
+from engine.algorithms.masked import at_least_float, mask_out
+from engine.algorithms.metrics import accumulate_mean
 from engine.errors import ConfigError, DataError
 
 
@@ -37,17 +37,17 @@ def value_loss(
             raise DataError(
                 f"{name} has shape {list(tensor.shape)} but response_mask {list(mask.shape)}"
             )
-    values = keep(mask, at_least_float(values))
-    old_values = keep(mask, at_least_float(old_values.detach()))
-    returns = keep(mask, at_least_float(returns.detach()))
+    values = mask_out(mask, at_least_float(values))
+    old_values = mask_out(mask, at_least_float(old_values.detach()))
+    returns = mask_out(mask, at_least_float(returns.detach()))
     free = (values - returns).square()
-    metrics = {"vpred_mean": over_mask(values, mask)}
+    metrics = {"vpred_mean": accumulate_mean(values, mask)}
     if cliprange_value is None:
-        return LossOutput(keep(mask, 0.5 * free), metrics)
+        return LossOutput(mask_out(mask, 0.5 * free), metrics)
     # min/max with tensors, not clamp, because the bounds differ by token.
     near = torch.minimum(
         torch.maximum(values, old_values - cliprange_value), old_values + cliprange_value
     )
     clipped = (near - returns).square()
-    metrics["vf_clipfrac"] = over_mask((clipped > free).double(), mask)
-    return LossOutput(keep(mask, 0.5 * torch.maximum(free, clipped)), metrics)
+    metrics["vf_clipfrac"] = accumulate_mean((clipped > free).double(), mask)
+    return LossOutput(mask_out(mask, 0.5 * torch.maximum(free, clipped)), metrics)

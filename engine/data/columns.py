@@ -1,14 +1,12 @@
-"""RL rows of many writers in one form, so that one Parquet file can hold them.
+"""RL rows of several writers with one type a column, so that one Parquet file can hold them.
 
-What lives here: filling in what the data contract leaves open. What does not: what rows must hold,
-which is the business of `tasks.schemas`; cells that break it pass through here as they are.
+What rows must hold is checked by `tasks.schemas`; cells that break it pass through unchanged.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,51 +15,55 @@ import pyarrow as pa
 EXTRA, RULE, TRUTH = "extra_info", "reward_model", "ground_truth"
 
 
-def in_one_form(frame: pd.DataFrame) -> pd.DataFrame:
+def uniform_columns(frame: pd.DataFrame) -> pd.DataFrame:
     """Return RL rows whose cells have one type a column, and one a field of dictionaries.
 
     Rows without `extra_info` get an empty one, and ground truths become text. A field that is not
     of one type in all rows, such as an `index` that is a number here and a name there, becomes text
-    too. Where no row says anything in `extra_info`, the column is left out.
+    too. Where `extra_info` is empty in all rows, the column is left out.
     """
     extras = frame[EXTRA].tolist() if EXTRA in frame else [None] * len(frame)
-    columns: dict[str, list[Any]] = {EXTRA: [{} if _is_missing(cell) else cell for cell in extras]}
+    columns: dict[str, list[object]] = {
+        EXTRA: [{} if _is_missing(cell) else cell for cell in extras]
+    }
     if RULE in frame:
         columns[RULE] = [_with_text(cell) for cell in frame[RULE]]
     for name, cells in columns.items():
         # Of dtype object: pandas must keep the dictionaries as they are.
-        frame = frame.assign(**{name: pd.Series(_alike(cells), index=frame.index, dtype=object)})
-    said_nothing = all(isinstance(cell, dict) and not cell for cell in columns[EXTRA])
-    return frame.drop(columns=EXTRA) if said_nothing else frame
+        column = pd.Series(_with_one_type(cells), index=frame.index, dtype=object)
+        frame = frame.assign(**{name: column})
+    all_empty = all(isinstance(cell, dict) and not cell for cell in columns[EXTRA])
+    return frame.drop(columns=EXTRA) if all_empty else frame
 
 
-def truth_of(rule: Any) -> str | None:
+def truth_of(rule: object) -> str | None:
     """The ground truth in a cell of `reward_model`, as text; None where it holds none."""
     truth = rule.get(TRUTH) if isinstance(rule, dict) else None
     return None if _is_missing(truth) else _as_text(truth)
 
 
-def _with_text(rule: Any) -> Any:
+def _with_text(rule: object) -> object:
     truth = truth_of(rule)
-    return rule if truth is None else {**rule, TRUTH: truth}
+    return {**rule, TRUTH: truth} if isinstance(rule, dict) and truth is not None else rule
 
 
-def _alike(cells: Sequence[Any]) -> list[Any]:
+def _with_one_type(cells: Sequence[object]) -> list[object]:
     """Make the fields of dictionaries that are not of one type in all cells text."""
-    if not all(isinstance(cell, dict) for cell in cells):
+    rows = [cell for cell in cells if isinstance(cell, dict)]
+    if len(rows) < len(cells):
         return list(cells)
-    names = dict.fromkeys(name for cell in cells for name in cell)
-    mixed = {name for name in names if not _is_one_type([cell.get(name) for cell in cells])}
+    names = dict.fromkeys(name for row in rows for name in row)
+    mixed = {name for name in names if not _is_one_type([row.get(name) for row in rows])}
     return [
         {
             name: _as_text(value) if name in mixed and value is not None else value
-            for name, value in cell.items()
+            for name, value in row.items()
         }
-        for cell in cells
+        for row in rows
     ]
 
 
-def _is_one_type(values: list[Any]) -> bool:
+def _is_one_type(values: list[object]) -> bool:
     try:
         kind = pa.array(values).type
     except (pa.ArrowException, OverflowError):
@@ -69,11 +71,11 @@ def _is_one_type(values: list[Any]) -> bool:
     return not (pa.types.is_struct(kind) and kind.num_fields == 0)  # Parquet has no such column
 
 
-def _is_missing(value: Any) -> bool:
+def _is_missing(value: object) -> bool:
     return value is None or value is pd.NA or (isinstance(value, float) and value != value)
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     """Text as it is, whole numbers without a point, all else as JSON: 7.0 is "7"."""
     if isinstance(value, str):
         return value
@@ -82,6 +84,6 @@ def _as_text(value: Any) -> str:
     return json.dumps(value, default=_plain, sort_keys=True, ensure_ascii=False)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Let JSON write what a frame read from Parquet holds."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

@@ -18,7 +18,7 @@ from engine.algorithms.advantages import AdvantageInputs, get_advantage
 from engine.algorithms.correction import correct_rollout
 from engine.algorithms.dynamic_sampling import groups_with_signal
 from engine.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
-from engine.algorithms.masked import keep, masked_mean
+from engine.algorithms.masked import mask_out, masked_mean
 from engine.batch import Batch
 from engine.config import RLConfig
 from engine.controller.timeline import span
@@ -92,8 +92,8 @@ class Algo:
         )
         fields |= {
             "token_level_rewards": rewards,
-            "advantages": keep(mask, out.advantages.float()),
-            "returns": keep(mask, out.returns.float()),
+            "advantages": mask_out(mask, out.advantages.float()),
+            "returns": mask_out(mask, out.returns.float()),
             "response_mask": mask,
         }
         fields |= losses.prepare(
@@ -135,7 +135,7 @@ class Algo:
         the reverse KL to the teacher, token by token."""
         batch = lazy.resolve()
         mask = batch["response_mask"]
-        gap = keep(mask, batch["ref_log_probs"] - _old_log_probs(batch))
+        gap = mask_out(mask, batch["ref_log_probs"] - _old_log_probs(batch))
         self.metrics["distillation/reverse_kl"] = float(masked_mean(-gap, mask))
         prepared = losses.prepare(
             self._loss_mode,
@@ -189,7 +189,7 @@ class Algo:
             self.kl_control.update(mean, len(batch))
         if self.config.reward.whiten:
             rewards = shaping.whiten_rewards(rewards, mask)
-        return keep(mask, rewards)
+        return mask_out(mask, rewards)
 
     def _reward_kl(self, batch: Batch, mask: Tensor) -> Tensor:
         kind = self.config.algorithm.kl_penalty
@@ -238,4 +238,4 @@ def _mask_without_failures(batch: Batch) -> Tensor:
         raise RewardError(
             f"the reward failed for all {len(batch)} completions of a step; its log has the cause"
         )
-    return keep(~batch["reward_failed"][:, None], mask)
+    return mask_out(~batch["reward_failed"][:, None], mask)

@@ -11,11 +11,11 @@ from engine.rewards.registry import register_reward
 
 @register_reward("answer_and_format", components=("answer", "format"))
 def answer_and_format(
-    prompts: Sequence[Any],
+    prompts: Sequence[str],
     completions: Sequence[str],
     *,
     ground_truth: Sequence[Any],
-    **columns: Sequence[Any],
+    **columns: Sequence[object],
 ) -> dict[str, list[float]]:
     """Give B completions 1.0 or 0.0 for `answer` (see `answer_match`) and for `format`.
 

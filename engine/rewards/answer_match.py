@@ -51,11 +51,11 @@ def normalise_number(text: str) -> str | None:
 
 @register_reward("answer_match")
 def answer_match(
-    prompts: Sequence[Any],
+    prompts: Sequence[str],
     completions: Sequence[str],
     *,
     ground_truth: Sequence[Any],
-    **columns: Sequence[Any],
+    **columns: Sequence[object],
 ) -> list[float]:
     """Score B completions 1.0 or 0.0; raise RewardError where a ground truth is not a number."""
     scores = []

@@ -25,7 +25,7 @@ from engine.rewards.protocol import RewardFunction
 class Rows:
     """What a reward function is given: B prompts, completions, and entries of each column."""
 
-    prompts: Sequence[Any]
+    prompts: Sequence[str]
     completions: Sequence[str]
     columns: Mapping[str, Sequence[Any]]
 
@@ -52,7 +52,7 @@ class Outcome:
     """What a call ended with: a result or an error. A call that hangs has none."""
 
     row: int
-    result: Any = None
+    result: object = None
     error: BaseException | None = None
 
 

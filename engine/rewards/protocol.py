@@ -31,7 +31,7 @@ class RewardFunction(Protocol):
 
     def __call__(
         self,
-        prompts: Sequence[Any],
+        prompts: Sequence[str],
         completions: Sequence[str],
         *,
         ground_truth: Sequence[Any],

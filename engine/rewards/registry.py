@@ -78,14 +78,14 @@ def declared_components(reward: str | RewardFunction) -> tuple[str, ...] | None:
 
 def _with_options(function: RewardFunction, options: Mapping[str, Any]) -> RewardFunction:
     def configured(
-        prompts: Sequence[Any], completions: Sequence[str], **columns: Any
+        prompts: Sequence[str], completions: Sequence[str], **columns: Any
     ) -> RewardResult | Awaitable[RewardResult]:
         return function(prompts, completions, **{**columns, **options})
 
     return configured
 
 
-def _check_signature(name: str, function: Callable[..., Any]) -> None:
+def _check_signature(name: str, function: Callable[..., object]) -> None:
     """Refuse at once what could only fail after a whole rollout."""
     try:
         signature = inspect.signature(function)

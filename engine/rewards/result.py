@@ -25,7 +25,7 @@ class RewardFailure(RewardError):
         super().__init__(message)
         self.cause: Cause = cause
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.cause, str(self))
 
 
@@ -63,7 +63,7 @@ class Scores:
 
 
 def read(
-    name: str, result: Any, size: int, components: tuple[str, ...] | None, first_row: int = 0
+    name: str, result: object, size: int, components: tuple[str, ...] | None, first_row: int = 0
 ) -> Scores:
     """Read what reward `name` returned for `size` completions, the first of them `first_row`.
 
@@ -96,7 +96,7 @@ def read(
     return Scores.of(names, found, failures)
 
 
-def _checked(who: str, values: Any, size: int) -> list[Any]:
+def _checked(who: str, values: Any, size: int) -> list[object]:
     """Return `values` as a list of `size` entries; raise RewardFailure where it is none."""
     try:
         if isinstance(values, str | bytes | Mapping | set | frozenset):
@@ -116,7 +116,7 @@ def _checked(who: str, values: Any, size: int) -> list[Any]:
 
 
 def _check_names(
-    name: str, names: tuple[Any, ...], expected: tuple[str, ...] | None, mapping: bool
+    name: str, names: tuple[object, ...], expected: tuple[str, ...] | None, mapping: bool
 ) -> None:
     if mapping and not (names and all(isinstance(key, str) for key in names)):
         raise RewardFailure(
@@ -144,7 +144,7 @@ def _number(value: Any) -> float:
     return number if abs(number) <= _LARGEST else math.nan
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     try:
         return reprlib.repr(value)
     except ValueError:  # integers of thousands of digits have no text

@@ -28,7 +28,7 @@ _TURNS = 8  # a row that takes more than 1/8 of the time no longer keeps others 
 
 def score(
     reward_fn: RewardFunction,
-    prompts: Sequence[Any],
+    prompts: Sequence[str],
     completions: Sequence[str],
     columns: Mapping[str, Sequence[Any]],
     timeout_s: float,

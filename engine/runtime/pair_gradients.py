@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.algorithms.metrics import Sum
+from engine.algorithms.metrics import MeanAccumulator
 from engine.algorithms.preference import Pairs, PreferenceOutput, sequence_log_probs
 from engine.batch import Batch
 from engine.data.bucketing import token_budget_batches
@@ -26,7 +26,7 @@ def accumulate_pairs(
     pair_loss: Callable[[Pairs], PreferenceOutput],
     reader: OutputReader,
     max_tokens: int,
-) -> list[dict[str, Sum]]:
+) -> list[dict[str, MeanAccumulator]]:
     """Add the gradients of the mean loss over the real pairs of all ranks; `batch` has 2N rows.
 
     `reader`'s log-probs must be of the temperature that the reference's are. Returns metrics.
@@ -40,7 +40,7 @@ def accumulate_pairs(
         first = 2 * real[index]
         micros.append(trim(batch.rows(torch.stack([first, first + 1], 1).flatten())))
 
-    def loss(got: Outputs, micro: Batch) -> tuple[Tensor, dict[str, Sum]]:
+    def loss(got: Outputs, micro: Batch) -> tuple[Tensor, dict[str, MeanAccumulator]]:
         out = pair_loss(_pairs(got["log_probs"], micro))
         return out.loss.sum() / pairs, dict(out.metrics)
 

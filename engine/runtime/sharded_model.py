@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.algorithms.aggregation import Denominators
-from engine.algorithms.metrics import Sum, merge
+from engine.algorithms.metrics import MeanAccumulator, merge
 from engine.batch import Batch
 from engine.config import OptimConfig, ParallelConfig
 from engine.models import BaseModelView
@@ -47,7 +47,7 @@ from engine.parallel.vocab_parallel import VocabParallelStatistics
 from engine.runtime.optimizer import Optimizer
 from engine.runtime.token_outputs import OutputReader, Outputs
 
-Metrics = dict[str, Sum]
+Metrics = dict[str, MeanAccumulator]
 Loss = Callable[[Outputs, Batch], tuple[Tensor, Metrics]]
 RENDEZVOUS_TIMEOUT_S = 120.0
 
@@ -167,7 +167,10 @@ class ShardedModel:
         every: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(every, plain, group=group)
         return merge(
-            {name: Sum(torch.tensor(t).double(), torch.tensor(c).double()) for name, (t, c) in e}
+            {
+                name: MeanAccumulator(torch.tensor(t).double(), torch.tensor(c).double())
+                for name, (t, c) in e
+            }
             for e in (ranks.items() for ranks in every)
         )
 

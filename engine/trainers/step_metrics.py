@@ -53,4 +53,4 @@ def _groups_with_signal(scores: torch.Tensor, group_ids: torch.Tensor) -> float:
     """Share of groups whose completions don't all have the same score."""
     every = torch.ones_like(group_ids, dtype=torch.bool)
     groups = Groups.of(group_ids, every)
-    return float((groups.spread(scores) > 0).float().mean())
+    return float((groups.range(scores) > 0).float().mean())

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.algorithms import losses
 from engine.algorithms.aggregation import Denominators, aggregate
 from engine.algorithms.kl import kl_estimate
-from engine.algorithms.metrics import Sum, finish, over_mask
+from engine.algorithms.metrics import MeanAccumulator, accumulate_mean, compute_means
 from engine.algorithms.preference import get_pair_loss
 from engine.algorithms.skip import rows_with_gradient
 from engine.batch import TOKENS, Batch
@@ -37,7 +37,7 @@ from engine.workers.algorithm_options import policy_loss_options, preference_opt
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.stateful import TrainingWorker
 
-Metrics = dict[str, Sum]
+Metrics = dict[str, MeanAccumulator]
 
 
 class ActorWorker(TrainingWorker):
@@ -143,7 +143,8 @@ class ActorWorker(TrainingWorker):
                 norms.append(optimizer.step())
         self.policy.version += 1
         metrics = {
-            f"actor/{k}": v for k, v in finish(self.sharded.all_reduce_metrics(parts)).items()
+            f"actor/{k}": v
+            for k, v in compute_means(self.sharded.all_reduce_metrics(parts)).items()
         }
         return metrics | {
             "actor/grad_norm": sum(norms) / len(norms),
@@ -164,7 +165,7 @@ class ActorWorker(TrainingWorker):
             entropy_coeff=config.entropy_coeff,
             kl_loss_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
         )
-        skipped: Metrics = {"rows_skipped": over_mask((~active).double(), mask.any(1))}
+        skipped: Metrics = {"rows_skipped": accumulate_mean((~active).double(), mask.any(1))}
         if not self.sharded.any_rank_has(int(active.sum())):
             self.train_state.optimizer.zero_gradients()  # Adam's momentum still moves the weights
             return [skipped]
@@ -207,13 +208,13 @@ class ActorWorker(TrainingWorker):
             **{name: micro[name] for name in policy_loss.prepared},
         )
         loss = self._aggregate(out.loss, mask, denominators)
-        metrics = dict(out.metrics) | {"entropy": over_mask(got.entropy, mask)}
+        metrics = dict(out.metrics) | {"entropy": accumulate_mean(got.entropy, mask)}
         if config.entropy_coeff:
             entropy = self._aggregate(got.entropy, mask, denominators)
             loss = loss - config.entropy_coeff * entropy
         kl = self._kl(got, micro)
         if kl is not None:
-            metrics["kl"] = over_mask(kl, mask)
+            metrics["kl"] = accumulate_mean(kl, mask)
             if config.use_kl_loss:
                 loss = loss + config.kl_loss_coef * self._aggregate(kl, mask, denominators)
         return loss, metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.algorithms.aggregation import aggregate
-from engine.algorithms.metrics import Sum, finish
+from engine.algorithms.metrics import MeanAccumulator, compute_means
 from engine.algorithms.values import value_loss
 from engine.batch import TOKENS, Batch
 from engine.config import CriticConfig, ParallelConfig
@@ -62,14 +62,15 @@ class CriticWorker(TrainingWorker):
                 parts += self._accumulate(batch if whole else batch.rows(index))
                 norms.append(optimizer.step())
         metrics = {
-            f"critic/{k}": v for k, v in finish(self.sharded.all_reduce_metrics(parts)).items()
+            f"critic/{k}": v
+            for k, v in compute_means(self.sharded.all_reduce_metrics(parts)).items()
         }
         return metrics | {"critic/grad_norm": sum(norms) / len(norms)}
 
-    def _accumulate(self, mini: Batch) -> list[dict[str, Sum]]:
+    def _accumulate(self, mini: Batch) -> list[dict[str, MeanAccumulator]]:
         denominators = self.sharded.global_counts(mini["response_mask"])
 
-        def loss(got: Outputs, micro: Batch) -> tuple[Tensor, dict[str, Sum]]:
+        def loss(got: Outputs, micro: Batch) -> tuple[Tensor, dict[str, MeanAccumulator]]:
             mask = micro["response_mask"]
             out = value_loss(
                 got["values"],

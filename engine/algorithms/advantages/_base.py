@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.algorithms.masked import Groups, at_least_float, keep, sequence_scores
+from engine.algorithms.masked import Groups, at_least_float, mask_out, sequence_scores
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry
 
@@ -104,7 +104,7 @@ class AdvantageEstimator:
         with torch.no_grad():
             out = self.formula(_clean(self, inputs), **options)
         mask = inputs.response_mask
-        return AdvantageOutputs(keep(mask, out.advantages), keep(mask, out.returns))
+        return AdvantageOutputs(mask_out(mask, out.advantages), mask_out(mask, out.returns))
 
 
 _registry: Registry[AdvantageEstimator] = Registry(
@@ -165,7 +165,7 @@ def check_group_size(name: str, n: int) -> None:
 
 def to_tokens(scores: Tensor, mask: Tensor) -> Tensor:
     """Give every token inside the mask its completion's score: `[B]` → `[B, T]`."""
-    return keep(mask, scores[:, None].expand(mask.shape))
+    return mask_out(mask, scores[:, None].expand(mask.shape))
 
 
 def _clean(entry: AdvantageEstimator, inputs: AdvantageInputs) -> AdvantageInputs:
@@ -202,7 +202,7 @@ def _clean_field(name: str, value: Tensor, mask: Tensor) -> Tensor:
         )
     while inside.dim() < value.dim():
         inside = inside[..., None]
-    kept = keep(inside, at_least_float(value.detach()))
+    kept = mask_out(inside, at_least_float(value.detach()))
     broken = ~kept.isfinite()
     if bool(broken.any()):
         row = int(broken.nonzero()[0, 0])

@@ -6,7 +6,7 @@ from engine.algorithms.advantages._base import (
     register_advantage,
     to_tokens,
 )
-from engine.algorithms.masked import keep, safe_divide
+from engine.algorithms.masked import mask_out, safe_divide
 
 
 @register_advantage("maxrl", min_group_size=2)
@@ -19,6 +19,6 @@ def maxrl(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> AdvantageOutputs
     """
     scores, groups = inputs.scores, inputs.groups
     mean = groups.mean(scores)[groups.index]
-    relative = keep(mean > epsilon, safe_divide(scores - mean, mean))
+    relative = mask_out(mean > epsilon, safe_divide(scores - mean, mean))
     tokens = to_tokens(relative, inputs.response_mask)
     return AdvantageOutputs(tokens, tokens)

@@ -8,7 +8,7 @@ from engine.algorithms.advantages._base import (
     AdvantageOutputs,
     register_advantage,
 )
-from engine.algorithms.masked import keep, reward_to_go
+from engine.algorithms.masked import mask_out, reward_to_go
 
 
 @register_advantage(
@@ -34,17 +34,17 @@ def optimal_token_baseline(
     energy = 1 - 2 * inputs.need("old_log_probs").exp() + inputs.need("sum_pi_squared")
     if inputs.rollout_is_weights is not None:
         energy = energy * inputs.rollout_is_weights.square()
-    path = keep(mask, energy).cumsum(1)
+    path = mask_out(mask, energy).cumsum(1)
     order = mask.long().cumsum(1) - 1
-    packed = [_pack(keep(mask, x), order, mask) for x in (returns * path, path)]
+    packed = [_pack(mask_out(mask, x), order, mask) for x in (returns * path, path)]
     baseline = groups.sum(packed[0]) / (groups.sum(packed[1]) + epsilon)
     longer = groups.sum(_pack(mask.to(returns.dtype), order, mask))
     shared = longer > 1 if handle_zero_tail else (longer > 0) & (groups.size > 1)[:, None]
-    baseline = keep(shared, baseline)[groups.index]
+    baseline = mask_out(shared, baseline)[groups.index]
     return AdvantageOutputs(returns - baseline.gather(1, order.clamp(min=0)), returns)
 
 
 def _pack(x: Tensor, order: Tensor, mask: Tensor) -> Tensor:
     """Move the entries inside the mask to the left, in order: `[B, T]` → `[B, T]`."""
     # Entries outside the mask are 0 and are added to where they change nothing.
-    return torch.zeros_like(x).scatter_add(1, order.clamp(min=0), keep(mask, x))
+    return torch.zeros_like(x).scatter_add(1, order.clamp(min=0), mask_out(mask, x))

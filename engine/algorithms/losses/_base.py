@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from engine.algorithms.aggregation import check_mode
-from engine.algorithms.masked import at_least_float, keep, masked_mean
-from engine.algorithms.metrics import Sum, over_mask
+from engine.algorithms.masked import at_least_float, mask_out, masked_mean
+from engine.algorithms.metrics import MeanAccumulator, accumulate_mean
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry, keyword_defaults
 
@@ -30,7 +30,7 @@ class LossOutput:
 
     loss: Tensor
     """`[B, T]`, 0 outside the mask."""
-    metrics: Mapping[str, Sum] = field(default_factory=dict)
+    metrics: Mapping[str, MeanAccumulator] = field(default_factory=dict)
 
 
 Formula = Callable[..., LossOutput]
@@ -89,17 +89,17 @@ class PolicyLoss:
         }
         extra = {} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights}
         self._check_tensors(given | tensors | extra, mask)
-        clean = {name: keep(mask, at_least_float(tensor)) for name, tensor in given.items()}
+        clean = {name: mask_out(mask, at_least_float(tensor)) for name, tensor in given.items()}
         read = keyword_defaults(self.formula)
         own = {k: v for k, v in options.items() if k in read or k in tensors}
         out = self.formula(*clean.values(), mask, **own)
         loss = out.loss
         if rollout_is_weights is not None:
             loss = loss * self._weights(rollout_is_weights.detach().to(loss.dtype), mask)
-        kl = over_mask(clean["old_log_probs"] - clean["log_probs"], mask)
-        return LossOutput(keep(mask, loss), {"ppo_kl": kl, **out.metrics})
+        kl = accumulate_mean(clean["old_log_probs"] - clean["log_probs"], mask)
+        return LossOutput(mask_out(mask, loss), {"ppo_kl": kl, **out.metrics})
 
-    def check_options(self, options: Mapping[str, Any]) -> None:
+    def check_options(self, options: Mapping[str, object]) -> None:
         """Raise ConfigError for options that this loss doesn't read or that contradict."""
         self.options.require_known(options)
         if self.validate is not None:
@@ -120,9 +120,9 @@ class PolicyLoss:
 
     def _weights(self, weights: Tensor, mask: Tensor) -> Tensor:
         if not self.sequence_weights:
-            return keep(mask, weights)
+            return mask_out(mask, weights)
         # A floor in the logarithm, so that one masked-out token doesn't erase its completion.
-        logs = keep(mask, weights).clamp(min=1e-10).log()
+        logs = mask_out(mask, weights).clamp(min=1e-10).log()
         return masked_mean(logs, mask, 1).exp()[:, None].expand(mask.shape)
 
 
@@ -220,8 +220,8 @@ def prepare(
     read = keyword_defaults(entry.prepare)
     with torch.no_grad():
         return entry.prepare(
-            keep(mask, at_least_float(old_log_probs)),
-            keep(mask, at_least_float(advantages)),
+            mask_out(mask, at_least_float(old_log_probs)),
+            mask_out(mask, at_least_float(advantages)),
             mask,
             generator,
             **{k: v for k, v in options.items() if k in read},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.algorithms.masked import keep, masked_mean
+from engine.algorithms.masked import mask_out, masked_mean
 
 
 def token_covariance(old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -15,4 +15,4 @@ def token_covariance(old_log_probs: Tensor, advantages: Tensor, mask: Tensor) ->
     Source: arXiv 2505.22617.
     """
     centered = advantages - masked_mean(advantages, mask)
-    return keep(mask, centered * (old_log_probs - masked_mean(old_log_probs, mask)))
+    return mask_out(mask, centered * (old_log_probs - masked_mean(old_log_probs, mask)))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from engine.algorithms.metrics import Sum, over_mask
+from engine.algorithms.metrics import MeanAccumulator, accumulate_mean
 from engine.errors import ConfigError
 
 LOG_RATIO_BOUND = 20.0
@@ -42,7 +40,7 @@ def check_clip(
     clip_ratio_low: float | None,
     clip_ratio_high: float | None,
     clip_ratio_c: float | None = None,
-    **_: Any,
+    **_: object,
 ) -> None:
     """Raise ConfigError when a bound is negative or the dual-clip constant is not above 1."""
     given = {
@@ -60,6 +58,6 @@ def check_clip(
         )
 
 
-def fraction(condition: Tensor, mask: Tensor) -> Sum:
+def fraction(condition: Tensor, mask: Tensor) -> MeanAccumulator:
     """How many tokens inside the mask fulfil `condition [B, T]`."""
-    return over_mask(condition.double(), mask)
+    return accumulate_mean(condition.double(), mask)

@@ -14,7 +14,7 @@ from engine.algorithms.losses._ratio import (
     fraction,
     log_ratio,
 )
-from engine.algorithms.masked import keep
+from engine.algorithms.masked import mask_out
 from engine.errors import ConfigError
 
 
@@ -71,4 +71,4 @@ def clip_cov(
         "pg_clipfrac": fraction(clipped & ~selected, mask),
         "cov_selected_frac": fraction(selected, mask),
     }
-    return LossOutput(keep(~selected, loss), metrics)
+    return LossOutput(mask_out(~selected, loss), metrics)

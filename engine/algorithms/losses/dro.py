@@ -1,7 +1,5 @@
 """DRO: policy gradient with a quadratic pull to the old policy."""
 
-from typing import Any
-
 from torch import Tensor
 
 from engine.algorithms.losses._base import LossOutput, register_policy_loss
@@ -9,7 +7,7 @@ from engine.algorithms.losses._ratio import log_ratio
 from engine.errors import ConfigError
 
 
-def _check(*, dro_beta: float, **_: Any) -> None:
+def _check(*, dro_beta: float, **_: object) -> None:
     if dro_beta <= 0:
         raise ConfigError(
             f"dro_beta={dro_beta} must be above 0; for no pull use loss_mode=reinforce"

@@ -1,14 +1,12 @@
 """KL-Cov: policy gradient, with a KL penalty on the tokens of highest covariance."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from engine.algorithms.losses._base import LossOutput, register_policy_loss
 from engine.algorithms.losses._covariance import token_covariance
 from engine.algorithms.losses._ratio import fraction, log_ratio
-from engine.algorithms.masked import keep
+from engine.algorithms.masked import mask_out
 from engine.errors import ConfigError
 
 
@@ -24,13 +22,13 @@ def _select(
     tokens = int(mask.sum())
     count = min(tokens, max(1, int(kl_cov_ratio * tokens)))
     covariance = token_covariance(old_log_probs, advantages, mask)
-    ranked = keep(mask, covariance, -torch.inf).flatten()
+    ranked = mask_out(mask, covariance, -torch.inf).flatten()
     chosen = torch.zeros_like(ranked, dtype=torch.bool)
     chosen[ranked.topk(count).indices] = True
     return {"cov_selected": chosen.view(mask.shape)}
 
 
-def _check(*, kl_cov_ratio: float, ppo_kl_coef: float, **_: Any) -> None:
+def _check(*, kl_cov_ratio: float, ppo_kl_coef: float, **_: object) -> None:
     if not 0 < kl_cov_ratio <= 1:
         raise ConfigError(f"kl_cov_ratio={kl_cov_ratio} must be above 0 and at most 1")
     if ppo_kl_coef < 0:
@@ -54,5 +52,5 @@ def kl_cov(
     Source: Cui et al., arXiv 2505.22617.
     """
     delta = log_ratio(log_probs, old_log_probs)
-    loss = -advantages * delta.exp() + keep(cov_selected, ppo_kl_coef * delta.abs())
+    loss = -advantages * delta.exp() + mask_out(cov_selected, ppo_kl_coef * delta.abs())
     return LossOutput(loss, {"cov_selected_frac": fraction(cov_selected, mask)})

@@ -1,7 +1,5 @@
 """SAPO: a smooth gate in place of the clip."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -10,7 +8,7 @@ from engine.algorithms.losses._ratio import log_ratio
 from engine.errors import ConfigError
 
 
-def _check(*, tau_pos: float, tau_neg: float, **_: Any) -> None:
+def _check(*, tau_pos: float, tau_neg: float, **_: object) -> None:
     for name, value in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
         if value <= 0:
             raise ConfigError(f"{name}={value} must be above 0; the paper has 1.0 and 1.05")

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.algorithms.masked import at_least_float, masked_sum
-from engine.algorithms.metrics import Sum, over_mask
+from engine.algorithms.metrics import MeanAccumulator, accumulate_mean
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry
 
@@ -51,7 +51,7 @@ class PreferenceOutput:
 
     loss: Tensor
     """`[B]`."""
-    metrics: Mapping[str, Sum]
+    metrics: Mapping[str, MeanAccumulator]
 
 
 Formula = Callable[..., PreferenceOutput]
@@ -75,7 +75,7 @@ class PairLoss:
         self.check_options(options)
         return self.formula(self._checked(pairs), **options)
 
-    def check_options(self, options: Mapping[str, Any]) -> None:
+    def check_options(self, options: Mapping[str, object]) -> None:
         """Raise ConfigError for options that this loss doesn't read or that are out of range."""
         self.options.require_known(options)
         merged: dict[str, Any] = {**self.options, **options}
@@ -94,7 +94,7 @@ class PairLoss:
                 f"preference loss {self.name!r} compares with a reference model; give ref_chosen "
                 "and ref_rejected [B]"
             )
-        cleaned: dict[str, Any] = {}
+        cleaned: dict[str, Tensor] = {}
         for item in fields(pairs):
             value = getattr(pairs, item.name)
             if value is None:
@@ -148,12 +148,12 @@ def sequence_log_probs(log_probs: Tensor, response_mask: Tensor) -> tuple[Tensor
     return summed, response_mask.bool().sum(1).to(summed.dtype)
 
 
-def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Sum]:
+def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, MeanAccumulator]:
     """Implicit rewards `[B]` under TRL's names."""
     every = chosen.new_ones(chosen.shape)
     return {
-        "rewards/chosen": over_mask(chosen, every),
-        "rewards/rejected": over_mask(rejected, every),
-        "rewards/margins": over_mask(chosen - rejected, every),
-        "rewards/accuracies": over_mask((chosen > rejected).double(), every),
+        "rewards/chosen": accumulate_mean(chosen, every),
+        "rewards/rejected": accumulate_mean(rejected, every),
+        "rewards/margins": accumulate_mean(chosen - rejected, every),
+        "rewards/accuracies": accumulate_mean((chosen > rejected).double(), every),
     }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.algorithms.masked import at_least_float, masked_mean
-from engine.algorithms.metrics import over_mask
+from engine.algorithms.metrics import accumulate_mean
 from engine.algorithms.preference._base import PreferenceOutput
 from engine.errors import ConfigError, DataError
 
@@ -56,7 +56,7 @@ def kto(
     away = torch.where(good, ratio - reference_point, reference_point - ratio)
     weight = torch.full_like(ratio, undesirable_weight).masked_fill(good, desirable_weight)
     metrics = {
-        "rewards/chosen": over_mask(beta * ratio, good),
-        "rewards/rejected": over_mask(beta * ratio, ~good),
+        "rewards/chosen": accumulate_mean(beta * ratio, good),
+        "rewards/rejected": accumulate_mean(beta * ratio, ~good),
     }
     return PreferenceOutput(weight * torch.sigmoid(-beta * away), metrics)

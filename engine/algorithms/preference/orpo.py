@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from engine.algorithms.metrics import over_mask
+from engine.algorithms.metrics import accumulate_mean
 from engine.algorithms.preference._base import (
     Pairs,
     PreferenceOutput,
@@ -25,8 +25,8 @@ def orpo(pairs: Pairs, *, beta: float = 0.1) -> PreferenceOutput:
     preference = -logsigmoid(log_odds)
     metrics = reward_metrics(beta * chosen, beta * rejected)
     metrics |= {
-        "nll_loss": over_mask(-chosen, torch.ones_like(chosen)),
-        "log_odds_ratio": over_mask(log_odds, torch.ones_like(chosen)),
+        "nll_loss": accumulate_mean(-chosen, torch.ones_like(chosen)),
+        "log_odds_ratio": accumulate_mean(log_odds, torch.ones_like(chosen)),
     }
     return PreferenceOutput(-chosen + beta * preference, metrics)
 

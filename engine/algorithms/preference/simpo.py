@@ -1,7 +1,5 @@
 """SimPO: the mean log-prob of a token as the reward, with a margin and no reference."""
 
-from typing import Any
-
 from torch.nn.functional import logsigmoid
 
 from engine.algorithms.preference._base import (
@@ -13,7 +11,7 @@ from engine.algorithms.preference._base import (
 from engine.errors import ConfigError
 
 
-def _check(*, simpo_gamma: float, **_: Any) -> None:
+def _check(*, simpo_gamma: float, **_: object) -> None:
     if simpo_gamma < 0:
         raise ConfigError(f"simpo_gamma={simpo_gamma} must not be negative")
 

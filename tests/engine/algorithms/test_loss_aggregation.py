@@ -71,16 +71,14 @@ def test_errors_name_the_way_out() -> None:
         aggregate(LOSS, MASK, "token-mean", Denominators.from_mask(MASK * 0))
 
 
-def test_metrics_merge_over_parts_and_travel_as_a_tensor() -> None:
-    parts = [{"kl": metrics.over_mask(LOSS[i : i + 1], MASK[i : i + 1])} for i in range(3)]
-    parts[0]["only"] = metrics.Sum(torch.tensor(6.0), torch.tensor(4.0))
+def test_metrics_merge_over_parts_and_ranks() -> None:
+    parts = [{"kl": metrics.accumulate_mean(LOSS[i : i + 1], MASK[i : i + 1])} for i in range(3)]
+    parts[0]["only"] = metrics.MeanAccumulator(torch.tensor(6.0), torch.tensor(4.0))
     merged = metrics.merge(parts)
-    assert metrics.finish(merged) == {"kl": pytest.approx(16 / 5), "only": 1.5}
-    names, table = metrics.to_tensor(merged)
-    # Two ranks with equal parts: an all-reduce doubles totals and counts, and means stay.
-    assert metrics.finish(metrics.from_tensor(names, table * 2)) == metrics.finish(merged)
-    assert metrics.to_tensor({})[1].shape == (0, 2)
+    assert metrics.compute_means(merged) == {"kl": pytest.approx(16 / 5), "only": 1.5}
+    twice = metrics.merge([merged, merged])  # two ranks with equal parts: means stay
+    assert metrics.compute_means(twice) == metrics.compute_means(merged)
 
 
 def test_a_metric_of_nothing_is_zero() -> None:
-    assert metrics.finish({"kl": metrics.over_mask(LOSS, MASK * 0)}) == {"kl": 0.0}
+    assert metrics.compute_means({"kl": metrics.accumulate_mean(LOSS, MASK * 0)}) == {"kl": 0.0}

@@ -74,7 +74,7 @@ def test_group_statistics_by_hand() -> None:
     assert groups.mean(x)[groups.index].tolist() == pytest.approx([3, 6, 3, 6, 3, 3])
     assert groups.std(x).tolist() == pytest.approx([0, math.sqrt(2), math.sqrt(7)])
     assert groups.max(x).tolist() == [3, 7, 6]
-    assert groups.spread(x).tolist() == [0, 2, 5]
+    assert groups.range(x).tolist() == [0, 2, 5]
 
 
 def test_rows_left_out_have_no_say() -> None:

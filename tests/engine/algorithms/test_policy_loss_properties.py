@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.algorithms import losses
 from engine.algorithms.aggregation import MODES, Denominators, aggregate
 from engine.algorithms.losses import get_policy_loss
-from engine.algorithms.metrics import finish, merge
+from engine.algorithms.metrics import compute_means, merge
 from engine.algorithms.skip import rows_with_gradient
 
 SEEDS = st.integers(0, 2**31)
@@ -93,7 +93,9 @@ def test_any_cut_into_micro_batches_gives_the_same(name: str, mode: str, seed: i
     summed = sum(problem.gradient(part) for part, _ in parts)
     torch.testing.assert_close(summed, gradient, rtol=1e-11, atol=1e-12)
     assert gradient.abs().sum() > 0
-    assert finish(merge([m for _, m in parts])) == pytest.approx(finish(metrics), rel=1e-12)
+    assert compute_means(merge([m for _, m in parts])) == pytest.approx(
+        compute_means(metrics), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -139,7 +141,7 @@ def test_garbage_outside_the_mask_changes_no_bit(name: str, seed: int) -> None:
         )
         out.loss.sum().backward()
         assert log_probs.grad is not None
-        return out.loss.detach(), log_probs.grad, finish(out.metrics)
+        return out.loss.detach(), log_probs.grad, compute_means(out.metrics)
 
     clean, dirty = run(False), run(True)
     assert torch.equal(clean[0], dirty[0])

@@ -10,7 +10,7 @@ from engine.algorithms import losses
 from engine.algorithms.aggregation import Denominators, aggregate
 from engine.algorithms.losses import get_policy_loss
 from engine.algorithms.losses.dppo_kl import binary_kl
-from engine.algorithms.metrics import finish
+from engine.algorithms.metrics import compute_means
 from engine.errors import ConfigError, DataError
 
 # Six tokens of log-probability −1, by ratio to the old policy and advantage.
@@ -71,7 +71,7 @@ def _run(name: str, prepared: dict[str, Tensor], **options) -> tuple[Tensor, Ten
     out = get_policy_loss(name)(log_probs, old, ADVANTAGES[None], mask, **options, **prepared)
     out.loss.sum().backward()
     assert log_probs.grad is not None
-    return out.loss[0].detach(), log_probs.grad[0], finish(out.metrics)
+    return out.loss[0].detach(), log_probs.grad[0], compute_means(out.metrics)
 
 
 @pytest.mark.parametrize(("name", "options", "loss", "gradient"), TABLE)

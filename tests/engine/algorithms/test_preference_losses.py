@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.algorithms import preference
-from engine.algorithms.metrics import finish
+from engine.algorithms.metrics import compute_means
 from engine.algorithms.preference import Pairs, bradley_terry, get_pair_loss, kto
 from engine.algorithms.preference.orpo import log1mexp
 from engine.errors import ConfigError, DataError
@@ -61,7 +61,7 @@ def _odds_loss() -> float:
 def test_pair_losses_by_hand(name: str, options: dict, expected: float) -> None:
     out = get_pair_loss(name)(PAIRS, **options)
     assert out.loss.tolist() == [pytest.approx(expected, abs=1e-12)]
-    assert finish(out.metrics)["rewards/accuracies"] == 1.0
+    assert compute_means(out.metrics)["rewards/accuracies"] == 1.0
 
 
 def test_every_pair_loss_has_a_table_entry() -> None:
@@ -70,7 +70,7 @@ def test_every_pair_loss_has_a_table_entry() -> None:
 
 
 def test_implicit_rewards() -> None:
-    metrics = finish(get_pair_loss("dpo")(PAIRS).metrics)
+    metrics = compute_means(get_pair_loss("dpo")(PAIRS).metrics)
     assert metrics["rewards/chosen"] == pytest.approx(0.2)
     assert metrics["rewards/rejected"] == pytest.approx(-0.1)
     assert metrics["rewards/margins"] == pytest.approx(0.3)
@@ -169,7 +169,7 @@ def test_kto_by_hand() -> None:
     up = 1 / (1 + math.exp(-0.5))  # σ(β(2 − 1))
     down = 1 / (1 + math.exp(-1.0))  # σ(β(1 + 1))
     assert out.loss.tolist() == pytest.approx([1 - up, 2 * up, 2 * (1 - down)])
-    metrics = finish(out.metrics)
+    metrics = compute_means(out.metrics)
     assert (metrics["rewards/chosen"], metrics["rewards/rejected"]) == (1.0, 0.25)
 
 
@@ -201,7 +201,7 @@ def test_bradley_terry_by_hand() -> None:
     assert bradley_terry(chosen, rejected).loss.tolist() == pytest.approx([_nls(1), _nls(-1)])
     out = bradley_terry(chosen, rejected, _row(0.5, 0), center_rewards_coefficient=0.1)
     assert out.loss.tolist() == pytest.approx([_nls(0.5) + 0.9, _nls(-1) + 0.1])
-    assert finish(out.metrics)["rewards/accuracies"] == 0.5
+    assert compute_means(out.metrics)["rewards/accuracies"] == 0.5
 
 
 def test_bradley_terry_gradient_and_refusals() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.algorithms.aggregation import MODES, Denominators, aggregate
-from engine.algorithms.metrics import finish, merge
+from engine.algorithms.metrics import compute_means, merge
 from engine.algorithms.values import value_loss
 from engine.errors import ConfigError, DataError
 
@@ -31,7 +31,7 @@ def test_by_hand() -> None:
     out.loss.sum().backward()
     assert values.grad is not None
     assert values.grad[0].tolist() == pytest.approx([-0.75, 1, 0, 0])
-    metrics = finish(out.metrics)
+    metrics = compute_means(out.metrics)
     assert metrics == {
         "vpred_mean": pytest.approx(0.75),
         "vf_clipfrac": pytest.approx(1 / 3),
@@ -76,7 +76,7 @@ def test_any_cut_gives_the_same(mode: str) -> None:
     parts = [part(slice(0, 1)), part(slice(1, 4)), part(slice(4, 6))]
     torch.testing.assert_close(sum(x[0] for x in parts), loss)
     torch.testing.assert_close(torch.cat([x[1] for x in parts]), gradient)
-    assert finish(merge(x[2] for x in parts)) == pytest.approx(finish(metrics))
+    assert compute_means(merge(x[2] for x in parts)) == pytest.approx(compute_means(metrics))
 
 
 def test_wrong_calls_are_refused() -> None:
