@@ -6,16 +6,16 @@ configuration leaves open, and how a plan becomes settings, is in `engine.traine
 
 from engine.planner.explain import explain
 from engine.planner.resources import Cluster, Machine, read_cluster
-from engine.planner.search import Plan, Priced, search
-from engine.planner.workload import Candidate, Pins, Workload
+from engine.planner.search import PlacementPlan, PricedCandidate, search
+from engine.planner.workload import Candidate, FixedSettings, Workload
 
 __all__ = [
     "Candidate",
     "Cluster",
+    "FixedSettings",
     "Machine",
-    "Pins",
-    "Plan",
-    "Priced",
+    "PlacementPlan",
+    "PricedCandidate",
     "Workload",
     "explain",
     "read_cluster",

@@ -20,8 +20,8 @@ from engine.parallel.layout import ModelShape
 from engine.parallel.pipeline_stages import layers_by_stage
 from engine.planner import hardware
 from engine.planner.hardware import EFFICIENCY, FLOAT32_SHARE, STREAMED
-from engine.planner.memory import held, micro_tokens, sizes, stage_elements
-from engine.planner.resources import Share
+from engine.planner.memory import micro_tokens, rank_elements, sizes, stage_elements
+from engine.planner.resources import Allocation
 from engine.planner.workload import Candidate, Workload
 
 HIDDEN = 0.8  # of the arithmetic's time, that traffic may hide behind
@@ -42,13 +42,13 @@ class Price:
         return self.compute + self.traffic + self.switch + self.rollout
 
 
-def price(work: Workload, candidate: Candidate, share: Share) -> Price:
-    """What one step of `work` costs under `candidate` on the ranks of `share`."""
+def price(work: Workload, candidate: Candidate, allocation: Allocation) -> Price:
+    """What one step of `work` costs under `candidate` on the ranks of `allocation`."""
     return Price(
-        compute=_compute(work, candidate, share),
-        traffic=_traffic(work, candidate, share),
-        switch=_switch(work, candidate, share),
-        rollout=_rollout(work, candidate, share),
+        compute=_compute(work, candidate, allocation),
+        traffic=_traffic(work, candidate, allocation),
+        switch=_switch(work, candidate, allocation),
+        rollout=_rollout(work, candidate, allocation),
     )
 
 
@@ -60,9 +60,9 @@ def _flops(work: Workload) -> float:
     return 2.0 * (matrices + attention)
 
 
-def _rate(work: Workload, share: Share) -> float:
+def _rate(work: Workload, allocation: Allocation) -> float:
     """FLOPs a second that a rank's matrices get."""
-    return share.device.flops * EFFICIENCY * (1.0 if work.compute_bytes < 4 else FLOAT32_SHARE)
+    return allocation.device.flops * EFFICIENCY * (1.0 if work.compute_bytes < 4 else FLOAT32_SHARE)
 
 
 def _per_data_rank(work: Workload, candidate: Candidate) -> int:
@@ -86,7 +86,7 @@ def _plain(work: Workload) -> int:
     return work.passes + (1 if work.critic else 0)
 
 
-def _compute(work: Workload, candidate: Candidate, share: Share) -> float:
+def _compute(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
     layout = candidate.layout
     factor = 4.0 if candidate.activation_checkpointing else 3.0
     passes = _trained(work) * factor + _plain(work)
@@ -94,8 +94,8 @@ def _compute(work: Workload, candidate: Candidate, share: Share) -> float:
     own = tokens * _flops(work) * passes / (layout.sp * layout.tp * layout.pp)
     micros = _micros(work, candidate)
     idle = (micros + layout.pp - 1) / micros * _imbalance(work.shape, layout.pp)
-    overhead = passes * micros * work.shape.layers / layout.pp * share.device.kernel_s
-    return own / _rate(work, share) * idle + overhead * idle
+    overhead = passes * micros * work.shape.layers / layout.pp * allocation.device.kernel_s
+    return own / _rate(work, allocation) * idle + overhead * idle
 
 
 @lru_cache(maxsize=1024)
@@ -107,12 +107,12 @@ def _imbalance(shape: ModelShape, pp: int) -> float:
     return max(stages) * pp / sum(stages)
 
 
-def _traffic(work: Workload, candidate: Candidate, share: Share) -> float:
+def _traffic(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
     micros, trained, plain = _micros(work, candidate), _trained(work), _plain(work)
-    links = _Links(candidate, share)
+    links = _Links(candidate, allocation)
     sharded = _weights_traffic(work, candidate, links) * micros * (3 * trained + plain)
-    if share.gpus:
-        sharded = max(0.0, sharded - HIDDEN * _compute(work, candidate, share))
+    if allocation.gpus:
+        sharded = max(0.0, sharded - HIDDEN * _compute(work, candidate, allocation))
     cut = _tokens_traffic(work, candidate, links) * micros * (2 * trained + plain)
     return sharded + cut + _gradients_traffic(work, candidate, links) + _to_host(work, candidate)
 
@@ -122,11 +122,11 @@ class _Links:
     """Ways between the ranks of an axis."""
 
     candidate: Candidate
-    share: Share
+    allocation: Allocation
 
     def seconds(self, axes: tuple[str, ...], moved: float, times: float = 1.0) -> float:
         """Of `times` collectives over the axes, each of which brings a rank `moved` bytes."""
-        layout, device = self.candidate.layout, self.share.device
+        layout, device = self.candidate.layout, self.allocation.device
         sizes = layout.sizes
         size = math.prod(sizes[axis] for axis in axes)
         if size == 1:
@@ -134,7 +134,7 @@ class _Links:
         names = list(sizes)
         outermost = min(names.index(axis) for axis in axes if sizes[axis] > 1)
         span = math.prod(sizes[name] for name in names[outermost:])
-        if span <= self.share.per_machine:
+        if span <= self.allocation.per_machine:
             return times * (moved / device.link + device.latency_s * math.log2(size))
         return times * (moved / device.network + device.network_latency_s * math.log2(size))
 
@@ -169,23 +169,23 @@ def _gradients_traffic(work: Workload, candidate: Candidate, links: _Links) -> f
     layout = candidate.layout
     size = 2 * (layout.dp - 1) / layout.dp * 4.0
     models = 1.0 if not work.adapters else work.adapters / sizes(work.shape).total
-    moved = held(work.shape, layout) * size * models
+    moved = rank_elements(work.shape, layout) * size * models
     times = _micros(work, candidate) if candidate.shards > 1 else work.updates
     return links.seconds(("dp",), moved, times * _trained(work))
 
 
 def _to_host(work: Workload, candidate: Candidate) -> float:
     """Over a GPU's way to its machine's memory: weights every pass, moments every update."""
-    own = held(work.shape, candidate.layout) * work.weight_bytes / hardware.HOST_LINK
+    own = rank_elements(work.shape, candidate.layout) * work.weight_bytes / hardware.HOST_LINK
     passes = _micros(work, candidate) * (3 * _trained(work) + _plain(work))
     weights = passes * own if candidate.offload_params else 0.0
     away = candidate.offload_optimizer or candidate.offload_params
     return weights + (4 * own * work.updates * _trained(work) if away else 0.0)
 
 
-def _switch(work: Workload, candidate: Candidate, share: Share) -> float:
+def _switch(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
     """What a rank lacks of its slice for rollout (HybridFlow, table 2)."""
-    if candidate.mounted or work.runs_ahead:
+    if candidate.shares_storage or work.runs_ahead:
         return 0.0
     layout = candidate.layout
     total = sizes(work.shape).total * work.weight_bytes
@@ -193,19 +193,19 @@ def _switch(work: Workload, candidate: Candidate, share: Share) -> float:
         total = work.adapters * work.weight_bytes
     has = 1 / (candidate.shards * layout.tp * layout.pp)
     moved = total * max(0.0, 1 / candidate.rollout_tp - has)
-    return _Links(candidate, share).seconds(("pp", "fsdp", "sp", "tp"), moved)
+    return _Links(candidate, allocation).seconds(("pp", "fsdp", "sp", "tp"), moved)
 
 
-def _rollout(work: Workload, candidate: Candidate, share: Share) -> float:
+def _rollout(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
     """Prefill, then a token a row and step; rows beyond `decode_rows` come in further waves."""
     if not work.decodes or work.runs_ahead:
         return 0.0
-    shape, device, tp = work.shape, share.device, candidate.rollout_tp
+    shape, device, tp = work.shape, allocation.device, candidate.rollout_tp
     replicas = max(1, candidate.layout.world_size // tp)
     rows = -(-work.rows // replicas)
     together = min(rows, work.decode_rows)
     waves = rows / together
-    flops = _flops(work) / tp / _rate(work, share)
+    flops = _flops(work) / tp / _rate(work, allocation)
     prefill = rows / work.completions * work.prompt_length * flops
     cache = 2 * shape.layers * max(1.0, shape.kv_heads / tp) * shape.head_dim * work.weight_bytes
     read = sizes(shape).total * work.weight_bytes / tp
@@ -213,7 +213,7 @@ def _rollout(work: Workload, candidate: Candidate, share: Share) -> float:
     step = max(read / (device.bandwidth * STREAMED), together * flops)
     step += shape.layers * device.kernel_s
     if tp > 1:
-        one_machine = tp <= share.per_machine
+        one_machine = tp <= allocation.per_machine
         latency = device.latency_s if one_machine else device.network_latency_s
         link = device.link if one_machine else device.network
         moved = 2 * together * shape.hidden * work.weight_bytes * (tp - 1) / tp

@@ -6,23 +6,23 @@ from collections.abc import Sequence
 
 from engine.planner.hardware import GIB
 from engine.planner.memory import RUNTIME, USABLE
-from engine.planner.search import Plan, Priced
+from engine.planner.search import PlacementPlan, PricedCandidate
 
 SHOWN = 5
 _HEADS = ("layout", "ranks", "rollout tp", "tokens", "keeps", "GiB", "train s", "move s", "roll s")
 
 
-def explain(plan: Plan, shown: int = SHOWN) -> str:
+def explain(plan: PlacementPlan, shown: int = SHOWN) -> str:
     """The choice, its reason, and a table of the cheapest candidates with their prices.
 
     Seconds and bytes are the model's (`cost`, `memory`), with every row as long as the longest.
     """
     one = plan.chosen
-    pinned = f"; as set: {plan.pins}" if str(plan.pins) else ""
+    pinned = f"; as set: {plan.fixed}" if str(plan.fixed) else ""
     lines = [
         f"placement: auto found {plan.cluster}",
         f"  chosen  {one.candidate}{_ranks(one)}{pinned}",
-        f"  memory  {_gib(one):.2f} of {one.share.memory / GIB:.2f} GiB a rank, most in "
+        f"  memory  {_gib(one):.2f} of {one.allocation.memory / GIB:.2f} GiB a rank, most in "
         f"{one.memory.when}: {_parts(one)}",
         f"  why     {_why(plan)}",
     ]
@@ -31,12 +31,12 @@ def explain(plan: Plan, shown: int = SHOWN) -> str:
     return "\n".join([*lines, *_table(rows)])
 
 
-def _ranks(one: Priced) -> str:
-    count = one.share.ranks
-    return "" if count == 1 else f": {count} ranks on {one.share.machines} machine(s)"
+def _ranks(one: PricedCandidate) -> str:
+    count = one.allocation.ranks
+    return "" if count == 1 else f": {count} ranks on {one.allocation.machines} machine(s)"
 
 
-def _why(plan: Plan) -> str:
+def _why(plan: PlacementPlan) -> str:
     one, cheaper = plan.chosen, plan.too_large
     text = f"least estimated time, {one.price.total:.3g} s a step, of the {plan.fitting} that fit"
     text += f" ({plan.considered} considered)"
@@ -45,11 +45,11 @@ def _why(plan: Plan) -> str:
         text += f"; the next layout takes {ratio:.2f} times as long"
     if cheaper:
         text += f"; {cheaper[0].candidate.layout} would be faster but lacks "
-        text += f"{cheaper[0].over / USABLE / GIB:.2f} GiB a rank"
+        text += f"{cheaper[0].excess_bytes / USABLE / GIB:.2f} GiB a rank"
     return text
 
 
-def _parts(one: Priced) -> str:
+def _parts(one: PricedCandidate) -> str:
     """The large parts of the peak."""
     names = {
         "training": ("weights", "gradients", "moments", "activations", "rollout"),
@@ -61,12 +61,12 @@ def _parts(one: Priced) -> str:
     return ", ".join([*large, f"process {RUNTIME / GIB:.2f}"])
 
 
-def _gib(one: Priced) -> float:
+def _gib(one: PricedCandidate) -> float:
     """What the rank's memory must have for it."""
     return (one.memory.peak / USABLE + RUNTIME) / GIB
 
 
-def _table(rows: Sequence[tuple[str, Priced]]) -> list[str]:
+def _table(rows: Sequence[tuple[str, PricedCandidate]]) -> list[str]:
     cells = [("", *_HEADS), *((mark, *_cells(one)) for mark, one in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
@@ -80,15 +80,15 @@ def _table(rows: Sequence[tuple[str, Priced]]) -> list[str]:
     return [f"  {line}" for line in lines] + note
 
 
-def _cells(one: Priced) -> tuple[str, ...]:
+def _cells(one: PricedCandidate) -> tuple[str, ...]:
     c, p = one.candidate, one.price
     seconds = (p.compute, p.traffic + p.switch, p.rollout)
     return (
         str(c.layout),
-        str(one.share.ranks),
+        str(one.allocation.ranks),
         str(c.rollout_tp),
         str(c.tokens),
-        c.keeps,
+        c.memory_options,
         f"{_gib(one):.2f}",
         *(f"{value:.3g}" for value in seconds),
     )

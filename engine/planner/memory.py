@@ -4,7 +4,7 @@ Weights, gradients and moments are counted as ZeRO does (Rajbhandari et al., arX
 section 3.1), in the dtypes that this engine keeps; activations in the manner of Korthikanti et al.
 (arXiv:2205.05198, section 4), term by term for a decoder with RMSNorm, grouped-query attention
 without stored scores (SDPA), and a gated MLP. The peak is the largest of three moments: loading,
-where a rank has one model whole before its share is cut off (`workers.spread`), training, and
+where a rank has one full model before it is sharded (`runtime.sharded_model`), training, and
 rollout.
 """
 
@@ -20,7 +20,7 @@ from engine.planner.workload import Candidate, Workload
 
 RUNTIME = int(0.75 * GIB)  # of a process: libraries, a CUDA context, communication buffers
 USABLE = 0.9  # of what is left: the rest is lost to fragments
-_PART = 64 << 20  # elements whose moments visit the device at a time (`workers.optim`)
+_PART = 64 << 20  # elements whose moments visit the device at a time (`runtime.optimizer`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def sizes(shape: ModelShape) -> Sizes:
     return Sizes(layer, shape.layers, table, 0 if shape.tied else table)
 
 
-def held(shape: ModelShape, layout: Layout) -> float:
+def rank_elements(shape: ModelShape, layout: Layout) -> float:
     """Elements of a model that the rank with most of them keeps under a layout."""
     return stage_elements(shape, layout.pp) / (layout.tp * layout.fsdp * layout.sp)
 
@@ -152,10 +152,10 @@ class Memory:
 
 def fits(need: float, there: int) -> bool:
     """Whether a process that needs so many bytes can live in so much memory."""
-    return need <= room(there)
+    return need <= usable_bytes(there)
 
 
-def room(there: int) -> float:
+def usable_bytes(there: int) -> float:
     """Bytes of `there` that a plan may use."""
     return (there - RUNTIME) * USABLE
 
@@ -166,7 +166,7 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool) -> Memory:
     weights, moments = sum(m.weights for m in models), sum(m.moments for m in models)
     gradients = max(m.gradients for m in models)
     whole = _whole(work)
-    copy = 0.0 if candidate.mounted else whole / candidate.rollout_tp
+    copy = 0.0 if candidate.shares_storage else whole / candidate.rollout_tp
     visiting, host = 0.0, whole  # each model is read into the machine's memory first
     if candidate.offload_params:
         host += weights + gradients + moments
@@ -186,7 +186,7 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool) -> Memory:
         loading=max(0.0, kept - last) + whole,
         host=host if gpu else 0.0,
     )
-    return memory if gpu else _beside_samplers(work, memory)
+    return memory if gpu else _with_samplers(work, memory)
 
 
 def sampler(work: Workload) -> float:
@@ -195,7 +195,7 @@ def sampler(work: Workload) -> float:
     return sizes(work.shape).total * work.sampler_bytes + kv_cache(work, alone)
 
 
-def _beside_samplers(work: Workload, memory: Memory) -> Memory:
+def _with_samplers(work: Workload, memory: Memory) -> Memory:
     """Processes that only decode share a machine with a rank."""
     if not work.samplers:
         return memory
@@ -218,18 +218,18 @@ def _models(work: Workload, candidate: Candidate) -> list[_Model]:
     layout, size = candidate.layout, work.weight_bytes
     found = [_policy(work, layout)]
     if work.reference:
-        found.append(_Model(held(work.shape, layout) * size))
+        found.append(_Model(rank_elements(work.shape, layout) * size))
     if work.teacher:
-        found.append(_Model(held(work.teacher, layout) * size))
+        found.append(_Model(rank_elements(work.teacher, layout) * size))
     if work.critic:
         own = layout if isinstance(work.critic, str) else work.critic
-        each = held(work.shape, own) * size
+        each = rank_elements(work.shape, own) * size
         found.append(_Model(each, each, 2 * each))
     return found
 
 
 def _policy(work: Workload, layout: Layout) -> _Model:
-    mine = held(work.shape, layout)
+    mine = rank_elements(work.shape, layout)
     if not work.adapters:
         each = mine * work.weight_bytes
         return _Model(each, each, 2 * each)

@@ -45,7 +45,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Allocation:
     """Equal ranks on a part of the cluster: one a GPU, or one a machine without GPUs."""
 
     ranks: int
@@ -55,7 +55,7 @@ class Share:
     host_memory: int  # bytes of its machine's memory, a rank; the same where there is no GPU
     device: Device
     gpus: float = 0.0  # a rank
-    beside: float = 0.0  # cores of a machine that are left to other processes
+    reserved_cpus: float = 0.0  # cores of a machine that are left to other processes
 
     @property
     def machines(self) -> int:
@@ -102,22 +102,22 @@ class Cluster:
             )
         return Cluster(tuple(machines))
 
-    def shares(self, beside: float = 0.0) -> list[Share]:
-        """The numbers of ranks worth a look; each leaves `beside` cores of a machine."""
-        found = self._of_gpus() if self.gpus else self._of_machines(beside)
-        return sorted(set(found), key=lambda share: share.ranks)
+    def allocations(self, reserved_cpus: float = 0.0) -> list[Allocation]:
+        """The numbers of ranks worth a look; each leaves `reserved_cpus` cores of a machine."""
+        found = self._of_gpus() if self.gpus else self._of_machines(reserved_cpus)
+        return sorted(set(found), key=lambda allocation: allocation.ranks)
 
-    def _of_gpus(self) -> list[Share]:
+    def _of_gpus(self) -> list[Allocation]:
         machines = sorted((m for m in self.machines if m.gpus), key=lambda m: -m.gpus)
         counts = [m.gpus for m in machines]
         first = [(n, machines[:1]) for n in range(1, counts[0] + 1)]
         sums = ((sum(counts[:j]), machines[:j]) for j in _doubling(len(machines)))
-        shares = []
+        allocations = []
         for ranks, used in [*first, *sums]:
             each = min(m.cpus / m.gpus for m in used)
             kinds = {m.accelerator for m in used}
-            shares.append(
-                Share(
+            allocations.append(
+                Allocation(
                     ranks,
                     per_machine=min(ranks, used[0].gpus),
                     cpus=float(int(each)) if each >= 1 else each,
@@ -127,10 +127,10 @@ class Cluster:
                     gpus=1.0,
                 )
             )
-        return shares
+        return allocations
 
-    def _of_machines(self, beside: float) -> list[Share]:
-        shares = []
+    def _of_machines(self, reserved_cpus: float) -> list[Allocation]:
+        allocations = []
         for key in ("cpus", "memory"):
             machines = sorted(self.machines, key=lambda m: getattr(m, key), reverse=True)
             for ranks in {*range(1, min(8, len(machines)) + 1), *_doubling(len(machines))}:
@@ -139,11 +139,13 @@ class Cluster:
                 if ranks > 1 and max(m.cpus for m in used) >= 2 * cores:
                     continue  # Ray would put two ranks on one of them
                 memory = min(m.memory for m in used)
-                cpus = max(1.0, cores - beside) if cores >= 1 else cores
-                shares.append(
-                    Share(ranks, 1, cpus, memory, memory, hardware.cpu(cpus), 0.0, beside)
+                cpus = max(1.0, cores - reserved_cpus) if cores >= 1 else cores
+                allocations.append(
+                    Allocation(
+                        ranks, 1, cpus, memory, memory, hardware.cpu(cpus), 0.0, reserved_cpus
+                    )
                 )
-        return shares
+        return allocations
 
     def __str__(self) -> str:
         """E.g. "2 machines, 16 × H100 of 79.6 GiB, 176 cores, 1800 GiB"."""

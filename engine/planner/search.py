@@ -1,7 +1,7 @@
 """Which layout: every one that the model and the machines take, priced; those that fit, ranked.
 
-Pure: the same workload, machines and pins give the same plan. What the trainer refuses besides is
-given as `admits`.
+Pure: the same workload, machines and settings give the same plan. What else the trainer refuses is
+given as `refusal`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from engine.parallel.layout import AXES, Layout, check_layout
 from engine.parallel.rollout_layout import rollout_layout
 from engine.planner.cost import Price, price
 from engine.planner.hardware import GIB
-from engine.planner.memory import RUNTIME, USABLE, Memory, estimate, fits, room, sampler
-from engine.planner.resources import Cluster, Share
-from engine.planner.workload import Candidate, Pins, Workload
+from engine.planner.memory import RUNTIME, USABLE, Memory, estimate, fits, sampler, usable_bytes
+from engine.planner.resources import Allocation, Cluster
+from engine.planner.workload import Candidate, FixedSettings, Workload
 
 BUDGET = 16384  # tokens of a micro-batch, at most: what the settings start from
 KEPT = 8  # runners-up that a plan lists
@@ -26,28 +26,28 @@ _SMALLER = {  # what makes a peak smaller
     "rollout": "lower rollout.max_num_seqs",
     "loading": "store the weights in bfloat16 (model.dtype)",
 }
-Admits = Callable[[Candidate, Share], str]  # why the trainer refuses it; empty: it doesn't
+Refusal = Callable[[Candidate, Allocation], str]  # why the trainer refuses it; empty: it doesn't
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class PricedCandidate:
     """A candidate on a part of the cluster."""
 
     candidate: Candidate
-    share: Share
+    allocation: Allocation
     memory: Memory
     price: Price
 
     @property
     def fits(self) -> bool:
         """Whether each rank's device and machine hold it."""
-        return self.over <= 0
+        return self.excess_bytes <= 0
 
     @property
-    def over(self) -> float:
+    def excess_bytes(self) -> float:
         """Bytes that a rank needs beyond what there is, on the device or its machine."""
-        host = self.memory.host - room(self.share.host_memory)
-        return max(self.memory.peak - room(self.share.memory), host)
+        host = self.memory.host - usable_bytes(self.allocation.host_memory)
+        return max(self.memory.peak - usable_bytes(self.allocation.memory), host)
 
     @property
     def order(self) -> tuple[float | int, ...]:
@@ -58,42 +58,42 @@ class Priced:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlacementPlan:
     """What was chosen, and what else there was."""
 
-    chosen: Priced
-    others: tuple[Priced, ...]  # the next ones that fit, a layout once, cheapest first
-    too_large: tuple[Priced, ...]  # cheaper ones that don't fit, if any, a layout once
+    chosen: PricedCandidate
+    others: tuple[PricedCandidate, ...]  # the next ones that fit, a layout once, cheapest first
+    too_large: tuple[PricedCandidate, ...]  # cheaper ones that don't fit, if any, a layout once
     cluster: Cluster
     considered: int
     fitting: int
-    pins: Pins
+    fixed: FixedSettings
 
 
 def search(
     work: Workload,
     cluster: Cluster,
-    pins: Pins | None = None,
-    admits: Admits = lambda candidate, share: "",
-    beside: float = 0.0,
-) -> Plan:
+    fixed: FixedSettings | None = None,
+    refusal: Refusal = lambda candidate, allocation: "",
+    reserved_cpus: float = 0.0,
+) -> PlacementPlan:
     """Return the cheapest way to run `work` on `cluster` that fits, and the next ones.
 
-    `beside` is cores of a machine that other processes take. Raises ConfigError where no layout is
+    `reserved_cpus` of a machine are left to other processes. Raises ConfigError where no layout is
     valid, and PlacementError, with what is missing, where none fits.
     """
-    pins = pins or Pins()
+    fixed = fixed or FixedSettings()
     refused: list[str] = []
-    valid: list[Priced] = []
-    for share in cluster.shares(beside):
-        for layout in _layouts(work, share, pins):
-            for rollout_tp in _rollout_sizes(work, layout, share, pins):
-                valid += _options(work, layout, rollout_tp, share, pins)
+    valid: list[PricedCandidate] = []
+    for allocation in cluster.allocations(reserved_cpus):
+        for layout in _layouts(work, allocation, fixed):
+            for rollout_tp in _rollout_sizes(work, layout, allocation, fixed):
+                valid += _options(work, layout, rollout_tp, allocation, fixed)
     ranked = sorted((one for one in valid if one.fits), key=lambda one: one.order)
-    listed = _first(ranked, admits, refused)
+    listed = _first(ranked, refusal, refused)
     if not listed:
-        smallest = sorted((one for one in valid if not one.fits), key=lambda one: one.over)
-        raise _nothing(_first(smallest, admits, refused, 1), refused, cluster, pins)
+        smallest = sorted((one for one in valid if not one.fits), key=lambda one: one.excess_bytes)
+        raise _nothing(_first(smallest, refusal, refused, 1), refused, cluster, fixed)
     _check_sampler(work, listed[0])
     best = listed[0]
     cheaper = [
@@ -103,33 +103,33 @@ def search(
         and one.price.total < best.price.total
         and one.candidate.layout != best.candidate.layout
     ]
-    too_large = _first(sorted(cheaper, key=lambda one: one.order), admits, [], 2)
-    return Plan(
-        listed[0], tuple(listed[1:]), tuple(too_large), cluster, len(valid), len(ranked), pins
+    too_large = _first(sorted(cheaper, key=lambda one: one.order), refusal, [], 2)
+    return PlacementPlan(
+        listed[0], tuple(listed[1:]), tuple(too_large), cluster, len(valid), len(ranked), fixed
     )
 
 
 def _options(
-    work: Workload, layout: Layout, rollout_tp: int, share: Share, pins: Pins
-) -> Iterator[Priced]:
+    work: Workload, layout: Layout, rollout_tp: int, allocation: Allocation, fixed: FixedSettings
+) -> Iterator[PricedCandidate]:
     """What can be kept, recomputed or put away under a layout, whether it fits or not.
 
     Larger micro-batches are never dearer without a pipeline, and nothing is cheaper than to keep
     all; what follows one that fits is left out then.
     """
-    recomputes = (True,) if pins.activation_checkpointing else (False, True)
-    for offload, recompute in product(_offloads(layout, share, pins), recomputes):
-        for tokens in _budgets(work, layout, pins):
+    recomputes = (True,) if fixed.activation_checkpointing else (False, True)
+    for offload, recompute in product(_offloads(layout, allocation, fixed), recomputes):
+        for tokens in _budgets(work, layout, fixed):
             candidate = Candidate(
                 layout,
                 rollout_tp,
                 tokens,
                 *offload,
                 activation_checkpointing=recompute,
-                sequence_parallel=pins.sequence_parallel,
+                sequence_parallel=fixed.sequence_parallel,
             )
-            memory = estimate(work, candidate, gpu=share.gpus > 0)
-            one = Priced(candidate, share, memory, price(work, candidate, share))
+            memory = estimate(work, candidate, gpu=allocation.gpus > 0)
+            one = PricedCandidate(candidate, allocation, memory, price(work, candidate, allocation))
             yield one
             if one.fits and layout.pp == 1:
                 if tokens >= BUDGET and not (recompute or any(offload)):
@@ -137,45 +137,54 @@ def _options(
                 break
 
 
-def _layouts(work: Workload, share: Share, pins: Pins) -> Iterator[Layout]:
-    for sizes in _products(share.ranks, len(AXES)):
+def _layouts(work: Workload, allocation: Allocation, fixed: FixedSettings) -> Iterator[Layout]:
+    for sizes in _products(allocation.ranks, len(AXES)):
         layout = Layout(**dict(zip(AXES, sizes, strict=True)))
-        if any(getattr(layout, axis) != size for axis, size in pins.axes.items()):
+        if any(getattr(layout, axis) != size for axis, size in fixed.axes.items()):
             continue
-        if _takes(work, layout, share, pins):
+        if _takes(work, layout, allocation, fixed):
             yield layout
 
 
-def _takes(work: Workload, layout: Layout, share: Share, pins: Pins) -> bool:
-    """Whether the model can be spread so, and it is worth a thought."""
+def _takes(work: Workload, layout: Layout, allocation: Allocation, fixed: FixedSettings) -> bool:
+    """Whether the model can be sharded so, and it may pay."""
     cut, chatty = layout.tp * layout.pp, layout.tp * layout.sp
     if (cut > 1 and not work.families) or (layout.sp > 1 and not work.cuts_sequences):
         return False
     if layout.data_ranks > work.rows:
         return False
     # What talks in every layer stays on a machine, unless the user says otherwise.
-    if chatty > share.per_machine and not {"tp", "sp"} & set(pins.axes):
+    if chatty > allocation.per_machine and not {"tp", "sp"} & set(fixed.axes):
         return False
     try:
-        check_layout(layout, share.ranks, work.shape)
+        check_layout(layout, allocation.ranks, work.shape)
     except ConfigError:
         return False
     return not isinstance(work.critic, Layout) or work.critic.world_size == layout.world_size
 
 
-def _rollout_sizes(work: Workload, layout: Layout, share: Share, pins: Pins) -> Iterator[int]:
+def _rollout_sizes(
+    work: Workload, layout: Layout, allocation: Allocation, fixed: FixedSettings
+) -> Iterator[int]:
     """Sizes of the groups of ranks that decode together."""
-    if pins.rollout_tp:
-        wanted = [pins.rollout_tp]
+    if fixed.rollout_tp:
+        wanted = [fixed.rollout_tp]
     elif work.runs_ahead:
         wanted = [layout.tp]
     elif work.adapters or work.kv_cache or not work.decodes or not work.families:
         wanted = [1]  # adapters are decoded whole, and other engines by one process a rank
     else:
-        wanted = [n for n in range(1, share.per_machine + 1) if share.per_machine % n == 0]
+        wanted = [
+            n for n in range(1, allocation.per_machine + 1) if allocation.per_machine % n == 0
+        ]
     shape = work.shape
     for tp in wanted:
-        if share.ranks % tp or shape.heads % tp or shape.kv_heads % tp or shape.intermediate % tp:
+        if (
+            allocation.ranks % tp
+            or shape.heads % tp
+            or shape.kv_heads % tp
+            or shape.intermediate % tp
+        ):
             continue
         try:
             rollout_layout(layout, tp=tp)
@@ -184,20 +193,22 @@ def _rollout_sizes(work: Workload, layout: Layout, share: Share, pins: Pins) -> 
         yield tp
 
 
-def _offloads(layout: Layout, share: Share, pins: Pins) -> list[tuple[bool, bool]]:
+def _offloads(
+    layout: Layout, allocation: Allocation, fixed: FixedSettings
+) -> list[tuple[bool, bool]]:
     """Pairs of offload_params and offload_optimizer. Without a GPU there is nowhere to go."""
-    if not share.gpus:
-        return [(pins.offload_params, pins.offload_optimizer)]
+    if not allocation.gpus:
+        return [(fixed.offload_params, fixed.offload_optimizer)]
     sharded = layout.fsdp * layout.sp > 1
     every = [(False, False), (False, True), *([(True, True)] if sharded else [])]
-    wanted = (pins.offload_params, pins.offload_optimizer)
+    wanted = (fixed.offload_params, fixed.offload_optimizer)
     return [pair for pair in every if pair[0] >= wanted[0] and pair[1] >= wanted[1]]
 
 
-def _budgets(work: Workload, layout: Layout, pins: Pins) -> list[int]:
+def _budgets(work: Workload, layout: Layout, fixed: FixedSettings) -> list[int]:
     """Tokens of a micro-batch: halves of the largest, down to one row; each makes a difference."""
-    if pins.tokens:
-        return [pins.tokens]
+    if fixed.tokens:
+        return [fixed.tokens]
     most = -(-work.rows // layout.data_ranks) * work.length
     sizes = [BUDGET]
     while sizes[-1] > max(64, work.length):
@@ -217,15 +228,15 @@ def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _first(
-    ranked: list[Priced], admits: Admits, refused: list[str], count: int = KEPT
-) -> list[Priced]:
+    ranked: list[PricedCandidate], refusal: Refusal, refused: list[str], count: int = KEPT
+) -> list[PricedCandidate]:
     """The first `count` that the trainer takes, each layout and rollout once."""
-    found: dict[tuple[Layout, int], Priced] = {}
+    found: dict[tuple[Layout, int], PricedCandidate] = {}
     asked: dict[tuple[Layout, int], str] = {}
     for one in ranked:
         key = (one.candidate.layout, one.candidate.rollout_tp)
         if key not in asked:
-            asked[key] = admits(one.candidate, one.share)
+            asked[key] = refusal(one.candidate, one.allocation)
             refused += [asked[key]] if asked[key] else []
         if not asked[key]:
             found.setdefault(key, one)
@@ -235,36 +246,36 @@ def _first(
 
 
 def _nothing(
-    smallest: list[Priced], refused: list[str], cluster: Cluster, pins: Pins
+    smallest: list[PricedCandidate], refused: list[str], cluster: Cluster, fixed: FixedSettings
 ) -> ConfigError | PlacementError:
     """The error that says why there is no plan."""
-    with_pins = f" with {pins}" if str(pins) else ""
+    with_fixed = f" with {fixed}" if str(fixed) else ""
     if not smallest:
         why = f": {refused[0]}" if refused else "; set fewer of them, or other ones"
         return ConfigError(
-            f"trainer.placement=auto finds no valid layout on {cluster}{with_pins}{why}"
+            f"trainer.placement=auto finds no valid layout on {cluster}{with_fixed}{why}"
         )
     one = smallest[0]
-    on_host = one.memory.host - room(one.share.host_memory) == one.over
-    where = "machine" if on_host or not one.share.gpus else "device"
-    there = one.share.host_memory if on_host else one.share.memory
-    need = there + one.over / USABLE
+    on_host = one.memory.host - usable_bytes(one.allocation.host_memory) == one.excess_bytes
+    where = "machine" if on_host or not one.allocation.gpus else "device"
+    there = one.allocation.host_memory if on_host else one.allocation.memory
+    need = there + one.excess_bytes / USABLE
     return PlacementError(
-        f"trainer.placement=auto finds no layout that fits on {cluster}{with_pins}: the smallest, "
+        f"trainer.placement=auto finds no layout that fits on {cluster}{with_fixed}: the smallest, "
         f"{one.candidate}, needs {need / GIB:.2f} GiB of {where} memory a rank "
         f"and there are {there / GIB:.2f} GiB, {(need - there) / GIB:.2f} GiB too few, "
         f"most in {one.memory.when}; add workers or larger ones, or {_SMALLER[one.memory.when]}"
     )
 
 
-def _check_sampler(work: Workload, chosen: Priced) -> None:
+def _check_sampler(work: Workload, chosen: PricedCandidate) -> None:
     """A process that only decodes has a GPU of its own."""
-    if not (work.samplers and chosen.share.gpus):
+    if not (work.samplers and chosen.allocation.gpus):
         return
     need = sampler(work)
-    if not fits(need, chosen.share.memory):
+    if not fits(need, chosen.allocation.memory):
         raise PlacementError(
             f"a process that only decodes needs {need / USABLE / GIB + RUNTIME / GIB:.2f} GiB, and "
-            f"a GPU has {chosen.share.memory / GIB:.2f} GiB; set trainer.mode=sync, whose rollout "
-            "is spread, or rollout.dtype=bfloat16"
+            f"a GPU has {chosen.allocation.memory / GIB:.2f} GiB; set trainer.mode=sync, whose "
+            "rollout is sharded, or rollout.dtype=bfloat16"
         )

@@ -67,14 +67,14 @@ class Candidate:
         return self.layout.fsdp * self.layout.sp
 
     @property
-    def mounted(self) -> bool:
-        """Whether rollout decodes with the trainer's own storage (`workers.mounted`)."""
+    def shares_storage(self) -> bool:
+        """Whether rollout decodes with the trainer's own storage (`runtime.rollout_weights`)."""
         one_piece = self.shards * self.layout.pp == 1
         return one_piece and self.rollout_tp == self.layout.tp
 
     @property
-    def keeps(self) -> str:
-        """What waits in CPU memory, and what is computed again."""
+    def memory_options(self) -> str:
+        """What is offloaded to CPU memory, and what is recomputed."""
         names = {
             "offload weights": self.offload_params,
             "offload moments": self.offload_optimizer,
@@ -85,12 +85,12 @@ class Candidate:
     def __str__(self) -> str:
         """E.g. "fsdp=4 tp=2, rollout tp 4, 16384 tokens a micro-batch, recompute"."""
         text = f"{self.layout}, rollout tp {self.rollout_tp}, {self.tokens} tokens a micro-batch"
-        return text if self.keeps == "-" else f"{text}, {self.keeps}"
+        return text if self.memory_options == "-" else f"{text}, {self.memory_options}"
 
 
 @dataclass(frozen=True, slots=True)
-class Pins:
-    """What the user has set: these win over the planner."""
+class FixedSettings:
+    """What the user has set; the planner keeps it."""
 
     axes: dict[str, int] = field(default_factory=dict)  # e.g. {"tp": 2}
     rollout_tp: int | None = None

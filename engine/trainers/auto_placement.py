@@ -19,8 +19,17 @@ from engine.errors import ConfigError, EngineError
 from engine.models import text_config
 from engine.parallel.layout import AXES, Layout, ModelShape
 from engine.parallel.tensor_parallel import FAMILIES
-from engine.planner import Candidate, Cluster, Pins, Plan, Workload, explain, read_cluster, search
-from engine.planner.resources import Share
+from engine.planner import (
+    Candidate,
+    Cluster,
+    FixedSettings,
+    PlacementPlan,
+    Workload,
+    explain,
+    read_cluster,
+    search,
+)
+from engine.planner.resources import Allocation
 from engine.rollout.protocol import engine_capabilities
 from engine.trainers.layouts import check_layouts, pool_size
 from engine.trainers.rl_setup import default_pools
@@ -62,12 +71,12 @@ def resolve_auto(
     )
     plan = plan_for(config, work, roles, (cluster or read_cluster)(), lora)
     print(explain(plan), flush=True)
-    return apply_candidate(config, plan.chosen.candidate, plan.chosen.share, roles)
+    return apply_candidate(config, plan.chosen.candidate, plan.chosen.allocation, roles)
 
 
 def plan_for(
     config: RLConfig, work: Workload, roles: Collection[str], cluster: Cluster, lora: LoRAConfig
-) -> Plan:
+) -> PlacementPlan:
     """Search the layouts that the settings leave open and the trainer accepts."""
     mode, nodes = config.trainer.mode, [machine.node for machine in cluster.machines]
     pools = config.trainer.pools
@@ -86,11 +95,11 @@ def plan_for(
             )
         usable = usable.less_gpus(1)
     half = config.trainer.rollout_threads or max(1, int(_cores(usable)) // 2)
-    beside = 0.0 if usable.gpus else float(work.samplers * half)
+    reserved_cpus = 0.0 if usable.gpus else float(work.samplers * half)
 
-    def admits(candidate: Candidate, share: Share) -> str:
+    def refusal(candidate: Candidate, allocation: Allocation) -> str:
         try:
-            settings = apply_candidate(config, candidate, share, roles)
+            settings = apply_candidate(config, candidate, allocation, roles)
             check_layouts(settings, lora)
             _check_rows(settings, candidate)
             sized = [
@@ -102,11 +111,11 @@ def plan_for(
             return str(error).splitlines()[0]
         return ""
 
-    return search(work, usable, pinned_settings(config), admits, beside)
+    return search(work, usable, fixed_settings(config), refusal, reserved_cpus)
 
 
 def apply_candidate(
-    config: RLConfig, candidate: Candidate, share: Share, roles: Collection[str]
+    config: RLConfig, candidate: Candidate, allocation: Allocation, roles: Collection[str]
 ) -> RLConfig:
     """The settings with a candidate's layout and budget, placed on Ray."""
     changes: dict[str, Any] = {axis: getattr(candidate.layout, axis) for axis in AXES}
@@ -125,20 +134,20 @@ def apply_candidate(
     if not sampler_count(config.trainer):
         rollout = rollout.model_copy(update={"tensor_parallel_size": candidate.rollout_tp})
     else:
-        placed["rollout_threads"] = _sampler_threads(config, share)
-    placed["pools"] = config.trainer.pools or _pools(config, share, roles)
+        placed["rollout_threads"] = _sampler_threads(config, allocation)
+    placed["pools"] = config.trainer.pools or _pools(config, allocation, roles)
     trainer = config.trainer.model_copy(update=placed)
     return config.model_copy(
         update={"actor": actor, "critic": critic, "rollout": rollout, "trainer": trainer}
     )
 
 
-def pinned_settings(config: RLConfig) -> Pins:
+def fixed_settings(config: RLConfig) -> FixedSettings:
     """The settings that the user has changed from their defaults, which the planner keeps."""
     parallel, plain = config.actor.parallel, ParallelConfig()
     axes = {axis: getattr(parallel, axis) for axis in AXES}
     tokens = config.actor.max_tokens_per_micro_batch
-    return Pins(
+    return FixedSettings(
         axes={axis: size for axis, size in axes.items() if size != getattr(plain, axis)},
         rollout_tp=config.rollout.tensor_parallel_size
         if config.rollout.tensor_parallel_size > 1
@@ -247,26 +256,30 @@ def _if_default(section: Any, values: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in values.items() if getattr(section, k) == fields[k].default}
 
 
-def _pools(config: RLConfig, share: Share, roles: Collection[str]) -> tuple[PoolConfig, ...]:
+def _pools(
+    config: RLConfig, allocation: Allocation, roles: Collection[str]
+) -> tuple[PoolConfig, ...]:
     """A pool for the policy's roles, and one for each other role."""
-    cpus = share.cpus
+    cpus = allocation.cpus
     if config.trainer.threads:
-        cpus = min(cpus, max(1.0, config.trainer.threads // share.per_machine))
+        cpus = min(cpus, max(1.0, config.trainer.threads // allocation.per_machine))
     policy, *others = default_pools(roles)
-    pools = [PoolConfig(roles=policy, cpus=cpus, gpus=share.gpus)]
+    pools = [PoolConfig(roles=policy, cpus=cpus, gpus=allocation.gpus)]
     pools += [PoolConfig(roles=role, cpus=0.0) for role in others]
     if "sampler" in roles:
-        threads = float(_sampler_threads(config, share))
-        pools.append(PoolConfig(roles=("sampler",), cpus=threads, gpus=share.gpus))
+        threads = float(_sampler_threads(config, allocation))
+        pools.append(PoolConfig(roles=("sampler",), cpus=threads, gpus=allocation.gpus))
     return tuple(pools)
 
 
-def _sampler_threads(config: RLConfig, share: Share) -> int:
+def _sampler_threads(config: RLConfig, allocation: Allocation) -> int:
     """CPU threads of a sampler: a rank's cores on a GPU, else half of its machine's."""
     if config.trainer.rollout_threads:
         return config.trainer.rollout_threads
     samplers = max(1, sampler_count(config.trainer))
-    return max(1, int(share.cpus) if share.gpus else int(share.beside) // samplers)
+    return max(
+        1, int(allocation.cpus) if allocation.gpus else int(allocation.reserved_cpus) // samplers
+    )
 
 
 def _cores(cluster: Cluster) -> float:

@@ -12,7 +12,7 @@ from protobufs import IMAGE, Registered
 from engine.config import ParallelConfig
 from engine.errors import ConfigError
 from engine.parallel.layout import Layout
-from engine.trainers.auto_placement import pinned_settings
+from engine.trainers.auto_placement import fixed_settings
 from engine.trainers.layouts import check_layouts
 from engine.trainers.rl_checks import check_config
 from tasks.inputs import RLHFConfig
@@ -237,9 +237,9 @@ def test_the_planner_finds_layout_and_pools_open(
     fitted = apply_profile(auto, profile)
     assert fitted.rl.actor.parallel == ParallelConfig(compute_dtype="bfloat16")
     assert fitted.rl.trainer == auto.rl.trainer
-    pins = pinned_settings(fitted.rl)
+    pins = fixed_settings(fitted.rl)
     assert pins.axes == {}
-    assert pins == pinned_settings(auto.rl)
+    assert pins == fixed_settings(auto.rl)
     assert "chosen at each start" in capsys.readouterr().out
 
 
@@ -248,7 +248,7 @@ def test_the_planner_keeps_what_the_settings_say() -> None:
         actor={"parallel": {"tp": 2, "compute_dtype": "float32"}}, trainer={"placement": "auto"}
     )
     assert apply_profile(own, "8xA100") == own
-    assert pinned_settings(apply_profile(own, "8xA100").rl).axes == {"tp": 2}
+    assert fixed_settings(apply_profile(own, "8xA100").rl).axes == {"tp": 2}
 
 
 def test_a_layout_that_is_too_large() -> None:

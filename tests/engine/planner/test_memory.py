@@ -11,7 +11,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from engine.config import OptimConfig
 from engine.models.forward import token_outputs
 from engine.parallel.layout import Layout, ModelShape
-from engine.planner.memory import activations, estimate, held, logits, sizes, stage_elements
+from engine.planner.memory import (
+    activations,
+    estimate,
+    logits,
+    rank_elements,
+    sizes,
+    stage_elements,
+)
 from engine.planner.workload import Candidate, Workload
 from engine.runtime.optimizer import Optimizer
 
@@ -80,8 +87,8 @@ def test_activations_are_about_what_backward_keeps(model: Qwen2ForCausalLM) -> N
 def test_shares_and_stages() -> None:
     shape = ModelShape(8, 8, 4, 32, 256, 512, 5000, tied=True)
     parts = sizes(shape)
-    assert held(shape, Layout(fsdp=2, tp=2, dp=3)) == parts.total / 4
-    assert held(shape, Layout(fsdp=2, sp=2)) == parts.total / 4
+    assert rank_elements(shape, Layout(fsdp=2, tp=2, dp=3)) == parts.total / 4
+    assert rank_elements(shape, Layout(fsdp=2, sp=2)) == parts.total / 4
     assert stage_elements(shape, 1) == parts.total == 8 * parts.layer + 5000 * 256
     two = stage_elements(shape, 2)  # both ends have the tied table
     assert parts.total / 2 < two < parts.total

@@ -57,24 +57,30 @@ def test_gpu_memory_is_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_ranks_are_one_a_gpu_filled_machine_by_machine() -> None:
     cluster = cluster_of([gpu_node("a", 4.0), gpu_node("b", 4.0)])
-    shares = {share.ranks: share for share in cluster.shares()}
-    assert sorted(shares) == [1, 2, 3, 4, 8]
-    assert shares[8].per_machine == 4
-    assert shares[8].machines == 2
-    assert shares[8].cpus == 16.0
-    assert shares[8].host_memory == 25 * GIB
-    assert shares[2].host_memory == 50 * GIB
-    assert shares[2].machines == 1
-    assert {share.ranks for share in cluster.less_gpus(1).shares()} == {1, 2, 3, 4, 7}
+    allocations = {allocation.ranks: allocation for allocation in cluster.allocations()}
+    assert sorted(allocations) == [1, 2, 3, 4, 8]
+    assert allocations[8].per_machine == 4
+    assert allocations[8].machines == 2
+    assert allocations[8].cpus == 16.0
+    assert allocations[8].host_memory == 25 * GIB
+    assert allocations[2].host_memory == 50 * GIB
+    assert allocations[2].machines == 1
+    assert {allocation.ranks for allocation in cluster.less_gpus(1).allocations()} == {
+        1,
+        2,
+        3,
+        4,
+        7,
+    }
 
 
 def test_ranks_are_one_a_machine_without_gpus() -> None:
     machines = [Machine("a", 8.0, 4 * GIB), Machine("b", 8.0, 6 * GIB), Machine("c", 2.0, 90 * GIB)]
     cluster = Cluster(tuple(machines))
-    found = {(s.ranks, s.cpus, s.memory // GIB) for s in cluster.shares()}
+    found = {(s.ranks, s.cpus, s.memory // GIB) for s in cluster.allocations()}
     # Two ranks of 2 cores would land on one machine of 8; so a and b only go together.
     assert found == {(1, 8.0, 4), (1, 2.0, 90), (2, 8.0, 4)}
-    assert {s.cpus for s in cluster.shares(beside=3.0) if s.ranks == 2} == {5.0}
+    assert {s.cpus for s in cluster.allocations(reserved_cpus=3.0) if s.ranks == 2} == {5.0}
 
 
 @pytest.mark.usefixtures("ray_cluster")

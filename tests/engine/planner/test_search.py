@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from engine.errors import ConfigError, EngineError, PlacementError
 from engine.parallel.layout import Layout, ModelShape, check_layout
 from engine.parallel.rollout_layout import rollout_layout
-from engine.planner import Cluster, Machine, Pins, Plan, Workload, explain, search
+from engine.planner import Cluster, FixedSettings, Machine, PlacementPlan, Workload, explain, search
 from engine.planner.hardware import GIB
-from engine.planner.memory import RUNTIME, estimate, room
+from engine.planner.memory import RUNTIME, estimate, usable_bytes
 
 SHAPE = ModelShape(4, 4, 2, 16, 64, 128, 1000)  # of a toy; real ones are below
 QWEN_7B = ModelShape(28, 28, 4, 128, 3584, 18944, 152064)
@@ -72,10 +72,12 @@ few = settings(
 )  # a search of hundreds of layouts each
 
 
-def tried(work: Workload, cluster: Cluster, pins: Pins | None = None) -> Plan | str:
+def tried(
+    work: Workload, cluster: Cluster, fixed: FixedSettings | None = None
+) -> PlacementPlan | str:
     """The plan, or the sentence that says why there is none."""
     try:
-        return search(work, cluster, pins)
+        return search(work, cluster, fixed)
     except EngineError as error:
         return str(error)
 
@@ -89,19 +91,19 @@ def test_the_choice_is_valid_and_fits_by_its_own_estimate(work: Workload, cluste
         assert "\n" not in plan
         return
     for one in (plan.chosen, *plan.others):
-        layout, share = one.candidate.layout, one.share
-        assert layout.world_size == share.ranks <= cluster.devices
-        check_layout(layout, share.ranks, work.shape)
+        layout, allocation = one.candidate.layout, one.allocation
+        assert layout.world_size == allocation.ranks <= cluster.devices
+        check_layout(layout, allocation.ranks, work.shape)
         assert rollout_layout(layout, tp=one.candidate.rollout_tp).tp == one.candidate.rollout_tp
         assert layout.data_ranks <= work.rows
         assert work.families or layout.tp * layout.pp == 1
         assert work.cuts_sequences or layout.sp == 1
-        again = estimate(work, one.candidate, gpu=share.gpus > 0)
-        assert again.peak <= room(share.memory)
-        assert again.host <= room(share.host_memory)
+        again = estimate(work, one.candidate, gpu=allocation.gpus > 0)
+        assert again.peak <= usable_bytes(allocation.memory)
+        assert again.host <= usable_bytes(allocation.host_memory)
         assert one.price.total >= plan.chosen.price.total
     for one in plan.too_large:
-        assert one.over > 0
+        assert one.excess_bytes > 0
         assert one.price.total < plan.chosen.price.total
     assert str(plan.chosen.candidate.layout) in explain(plan)
 
@@ -118,16 +120,16 @@ def test_more_memory_never_gives_a_worse_price(
         )
     )
     before, after = tried(work, cluster), tried(work, larger)
-    if isinstance(before, Plan):
-        assert isinstance(after, Plan)
+    if isinstance(before, PlacementPlan):
+        assert isinstance(after, PlacementPlan)
         assert after.chosen.price.total <= before.chosen.price.total
 
 
 @few
 @given(workloads(), st.sampled_from(["dp", "fsdp", "tp", "pp", "sp"]), st.sampled_from([512, 4096]))
 def test_what_the_user_has_set_stays(work: Workload, axis: str, tokens: int) -> None:
-    pins = Pins({axis: 2}, tokens=tokens, activation_checkpointing=True)
-    plan = tried(work, gpus(4, 150), pins)
+    fixed = FixedSettings({axis: 2}, tokens=tokens, activation_checkpointing=True)
+    plan = tried(work, gpus(4, 150), fixed)
     if isinstance(plan, str):
         assert f"{axis}=2" in plan
         return
@@ -140,7 +142,7 @@ def test_what_the_user_has_set_stays(work: Workload, axis: str, tokens: int) -> 
 def test_a_laptop_is_one_rank_with_all_its_cores() -> None:
     tiny = Workload(SHAPE, 16, 4, 24, 16, reference=True)
     chosen = search(tiny, cores(2, 6)).chosen
-    assert (chosen.candidate.layout, chosen.share.cpus) == (Layout(), 2.0)
+    assert (chosen.candidate.layout, chosen.allocation.cpus) == (Layout(), 2.0)
     assert chosen.candidate.tokens == 16384  # as without a plan
     assert not chosen.candidate.activation_checkpointing
 
@@ -149,7 +151,7 @@ def test_what_does_not_fit_one_device_is_spread_over_several() -> None:
     alone = estimate(GRPO_7B, search(GRPO_7B, gpus(1, 500)).chosen.candidate, gpu=True)
     assert alone.peak > 80 * GIB
     chosen = search(GRPO_7B, gpus(8, 80)).chosen
-    assert chosen.share.ranks == 8
+    assert chosen.allocation.ranks == 8
     assert chosen.candidate.layout.tp * chosen.candidate.shards * chosen.candidate.layout.pp > 1
 
 
@@ -174,7 +176,7 @@ def test_nothing_fits_names_what_is_missing() -> None:
     with pytest.raises(PlacementError, match=r"there are 8.00 GiB, \S+ GiB too few") as error:
         search(GRPO_7B, gpus(1, 8))
     need = float(str(error.value).split("needs ")[1].split()[0])
-    assert search(GRPO_7B, gpus(1, need + 0.02)).chosen.share.ranks == 1
+    assert search(GRPO_7B, gpus(1, need + 0.02)).chosen.allocation.ranks == 1
 
 
 def test_memory_of_the_machine_counts_beside_that_of_gpus() -> None:
@@ -184,19 +186,19 @@ def test_memory_of_the_machine_counts_beside_that_of_gpus() -> None:
 
 
 def test_a_refusal_of_the_trainer_is_kept_to_and_told() -> None:
-    chosen = search(GRPO_7B, gpus(8, 80), admits=lambda c, s: "no" if c.layout.pp > 1 else "")
+    chosen = search(GRPO_7B, gpus(8, 80), refusal=lambda c, s: "no" if c.layout.pp > 1 else "")
     assert chosen.chosen.candidate.layout.pp == 1
     with pytest.raises(ConfigError, match=r"no valid layout .*: prompts are too few"):
-        search(GRPO_7B, gpus(8, 80), admits=lambda c, s: "prompts are too few")
+        search(GRPO_7B, gpus(8, 80), refusal=lambda c, s: "prompts are too few")
 
 
 def test_a_process_that_only_decodes_needs_room_too() -> None:
-    beside = replace(GRPO_7B, shape=QWEN_05B, samplers=1, runs_ahead=True)
-    assert search(beside, gpus(1, 80)).chosen.share.ranks == 1
+    reserved_cpus = replace(GRPO_7B, shape=QWEN_05B, samplers=1, runs_ahead=True)
+    assert search(reserved_cpus, gpus(1, 80)).chosen.allocation.ranks == 1
     with pytest.raises(PlacementError, match="only decodes needs"):
-        search(replace(beside, sampler_bytes=400.0), gpus(1, 80))
-    pins = Pins(tokens=4096)
-    alone = search(replace(beside, samplers=0), cores(8, 200), pins).chosen.memory.peak
-    shared = search(beside, cores(8, 200), pins, beside=4.0).chosen
+        search(replace(reserved_cpus, sampler_bytes=400.0), gpus(1, 80))
+    fixed = FixedSettings(tokens=4096)
+    alone = search(replace(reserved_cpus, samplers=0), cores(8, 200), fixed).chosen.memory.peak
+    shared = search(reserved_cpus, cores(8, 200), fixed, reserved_cpus=4.0).chosen
     assert shared.memory.peak > alone + RUNTIME
-    assert shared.share.cpus == 4.0
+    assert shared.allocation.cpus == 4.0
