@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.rollout.causal_lm import embedding_weight
+
 _ADAPTER = "default"  # peft's name of the only one
 _PARTS = (".lora_A.", ".lora_B.")
 
@@ -30,9 +32,7 @@ def adapter_rank(model: nn.Module) -> int:
 
 def model_dtype(model: nn.Module) -> torch.dtype:
     """The dtype that `model` computes in; its embedding's, as matrices may be quantised."""
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    dtype: torch.dtype = embedding.weight.dtype
-    return dtype
+    return embedding_weight(model).dtype
 
 
 def can_be_shared(model: nn.Module, dtype: torch.dtype) -> bool:
@@ -79,7 +79,7 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}", _whole(parameter.data)
 
 
-def adapter_config(model: nn.Module) -> dict[str, Any]:
+def adapter_config(model: nn.Module) -> dict[str, object]:
     """peft's configuration of the adapters, in plain values."""
     config: Any = model.peft_config
     return {

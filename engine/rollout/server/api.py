@@ -74,6 +74,6 @@ def check_token_ids(tokens: Sequence[int], vocabulary: int) -> None:
         )
 
 
-def number(value: Any) -> float:
+def number(value: float | str | None) -> float:
     """A log-prob of a JSON answer; servers write NaN, which JSON lacks, as null."""
     return float("nan") if value is None else float(value)

@@ -13,7 +13,7 @@ import os
 import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -126,16 +126,16 @@ class Client:
         """The JSON that GET `path` answers."""
         return await self._ask("GET", path, None, httpx.Response.json)
 
-    async def post(self, path: str, body: Any = None) -> Any:
+    async def post(self, path: str, body: object = None) -> Any:
         """The JSON that POST `path` answers."""
         return await self._ask("POST", path, body, httpx.Response.json)
 
-    async def text(self, method: str, path: str, body: Any = None) -> str:
+    async def text(self, method: str, path: str, body: object = None) -> str:
         """What a request is answered, as text. `path` may be a whole URL of another server."""
         return await self._ask(method, path, body, lambda answer: answer.text)
 
     async def _ask(
-        self, method: str, path: str, body: Any, read: Callable[[httpx.Response], T]
+        self, method: str, path: str, body: object, read: Callable[[httpx.Response], T]
     ) -> T:
         """What `read` finds in the answer to a request, which is tried again as the module says.
 
@@ -203,7 +203,7 @@ class Client:
     def _left(self, what: str) -> None:
         _log.warning("%s: %s; it is left to the end of this process", self.url, what)
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
+    def _submit(self, work: Coroutine[object, object, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _pause(self, attempt: int, answer: httpx.Response | None) -> float:

@@ -275,7 +275,7 @@ class ServerEngine:
             )
 
 
-def _api(client: Client, settings: ServerConfig, model: Any) -> ServerAPI:
+def _api(client: Client, settings: ServerConfig, model: nn.Module) -> ServerAPI:
     if settings.api == "tgi":
         return TGIAPI(client, settings, getattr(model, "name_or_path", ""))
     return OpenAIAPI(client, settings)

@@ -61,7 +61,7 @@ class OpenAIAPI:
     def probe_prompt(self, vocabulary: int) -> list[int]:
         return [vocabulary * share // 8 for share in (1, 3, 5, 7)]
 
-    def _body(self, request: CompletionRequest) -> dict[str, Any]:
+    def _body(self, request: CompletionRequest) -> dict[str, object]:
         params = request.params
         return {
             "model": self._name,

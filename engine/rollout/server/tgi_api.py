@@ -96,7 +96,7 @@ class TGIAPI:
         return [int(field(token, "id")) for token in answer]
 
 
-def _parameters(request: CompletionRequest) -> dict[str, Any]:
+def _parameters(request: CompletionRequest) -> dict[str, object]:
     """TGI's names and ranges: what is off is null, and a seed is above 0."""
     params = request.params
     drawn = params.temperature > 0

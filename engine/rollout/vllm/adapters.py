@@ -12,14 +12,14 @@ from engine.rollout.vllm.weight_sharing import rename_mapper
 ADAPTER_ID = 1
 
 
-def lora_request() -> Any:
+def lora_request() -> object:
     """The argument of a vLLM request that is decoded with the adapter."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", ADAPTER_ID, "held in memory")
 
 
-def load_adapter(worker: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+def load_adapter(worker: Any, tensors: dict[str, Tensor], config: dict[str, object]) -> None:
     """Make `tensors` (peft's names in a file) the adapter of a vLLM worker's model.
 
     Raises RolloutError for features of peft that vLLM lacks, and for modules it can't adapt.

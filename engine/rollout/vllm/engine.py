@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from engine.rollout.vllm.engine_weights import EngineWeights, InProcessWeights, 
 from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed
 from engine.rollout.vllm.options import DTYPES, capabilities, engine_options, resolve
 from engine.rollout.vllm.sleep_mode import SleepMode
+from engine.rollout.vllm.vllm_types import LLM, LLMEngine
 
 
 @register_engine("vllm", capabilities, options=engine_options)
@@ -80,16 +80,16 @@ class VllmEngine:
             lora=lora,
             bucket_mb=bucket_mb,
         )
-        config: Any = model.config
-        self._vocabulary = int(config.vocab_size)
+        self._vocabulary = int(getattr(model.config, "vocab_size"))  # noqa: B009
         self.stats = RolloutStats()
         self._guard, self._sleep_mode = WeightGuard("vllm"), SleepMode()
         self._updating_to: int | None = None  # version of an update by `begin_update`
-        self._llm: Any = launch.start(model, options)
+        llm = launch.start(model, options)
+        self._llm: LLM | None = llm
         try:
-            self._weights: EngineWeights = self._create_weights()
+            self._weights: EngineWeights = self._create_weights(llm)
             request = adapters.lora_request() if options.adapter_rank else None
-            self._requests = LLMRequests(self._llm, options.max_model_len, seed, request)
+            self._requests = LLMRequests(llm, options.max_model_len, seed, request)
             self._guard.refuse("it was given no weights yet")
             if load:
                 self.update_weights(model, version=0)
@@ -97,9 +97,9 @@ class VllmEngine:
             self.close()
             raise
 
-    def _create_weights(self) -> EngineWeights:
+    def _create_weights(self, llm: LLM) -> EngineWeights:
         weights = WorkerWeights if self._options.mode == "workers" else InProcessWeights
-        return weights(self._llm, self._options)
+        return weights(llm, self._options)
 
     @property
     def policy_version(self) -> int:
@@ -225,7 +225,7 @@ class VllmEngine:
         self._guard.refuse(cause)
         return RolloutError(f"{cause}; create a new engine, or use rollout.engine=native")
 
-    def _running(self) -> Any:
+    def _running(self) -> LLMEngine:
         """vLLM's engine; RolloutError once closed."""
         if self._llm is None:
             raise RolloutError("it was closed; create a new engine")
@@ -252,7 +252,7 @@ class VllmEngine:
         """Make room for the KV cache again, after an update; then `generate` serves."""
         self._transition(self._sleep_mode.wake_kv(), lambda engine: engine.wake_up(["kv_cache"]))
 
-    def _transition(self, after: SleepMode, call: Callable[[Any], object]) -> None:
+    def _transition(self, after: SleepMode, call: Callable[[LLMEngine], object]) -> None:
         """Make `call`; if it fails, vLLM's memory is in no known state, and nothing is served."""
         engine = self._running()
         try:

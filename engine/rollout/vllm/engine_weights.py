@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from engine.errors import RolloutError
 from engine.rollout import trainer_weights
 from engine.rollout.vllm import adapters, shared_memory, weight_sharing
 from engine.rollout.vllm.options import DTYPES, Options
+from engine.rollout.vllm.vllm_types import LLM, Worker
 from engine.rollout.vllm.worker_group import WeightChannel, WorkerMonitor
 
 Named = Iterable[tuple[str, Tensor]]
@@ -90,7 +90,7 @@ class EngineWeights(ABC):
     def _load(self, named: Named, whole: bool) -> None: ...
 
     @abstractmethod
-    def _load_adapter(self, named: Named, config: dict[str, Any]) -> None: ...
+    def _load_adapter(self, named: Named, config: dict[str, object]) -> None: ...
 
     def _load_plain(self, model: nn.Module) -> None:
         self._load(trainer_weights.merged_weights(model), whole=True)
@@ -99,11 +99,11 @@ class EngineWeights(ABC):
 class InProcessWeights(EngineWeights):
     """Weights in this process: the trainer's own storage wherever layouts and dtypes agree."""
 
-    def __init__(self, llm: Any, options: Options) -> None:
+    def __init__(self, llm: LLM, options: Options) -> None:
         super().__init__(bool(options.adapter_rank))
         # `apply_model` would return one shard's answer for all ranks and not wait for the others.
         shared_memory.unlink_group_names()
-        self._worker: Any = llm.collective_rpc(_unwrapped)[0]
+        self._worker: Worker = llm.collective_rpc(_unwrapped)[0]
         self.target: nn.Module = self._worker.model_runner.get_model()
         # Weights that sleep would take away can't be the trainer's.
         sleeps = bool(llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
@@ -152,14 +152,14 @@ class InProcessWeights(EngineWeights):
         if whole:
             loading.check_whole()
 
-    def _load_adapter(self, named: Named, config: dict[str, Any]) -> None:
+    def _load_adapter(self, named: Named, config: dict[str, object]) -> None:
         adapters.load_adapter(self._worker, {name: t.detach().clone() for name, t in named}, config)
 
 
 class WorkerWeights(EngineWeights):
     """Weights in vLLM's worker processes; each loads its shards from shared memory."""
 
-    def __init__(self, llm: Any, options: Options) -> None:
+    def __init__(self, llm: LLM, options: Options) -> None:
         super().__init__(bool(options.adapter_rank))
         executor = llm.llm_engine.engine_core.engine_core.model_executor
         self.monitor = WorkerMonitor(executor)
@@ -178,10 +178,11 @@ class WorkerWeights(EngineWeights):
         with torch.no_grad():
             self._channel.send("weights", named, whole)
 
-    def _load_adapter(self, named: Named, config: dict[str, Any]) -> None:
+    def _load_adapter(self, named: Named, config: dict[str, object]) -> None:
         with torch.no_grad():
             self._channel.send("adapter", named, config)
 
 
-def _unwrapped(worker: Any) -> Any:
-    return getattr(worker, "worker", worker)
+def _unwrapped(worker: Worker) -> Worker:
+    inner: Worker = getattr(worker, "worker", worker)
+    return inner

@@ -18,11 +18,12 @@ from torch import nn
 from engine.errors import RolloutError
 from engine.rollout.vllm import external_launcher, patches, process_state
 from engine.rollout.vllm.options import Options
+from engine.rollout.vllm.vllm_types import LLM
 
 _STEP_TOKENS = 8192  # prompt tokens of one forward pass, at least a whole prompt's
 _BLOCK = 32  # tokens a KV block; a group shares its prompt's full blocks, and 128 is CPU's default
 _BACKENDS = {"in_process": "uni", "workers": "mp", "ranks": "external_launcher"}
-_live: dict[int, Any] = {}  # engines whose model is in this process: they share vLLM's groups
+_live: dict[int, LLM] = {}  # engines whose model is in this process: they share vLLM's groups
 _made_group = False  # whether vLLM made the default process group
 
 
@@ -35,7 +36,7 @@ def require_vllm() -> None:
         )
 
 
-def start(model: nn.Module, options: Options) -> Any:
+def start(model: nn.Module, options: Options) -> LLM:
     """Return a `vllm.LLM` with `model`'s shape and unpacked weights, not loaded yet."""
     global _made_group
     require_vllm()
@@ -68,7 +69,7 @@ def start(model: nn.Module, options: Options) -> Any:
     return llm
 
 
-def stop(llm: Any) -> None:
+def stop(llm: LLM) -> None:
     """Shut the engine down; the last one in this process takes vLLM's process groups with it.
 
     The default group ends too if vLLM made it.
@@ -120,7 +121,7 @@ def _check_head_size(model: nn.Module) -> None:
         )
 
 
-def _launch(folder: str, options: Options) -> Any:
+def _launch(folder: str, options: Options) -> LLM:
     import vllm
     from vllm.platforms import current_platform
     from vllm.v1.engine import core
@@ -140,7 +141,7 @@ def _launch(folder: str, options: Options) -> Any:
         process_state.no_request_proxies(),
         process_state.hidden_main(),
     ):
-        llm = vllm.LLM(
+        llm: Any = vllm.LLM(
             model=folder,
             max_num_seqs=options.max_num_seqs,
             max_model_len=options.max_model_len,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -12,6 +11,7 @@ from engine.errors import RolloutError
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.requests import RolloutStats
 from engine.rollout.sampling import noise_keys
+from engine.rollout.vllm.vllm_types import LLM, RequestOutput, Worker
 
 
 class VllmFailed(RolloutError):
@@ -21,7 +21,9 @@ class VllmFailed(RolloutError):
 class LLMRequests:
     """Requests of one `vllm.LLM`; each is sent with `lora_request`, if any."""
 
-    def __init__(self, llm: Any, max_model_len: int, seed: int, lora_request: Any = None) -> None:
+    def __init__(
+        self, llm: LLM, max_model_len: int, seed: int, lora_request: object = None
+    ) -> None:
         self._llm, self._lora_request = llm, lora_request
         self._max_model_len, self._seed = max_model_len, seed
         self._requests = 0
@@ -73,12 +75,12 @@ class LLMRequests:
         waiting: set[str],
         on_progress: Callable[[int], None] | None,
         stats: RolloutStats,
-    ) -> dict[str, Any]:
+    ) -> dict[str, RequestOutput]:
         """Step the engine until all requests in `waiting` are done; return their outputs by id.
 
         Raises VllmFailed if it can't go on.
         """
-        done: dict[str, Any] = {}
+        done: dict[str, RequestOutput] = {}
         while len(done) < len(waiting):
             finished = [output for output in self._step() if output.finished]
             stats.decode_steps += 1
@@ -89,9 +91,9 @@ class LLMRequests:
                 raise VllmFailed(f"{len(waiting) - len(done)} requests were left unanswered")
         return done
 
-    def _step(self) -> list[Any]:
+    def _step(self) -> list[RequestOutput]:
         try:
-            outputs: list[Any] = self._llm.llm_engine.step()
+            outputs = self._llm.llm_engine.step()
         except Exception as error:
             raise VllmFailed(str(error)) from error
         return outputs
@@ -100,7 +102,9 @@ class LLMRequests:
         """Abort these requests in vLLM."""
         self._llm.llm_engine.abort_request(ids)
 
-    def completion(self, index: int, output: Any, version: int, stats: RolloutStats) -> Completion:
+    def completion(
+        self, index: int, output: RequestOutput, version: int, stats: RolloutStats
+    ) -> Completion:
         """The completion of prompt `index`; RolloutError for NaN logits or an abnormal end."""
         answer = output.outputs[0]
         tokens, log_probs = list(answer.token_ids), list(answer.logprobs.logprobs)
@@ -122,6 +126,6 @@ class LLMRequests:
         return Completion(index, tokens, log_probs, answer.finish_reason, version)
 
 
-def _clear_kv_cache(worker: Any) -> None:
+def _clear_kv_cache(worker: Worker) -> None:
     for cache in worker.model_runner.kv_caches:
         cache.zero_()

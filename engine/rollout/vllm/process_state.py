@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -89,7 +88,7 @@ def no_request_proxies() -> Iterator[None]:
     vLLM inspects every object of every module, and such a proxy raises outside a request. Flask
     comes with MLflow.
     """
-    hidden: dict[str, Any] = {}
+    hidden: dict[str, ModuleType] = {}
     werkzeug = sys.modules.get("werkzeug.local")
     if werkzeug is not None:
         for name, module in list(sys.modules.items()):

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,7 +111,7 @@ def unlink_group_names() -> None:
             Path("/dev/shm", f"{name}_{rank}").unlink(missing_ok=True)
 
 
-def unlink_queue_name(queue: Any) -> None:
+def unlink_queue_name(queue: object) -> None:
     """Unlink the memory of one of vLLM's message queues, if it has any."""
     buffer = getattr(queue, "buffer", None)
     if buffer is not None:

@@ -11,12 +11,12 @@ import os
 import traceback
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
 from torch import Tensor
 
 from engine.rollout.vllm import adapters, patches, process_state, shared_memory
 from engine.rollout.vllm.shared_memory import BucketEntry, SharedBuffer
+from engine.rollout.vllm.vllm_types import ModelRunner
 from engine.rollout.vllm.weight_sharing import WeightLoad
 
 if os.environ.get(process_state.WORKER_MARK):  # set for the workers alone, by `launch.py`
@@ -28,7 +28,7 @@ def _answered(method: Callable[..., None]) -> Callable[..., str | None]:
     """Return None, or the error as text."""
 
     @wraps(method)
-    def answer(*args: Any, **kwargs: Any) -> str | None:
+    def answer(*args: object, **kwargs: object) -> str | None:
         try:
             method(*args, **kwargs)
         except Exception as error:
@@ -43,7 +43,7 @@ def _answered(method: Callable[..., None]) -> Callable[..., str | None]:
 class WorkerExtension:
     """Methods for `collective_rpc`, those of an update in order: begin, load …, finish."""
 
-    model_runner: Any
+    model_runner: ModelRunner
     _buffer: SharedBuffer
     _loading: WeightLoad
     _adapter: dict[str, Tensor]
@@ -85,7 +85,7 @@ class WorkerExtension:
         self._adapter |= {name: tensor.clone() for name, tensor in self._buffer.read(entries)}
 
     @_answered
-    def adapter_finish(self, config: dict[str, Any]) -> None:
+    def adapter_finish(self, config: dict[str, object]) -> None:
         """Decode with the adapter that was sent."""
         adapters.load_adapter(self, self._adapter, config)
         self._adapter = {}

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from multiprocessing.connection import wait
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from torch import Tensor
 from engine.errors import RolloutError
 from engine.rollout.vllm import shared_memory
 from engine.rollout.vllm.shared_memory import BucketEntry, SharedBuffer, bucket_entry
+from engine.rollout.vllm.vllm_types import Executor
 
+T = TypeVar("T")
 _END_S = 10.0  # for a killed process to be gone
 _DEADLINE_S = 120.0  # for one bucket, by all workers
 
@@ -31,7 +33,7 @@ class WorkerDied(RolloutError):
 class WorkerMonitor:
     """Ends all worker processes when one dies: its peers would wait for it in a collective."""
 
-    def __init__(self, executor: Any) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.cause: str | None = None  # why the workers are gone, e.g. "VllmWorker-1 (pid 7) …"
         self._executor = executor
         self._processes = [handle.proc for handle in executor.workers]
@@ -89,7 +91,7 @@ class WeightChannel:
     """Sends tensors to all workers of one engine."""
 
     def __init__(
-        self, executor: Any, monitor: WorkerMonitor, bucket_bytes: int, dtype: torch.dtype
+        self, executor: Executor, monitor: WorkerMonitor, bucket_bytes: int, dtype: torch.dtype
     ) -> None:
         self._executor, self._monitor, self._dtype = executor, monitor, dtype
         self._half = bucket_bytes
@@ -101,7 +103,7 @@ class WeightChannel:
             shared_memory.unlink_queue_name(queue)
         self._call("unlink_names")
 
-    def send(self, kind: str, named: Iterable[tuple[str, Tensor]], *finish: Any) -> None:
+    def send(self, kind: str, named: Iterable[tuple[str, Tensor]], *finish: object) -> None:
         """Send tensors; the workers' `<kind>_begin`, `_load` and `_finish` get them.
 
         Raises WorkerDied if a worker is lost, RolloutError with the first worker's error if one
@@ -125,10 +127,10 @@ class WeightChannel:
             self._buffer, self._half = mapping, half
         return self._buffer
 
-    def _call(self, method: str, *arguments: Any) -> None:
+    def _call(self, method: str, *arguments: object) -> None:
         self.result(self.start(method, *arguments))
 
-    def start(self, method: str, *arguments: Any) -> Callable[[], list[str | None]]:
+    def start(self, method: str, *arguments: object) -> Callable[[], list[str | None]]:
         """Call all workers; the function returned waits for their answers."""
         if self._monitor.cause is not None:
             raise WorkerDied(self._monitor.cause)
@@ -145,7 +147,7 @@ class WeightChannel:
             if error is not None:
                 raise RolloutError(f"vLLM's worker {rank} failed: {error}")
 
-    def _guarded(self, call: Callable[[], Any]) -> Any:
+    def _guarded(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except TimeoutError as error:  # a late answer would be taken for the next call's

@@ -120,3 +120,18 @@ def test_string_keys_draw_alike_in_every_process() -> None:
         answers.append({name: tuple(c.token_ids) for name, c in drain(stream).items()})
     assert answers[0] == answers[1]
     assert len(set(answers[0].values()) | set(answers[2].values())) == 8
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_batch_and_a_stream_run_on_one_scheduler(n: int) -> None:
+    """Submitted at once, requests are decoded as prompts of `generate` are, to the last bit."""
+    engine, prompts, params = NativeEngine(build("qwen2")), make_prompts(9), with_n(n)
+    expected = generated(engine, prompts, params)
+    stream = engine.stream(params)
+    for key, prompt in enumerate(prompts):
+        stream.submit(key, prompt)
+    found = drain(stream)
+    assert texts(found) == texts(expected)
+    assert all(found[name].log_probs == expected[name].log_probs for name in expected)
+    assert stream.stats.decode_steps == engine.stats.decode_steps
+    assert stream.stats.prefill_tokens == engine.stats.prefill_tokens

@@ -1,0 +1,108 @@
+"""The attributes of vLLM's objects that are used here, as protocols; vLLM is imported late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from typing import Protocol, TypeVar
+
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+class FlatLogprobs(Protocol):
+    logprobs: Sequence[float]
+
+
+class CompletionOutput(Protocol):
+    token_ids: Sequence[int]
+    logprobs: FlatLogprobs
+    finish_reason: str | None
+
+
+class RequestOutput(Protocol):
+    request_id: str
+    finished: bool
+    outputs: Sequence[CompletionOutput]
+    prompt_token_ids: Sequence[int]
+    num_cached_tokens: int | None
+
+
+class WorkerProcess(Protocol):
+    pid: int
+    name: str
+    sentinel: int
+    exitcode: int | None
+
+    def is_alive(self) -> bool: ...
+    def kill(self) -> None: ...
+    def join(self, timeout: float) -> None: ...
+
+
+class WorkerHandle(Protocol):
+    proc: WorkerProcess
+    death_writer: Connection | None
+
+
+class Executor(Protocol):
+    """`MultiprocExecutor`."""
+
+    workers: Sequence[WorkerHandle]
+    shutting_down: bool
+    rpc_broadcast_mq: object
+    response_mqs: Sequence[object]
+
+    def collective_rpc(
+        self, method: str, *, timeout: float, args: tuple[object, ...], non_block: bool
+    ) -> Future[list[str | None]]: ...
+
+
+class EngineCore(Protocol):
+    model_executor: Executor
+
+
+class EngineCoreClient(Protocol):
+    engine_core: EngineCore
+
+    def shutdown(self) -> None: ...
+
+
+class ModelConfig(Protocol):
+    enable_sleep_mode: bool
+
+
+class VllmConfig(Protocol):
+    model_config: ModelConfig
+
+
+class LLMEngine(Protocol):
+    engine_core: EngineCoreClient
+    vllm_config: VllmConfig
+
+    def add_request(
+        self, request_id: str, prompt: object, params: object, *, lora_request: object
+    ) -> object: ...
+    def step(self) -> list[RequestOutput]: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def abort_request(self, request_ids: list[str]) -> None: ...
+    def reset_prefix_cache(self) -> bool: ...
+    def sleep(self, level: int) -> object: ...
+    def wake_up(self, tags: list[str]) -> object: ...
+
+
+class ModelRunner(Protocol):
+    kv_caches: Sequence[Tensor]
+
+    def get_model(self) -> nn.Module: ...
+
+
+class Worker(Protocol):
+    model_runner: ModelRunner
+
+
+class LLM(Protocol):
+    llm_engine: LLMEngine
+
+    def collective_rpc(self, method: Callable[[Worker], T]) -> list[T]: ...
