@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from engine.checkpoint.state_dict import StateDict, Tensors
 
@@ -46,7 +45,7 @@ def shard_offsets(values: StateDict, tensors: Tensors) -> dict[str, list[int]] |
     `values[BOXES]` has `{"offset", "size"}` by parameter; a tensor belongs to the parameter of its
     name, or of its name without the last word, as moments do (`lm_head.weight.exp_avg`).
     """
-    boxes: Mapping[str, Any] = values.get(BOXES, {})
+    boxes: Mapping[str, Mapping[str, list[int]]] = values.get(BOXES, {})
     found = {}
     for name, tensor in tensors.items():
         box = boxes.get(name) or boxes.get(name.rpartition(".")[0])

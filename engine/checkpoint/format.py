@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -135,7 +136,7 @@ def read_tensors(folder: Folder, part: TensorFile, checksums: dict[str, FileEntr
     return {name.removeprefix(part.prefix): tensor for name, tensor in tensors.items()}
 
 
-def ranks_in(names: dict[str, Any]) -> dict[str, dict[int, set[int]]]:
+def ranks_in(names: Iterable[str]) -> dict[str, dict[int, set[int]]]:
     """Which ranks of which roles have a JSON file: `{role: {world_size: {rank, …}}}`."""
     found: dict[str, dict[int, set[int]]] = {}
     for match in filter(None, map(_RANK.fullmatch, names)):

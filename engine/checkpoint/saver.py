@@ -1,7 +1,7 @@
 """Asynchronous saves: roles copy their state, training continues, writing and commit follow.
 
 What lives here: one save in flight over all roles, and what it cost. What does not: how a role
-writes (`engine.workers.stateful`), what a commit is (`store`). Knows groups by two methods only.
+writes (`engine.workers.stateful`), what a commit is (`store`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from engine.checkpoint.background import Background
 from engine.checkpoint.format import rank_file_prefix
@@ -44,6 +44,30 @@ class SaveStats:
         }
 
 
+class Call(Protocol):
+    """A call on all ranks of a group, under way."""
+
+    def result(self) -> object:
+        """Wait for it; raise its error."""
+
+
+class StatefulGroup(Protocol):
+    """The ranks of a role, each a `StatefulWorker`."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    def save_state(self, folder: str) -> Call:
+        """Copy the state of all ranks, and write it in the background."""
+
+    def wait_saved(self, timeout_s: float) -> Call:
+        """Wait until it is written."""
+
+    def load_state(self, folder: str) -> Call:
+        """Load the state of all ranks from a checkpoint."""
+
+
 class CommitListener(Protocol):
     """What processes committed checkpoints beside training, and reports its own errors."""
 
@@ -63,7 +87,7 @@ class Saver:
     def __init__(
         self,
         store: CheckpointStore,
-        groups: Mapping[str, Any],
+        groups: Mapping[str, StatefulGroup],
         timeout_s: float = 1800.0,
         listener: CommitListener | None = None,
     ) -> None:

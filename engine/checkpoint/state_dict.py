@@ -71,7 +71,7 @@ def extract_tensors(state: StateDict) -> tuple[StateDict, dict[str, Tensors]]:
     """
     groups: dict[str, Tensors] = {}
 
-    def visit(value: Any, path: tuple[str, ...]) -> Any:
+    def visit(value: object, path: tuple[str, ...]) -> Any:
         if isinstance(value, Tensor):
             group, key = path[0], ".".join(path[1:]) or path[0]
             tensors = groups.setdefault(group, {})
@@ -94,7 +94,7 @@ def extract_tensors(state: StateDict) -> tuple[StateDict, dict[str, Tensors]]:
     return visit(state, ()), groups
 
 
-def insert_tensors(values: Any, groups: dict[str, Tensors]) -> Any:
+def insert_tensors(values: object, groups: dict[str, Tensors]) -> Any:
     """Put the tensors back where `extract_tensors` took them from; tuples have become lists."""
     if isinstance(values, dict):
         if set(values) == {_MARK}:
@@ -110,7 +110,7 @@ def safetensors_bytes(
     """The bytes of a safetensors file, piece by piece, without a second copy in memory."""
     # Wide types first keep every tensor aligned to its own width.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name in order:
         tensor = tensors[name]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from engine.errors import ConfigError, DataError
-from engine.storage.filesystem import Files, as_path, is_remote, translated
+from engine.storage.filesystem import Entry, Files, as_path, is_remote, translated
 from engine.storage.readers import SUFFIXES, parse_rows, read_bytes
 
 _DAY = re.compile(r"(?:[A-Za-z_]\w*=)?(\d{4}-\d{2}-\d{2})")
@@ -153,7 +153,7 @@ def _day_of(path: str) -> date | None:
         return None
 
 
-def _written(entry: Mapping[str, Any]) -> datetime:
+def _written(entry: Entry) -> datetime:
     """When a file was last written: `mtime` on disks, `LastModified` in object stores."""
     when = entry.get("LastModified") or entry.get("mtime") or entry.get("updated")
     if isinstance(when, datetime):

@@ -15,8 +15,9 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypedDict, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -63,7 +64,7 @@ QUICK = Timeouts(attempts=2, connect=3, read=10, request=20)  # to learn what is
 PATIENT = Timeouts(attempts=5, connect=5, read=30, request=120)  # to move content
 
 
-def s3_credentials(uri: str) -> dict[str, Any]:
+def s3_credentials(uri: str) -> dict[str, object]:
     """Return s3fs's options for a URI: its endpoint, and keys where botocore finds none.
 
     AWS's own variables win; FLYTE_AWS_* are those that Flyte sets in its pods. Empty for what is
@@ -73,12 +74,28 @@ def s3_credentials(uri: str) -> dict[str, Any]:
         return {}
     endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), None)
     # Also where botocore would find it: s3fs keeps one file system for equal options.
-    options: dict[str, Any] = {"client_kwargs": {"endpoint_url": endpoint}} if endpoint else {}
+    options: dict[str, object] = {"client_kwargs": {"endpoint_url": endpoint}} if endpoint else {}
     if os.environ.get("AWS_ACCESS_KEY_ID"):
         return options
     key = os.environ.get("FLYTE_AWS_ACCESS_KEY_ID")
     secret = os.environ.get("FLYTE_AWS_SECRET_ACCESS_KEY")
     return options | ({"key": key, "secret": secret} if key and secret else {})
+
+
+class Entry(TypedDict, total=False):
+    """What fsspec's drivers say of a file or folder."""
+
+    name: str  # the file system's path
+    size: int | None  # bytes
+    type: str  # "file", "directory", or a driver's own
+    mtime: float  # seconds since the epoch, on disks
+    LastModified: datetime  # in S3
+    updated: datetime  # in other object stores
+
+
+class _ErrorResponse(TypedDict, total=False):
+    Error: dict[str, str]
+    ResponseMetadata: dict[str, int]
 
 
 class Files:
@@ -160,7 +177,7 @@ class Files:
         else:
             self.request(lambda: self.fs.pipe_file(self.path_of(name), data))
 
-    def find(self) -> dict[str, dict[str, Any]]:
+    def find(self) -> dict[str, Entry]:
         """Return fsspec's entry of each file at any depth, by its path below."""
         self.fs.invalidate_cache()
         found = self.request(lambda: self.fs.find(self.path, detail=True))
@@ -169,9 +186,9 @@ class Files:
 
     def sizes(self) -> dict[str, int]:
         """Return the size in bytes of each file at any depth, by its path below."""
-        return {name: int(entry["size"]) for name, entry in self.find().items()}
+        return {name: int(entry["size"] or 0) for name, entry in self.find().items()}
 
-    def entries(self) -> list[dict[str, Any]]:
+    def entries(self) -> list[Entry]:
         """Return fsspec's entry of each file and folder right here; none where there is nothing."""
         self.fs.invalidate_cache()
         try:
@@ -263,11 +280,12 @@ def error_text(error: BaseException) -> str:
     return str(text).splitlines()[0].rstrip(".")
 
 
-def _response(error: BaseException | None) -> dict[str, Any]:
+def _response(error: BaseException | None) -> _ErrorResponse:
     """S3's own answer behind an error of s3fs, which keeps it as the cause."""
     from botocore.exceptions import ClientError
 
     for one in (error, getattr(error, "__cause__", None)):
         if isinstance(one, ClientError):
-            return dict(one.response)
+            response: _ErrorResponse = one.response
+            return response
     return {}

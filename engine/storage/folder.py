@@ -74,7 +74,7 @@ class Folder:
         """The files in this folder and their sizes in bytes; none where there is no folder."""
         with self._reading(""):
             entries = self.files.entries()
-        return {_basename(e["name"]): int(e["size"]) for e in entries if e["type"] == "file"}
+        return {_basename(e["name"]): int(e["size"] or 0) for e in entries if e["type"] == "file"}
 
     def folders(self) -> list[str]:
         """Names of the folders in this one."""

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Iterator
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 from engine.errors import StorageError
 from engine.storage.filesystem import (
@@ -36,6 +36,15 @@ class CompletedPart(TypedDict):
     PartNumber: int
     ETag: str
     ChecksumSHA256: NotRequired[str]
+
+
+class _Answer(TypedDict, total=False):
+    """What is read of S3's answers."""
+
+    UploadId: str
+    ETag: str
+    ChecksumSHA256: str
+    Metadata: dict[str, str]
 
 
 class Objects(Files):
@@ -147,8 +156,8 @@ class Objects(Files):
     def _key_of(self, name: str) -> str:
         return f"{self._key}/{name}" if self._key else name
 
-    def _call(self, method: str, name: str, **arguments: object) -> dict[str, Any]:
-        answer: dict[str, Any] = self.request(
+    def _call(self, method: str, name: str, **arguments: object) -> _Answer:
+        answer: _Answer = self.request(
             lambda: self.fs.call_s3(
                 method, Bucket=self._bucket, Key=self._key_of(name), timeout=self.timeouts.request,
                 **arguments,

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.errors import TrackingError
 from engine.storage.locations import home
@@ -159,9 +159,9 @@ class StageRun:
         return path
 
 
-def _describe(data: Any) -> tuple[list[dict[str, str]], int | None]:
+def _describe(data: pd.DataFrame | str | Path) -> tuple[list[dict[str, str]], int | None]:
     """Return columns and row count where they can be had without reading the data."""
-    if hasattr(data, "columns"):
+    if not isinstance(data, str | Path):
         columns = [{"name": str(k), "type": str(v)} for k, v in data.dtypes.items()]
         return columns, len(data)
     if str(data).endswith(".parquet") and Path(data).is_file():
