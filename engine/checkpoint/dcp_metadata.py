@@ -1,8 +1,8 @@
 """What makes a checkpoint's tensors shards to `torch.distributed.checkpoint` (DCP).
 
-DCP's safetensors reader takes all files of a folder as one checkpoint: it wants names that are
-unique there, and in each file's header the place of each shard in its whole. So names begin with
-role and part, and a box's offset is written beside it. Then DCP loads them, under any sharding:
+DCP's safetensors reader takes all files of a folder as one checkpoint: it needs names that are
+unique there, and in each file's header the offset of each shard in its whole tensor. So names begin
+with role and part, and the header has the offsets. Then DCP loads them, under any sharding:
 
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 

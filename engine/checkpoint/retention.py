@@ -70,7 +70,7 @@ def remove_checkpoint(folder: Folder) -> None:
 
 
 def draft_name(step: int) -> str:
-    """A folder name for a checkpoint under way, which says whose it is."""
+    """A folder name for an uncommitted checkpoint, with its host and process."""
     return f"{DRAFT}step_{step}-{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 

@@ -56,7 +56,7 @@ def device_states(states: Sequence[Tensor], devices: int) -> list[Tensor]:
     if len(states) > devices:
         log.warning(
             "the checkpoint has generators of %d GPUs and this process sees %d; the others are "
-            "left out, and what drew on them goes on with other random numbers",
+            "left out, and what drew from them will draw other numbers",
             len(states),
             devices,
         )

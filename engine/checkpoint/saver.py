@@ -69,7 +69,7 @@ class StatefulGroup(Protocol):
 
 
 class CommitListener(Protocol):
-    """What processes committed checkpoints beside training, and reports its own errors."""
+    """What processes committed checkpoints during training, and reports its own errors."""
 
     def wake(self) -> None:
         """There is a new checkpoint; return at once."""

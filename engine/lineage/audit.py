@@ -210,7 +210,7 @@ def _names(children: list[str]) -> str:
 def _records(node: Node, review: Review) -> dict[str, str]:
     """Return what is recorded of a node's manifest, its digest by the name of who recorded it.
 
-    Where artifacts of equal content stand side by side, each has its own children.
+    Artifacts of equal content and different manifests have their own children.
     """
     graph, index = review.graph, review.index
     found = {

@@ -79,7 +79,7 @@ class Comparison:
 
 
 def compare(graph: Graph, before: Node, after: Node) -> Comparison:
-    """Compare two nodes of a graph; a model version stands for the artifact that it is of."""
+    """Compare two nodes of a graph; a model version is compared by its artifact."""
     before, after = _artifact(graph, before), _artifact(graph, after)
     return Comparison(
         before=before,

@@ -1,7 +1,7 @@
 """The graph around an artifact: all it was made from, and all that was made from it.
 
 A parent is looked for at its recorded address, then by digest in the index, among the artifacts of
-this machine and beside its child, so that a moved or copied store still resolves. Walks end on
+this machine and in the store of its child, so that a moved or copied store still resolves. Walks end on
 cycles, which only forged manifests have, because a node is expanded once.
 
 What does not live here: finding the first node (`.review`), whether nodes are as recorded
@@ -37,11 +37,11 @@ class Node:
     manifest: Manifest | None = None
     origin: Draft | None = None  # of a checkpoint: the stage that wrote it
     missing: str = ""  # why it is not there; empty: it is
-    facts: dict[str, str] = field(default_factory=dict)  # what is known beside a manifest
+    facts: dict[str, str] = field(default_factory=dict)  # what is known without a manifest
 
     @property
     def name(self) -> str:
-        """How a person tells it from others."""
+        """Its label, or kind and digest."""
         return self.label or f"{self.kind} {self.digest[:12]}"
 
     @property

@@ -32,7 +32,7 @@ PROMOTED_TAG, REPLACED_TAG, REASON_TAG = "promoted_at", "replaced", "promotion_r
 
 @dataclass(frozen=True, slots=True)
 class Champions:
-    """The versions that an alias of a model stood on and stands on."""
+    """The versions that an alias of a model pointed to and points to."""
 
     registry: Registry
     model_name: str
@@ -51,10 +51,10 @@ class Champions:
     def promote(
         self, version: str, expected: str | None, reason: str, *, request: str, by: str = ""
     ) -> AliasMove:
-        """Move the alias to `version` if it still stands on `expected` (None: nowhere).
+        """Move the alias to `version` if it still points to `expected` (None: to no version).
 
         request: what makes a second call with it the same request, which changes nothing. Raises
-        TrackingError, naming the champion of now, when the alias stands elsewhere.
+        TrackingError, naming the present champion, when the alias points elsewhere.
         """
         with lock_model(self.registry, self.model_name, self.timeouts) as lock:
             moves = self._reconcile(lock)
@@ -80,7 +80,7 @@ class Champions:
     ) -> AliasMove:
         """Put the alias back on the previous champion, or on version `to`.
 
-        expected: the version to go away from; empty: whatever the alias stands on. verify: re-hash
+        expected: the version to replace; empty: whichever the alias points to. verify: re-hash
         MLflow's copy of what is restored. A request that was done changes nothing, nor does one
         whose `to` is the champion already. Raises TrackingError when there is no previous one.
         """
@@ -93,7 +93,7 @@ class Champions:
                 return done
             if not moves or moves[-1].version is None:
                 raise TrackingError(
-                    f"alias {self.alias!r} of {self.model_name!r} stands nowhere, so there is "
+                    f"alias {self.alias!r} of {self.model_name!r} points to no version, so there is "
                     "nothing to roll back; check the names"
                 )
             last = moves[-1]
@@ -121,7 +121,7 @@ class Champions:
             return self._apply(lock, move)
 
     def _read(self) -> tuple[list[AliasMove], str | None]:
-        """The record as it is written, and the version that the alias stands on."""
+        """The record as it is written, and the version that the alias points to."""
         with self.registry.translated("look up a model"):
             model = self.registry.find_model(self.model_name)
         if model is None:
@@ -155,7 +155,7 @@ class Champions:
         if now != move.version:
             raise TrackingError(
                 f"alias {self.alias!r} of {self.model_name!r} is on version {now} right after it "
-                f"was set to {move.version}; somebody moves it without the lock"
+                f"was set to {move.version}; another process moves it without the lock"
             )
         self._record(lock, move)
         notes = {PROMOTED_TAG: move.at, REPLACED_TAG: move.replaced or "", REASON_TAG: move.reason}
@@ -178,7 +178,7 @@ class Champions:
         compared = f"version {expected} was compared with" if expected else "there was none before"
         if not moves:
             return (
-                f"alias {self.alias!r} of {self.model_name!r} stands nowhere where {compared}; "
+                f"alias {self.alias!r} of {self.model_name!r} points to no version where {compared}; "
                 f"version {version} was not promoted; promote again"
             )
         last = moves[-1]

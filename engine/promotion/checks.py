@@ -32,7 +32,7 @@ def require_unmodified(references: Sequence[str]) -> list[Path]:
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise LineageError(
-            f"what the promotion stands on is not as recorded: {faults[0]}{more}; nothing was "
+            f"what the promotion is based on is not as recorded: {faults[0]}{more}; nothing was "
             "moved; see `python -m engine.lineage verify`, then make the artifact again"
         )
     return [local_path(node.uri) for node in nodes.values() if node.kind == DATASET]

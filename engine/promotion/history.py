@@ -53,7 +53,7 @@ class Reconciled:
 
 
 def reconcile(moves: Sequence[AliasMove], current: str | None, now: str) -> Reconciled:
-    """Correct a record, in order, by the version that the alias stands on."""
+    """Correct a record, in order, by the version that the alias points to."""
     kept = list(moves)
     write: list[AliasMove] = []
     drop: list[AliasMove] = []

@@ -135,5 +135,5 @@ def _training_prompts(datasets: Iterable[Path]) -> Iterable[str]:
     if not found:
         raise DataError(
             f"no dataset that the model descends from has {' or '.join(TRAINING_SPLITS)}.parquet, "
-            "so nobody can tell whether it was trained on its test; give the run's dataset"
+            "so it is unknown whether it was trained on its test; give the run's dataset"
         )

@@ -86,8 +86,8 @@ def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[Outc
     yield _contamination(measurements.contamination, rules.contamination.max_share)
     if rules.approval == "required":
         by = measurements.approved_by.strip()
-        said = f"approved by {by}" if by else "it waits for a person's approval"
-        yield Outcome(APPROVAL, bool(by), by or None, "required", said)
+        text = f"approved by {by}" if by else "it waits for a person's approval"
+        yield Outcome(APPROVAL, bool(by), by or None, "required", text)
 
 
 def _gain(measurements: Measurements, minimum: float) -> Outcome:
@@ -151,7 +151,7 @@ def _contamination(share: float | None, most: float) -> Outcome:
 
 def _unreadable(rule: str, value: object, bound: Measured, what: str) -> Outcome:
     """The outcome of a rule whose measurement is missing or no number."""
-    shown = "is not in the evidence" if value is None else f"is {value!r}, which can't be"
+    shown = "was not measured" if value is None else f"is {value!r}, which can't be"
     return Outcome(rule, False, None, bound, f"{what} {shown}; evaluate again")
 
 

@@ -17,10 +17,10 @@ from engine.storage.transfer import download, upload
 
 
 def put(folder: Path, uri: str) -> bytes:
-    """Make `uri` hold a published folder; return the bytes of the manifest that stands there.
+    """Make `uri` hold a published folder; return the bytes of its manifest there.
 
-    An artifact of equal content and making that is there keeps its manifest, because children know
-    it, and gets back what it lacks. Cut off anywhere, this leaves no manifest where there was none,
+    An artifact of equal content and inputs that is there keeps its manifest, because children know
+    it, and gets the files that it lacks. Cut off anywhere, this leaves no manifest where there was none,
     and a second call sends what is missing. Raises StorageError when S3 refuses, or another
     artifact is there.
     """
@@ -50,7 +50,7 @@ def get(uri: str, folder: Path, data: bytes) -> None:
 
 
 def _existing(objects: Objects, manifest: Manifest) -> bytes | None:
-    """The manifest that is there, None where there is none; nobody else's is ever replaced."""
+    """The manifest that is there, None where there is none; another artifact's is never replaced."""
     try:
         data = objects.read(MANIFEST)
     except FileNotFoundError:

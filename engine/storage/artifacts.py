@@ -1,7 +1,7 @@
 """Artifact folders: written whole or not at all, named by their content.
 
 What lives here: staging folders, publishing by rename and into the shared store, and bringing a
-remote artifact to this machine. What does not: what a manifest says (`engine.lineage`), how an
+remote artifact to this machine. What does not: what a manifest says (`.manifest`), how an
 artifact is complete in the store (`engine.storage.artifact_store`).
 
 Layout under `home()`: `artifacts/<kind>/<16 hex digits>/` holds published artifacts and copies of
@@ -67,7 +67,7 @@ def publish(folder: str | Path, draft: Draft) -> Path:
 
     An equal artifact that is already there is kept when it is whole and replaced when it is not.
     One of equal content that was made of other parents or by another configuration keeps its place,
-    and this one goes beside it, so that either's manifest tells what made it. Every file is on disk
+    and this one gets a name with a suffix: each keeps the manifest of what made it. Every file is on disk
     before the rename, so a published folder is never half-written. Where there is a shared store,
     it goes there as well (see `share`). Raises StorageError for an empty folder or when the disk or
     the store refuses.
@@ -248,7 +248,7 @@ def _replace(folder: Path, target: Path) -> None:
 
 
 def _rename(folder: Path, target: Path) -> None:
-    """Rename `folder` to `target`; where somebody else was first, theirs stays."""
+    """Rename `folder` to `target`; where another process was first, its folder stays."""
     try:
         os.rename(folder, target)
     except OSError as error:

@@ -26,7 +26,7 @@ def sources_digest(root: str | Path | None = None) -> str:
     """Return the SHA-256 (hex) of every source file under engine/ and tasks/ of `root`.
 
     It depends on names below `root` and on bytes alone: neither on the place of the checkout nor
-    on modification times, so that it can stand in cache keys.
+    on modification times, so that it can be part of cache keys.
     """
     base = Path(root) if root is not None else project_root()
     digest = hashlib.sha256()
@@ -84,7 +84,7 @@ def code_version() -> str:
 def git_version(root: Path) -> str:
     """Return the commit of the checkout at `root`, "-dirty" if a tracked or new source differs."""
     try:
-        # A package installed below somebody else's checkout must not report that one's commit.
+        # A package installed below another project's checkout must not report its commit.
         if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
             return "unknown"
         commit = _git(root, "rev-parse", "HEAD")

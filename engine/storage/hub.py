@@ -1,6 +1,6 @@
 """Models on the Hugging Face hub: `owner/name`, or `owner/name@revision` (a branch, tag or commit).
 
-What lives here: reading such a name, and which commit it stands for now. Loading is in
+What lives here: reading such a name, and which commit it means now. Loading is in
 `engine.models` and `engine.data`, which both take these names.
 """
 
@@ -35,7 +35,7 @@ def split_revision(path: str | Path) -> tuple[str, str | None]:
 
 
 def pin_revision(path: str, setting: str = "model.path") -> str:
-    """A hub id with the commit that it stands for now, `owner/name@commit`; a folder as it is.
+    """A hub id with the commit that it means now, `owner/name@commit`; a folder as it is.
 
     Without the hub, that of the newest copy in the hub's local cache. Raises ModelError where
     neither has it.

@@ -1,12 +1,12 @@
 """The manifest of an artifact folder: what it holds, what made it, and what it came from.
 
 What lives here: the model of `manifest.json`, writing, reading, and comparing it with its folder.
-What does not: hashing and where artifacts are kept (`engine.storage`), walking parents (`.graph`),
-checking a whole graph (`.audit`).
+What does not: hashing (`.hashing`), where artifacts are kept (`.locations`), walking parents
+(`engine.lineage`).
 
 A manifest names its parents by the digest of their content and by that of their manifest.json, so
 an edit of a manifest's own words (its parents, configuration or metrics) shows in its children. The
-tip of a chain has no child: its manifest's digest stands in the model registry, as the tag
+tip of a chain has no child: its manifest's digest is in the model registry, as the tag
 `manifest_digest` of the version.
 """
 

@@ -31,7 +31,7 @@ SHA256_KEY = "sha256"  # entry of an object's metadata: the SHA-256 (hex) of its
 
 
 class CompletedPart(TypedDict):
-    """What S3 wants to know of a part when the upload is completed."""
+    """A part as S3 needs it to complete the upload."""
 
     PartNumber: int
     ETag: str
@@ -110,7 +110,7 @@ class Objects(Files):
     def upload_part(
         self, name: str, upload: str, number: int, data: bytes | bytearray
     ) -> CompletedPart:
-        """Write part `number`, from 1; return what `complete_multipart` wants of it."""
+        """Write part `number`, from 1; return what `complete_multipart` needs."""
         digest = _base64(hashlib.sha256(data).digest())
         with self._translated("written", name):
             answer = self._call(
@@ -118,7 +118,7 @@ class Objects(Files):
                 ChecksumSHA256=digest,
             )  # fmt: skip
         part = CompletedPart(PartNumber=number, ETag=answer["ETag"])
-        if "ChecksumSHA256" in answer:  # a store that knows no checksums refuses to be told of them
+        if "ChecksumSHA256" in answer:  # a store without checksums refuses the field
             part["ChecksumSHA256"] = digest
         return part
 

@@ -45,7 +45,7 @@ CAUSES = {
     ),
     r"timed out|Timeout": "no answer in time",
     r"No route to host|Network is unreachable": "the network does not reach it",
-    r"\b401\b|UNAUTHENTICATED": "it wants other credentials",
+    r"\b401\b|UNAUTHENTICATED": "it refuses these credentials",
     r"\b403\b|PERMISSION_DENIED": "it does not permit this",
     r"unable to open database file": "the database file can't be opened",
     r"file is not a database": "the file is not a database",

@@ -129,9 +129,9 @@ class Registry(Connection):
         return found
 
     def set_alias(self, model_name: str, alias: str, version: str, expected: str | None) -> None:
-        """Move `alias` to `version` if it still stands on `expected` (None: nowhere).
+        """Move `alias` to `version` if it still points to `expected` (None: to no version).
 
-        Raises TrackingError, and moves nothing, when it stands elsewhere. MLflow can't compare and
+        Raises TrackingError, and moves nothing, when it points elsewhere. MLflow can't compare and
         set in one step: two callers at once need a lock, as `engine.promotion.Champions` takes.
         """
         current = self.champion(model_name, alias)
@@ -219,11 +219,11 @@ def require_tagged_content(folder: Path, version: ModelVersion) -> None:
     if not version.tags.get(ARTIFACT_TAG):
         return
     for tag in (ARTIFACT_TAG, MANIFEST_TAG):
-        said, is_ = version.tags.get(tag, ""), found.get(tag, "")
-        if said != is_:
+        wanted, actual = version.tags.get(tag, ""), found.get(tag, "")
+        if wanted != actual:
             raise LineageError(
-                f"{what} is {is_[:12] or 'nothing'} where its tag {tag} says "
-                f"{said[:12] or 'nothing'}; {way_out}"
+                f"{what} is {actual[:12] or 'nothing'} where its tag {tag} says "
+                f"{wanted[:12] or 'nothing'}; {way_out}"
             )
 
 

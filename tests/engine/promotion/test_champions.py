@@ -70,7 +70,7 @@ def test_of_two_promoters_at_once_one_wins_and_the_other_learns_who(
 def test_a_champion_that_changed_since_the_evaluation_stays(
     champions: Champions, stands: Stands
 ) -> None:
-    with pytest.raises(TrackingError, match="stands nowhere"):
+    with pytest.raises(TrackingError, match="points to no version"):
         champions.promote("2", "1", "", request="a")
     champions.promote("1", None, "first", request="b")
     with pytest.raises(TrackingError, match="is on version 1 now, where there was none before"):
@@ -100,7 +100,7 @@ def test_history_is_in_tags_and_a_request_is_done_once(
 def test_rollback_goes_back_step_by_step_and_ends_at_the_first(
     champions: Champions, stands: Stands
 ) -> None:
-    with pytest.raises(TrackingError, match="stands nowhere"):
+    with pytest.raises(TrackingError, match="points to no version"):
         champions.rollback("why")
     for version, before in (("1", None), ("2", "1"), ("3", "2")):
         champions.promote(version, before, "better", request=version)

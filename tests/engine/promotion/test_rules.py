@@ -80,7 +80,7 @@ def test_missing_evidence_promotes_nothing(field: str) -> None:
     lacking = replace(GOOD, **{field: {} if field == "guards" else None})
     decision = decide(lacking, RULES)
     assert not decision.promote
-    assert "is not in the evidence" in decision.reason
+    assert "was not measured" in decision.reason
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, True, "0.1"])
