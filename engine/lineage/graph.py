@@ -1,8 +1,8 @@
 """The graph around an artifact: all it was made from, and all that was made from it.
 
 A parent is looked for at its recorded address, then by digest in the index, among the artifacts of
-this machine and in the store of its child, so that a moved or copied store still resolves. Walks end on
-cycles, which only forged manifests have, because a node is expanded once.
+this machine and in the store of its child, so that a moved or copied store still resolves. Walks
+end on cycles, which only forged manifests have, because a node is expanded once.
 
 What does not live here: finding the first node (`.review`), whether nodes are as recorded
 (`.audit`).

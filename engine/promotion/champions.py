@@ -93,8 +93,8 @@ class Champions:
                 return done
             if not moves or moves[-1].version is None:
                 raise TrackingError(
-                    f"alias {self.alias!r} of {self.model_name!r} points to no version, so there is "
-                    "nothing to roll back; check the names"
+                    f"alias {self.alias!r} of {self.model_name!r} points to no version, so there "
+                    "is nothing to roll back; check the names"
                 )
             last = moves[-1]
             if to and last.version == to:
@@ -178,8 +178,8 @@ class Champions:
         compared = f"version {expected} was compared with" if expected else "there was none before"
         if not moves:
             return (
-                f"alias {self.alias!r} of {self.model_name!r} points to no version where {compared}; "
-                f"version {version} was not promoted; promote again"
+                f"alias {self.alias!r} of {self.model_name!r} points to no version where "
+                f"{compared}; version {version} was not promoted; promote again"
             )
         last = moves[-1]
         return (

@@ -20,8 +20,8 @@ def put(folder: Path, uri: str) -> bytes:
     """Make `uri` hold a published folder; return the bytes of its manifest there.
 
     An artifact of equal content and inputs that is there keeps its manifest, because children know
-    it, and gets the files that it lacks. Cut off anywhere, this leaves no manifest where there was none,
-    and a second call sends what is missing. Raises StorageError when S3 refuses, or another
+    it, and gets the files that it lacks. Cut off anywhere, this leaves no manifest where there was
+    none, and a second call sends what is missing. Raises StorageError when S3 refuses, or another
     artifact is there.
     """
     data = (folder / MANIFEST).read_bytes()
@@ -50,7 +50,7 @@ def get(uri: str, folder: Path, data: bytes) -> None:
 
 
 def _existing(objects: Objects, manifest: Manifest) -> bytes | None:
-    """The manifest that is there, None where there is none; another artifact's is never replaced."""
+    """The manifest that is there, None where there is none. StorageError for another artifact's."""
     try:
         data = objects.read(MANIFEST)
     except FileNotFoundError:

@@ -51,8 +51,8 @@ def make_model(text: str) -> Path:
 
 
 @pytest.fixture
-def stands(tracker: Tracker, model: str) -> Callable[[], str | None]:
-    """Where the champion's alias stands, asked of MLflow itself."""
+def points_to(tracker: Tracker, model: str) -> Callable[[], str | None]:
+    """The version that the champion's alias points to, asked of MLflow itself."""
 
     def ask() -> str | None:
         at = tracker.client.get_registered_model(model).aliases.get("champion")

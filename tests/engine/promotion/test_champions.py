@@ -18,7 +18,7 @@ from engine.promotion.history import AliasMove, tag_key, tag_value
 from engine.promotion.lock import LockTimeouts, lock_model
 from engine.tracking import Tracker
 
-Stands = Callable[[], str | None]
+PointsTo = Callable[[], str | None]
 QUICK = LockTimeouts(lease=20, wait=60, skew=0)
 
 
@@ -41,7 +41,7 @@ def promoter(uri: str, model: str, version: str, start: float, results: Queue[st
 
 @pytest.mark.slow
 def test_of_two_promoters_at_once_one_wins_and_the_other_learns_who(
-    server: str, model: str, champions: Champions, stands: Stands
+    server: str, model: str, champions: Champions, points_to: PointsTo
 ) -> None:
     champions.promote("1", None, "first", request="first")
     context = multiprocessing.get_context("spawn")
@@ -56,7 +56,7 @@ def test_of_two_promoters_at_once_one_wins_and_the_other_learns_who(
     said = sorted(results.get(timeout=120) for _ in processes)
     for process in processes:
         process.join(30)
-    winner = stands()
+    winner = points_to()
     assert winner in ("2", "3")
     # The same request may have been sent twice: it is one promotion.
     assert said[2:] == [f"won {winner}"] * 2
@@ -68,18 +68,18 @@ def test_of_two_promoters_at_once_one_wins_and_the_other_learns_who(
 
 
 def test_a_champion_that_changed_since_the_evaluation_stays(
-    champions: Champions, stands: Stands
+    champions: Champions, points_to: PointsTo
 ) -> None:
     with pytest.raises(TrackingError, match="points to no version"):
         champions.promote("2", "1", "", request="a")
     champions.promote("1", None, "first", request="b")
     with pytest.raises(TrackingError, match="is on version 1 now, where there was none before"):
         champions.promote("2", None, "", request="c")
-    assert stands() == "1"
+    assert points_to() == "1"
 
 
 def test_history_is_in_tags_and_a_request_is_done_once(
-    champions: Champions, tracker: Tracker, model: str, stands: Stands
+    champions: Champions, tracker: Tracker, model: str, points_to: PointsTo
 ) -> None:
     champions.promote("1", None, "first", request="a")
     move = champions.promote("2", "1", "gain +3", request="b", by="run-7")
@@ -91,14 +91,14 @@ def test_history_is_in_tags_and_a_request_is_done_once(
     champions.rollback("wrong answers in use", request="r")
     assert champions.rollback("wrong answers in use", request="r").number == 3
     assert champions.promote("2", "1", "gain +3", request="b") == move  # a late retry
-    assert stands() == "1"
+    assert points_to() == "1"
     assert [(m.action, m.version) for m in champions.history()] == [
         ("promote", "1"), ("promote", "2"), ("rollback", "1"),
     ]  # fmt: skip
 
 
 def test_rollback_goes_back_step_by_step_and_ends_at_the_first(
-    champions: Champions, stands: Stands
+    champions: Champions, points_to: PointsTo
 ) -> None:
     with pytest.raises(TrackingError, match="points to no version"):
         champions.rollback("why")
@@ -117,11 +117,11 @@ def test_rollback_goes_back_step_by_step_and_ends_at_the_first(
         champions.rollback("c")
     assert champions.rollback("d", to="3").replaced == "1"
     assert champions.rollback("d", to="3").number == 6
-    assert stands() == "3"
+    assert points_to() == "3"
 
 
 def test_a_promoter_that_died_before_or_after_the_alias_is_told_apart(
-    champions: Champions, tracker: Tracker, model: str, stands: Stands
+    champions: Champions, tracker: Tracker, model: str, points_to: PointsTo
 ) -> None:
     champions.promote("1", None, "first", request="a")
     died = AliasMove(
@@ -137,11 +137,11 @@ def test_a_promoter_that_died_before_or_after_the_alias_is_told_apart(
     tracker.client.set_registered_model_tag(model, tag_key("champion", late), tag_value(late))
     tracker.client.set_registered_model_alias(model, "champion", "3")
     assert champions.promote("3", "2", "again", request="c").reason == "died late"
-    assert stands() == "3"
+    assert points_to() == "3"
 
 
 def test_an_alias_moved_by_hand_is_seen(
-    champions: Champions, tracker: Tracker, model: str, stands: Stands
+    champions: Champions, tracker: Tracker, model: str, points_to: PointsTo
 ) -> None:
     champions.promote("1", None, "first", request="a")
     tracker.client.set_registered_model_alias(model, "champion", "3")
@@ -152,7 +152,7 @@ def test_an_alias_moved_by_hand_is_seen(
 
 
 def test_a_damaged_copy_is_not_restored(
-    tmp_path: Path, champions: Champions, tracker: Tracker, model: str, stands: Stands
+    tmp_path: Path, champions: Champions, tracker: Tracker, model: str, points_to: PointsTo
 ) -> None:
     champions.promote("1", None, "first", request="a")
     champions.promote("2", "1", "better", request="b")
@@ -163,7 +163,7 @@ def test_a_damaged_copy_is_not_restored(
     tracker.client.log_artifact(version.run_id, str(poison), place.split("/artifacts/", 1)[1])
     with pytest.raises(LineageError, match=r"copy of .* version 1 is damaged.*nothing was moved"):
         champions.rollback("why")
-    assert stands() == "2"
+    assert points_to() == "2"
     assert champions.rollback("in need", verify=False).version == "1"
 
 
@@ -196,7 +196,7 @@ def test_a_dead_holder_is_outlived_and_a_live_one_is_waited_for_and_named(
 
 
 def test_the_command(
-    server: str, model: str, champions: Champions, stands: Stands,
+    server: str, model: str, champions: Champions, points_to: PointsTo,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
@@ -208,7 +208,7 @@ def test_the_command(
     assert main(words) == 0
     assert "rollback: version 2 → version 1" in capsys.readouterr().out
     assert main(words) == 0
-    assert stands() == "1"
+    assert points_to() == "1"
     capsys.readouterr()
     assert main(["history", "--model", model, "--json"]) == 0
     moves = json.loads(capsys.readouterr().out)
