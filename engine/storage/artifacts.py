@@ -69,8 +69,8 @@ def publish(folder: str | Path, draft: Draft) -> Path:
     One of equal content that was made of other parents or by another configuration keeps its place,
     and this one gets a name with a suffix: each keeps the manifest of what made it. Every file is
     on disk before the rename, so a published folder is never half-written. Where there is a shared
-    store, it goes there as well (see `share`). Raises StorageError for an empty folder or when the disk or
-    the store refuses.
+    store, it goes there as well (see `share`). Raises StorageError for an empty folder or when the
+    disk or the store refuses.
     """
     folder = Path(folder)
     if not any(path.is_file() for path in folder.rglob("*")):
