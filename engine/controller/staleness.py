@@ -230,7 +230,7 @@ class Admission:
         groups = (*self.in_flight.values(), *self.queue)
         keys = [*self.again, *(group.ticket.key for group in groups)]
         step = self.consumed // size
-        holds = {
+        invariants = {
             "1: a key is in two places": len(set(keys)) == len(keys),
             "1: a key is lost or doubled": self.begun == self.consumed + self.rejected + len(keys)
             and all(0 <= key < self.begun for key in keys),
@@ -243,7 +243,7 @@ class Admission:
             and step - self.version in (0, 1),
             "5: a group can't be consumed in time": self._in_time(self._ages(), step),
         }
-        broken = [name for name, held in holds.items() if not held]
+        broken = [name for name, holds in invariants.items() if not holds]
         if broken:
             raise RolloutError(f"admission breaks {'; '.join(broken)}: {self}")
 

@@ -1,4 +1,4 @@
-"""Who did what when: spans of every call in every process, and the trace file made of them.
+"""The timeline of a run: spans of every call in every process, and a trace file of them.
 
 Hosts record each call of a role, the controller its own arithmetic (`span`) and its waiting.
 Times are the wall clock's: one clock for all processes of a machine; across machines they are as
@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 CONTROLLER = "controller"
 
@@ -120,12 +119,12 @@ def write_trace(spans: Sequence[Span], path: str | Path) -> Path:
     return path
 
 
-def trace(spans: Sequence[Span]) -> dict[str, Any]:
+def trace(spans: Sequence[Span]) -> dict[str, object]:
     """Return the trace as JSON-ready values: a process a host, a line a role, arrows for data."""
     origin = min((s.start_ns for s in spans), default=0)
     rows = {place: i + 1 for i, place in enumerate(dict.fromkeys(map(_place, spans)))}
     lines = {line: i + 1 for i, line in enumerate(dict.fromkeys(s.role for s in spans))}
-    events: list[dict[str, Any]] = [
+    events: list[dict[str, object]] = [
         _name("process_name", f"{process} ({machine}, pid {pid})", row)
         for (process, machine, pid), row in rows.items()
     ]
@@ -148,7 +147,7 @@ def _place(span: Span) -> tuple[str, str, int]:
     return span.process, span.machine, span.pid
 
 
-def _name(kind: str, name: str, row: int, line: int = 0) -> dict[str, Any]:
+def _name(kind: str, name: str, row: int, line: int = 0) -> dict[str, object]:
     return {"ph": "M", "name": kind, "pid": row, "tid": line, "args": {"name": name}}
 
 
@@ -157,12 +156,12 @@ def _arrows(
     rows: dict[tuple[str, str, int], int],
     lines: dict[str, int],
     origin: int,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """An arrow from each call to the calls that took its result in, between their first ranks."""
     first: dict[int, Span] = {}
     for s in sorted((s for s in spans if s.call), key=lambda s: s.rank):
         first.setdefault(s.call, s)
-    arrows = []
+    arrows: list[dict[str, object]] = []
     for consumer in first.values():
         for number in consumer.after:
             if number not in first:
@@ -176,5 +175,5 @@ def _arrows(
                 (consumer, {"ph": "f", "bp": "e"}, consumer.start_ns),
             ):
                 where = {"pid": rows[_place(s)], "tid": lines[s.role], "ts": (at - origin) / 1e3}
-                arrows.append(name | phase | where)
+                arrows.append({**name, **phase, **where})
     return arrows

@@ -7,8 +7,10 @@ Settings that differ from their defaults are kept. `engine.planner` prices the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+
+from pydantic import BaseModel
+from transformers import PretrainedConfig
 
 from engine.config import LoRAConfig, ParallelConfig, PoolConfig, RLConfig
 from engine.controller.launch import Pool
@@ -118,7 +120,7 @@ def apply_candidate(
     config: RLConfig, candidate: Candidate, allocation: Allocation, roles: Collection[str]
 ) -> RLConfig:
     """The settings with a candidate's layout and budget, placed on Ray."""
-    changes: dict[str, Any] = {axis: getattr(candidate.layout, axis) for axis in AXES}
+    changes: dict[str, object] = {axis: getattr(candidate.layout, axis) for axis in AXES}
     for name in ("offload_params", "offload_optimizer", "activation_checkpointing"):
         changes[name] = getattr(candidate, name)
     tokens = {"max_tokens_per_micro_batch": candidate.tokens}
@@ -129,7 +131,7 @@ def apply_candidate(
     critic = config.critic
     if "critic" in roles:
         critic = critic.model_copy(update=_if_default(critic, tokens))
-    placed: dict[str, Any] = {"placement": "ray"}
+    placed: dict[str, object] = {"placement": "ray"}
     rollout = config.rollout
     if not sampler_count(config.trainer):
         rollout = rollout.model_copy(update={"tensor_parallel_size": candidate.rollout_tp})
@@ -166,7 +168,7 @@ def workload(
     config: RLConfig,
     roles: Collection[str],
     needs: RequiredPasses,
-    model_config: Any,
+    model_config: PretrainedConfig,
     *,
     lora: LoRAConfig,
     dtype: str,
@@ -215,7 +217,7 @@ def workload(
     )
 
 
-def _shape(model_config: Any) -> ModelShape:
+def _shape(model_config: PretrainedConfig) -> ModelShape:
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if getattr(model_config, name, None):
             raise ConfigError(
@@ -250,7 +252,7 @@ def _adapters(shape: ModelShape, lora: LoRAConfig) -> int:
     return shape.layers * lora.rank * sum(chosen)
 
 
-def _if_default(section: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _if_default(section: BaseModel, values: Mapping[str, object]) -> dict[str, object]:
     """Those of `values` whose setting has its default in `section`."""
     fields = type(section).model_fields
     return {k: v for k, v in values.items() if getattr(section, k) == fields[k].default}

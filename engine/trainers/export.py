@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"  # written last to an object store: a folder with it is complete
 
 
-def start_model_info(spec: RunSpec) -> dict[str, Any]:
+def start_model_info(spec: RunSpec) -> dict[str, object]:
     """What a checkpoint records of the start model: path, dtype and adapters."""
     path = Path(spec.model_path)
     return {

@@ -6,7 +6,8 @@ Values only; workers create process groups, the controller starts processes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+
+from transformers import PretrainedConfig
 
 from engine.config import LoRAConfig, ParallelConfig, RLConfig
 from engine.dataflows import choose_dataflow
@@ -64,7 +65,9 @@ def _rollout_tp(config: RLConfig) -> int:
     return 1 if own_processes else config.rollout.tensor_parallel_size
 
 
-def check_layouts(config: RLConfig, lora: LoRAConfig, model_config: Any = None) -> None:
+def check_layouts(
+    config: RLConfig, lora: LoRAConfig, model_config: PretrainedConfig | None = None
+) -> None:
     """Raise ConfigError for layouts that the settings, or the model, don't allow."""
     for role in ("actor", "critic"):
         parallel, layout = parallel_of(role, config), layout_of(role, config)

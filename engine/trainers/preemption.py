@@ -9,8 +9,9 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 from engine.errors import PreemptedError
 
@@ -28,7 +29,7 @@ class PreemptionNotice:
     def __init__(self, grace_s: float) -> None:
         self._grace_s, self._at = grace_s, 0.0
         self._main = threading.current_thread() is threading.main_thread()
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     @property
     def received(self) -> bool:

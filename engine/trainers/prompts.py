@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from engine.batch import Batch
+from engine.checkpoint.state_dict import StateDict
 from engine.controller.timeline import span
 from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
@@ -25,7 +26,7 @@ class PromptStream:
         self._batch: Batch | None = None  # drawn, and not fully handed out
         self._handed_out = 0  # rows of it that `next_prompt` has returned
         self._resumed: deque[Batch] = deque()  # single prompts of a checkpoint, which come first
-        self._loader_state: dict[str, Any] = {}  # before its latest draw
+        self._loader_state: StateDict = {}  # before its latest draw
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Batch:
         """Collate data rows into a batch of prompts."""
@@ -50,7 +51,7 @@ class PromptStream:
         self._handed_out += 1
         return self._batch.rows([self._handed_out - 1])
 
-    def state_dict(self, unfinished: Sequence[Batch] = ()) -> dict[str, Any]:
+    def state_dict(self, unfinished: Sequence[Batch] = ()) -> StateDict:
         """The position in the data: tensors and plain values.
 
         `unfinished` are single prompts that were handed out and have no finished group yet, with
@@ -64,7 +65,7 @@ class PromptStream:
             "begun": [begun.tree() if begun is not None else None for _, [begun] in drawn],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restore `state_dict`."""
         self.loader.load_state_dict(state["loader"])
         self._batch, self._handed_out = None, int(state["given"])

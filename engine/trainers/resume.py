@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from engine.checkpoint import Checkpoint, CheckpointStore, Saver
 from engine.config import RLConfig
@@ -18,7 +17,7 @@ SCORE = "validation/reward"  # by which the best checkpoint is kept
 
 _LOAD_ORDER = ("actor", "rollout", "critic", "sampler")  # actor first: others serve its weights
 _MAX_LISTED = 3  # changed settings in an error message
-_MAY_DIFFER: Any = {
+_MAY_DIFFER: dict[str, bool | set[str]] = {
     "trainer": True,
     "actor": {"parallel", "max_tokens_per_micro_batch"},
     "critic": {"parallel", "max_tokens_per_micro_batch"},
@@ -40,7 +39,7 @@ def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
     return Saver(store, groups, settings.step_timeout_s, exporter)
 
 
-def run_settings(config: RLConfig, max_response_length: int, seed: int) -> dict[str, Any]:
+def run_settings(config: RLConfig, max_response_length: int, seed: int) -> dict[str, object]:
     """The settings that a resumed run must share with the one before it, by dotted name.
 
     Length, save frequency, placement, layouts and deadlines may differ. The roles' own states
@@ -53,7 +52,7 @@ def run_settings(config: RLConfig, max_response_length: int, seed: int) -> dict[
     return _flat({"rl": rl | {"trainer": kept}, "data": data, "seed": seed})
 
 
-def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
+def check_settings(checkpoint: Checkpoint, settings: Mapping[str, object]) -> None:
     """Raise CheckpointError if the checkpoint is of a run with other `settings`."""
     changes = _changes(checkpoint.state.get("settings"), settings)
     if changes:
@@ -63,9 +62,9 @@ def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Leaves by dotted name, e.g. "rl.rollout.n": 8."""
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
             leaves |= _flat(value, f"{prefix}{key}.")
@@ -74,7 +73,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _changes(there: object, here: Mapping[str, Any]) -> str:
+def _changes(there: object, here: Mapping[str, object]) -> str:
     """What differs between a checkpoint's settings and this run's, in words; empty for nothing."""
     if not isinstance(there, dict):
         return "another version of the engine wrote it"

@@ -271,7 +271,7 @@ class RLTrainer:
             self.save_checkpoint(saver, {})  # the next attempt looks in `checkpoint_dir`
         return saver
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         return run_settings(self.config, self.spec.max_response_length, self.spec.seed)
 
     def _restore(self, saver: Saver, checkpoint: Checkpoint) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from engine.config import LoRAConfig, RLConfig
 from engine.controller.launch import Placement, Pool
@@ -93,8 +92,7 @@ def placement_of(spec: RunSpec) -> Placement:
     pools += [Pool(roles, cpus=0.0) for roles in others]
     if "sampler" in spec.roles:
         pools.append(Pool(("sampler",), cpus=float(spec.sampler_threads)))
-    pools = [replace(pool, **_pool_ranks(pool, spec)) for pool in pools]
-    return _placement(spec.config, tuple(pools))
+    return _placement(spec.config, tuple(_with_ranks(pool, spec.config) for pool in pools))
 
 
 def default_pools(roles: Collection[str]) -> list[tuple[str, ...]]:
@@ -103,11 +101,11 @@ def default_pools(roles: Collection[str]) -> list[tuple[str, ...]]:
     return [policy, *((role,) for role in sorted({*roles} - {*policy, "sampler"}))]
 
 
-def _pool_ranks(pool: Pool, spec: RunSpec) -> dict[str, Any]:
-    """The pool's number of processes, and the cores of each."""
-    size = pool_size(pool.roles, spec.config)
+def _with_ranks(pool: Pool, config: RLConfig) -> Pool:
+    """The pool with the number of processes of its layout, which share its cores."""
+    size = pool_size(pool.roles, config)
     each = pool.cpus // size if pool.cpus >= size else pool.cpus / size
-    return {"world_size": size, "cpus": each}
+    return replace(pool, world_size=size, cpus=each)
 
 
 def rollout_worker_placement(name: str, spec: RunSpec) -> Placement:

@@ -1,4 +1,4 @@
-"""`trainer.placement: auto`: settings made of what Ray reports, and a run that is laid out anew."""
+"""`trainer.placement: auto`: settings for the machines that Ray reports, new at each start."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_another_plan_is_the_same_run(tiny_folder: Path) -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.slow
-def test_a_restart_on_other_machines_is_laid_out_anew_and_goes_on(
+def test_a_restart_on_other_machines_gets_a_new_layout_and_resumes(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings()

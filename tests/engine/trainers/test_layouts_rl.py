@@ -1,4 +1,4 @@
-"""The RL loop with roles spread over ranks, as Ray actors: it does what one process does."""
+"""The RL loop with roles sharded over ranks, as Ray actors: it does what one process does."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def test_ppo_on_two_ranks_is_ppo_on_one(
     parallel: dict[str, int],
     rollout_tp: int,
 ) -> None:
-    spread = PPO | {
+    sharded = PPO | {
         "actor": {"use_kl_loss": True, "parallel": parallel},
         "rollout": {"n": 2, "tensor_parallel_size": rollout_tp},
     }
-    history, weights = course(tiny_folder, tmp_path, 4, **spread)
+    history, weights = course(tiny_folder, tmp_path, 4, **sharded)
     assert_same(history, alone[0])
     for name, tensor in alone[1].items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=2e-3)
@@ -113,8 +113,8 @@ def test_a_run_goes_on_with_fewer_processes(
     tmp_path: Path,
     alone: tuple[list[dict[str, float]], dict[str, Tensor]],
 ) -> None:
-    spread = PPO | {"actor": {"use_kl_loss": True, "parallel": {"fsdp": 2}}}
-    course(tiny_folder, tmp_path / "two", 2, tmp_path / "run", **spread)
+    sharded = PPO | {"actor": {"use_kl_loss": True, "parallel": {"fsdp": 2}}}
+    course(tiny_folder, tmp_path / "two", 2, tmp_path / "run", **sharded)
     local = {"placement": "local"}
     history, weights = course(
         tiny_folder, tmp_path / "one", 2, tmp_path / "run", **PPO, trainer=local
@@ -126,7 +126,7 @@ def test_a_run_goes_on_with_fewer_processes(
 
 @pytest.mark.parametrize("mode", ["one_step_off", "async"])
 @pytest.mark.slow
-def test_rollout_beside_a_spread_trainer_gets_whole_weights(
+def test_rollout_beside_a_sharded_trainer_gets_whole_weights(
     tiny_folder: Path, tmp_path: Path, mode: str
 ) -> None:
     run = {"mode": mode, "threads": 2, "rollout_threads": 1}
