@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling: keep groups that have something to say, refill, but not for ever.
+"""DAPO's dynamic sampling: keep groups with a signal, and refill up to a limit.
 
 What lives here: which groups to keep and the decision to go on, as pure functions.
 What does not: generating the refill (a dataflow does that).
@@ -26,10 +26,10 @@ class Refill(Enum):
 def groups_with_signal(
     metric: Tensor, group_ids: Tensor, rows: Tensor | None = None, *, tolerance: float = 0.0
 ) -> Tensor:
-    """Rows `[B]` (bool) whose group's spread (max − min of `metric [B]`) is above `tolerance`.
+    """Rows `[B]` (bool) whose group's range (max − min of `metric [B]`) is above `tolerance`.
 
     `rows [B]` (bool) leaves rows out, e.g. failed rewards: they are never kept and don't count.
-    A group of one has no spread. Source: DAPO, arXiv 2503.14476, eq. 11.
+    A group of one has range 0. Source: DAPO, arXiv 2503.14476, eq. 11.
     """
     groups = Groups.of(group_ids, rows)
     return (groups.range(metric) > tolerance)[groups.index] & groups.rows

@@ -87,7 +87,7 @@ class Groups:
     index: Tensor
     size: Tensor
     rows: Tensor
-    """`[B]` bool: rows that count. Others get no say in a group's statistics."""
+    """`[B]` bool: rows that count; the others are left out of group statistics."""
 
     @staticmethod
     def of(group_ids: Tensor, rows: Tensor | None = None) -> Groups:

@@ -57,9 +57,15 @@ class PreferenceConfig(Section):
     loss: str = Field(
         "sigmoid", description="Name in the registry of preference losses, or package.module:name"
     )
-    beta: float | None = Field(None, gt=0, description="Pull to the reference")
-    label_smoothing: float | None = Field(None, ge=0, lt=0.5, description="Share of wrong labels")
-    length_normalize: bool | None = Field(None, description="Log-probs a token, not a completion")
+    beta: float | None = Field(
+        None, gt=0, description="Strength of the penalty for leaving the reference"
+    )
+    label_smoothing: float | None = Field(
+        None, ge=0, lt=0.5, description="Assumed share of wrong labels"
+    )
+    length_normalize: bool | None = Field(
+        None, description="Average log-probs over a completion's tokens instead of summing"
+    )
     simpo_gamma: float | None = Field(None, ge=0, description="SimPO's margin")
     options: Options = Field({}, description="Options of a loss of your own, by name")
 

@@ -1,4 +1,4 @@
-"""The base of all sections. What a section holds is its own file's matter."""
+"""The base class of all sections."""
 
 from __future__ import annotations
 

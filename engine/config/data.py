@@ -71,7 +71,7 @@ class ModelConfig(Section):
     num_attention_heads: int = Field(3, ge=1)
     num_key_value_heads: int = Field(1, ge=1)
     max_position_embeddings: int = Field(1024, ge=16, description="Context, in tokens")
-    initializer_range: float = Field(0.08, gt=0, description="Spread of random initial weights")
+    initializer_range: float = Field(0.08, gt=0, description="Std of the initial weights")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of the weights")
     lora: LoRAConfig = LoRAConfig()
 

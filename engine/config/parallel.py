@@ -1,4 +1,4 @@
-"""How a role's model is spread over its ranks."""
+"""How a role's model is sharded over its ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.config.base import Section
 
 
 class ParallelConfig(Section):
-    """A layout of ranks, and what each of them keeps. One rank in all unless sizes say otherwise.
+    """A layout of ranks, and what each of them stores. The default is one rank.
 
     The world size is dp · fsdp · sp · tp · pp. `dp` and `fsdp` together are HYBRID_SHARD: shards
     inside a group of `fsdp` ranks, copies over `dp` groups.
@@ -18,22 +18,26 @@ class ParallelConfig(Section):
 
     dp: int = Field(1, ge=1, description="Copies of the model, each on its own rows")
     fsdp: int = Field(
-        1, ge=1, description="Ranks that share weights, gradients and moments (FSDP2)"
+        1, ge=1, description="Ranks that weights, gradients and moments are sharded over (FSDP2)"
     )
-    sp: int = Field(1, ge=1, description="Ranks that share each sequence's tokens (Ulysses)")
-    tp: int = Field(1, ge=1, description="Ranks that share each matrix")
+    sp: int = Field(1, ge=1, description="Ranks that each sequence is split over (Ulysses)")
+    tp: int = Field(1, ge=1, description="Ranks that each matrix is split over")
     pp: int = Field(1, ge=1, description="Stages of layers, run in a pipeline (1F1B)")
     sequence_parallel: bool = Field(
-        True, description="Under tp: norms and residuals on a share of the tokens"
+        True, description="With tp: norms and residuals on a part of the tokens"
     )
     compute_dtype: Literal["", "float32", "bfloat16"] = Field(
         "", description="Of forward and backward; empty: the weights'. Masters stay float32"
     )
     packing: bool = Field(
-        False, description="Rows end to end, without padding (flash or SDPA attention)"
+        False, description="Concatenate rows without padding (flash or SDPA attention)"
     )
-    offload_params: bool = Field(False, description="Weights wait in CPU memory (fsdp)")
-    offload_optimizer: bool = Field(False, description="AdamW's moments wait in CPU memory")
+    offload_params: bool = Field(
+        False, description="Keep weights in CPU memory between uses (fsdp)"
+    )
+    offload_optimizer: bool = Field(
+        False, description="Keep AdamW's moments in CPU memory between updates"
+    )
     activation_checkpointing: bool = Field(
-        False, description="Keep layers' inputs only and compute the rest again in backward"
+        False, description="Keep layers' inputs only and recompute the rest in backward"
     )

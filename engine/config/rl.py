@@ -37,7 +37,8 @@ class ActorConfig(Section):
     ppo_epochs: int = Field(1, ge=1)
     max_tokens_per_micro_batch: int = Field(16384, ge=64)
     old_log_probs: Literal["auto", "rollout", "trainer"] = Field(
-        "auto", description="As sampled, or by a forward pass; auto: as sampled where they agree"
+        "auto",
+        description="rollout: as sampled; trainer: recomputed; auto: as sampled where both agree",
     )
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     clip_ratio: float | None = Field(None, gt=0, lt=1, description="None: the loss's own (0.2)")
@@ -145,9 +146,11 @@ class TrainerConfig(Section):
         description="Rollout source: sync, one_step_off, async, or your own: who waits for whom",
     )
     delta_sync: bool = Field(
-        False, description="Send rollout processes what changed of the weights, not all of them"
+        False, description="Send rollout processes only the weights that changed"
     )
-    staleness: int = Field(1, ge=0, description="async: versions a completion may be behind")
+    staleness: int = Field(
+        1, ge=0, description="async: policy versions that a completion may be behind"
+    )
     rollout_workers: int = Field(1, ge=1, description="async: processes that only decode")
     rollout_threads: int = Field(
         0, ge=0, description="Threads of one process that only decodes; 0: half of the cores"
@@ -159,7 +162,7 @@ class TrainerConfig(Section):
     save_freq: int = Field(20, ge=1, description="Steps between checkpoints, where a run has them")
     max_checkpoints_to_keep: int = Field(2, ge=1, description="The newest ones; and the best one")
     save_huggingface: bool = Field(
-        False, description="A model folder of each checkpoint as well, made beside training"
+        False, description="Also write a Hugging Face folder of each checkpoint, in the background"
     )
     max_attempts: int = Field(
         3, ge=1, description="Attempts that may fail in a row without getting past a checkpoint"

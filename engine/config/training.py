@@ -33,7 +33,7 @@ class SFTConfig(Section):
     optim: OptimConfig = OptimConfig(lr=2e-3, schedule="cosine")
     threads: int = Field(0, ge=0, description="CPU threads; 0: all cores")
     packing: bool = Field(
-        False, description="Rows end to end, without padding (flash or SDPA attention)"
+        False, description="Concatenate rows without padding (flash or SDPA attention)"
     )
     save_freq: int = Field(50, ge=1, description="Steps between checkpoints, where a run has them")
     max_checkpoints_to_keep: int = Field(2, ge=1, description="The newest ones")

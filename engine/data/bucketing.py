@@ -11,7 +11,7 @@ def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[i
     """Group row indices so that rows × longest row ≤ `max_tokens`; every row comes once.
 
     Rows are taken in order of length, so that padding is small. A single row above the budget is
-    a batch of its own: leaving it out is not this function's decision.
+    a batch of its own; it is never left out.
 
     >>> token_budget_batches([3, 9, 4, 2], max_tokens=12)
     [[3, 0, 2], [1]]

@@ -41,7 +41,7 @@ def collate_completions(
     *,
     pad_token_id: int,
 ) -> Batch:
-    """Pad sampled completions beside their prompts.
+    """Concatenate padded prompts and completions.
 
     `prompt_index[i]` is the row of `prompts` that completion i answers. Returns the fields
     `input_ids`, `attention_mask`, `position_ids` `[B, P+R]`, `prompts` `[B, P]`, `responses`,

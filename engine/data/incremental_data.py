@@ -5,12 +5,11 @@
 
 A dated prefix holds a folder a day, `2026-11-20/` or `dt=2026-11-20/`, with `.parquet` and `.jsonl`
 files of any depth below. A file belongs to the window of a kick-off when its day is not after the
-kick-off's, it was last written at or before it, and its content was not taken before. Thus the
-same kick-off sees the same files whenever it is run, and what comes late into the folder of a past
-day is taken once, by the next window.
+kick-off's, it was last written at or before it, and its content was not taken before. So the
+same kick-off finds the same files whenever it runs, and files that arrive late in a past day's
+folder are taken once, by the next window.
 
-What the rows must be is the business of `tasks.schemas`; which ledger holds is that of
-`tasks.retraining_trigger`.
+`tasks.schemas` checks the rows; `tasks.retraining_trigger` keeps the ledger.
 """
 
 from __future__ import annotations

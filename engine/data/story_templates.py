@@ -1,7 +1,7 @@
-"""The little stories that arithmetic problems are told in: data only, no random draws.
+"""Templates of the arithmetic word problems: data only, no random draws.
 
-A scene opens with a number, goes on with clauses that add, take away or multiply, and ends with a
-question. Each scene belongs to one corpus, whose mix of answer styles `arithmetic` defines.
+A scene starts with a number, continues with clauses that add, subtract or multiply, and ends with
+a question. Each scene belongs to one corpus, whose mix of answer styles `arithmetic` defines.
 """
 
 from __future__ import annotations

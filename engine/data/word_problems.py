@@ -1,7 +1,7 @@
-"""Grade-school word problems drawn from a seed, and dealt out to splits without repetition.
+"""Grade-school word problems drawn from a seed, and divided over splits without repetition.
 
-What lives here: a problem's numbers, steps and text. The stories are in `scenes`, the answers that
-are written to a problem in `arithmetic`.
+What lives here: a problem's numbers, steps and text. The templates are in `story_templates`, the
+written answers in `arithmetic`.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _join(clauses: list[str]) -> str:
 def deal_problems(sizes: Mapping[str, int], difficulty: int, seed: int) -> dict[str, list[Problem]]:
     """Draw distinct problems and deal them to splits, in the order of `sizes`.
 
-    No two problems share a text (case and spacing aside) or a key (kind, operators, numbers),
+    No two problems share a text (but for case and spacing) or a key (kind, operators, numbers),
     within a split or across. A split depends on the seed and on the sizes before its own only.
     Raises DataError when the difficulty doesn't hold that many distinct problems.
     """

@@ -57,7 +57,7 @@ class Outcome:
 
 
 class DeadlinePassed(Exception):
-    """Our own deadline, told apart from a TimeoutError of the reward's own making."""
+    """Our own deadline, as distinct from a TimeoutError that the reward raised."""
 
 
 class Call:
