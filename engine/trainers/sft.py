@@ -1,12 +1,13 @@
 """The warm start: supervised fine-tuning on prompt/response pairs.
 
-Loss on response tokens only; micro-batches of rows of similar length within a token budget, whose
-gradients add up to that of the whole batch. Of a model with adapters, on a quantised base or not,
-only these are trained. Reading rows and saving the model are the caller's matter.
+The loss is on response tokens only; micro-batches have rows of similar length within a token
+budget, and their gradients add up to that of the whole batch. Of a model with adapters, on a
+quantised base or not, only these are trained. The caller reads rows and saves the model.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
@@ -16,19 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.batch import Batch
-from engine.config import SFTConfig
+from engine.checkpoint import Checkpoint, CheckpointStore, Saver, find_latest
+from engine.checkpoint.rank_state import RankState
+from engine.checkpoint.rng import process_rng, set_process_rng
+from engine.config import ParallelConfig, SFTConfig
 from engine.data.collate import collate_completions
-from engine.errors import DataError
-from engine.models.forward import response_log_probs
-from engine.models.packing import apply_packing
+from engine.errors import CheckpointError, DataError
+from engine.parallel.layout import Layout
+from engine.parallel.process_groups import Ranks
 from engine.runtime.micro_batches import micro_batches
-from engine.runtime.optimizer import Optimizer
-from engine.runtime.sharded_model import process_device
+from engine.runtime.sharded_model import Metrics, ShardedModel
+from engine.runtime.sharded_train_state import ShardedTrainState
+from engine.runtime.token_outputs import LogProbReader, Outputs
 from engine.trainers.preemption import PreemptionNotice
-from engine.trainers.sft_checkpoints import Saves
 from engine.trainers.shutdown import ensure_last_save, finish_save_on_error, raise_preempted
 
 log = logging.getLogger(__name__)
@@ -64,9 +69,8 @@ class SFTTrainer:
         on_step: OnStep = lambda step, total, metrics: None,
     ) -> None:
         """`start` tells which weights `model` begins with, e.g. the digest of their folder."""
-        model.to(process_device())  # type: ignore[arg-type]  # a device is fine
-        if config.packing:
-            apply_packing(model)
+        parallel = ParallelConfig(packing=config.packing)
+        self.sharded = ShardedModel(model, Ranks(Layout()), parallel)
         self.model, self.config, self.seed, self.start = model, config, seed, start
         self.pad_token_id, self.on_step = pad_token_id, on_step
 
@@ -91,18 +95,19 @@ class SFTTrainer:
         total = self.total_steps(len(train))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # dropout, where the model has any
-            optimizer = Optimizer(self.model, self.config.optim, total)
+            state = ShardedTrainState(self.sharded, self.config.optim, total, self.seed)
             keep = self.config.max_checkpoints_to_keep
-            settings = self._settings(len(train))
-            saves = Saves(self.model, optimizer, settings, checkpoint_dir, keep)
-            begin, metrics = saves.resume(resume_from)
+            store = checkpoint_dir and CheckpointStore(checkpoint_dir, keep_last=keep)
+            saver = Saver(store, {}) if store else None
+            run = _Run(state, saver, self._settings(len(train)))
+            begin, metrics = run.resume(resume_from)
             if begin >= total:
                 log.warning("the warm start is at step %d of %d already", begin, total)
             grace_s = self.config.preemption_grace_s
-            with PreemptionNotice(grace_s) as notice, finish_save_on_error(saves.saver, notice):
+            with PreemptionNotice(grace_s) as notice, finish_save_on_error(saver, notice):
                 steps = range(begin, total)
-                found = self._train(train, validation, steps, optimizer, saves, notice) or metrics
-                ensure_last_save(saves.saver, lambda: saves.save(total, found))
+                found = self._train(train, validation, steps, run, notice) or metrics
+                ensure_last_save(saver, lambda: run.save(total, found))
                 return found
 
     def _train(
@@ -110,12 +115,11 @@ class SFTTrainer:
         train: Sequence[Example],
         validation: Sequence[Example],
         steps: range,
-        optimizer: Optimizer,
-        saves: Saves,
+        run: _Run,
         notice: PreemptionNotice,
     ) -> dict[str, float]:
         self.model.train()
-        total = steps.stop
+        total, optimizer = steps.stop, run.train_state.optimizer
         metrics: dict[str, float] = {}
         for step, rows in enumerate(self._batches(train, total)[steps.start :], steps.start + 1):
             start = time.perf_counter()
@@ -133,16 +137,17 @@ class SFTTrainer:
                 metrics["sft/validation_loss"] = self.validation_loss(validation)
             self.on_step(step, total, metrics)
             if step == total or step % self.config.save_freq == 0 or notice.received:
-                saves.save(step, metrics)
+                run.save(step, metrics)
             if notice.received and step < total:
-                raise_preempted(saves.saver, step)
+                raise_preempted(run.saver, step)
         return metrics
 
     def _settings(self, rows: int) -> str:
-        """What a resumed run must share with the one before it."""
+        """A digest of what a resumed run must share with the one that saved."""
         may_differ = {"save_freq", "max_checkpoints_to_keep", "preemption_grace_s", "threads"}
         config = self.config.model_dump_json(exclude=may_differ)
-        return f"{config} seed {self.seed} rows {rows} start {self.start}"
+        settings = f"{config} seed {self.seed} rows {rows} start {self.start}"
+        return hashlib.sha256(settings.encode()).hexdigest()
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps that the configuration asks for over `rows` examples."""
@@ -151,24 +156,29 @@ class SFTTrainer:
 
     def validation_loss(self, examples: Sequence[Example]) -> float:
         """Mean negative log-likelihood a response token, in nats, without dropout."""
-        batch = _collate(examples, self.pad_token_id)
-        total, training = 0.0, self.model.training
+        batch, training = _collate(examples, self.pad_token_id), self.model.training
+        passes = list(micro_batches(batch, self.config.max_tokens_per_micro_batch))
         self.model.eval()
-        with torch.no_grad():
-            for _, micro in micro_batches(batch, self.config.max_tokens_per_micro_batch):
-                total -= float(response_log_probs(self.model, micro, 1.0).sum())
+        log_probs = self.sharded.outputs(batch, passes, LogProbReader(1.0))["log_probs"]
         self.model.train(training)
+        total = 0.0
+        for rows, micro in passes:
+            total -= float(log_probs[rows, : micro["responses"].shape[1]].sum())
         return total / float(batch["response_mask"].sum())
 
     def _accumulate(self, batch: Batch) -> float:
         """Add the gradients of the mean loss over the batch's response tokens; return it."""
         tokens = float(batch["response_mask"].sum())
-        total = 0.0
-        for _, micro in micro_batches(batch, self.config.max_tokens_per_micro_batch):
-            loss = -response_log_probs(self.model, micro, 1.0).sum() / tokens
-            loss.backward()
-            total += float(loss.detach())
-        return total
+        losses: list[float] = []
+
+        def loss(got: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
+            value = -got["log_probs"].sum() / tokens
+            losses.append(float(value.detach()))
+            return value, {}
+
+        micros = [m for _, m in micro_batches(batch, self.config.max_tokens_per_micro_batch)]
+        self.sharded.accumulate(batch, micros, LogProbReader(1.0), loss)
+        return sum(losses)
 
     def _batches(self, train: Sequence[Example], total: int) -> list[list[int]]:
         """Row numbers of each of `total` steps; every epoch in a new order.
@@ -187,6 +197,55 @@ class SFTTrainer:
 
     def _batch_size(self, rows: int) -> int:
         return min(self.config.train_batch_size, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The state of one `fit`, and where it is saved."""
+
+    train_state: ShardedTrainState
+    saver: Saver | None  # None: nothing is saved
+    settings: str  # digest of what a resumed run must share with the one that saved
+
+    def resume(self, elsewhere: str | Path | None) -> tuple[int, dict[str, float]]:
+        """Load the newest checkpoint, own or `elsewhere`; return its step and metrics (0, {})."""
+        if self.saver is None:
+            return 0, {}
+        found, own = self.saver.store.latest(), True
+        if found is None and elsewhere is not None:
+            found, own = find_latest(elsewhere), False
+        if found is None:
+            return 0, {}
+        metrics = self._load(found)
+        log.info("resumed from %s, step %d", found.folder, found.step)
+        if not own:
+            self.save(found.step, metrics)  # where this attempt's successor looks
+        return found.step, metrics
+
+    def save(self, step: int, metrics: dict[str, float]) -> None:
+        """Begin to write a checkpoint; a failure is logged, and training continues."""
+        if self.saver is None:
+            return
+        plain = {"settings": self.settings, "metrics": metrics, "process_rng": process_rng()}
+        try:
+            self.saver.save(step, plain | self.train_state.state_dict())
+        except CheckpointError as error:
+            log.warning("no checkpoint at step %d: %s; training goes on", step, error)
+
+    def _load(self, checkpoint: Checkpoint) -> dict[str, float]:
+        state = checkpoint.state
+        if state.get("settings") != self.settings:
+            raise CheckpointError(
+                f"{checkpoint.folder} was written under other settings, data or start weights; "
+                "resume with its own, or give another checkpoint folder"
+            )
+        own = RankState.of(state)
+        try:
+            self.train_state.load(own, [own])
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+        set_process_rng(state["process_rng"])
+        return dict(state["metrics"])
 
 
 def _collate(examples: Sequence[Example], pad_token_id: int) -> Batch:
