@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TextIO, TypeVar
 
@@ -209,6 +210,12 @@ def human_bytes(size: float) -> str:
     while abs(size) >= 1024 and power < 4:
         size, power = size / 1024, power + 1
     return f"{size:.1f} {('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}" if power else f"{size:.0f} B"
+
+
+def display_path(path: Path) -> str:
+    """The path relative to the working directory where it lies below it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
 
 
 def _short(value: Any) -> str:

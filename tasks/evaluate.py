@@ -17,12 +17,12 @@ from flytekit.deck import DeckField
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, EvaluateConfig
-from tasks.context import LARGE, RunContext, echo, stage, stage_cache
+from tasks.context import LARGE, RunContext, echo
+from tasks.stage import stage, stage_cache
 from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
     from engine.console import Progress
-    from engine.storage.manifest import Manifest
 
 
 @on_profiles(
@@ -47,10 +47,11 @@ def evaluate(
     import pandas as pd
 
     from engine.console import progress
+    from engine.data.contract import EVALUATION_ROWS, check
     from engine.evaluation.evaluate import evaluate_model
     from engine.evaluation.report import render_report
+    from engine.evaluation.settings import comparable_settings
     from engine.evaluation.summary import summarise
-    from tasks.schemas import EVALUATION_ROWS, check
 
     settings = {**comparable_settings(data, config), "seed": seed}
     with stage("evaluation", run, settings) as this:
@@ -112,46 +113,6 @@ def evaluate(
         )
 
 
-def comparable_settings(data: DataConfig, config: EvaluateConfig) -> dict[str, Any]:
-    """The settings that two evaluations must share to be comparable, as manifests record them.
-
-    Of `data` only the token budget counts; the problems themselves are compared by digest.
-    """
-    return {
-        "data": {"max_response_length": data.max_response_length},
-        "evaluate": config.model_dump(mode="json"),
-    }
-
-
-def recorded_settings(evaluation: Manifest) -> dict[str, Any]:
-    """`comparable_settings` as an evaluation's manifest records them; LineageError if missing."""
-    from engine.errors import LineageError
-
-    found = {key: evaluation.config.get(key) for key in ("data", "evaluate")}
-    for key, value in found.items():
-        if not isinstance(value, dict):
-            raise LineageError(
-                f"the evaluation {evaluation.digest[:12]} has no record of its settings {key!r}, "
-                "so nothing can be compared with it; evaluate the model again"
-            )
-    return found
-
-
-def require_same_settings(evaluation: Manifest, data: DataConfig, config: EvaluateConfig) -> None:
-    """Raise LineageError where an evaluation was made under other settings than these."""
-    from engine.errors import LineageError
-
-    found = recorded_settings(evaluation)
-    for section, wanted in comparable_settings(data, config).items():
-        for key in sorted(wanted.keys() | found[section].keys()):
-            here, there = wanted.get(key), found[section].get(key)
-            if here != there:
-                raise LineageError(
-                    f"{section}.{key} is {here!r}, and the evaluation {evaluation.digest[:12]} was "
-                    f"made with {there!r}; give the settings of that run, or evaluate again"
-                )
-
-
 def update_progress(bar: Progress[None], offset: int) -> Callable[[int], None]:
     """A callback that sets the bar to `offset` plus the finished completions of one model."""
     return lambda done: bar.update(offset + done - bar.count)
@@ -161,8 +122,8 @@ def check_held_out(dataset: Path) -> None:
     """Raise DataError when a test prompt is in any split that a stage trained or chose on."""
     import pandas as pd
 
+    from engine.data.contract import check_disjoint
     from tasks.preprocess import SPLITS
-    from tasks.schemas import check_disjoint
 
     check_disjoint({name: pd.read_parquet(dataset / f"{name}.parquet") for name in SPLITS})
 

@@ -13,15 +13,8 @@ from typing import TYPE_CHECKING
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
-from tasks.context import (
-    IMAGE,
-    SMALL,
-    RunContext,
-    as_output,
-    display_path,
-    echo,
-    user_facing_errors,
-)
+from engine.console import display_path
+from tasks.context import IMAGE, SMALL, RunContext, as_output, echo, user_facing_errors
 
 if TYPE_CHECKING:
     from engine.tracking.registry import ModelVersion

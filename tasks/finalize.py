@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import task
@@ -11,12 +10,12 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from engine.config import DataConfig, EvaluateConfig, PromoteConfig
+from engine.console import display_path
 from tasks.context import (
     IMAGE,
     SMALL,
     RunContext,
     as_output,
-    display_path,
     echo,
     local_artifact,
     user_facing_errors,
@@ -48,9 +47,10 @@ def open_promotion(
     seed: int,
 ) -> PromotionPlan:
     """Check that the evaluation is of this model on this data, as configured; open the run."""
+    from engine.evaluation.settings import require_same_settings
+    from engine.promotion.checks import check_evidence
     from engine.storage.manifest import read_manifest
     from engine.tracking import Tracker
-    from tasks.evaluate import require_same_settings
 
     with user_facing_errors():
         set_current_run(None)
@@ -63,32 +63,6 @@ def open_promotion(
     seed = seed if seed >= 0 else config.seed
     approval = config.promote.approval == "required"
     return PromotionPlan(run, config.data, config.evaluate, config.promote, seed, approval)
-
-
-def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:
-    """Raise LineageError unless the evaluation compared `policy` on `dataset`.
-
-    Returns the dataset's digest. Whether files were changed since is checked by `promote`.
-    """
-    from engine.errors import LineageError
-    from engine.storage.manifest import read_manifest
-
-    evidence = read_manifest(evaluation)
-    if evidence.kind != "evaluation":
-        raise LineageError(
-            f"evaluation={display_path(evaluation)} is an artifact of kind {evidence.kind!r}; give "
-            "the folder of an evaluation"
-        )
-    parents = {parent.name: parent.digest for parent in evidence.parents}
-    for name, folder in (("dataset", dataset), ("policy", policy)):
-        digest = read_manifest(folder).digest
-        if parents.get(name) != digest:
-            raise LineageError(
-                f"the evaluation {display_path(evaluation)} is of {name} "
-                f"{parents.get(name, 'unknown')[:12]}, and {name}={display_path(folder)} is "
-                f"{digest[:12]}; give the artifacts of one run"
-            )
-    return parents["dataset"]
 
 
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))

@@ -15,17 +15,10 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, RetrainConfig
-from tasks.context import (
-    IMAGE,
-    SMALL,
-    RunContext,
-    echo,
-    local_artifact,
-    stage,
-    stage_cache,
-)
+from tasks.context import IMAGE, SMALL, RunContext, echo, local_artifact
 from tasks.preprocess import SPLITS, check_contract, write_splits
 from tasks.retraining_trigger import NewData, read_ledger, write_ledger
+from tasks.stage import stage, stage_cache
 
 if TYPE_CHECKING:
     from engine.data.sources import Splits

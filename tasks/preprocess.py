@@ -1,7 +1,8 @@
 """Task `preprocess`: a source becomes validated Parquet splits and a tokenizer.
 
 Artifact `dataset`: `sft_train`, `sft_validation`, `train`, `validation`, `test` (`.parquet`, in the
-data contract of `tasks.schemas`), `tokenizer/` (Hugging Face), `dataset.json` (lengths in tokens).
+data contract of `engine.data.contract`), `tokenizer/` (Hugging Face), `dataset.json` (lengths in
+tokens).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig
-from tasks.context import IMAGE, SMALL, RunContext, Stage, echo, stage, stage_cache
+from tasks.context import IMAGE, SMALL, RunContext, echo
+from tasks.stage import Stage, stage, stage_cache
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -108,7 +110,7 @@ def write_split(frame: pd.DataFrame, path: Path) -> None:
 
 def check_contract(splits: Splits) -> None:
     """Check every split's schema and that splits are disjoint; DataError names rows and columns."""
-    from tasks.schemas import RL_PROMPTS, SFT_PAIRS, check, check_disjoint
+    from engine.data.contract import RL_PROMPTS, SFT_PAIRS, check, check_disjoint
 
     frames = splits.frames()
     for name, frame in frames.items():

@@ -23,19 +23,16 @@ from tasks.context import (
     LARGE,
     SMALL,
     RunContext,
-    Stage,
     as_output,
     echo,
     local_artifact,
-    stage,
     user_facing_errors,
 )
+from tasks.stage import Stage, stage
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from engine.promotion import Champions, Decision
-    from engine.storage.manifest import Manifest, Parent
+    from engine.promotion import Decision
+    from engine.storage.manifest import Manifest
     from engine.tracking import Tracker
     from engine.tracking.registry import ModelVersion
 
@@ -59,12 +56,12 @@ def promote(
 
     approved_by: who approved, for `promote.approval=required`; without it such a promotion waits.
     """
+    from engine.evaluation.settings import require_same_settings
     from engine.promotion import Champions
-    from engine.promotion.checks import require_intact_copy, require_unmodified
+    from engine.promotion.champion_evaluation import champion_to_compare
+    from engine.promotion.checks import check_evidence, require_intact_copy, require_unmodified
     from engine.storage.manifest import read_manifest
     from engine.tracking import Tracker
-    from tasks.evaluate import require_same_settings
-    from tasks.finalize import check_evidence
 
     settings = {"promote": config.model_dump(mode="json"), "seed": seed}
     # The call after approval is another stage, not a retry of the first.
@@ -168,18 +165,6 @@ def register_model(
     return tracker.model_version(f"models:/{name}/{number}")
 
 
-def champion_to_compare(
-    tracker: Tracker, champions: Champions, request: str
-) -> ModelVersion | None:
-    """The present champion; for a retry that has already moved the alias, the one before it."""
-    move = champions.find(request)
-    if move is None:
-        return tracker.champion(champions.model_name, champions.alias)
-    if move.replaced is None:
-        return None
-    return tracker.model_version(f"models:/{champions.model_name}/{move.replaced}")
-
-
 def compare_and_decide(
     case: PromotionCase, tracker: Tracker, former: ModelVersion | None, approved_by: str
 ) -> tuple[Decision, list[float] | None]:
@@ -187,6 +172,7 @@ def compare_and_decide(
     import pandas as pd
 
     from engine.promotion import decide
+    from engine.promotion.champion_evaluation import Evaluated, champion_evaluation
     from engine.promotion.measurements import measure
 
     after = pd.read_parquet(case.evaluation / "rows_rl.parquet")
@@ -194,7 +180,19 @@ def compare_and_decide(
     if former is None:
         before = pd.read_parquet(case.evaluation / "rows_warm_start.parquet")
     else:
-        before = champion_rows(case, tracker, former, after)
+        champion = champion_evaluation(
+            tracker,
+            former,
+            case.config.alias,
+            Evaluated(case.dataset, after, case.data, case.evaluate, case.seed),
+            scratch=case.this.folder.parent,
+            notify=lambda text: echo(f"promotion: {text}"),
+        )
+        before = champion.rows
+        if champion.recorded is not None:
+            case.this.parents.append(champion.recorded)
+        else:
+            before.to_parquet(case.this.folder / CHAMPION_ROWS, index=False)
     measurements = measure(
         before,
         after,
@@ -223,10 +221,11 @@ def publish_decision(
     gain: list[float] | None = None,
 ) -> FlyteDirectory:
     """Write the decision with the champion that it was made against, and publish the artifact."""
+    from engine.promotion.champion_evaluation import version_parent
     from engine.storage.manifest import read_manifest
 
     this = case.this
-    parent = champion_parent(former) if former else None
+    parent = version_parent(former, "champion") if former else None
     if parent is not None:
         this.parents.append(parent)
     record: dict[str, Any] = {
@@ -245,100 +244,3 @@ def publish_decision(
     text = json.dumps({**record, "outcomes": outcomes}, indent=2)
     (this.folder / "decision.json").write_text(text)
     return this.publish({"promoted": float(promoted)})
-
-
-def champion_parent(champion: ModelVersion) -> Parent | None:
-    """The artifact that a champion was registered from, as a parent; None when it has no tags."""
-    from engine.storage.manifest import Parent
-
-    tags = champion.tags
-    if not tags.get("artifact_digest"):
-        return None
-    return Parent(
-        name="champion",
-        kind=tags.get("artifact_kind") or "model",
-        digest=tags["artifact_digest"],
-        uri=tags.get("artifact_uri", ""),
-        manifest=tags.get("manifest_digest", ""),
-    )
-
-
-def champion_rows(
-    case: PromotionCase, tracker: Tracker, champion: ModelVersion, new: pd.DataFrame
-) -> pd.DataFrame:
-    """The champion's evaluation on the new model's problems: as recorded, or made now.
-
-    A recorded evaluation counts only when its artifact is intact, is the recorded one, is of this
-    champion, and has the same problems and settings. MLflow's copy of the champion must match its
-    tags in both cases.
-    """
-    import tempfile
-
-    import pandas as pd
-
-    from engine.errors import EngineError, LineageError
-    from engine.evaluation.evaluate import evaluate_model
-    from engine.promotion.checks import require_intact_copy
-
-    try:
-        require_intact_copy(tracker, champion)
-    except LineageError as error:
-        raise LineageError(
-            f"the present {case.config.alias} can't be compared with: {error}; to put a whole "
-            f"version in its place: python -m engine.promotion rollback --model {champion.name} "
-            "--to VERSION --reason …"
-        ) from error
-    try:
-        rows = recorded_rows(case, champion, new)
-        if rows is not None:
-            return rows
-    except (EngineError, OSError) as error:
-        echo(f"promotion: the champion's recorded evaluation can't be used ({error})")
-    echo(f"promotion: evaluating the champion (version {champion.version}) on these problems")
-    with tempfile.TemporaryDirectory(dir=case.this.folder.parent) as scratch:
-        folder = tracker.download_model(champion.name, champion.version, Path(scratch) / "champion")
-        rows = evaluate_model(
-            folder,
-            pd.read_parquet(case.dataset / "test.parquet"),
-            "champion",
-            case.evaluate,
-            max_response_length=case.data.max_response_length,
-            seed=case.seed,
-        )
-    rows.to_parquet(case.this.folder / CHAMPION_ROWS, index=False)
-    return rows
-
-
-def recorded_rows(
-    case: PromotionCase, champion: ModelVersion, new: pd.DataFrame
-) -> pd.DataFrame | None:
-    """The rows of a champion's own evaluation; None when they are of other problems or settings.
-
-    Raises LineageError or StorageError when it is gone, not what was recorded, or has no record of
-    its settings.
-    """
-    import pandas as pd
-
-    from engine.errors import LineageError
-    from engine.evaluation.rows import prompt_digest
-    from engine.storage.artifacts import local_path
-    from engine.storage.manifest import verify
-    from tasks.evaluate import comparable_settings, recorded_settings
-
-    uri = champion.tags.get("evaluation_uri", "")
-    if not uri:
-        return None
-    folder = local_path(uri)
-    manifest = verify(folder)
-    if manifest.own_digest != champion.tags.get("evaluation_manifest"):
-        raise LineageError(f"{uri} is not the evaluation that its version's tags name")
-    of = {parent.name: parent.digest for parent in manifest.parents}
-    if of.get("policy") != champion.tags.get("artifact_digest"):
-        raise LineageError(f"{uri} is of another model")
-    if recorded_settings(manifest) != comparable_settings(case.data, case.evaluate):
-        return None
-    rows = pd.read_parquet(folder / "rows_rl.parquet")
-    if prompt_digest(rows) != prompt_digest(new):
-        return None
-    case.this.parents.append(manifest.as_parent("champion_evaluation", uri))
-    return rows

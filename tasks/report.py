@@ -16,11 +16,11 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from engine.console import display_path
 from tasks.context import (
     IMAGE,
     SMALL,
     RunContext,
-    display_path,
     echo,
     execution_name,
     local_artifact,

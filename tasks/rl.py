@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, LoRAConfig, RLConfig
-from tasks.context import SMALL, RunContext, stage, stage_cache
+from tasks.context import SMALL, RunContext
 from tasks.ray_cluster import LOCAL_OBJECT_STORE_BYTES, ray_cluster
+from tasks.stage import stage, stage_cache
 from tasks.variants import on_profiles
 
 if TYPE_CHECKING:

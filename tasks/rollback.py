@@ -15,15 +15,8 @@ from typing import TYPE_CHECKING
 from flytekit import current_context, task
 from flytekit.types.directory import FlyteDirectory
 
-from tasks.context import (
-    IMAGE,
-    SMALL,
-    as_output,
-    display_path,
-    echo,
-    on_cluster,
-    user_facing_errors,
-)
+from engine.console import display_path
+from tasks.context import IMAGE, SMALL, as_output, echo, on_cluster, user_facing_errors
 
 if TYPE_CHECKING:
     from engine.storage.manifest import Parent
@@ -87,12 +80,12 @@ def rollback(
 def parent_of_version(tracker: Tracker, model: str, version: str, name: str) -> list[Parent]:
     """The artifact of a version as a parent; empty when the version or its tags are gone."""
     from engine.errors import TrackingError
-    from tasks.promote import champion_parent
+    from engine.promotion.champion_evaluation import version_parent
 
     try:
-        parent = champion_parent(tracker.model_version(f"models:/{model}/{version}"))
+        parent = version_parent(tracker.model_version(f"models:/{model}/{version}"), name)
     except TrackingError as error:
         # The alias has moved by now; a record without this parent is better than none.
         echo(f"rollback: {error}")
         return []
-    return [] if parent is None else [parent.model_copy(update={"name": name})]
+    return [] if parent is None else [parent]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import ModelConfig, SFTConfig
-from tasks.context import LARGE, RunContext, echo, stage, stage_cache
+from tasks.context import LARGE, RunContext, echo
+from tasks.stage import stage, stage_cache
 from tasks.variants import on_profiles
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """RL rows of several writers with one type a column, so that one Parquet file can hold them.
 
-What rows must hold is checked by `tasks.schemas`; cells that break it pass through unchanged.
+`engine.data.contract` checks what rows must hold; cells that break it pass through unchanged.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ kick-off's, it was last written at or before it, and its content was not taken b
 same kick-off finds the same files whenever it runs, and files that arrive late in a past day's
 folder are taken once, by the next window.
 
-`tasks.schemas` checks the rows; `tasks.retraining_trigger` keeps the ledger.
+`engine.data.contract` checks the rows; `tasks.retraining_trigger` keeps the ledger.
 """
 
 from __future__ import annotations

@@ -6,11 +6,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.console import display_path
 from engine.errors import LineageError
 from engine.lineage.audit import audit
 from engine.lineage.review import review
 from engine.storage.artifacts import local_path
-from engine.storage.manifest import SOURCE
+from engine.storage.manifest import SOURCE, read_manifest
 from engine.tracking.registry import ARTIFACT_TAG, ModelVersion, Registry, require_tagged_content
 
 DATASET = "dataset"
@@ -58,3 +59,26 @@ def require_intact_copy(registry: Registry, version: ModelVersion) -> None:
             registry.download_model(version.name, version.version, Path(scratch) / "model")
     except LineageError as error:
         raise LineageError(f"{error}; nothing was moved") from error
+
+
+def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:
+    """Raise LineageError unless the evaluation compared `policy` on `dataset`.
+
+    Returns the dataset's digest. Whether files were changed since is checked by `promote`.
+    """
+    evidence = read_manifest(evaluation)
+    if evidence.kind != "evaluation":
+        raise LineageError(
+            f"evaluation={display_path(evaluation)} is an artifact of kind {evidence.kind!r}; give "
+            "the folder of an evaluation"
+        )
+    parents = {parent.name: parent.digest for parent in evidence.parents}
+    for name, folder in (("dataset", dataset), ("policy", policy)):
+        digest = read_manifest(folder).digest
+        if parents.get(name) != digest:
+            raise LineageError(
+                f"the evaluation {display_path(evaluation)} is of {name} "
+                f"{parents.get(name, 'unknown')[:12]}, and {name}={display_path(folder)} is "
+                f"{digest[:12]}; give the artifacts of one run"
+            )
+    return parents["dataset"]

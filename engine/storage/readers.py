@@ -1,6 +1,6 @@
 """Reading JSONL and Parquet files, local or remote, with errors that name file and line.
 
-What the columns mean is for the data sources and `tasks.schemas` to say.
+What the columns mean is for the data sources and `engine.data.contract` to say.
 """
 
 from __future__ import annotations

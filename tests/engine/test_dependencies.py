@@ -142,8 +142,16 @@ ABOVE = {
     "tracking": ("errors", "storage"),
     "lineage": ("errors", "storage", "tracking", "checkpoint", "html_templates"),
     "promotion": (
-        *("errors", "config", "storage", "lineage", "tracking"),
-        *("evaluation.metrics", "evaluation.rows", "data.rows"),
+        *(
+            "errors",
+            "config",
+            "console",
+            "storage",
+            "lineage",
+            "tracking",
+            "evaluation",
+            "data.rows",
+        ),
     ),
     "health": ("errors", "console", "storage", "tracking.connection"),
 }

@@ -16,13 +16,13 @@ from engine.config import DataConfig, EvaluateConfig, ModelConfig, PromoteConfig
 from engine.data.sources import load_splits
 from engine.data.tokenizer import train_tokenizer
 from engine.evaluation.evaluate import evaluate_model
+from engine.evaluation.settings import comparable_settings
 from engine.evaluation.summary import summarise
 from engine.models import build_model, save_model
 from engine.storage.artifacts import publish, staging
 from engine.storage.manifest import Draft, read_manifest
 from engine.tracking import Tracker
 from tasks.context import RunContext
-from tasks.evaluate import comparable_settings
 from tasks.preprocess import SPLITS
 from tasks.promote import promote
 

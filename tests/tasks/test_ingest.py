@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from engine.config import DataConfig, RetrainConfig
+from engine.data.contract import RL_PROMPTS, check
 from engine.data.incremental_data import Window, open_window
 from engine.data.new_rows import find_new_rows
 from engine.data.sources import load_splits
@@ -20,7 +21,6 @@ from engine.tracking.registry import ModelVersion
 from tasks.ingest import with_new_rows
 from tasks.preprocess import SPLITS, check_contract, write_split
 from tasks.retraining_trigger import NewData, skip_reason
-from tasks.schemas import RL_PROMPTS, check
 
 KICKOFF = datetime(2100, 1, 1, tzinfo=UTC)
 CONFIG = RetrainConfig(minimum_rows=8, replay=0.5)

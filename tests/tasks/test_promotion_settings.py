@@ -10,10 +10,11 @@ import pytest
 from flytekit.types.directory import FlyteDirectory
 from promotion_bench import EVALUATE, NAME, Bench, champion, digest, make_bench, new_run, spoil
 
+from engine.evaluation.settings import comparable_settings
 from engine.storage.manifest import read_manifest
 from engine.tracking import Tracker
 from tasks.context import StageError
-from tasks.evaluate import comparable_settings, evaluate
+from tasks.evaluate import evaluate
 from tasks.finalize import open_promotion
 from tasks.inputs import RLHFConfig
 

@@ -23,18 +23,11 @@ from engine.errors import DataError
 from engine.storage.filesystem import Files
 from engine.storage.manifest import read_manifest
 from engine.tracking import Tracker
-from tasks.context import (
-    RunContext,
-    SourcesPolicy,
-    StageError,
-    as_output,
-    execution_tags,
-    library_versions,
-    stage,
-)
+from tasks.context import RunContext, StageError, as_output, execution_tags
 from tasks.fetch import resolve
 from tasks.inputs import RLHFConfig
 from tasks.plan import open_run
+from tasks.stage import SourcesPolicy, library_versions, stage
 
 
 def version(image: str = "image:1") -> str:
@@ -62,7 +55,7 @@ def test_another_library_is_another_version(monkeypatch: pytest.MonkeyPatch, lib
 
 def test_other_sources_are_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     before = version()
-    monkeypatch.setattr("tasks.context.sources_digest", lambda: "another")
+    monkeypatch.setattr("tasks.stage.sources_digest", lambda: "another")
     assert version() != before
 
 
@@ -167,7 +160,7 @@ def test_flyte_is_handed_the_address_in_the_store_and_copies_nothing(
         monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "another"))
         given = TypeEngine.to_python_value(pod, literal, FlyteDirectory)
         with stage("sft", run, {"seed": 1}) as next_one:
-            folder = next_one.parent("dataset", given)
+            folder = next_one.load_parent("dataset", given)
     assert folder == tmp_path / "another" / "artifacts" / "dataset" / manifest.digest[:16]
     assert (folder / "rows.txt").read_text() == "whole"
     assert [parent.uri for parent in next_one.parents] == [output.path]
@@ -182,7 +175,7 @@ def test_a_local_artifact_as_input_goes_to_the_store_for_its_children(
         path = Path(this.publish({"rows": 1.0}).path)
     monkeypatch.setenv("HYBRIDFLYTE_STORE", store)
     with stage("sft", run, {"seed": 1}) as next_one:
-        next_one.parent("dataset", FlyteDirectory(str(path)))
+        next_one.load_parent("dataset", FlyteDirectory(str(path)))
     (parent,) = next_one.parents
     assert parent.uri == f"{store}/artifacts/dataset/{path.name}"
     assert read_manifest(parent.uri).own_digest == parent.manifest

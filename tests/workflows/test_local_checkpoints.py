@@ -9,7 +9,7 @@ from attempts import prepared_inputs
 from flyte_runs import Place
 
 from engine.storage.manifest import read_manifest
-from tasks.context import Stage
+from tasks.stage import Stage
 
 
 def test_other_start_weights_and_limits_have_folders_of_their_own(

@@ -19,10 +19,10 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from engine.config import digest
+from engine.data.contract import EVALUATION_ROWS, check, check_disjoint
 from engine.storage.hashing import hash_file
 from engine.storage.manifest import read_manifest, verify
 from tasks.inputs import RLHFConfig
-from tasks.schemas import EVALUATION_ROWS, check, check_disjoint
 
 STEPS = TINY["rl"]["trainer"]["total_training_steps"]
 SPLITS = ("sft_train", "sft_validation", "train", "validation", "test")

@@ -6,10 +6,7 @@ import pandas as pd
 import pandera.pandas as pa
 import pytest
 
-from engine.data.rows import rl_row, sft_row, user_message
-from engine.errors import DataError
-from engine.evaluation.rows import COLUMNS, Completions, Problems, build_rows
-from tasks.schemas import (
+from engine.data.contract import (
     EVALUATION_ROWS,
     KTO_ROWS,
     PREFERENCE_PAIRS,
@@ -18,6 +15,9 @@ from tasks.schemas import (
     check,
     check_disjoint,
 )
+from engine.data.rows import rl_row, sft_row, user_message
+from engine.errors import DataError
+from engine.evaluation.rows import COLUMNS, Completions, Problems, build_rows
 
 SIZE = 12
 
