@@ -28,12 +28,12 @@ STEPS = TINY["rl"]["trainer"]["total_training_steps"]
 SPLITS = ("sft_train", "sft_validation", "train", "validation", "test")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(finished: Finished) -> MlflowClient:
     return MlflowClient(finished.place.tracking_uri, finished.place.tracking_uri)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def runs(finished: Finished, client: MlflowClient) -> dict[str, Run]:
     """The parent run (`pipeline`) and its nested ones, by name."""
     parent = client.get_run(finished.outcome.summary["mlflow"]["run_id"])
