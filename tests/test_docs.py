@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -83,6 +84,17 @@ def test_paths_of_the_repository_exist() -> None:
     for page in PAGES:
         for path in re.findall(r"`((?:engine|tasks|workflows|tests)/[\w./]+)`", page.read_text()):
             assert (ROOT / path).exists(), (page.name, path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_imports_of_ours_is_there(page: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("engine"):
+                module = importlib.import_module(node.module or "")
+                assert [a.name for a in node.names if not hasattr(module, a.name)] == [], (
+                    node.module
+                )
 
 
 def test_the_readme_shows_ppo_as_it_is() -> None:

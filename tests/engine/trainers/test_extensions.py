@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import extensions_of_a_user as extensions
 import pandas as pd
 import pytest
 import yaml
@@ -17,13 +20,28 @@ from engine.config import DataConfig, RLConfig
 from engine.data.loader import PromptLoader
 from engine.data.sources import load_splits
 from engine.errors import ConfigError
+from engine.registry import Registry
 from engine.trainers.rl import RLTrainer
 from engine.trainers.rl_checks import check_config
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+EXTENSIONS = "extensions_of_a_user"
+pytestmark = pytest.mark.usefixtures("one_thread", "extensions")
+
+
+@pytest.fixture(scope="module")
+def extensions() -> Iterator[None]:
+    """The extensions are registered while this file's tests run, and not in those of others."""
+    importlib.import_module(EXTENSIONS)
+    yield
+    for registry in (found for found in gc.get_objects() if isinstance(found, Registry)):
+        entries = registry._entries
+        for name in [n for n, e in entries.items() if e.target.__module__ == EXTENSIONS]:
+            del entries[name]
+    del sys.modules[EXTENSIONS]
+
 
 BASE: dict[str, Any] = {
-    "plugins": ["extensions_of_a_user"],
+    "plugins": [EXTENSIONS],
     "rollout": {"n": 4},
     "reward": {"name": "tiny_engine:digit_share"},
     "trainer": {
@@ -42,12 +60,13 @@ def settings(**sections: Any) -> RLConfig:
 
 def run(folder: Path, config: RLConfig, rows: pd.DataFrame | None = None) -> list[tuple[str, Any]]:
     """What the extensions were called with in the trainer's process."""
-    extensions.CALLS.clear()
+    calls: list[tuple[str, Any]] = sys.modules[EXTENSIONS].CALLS
+    calls.clear()
     rows = pd.DataFrame(arithmetic_rows(8)) if rows is None else rows
     loader = PromptLoader(rows, 4, 0)
     with RLTrainer(folder, config, loader, max_response_length=6, max_model_len=40) as trainer:
         trainer.fit()
-    return extensions.CALLS
+    return calls
 
 
 ONE_OF_EACH = {
@@ -71,7 +90,7 @@ CALLED = [
 
 
 def test_one_of_each_runs_with_its_options_and_on_its_own_rows(tiny_folder: Path) -> None:
-    source = DataConfig(source="extensions_of_a_user:Sums", options={"rows": 5})
+    source = DataConfig(source=f"{EXTENSIONS}:Sums", options={"rows": 5})
     rows = load_splits(source, 0).train
     assert len(rows) == 5
     calls = run(tiny_folder, settings(**ONE_OF_EACH), rows)
@@ -89,7 +108,7 @@ def test_a_preference_loss_of_ones_own(tiny_folder: Path) -> None:
 def test_options_come_from_files_and_the_command_line(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"run.{suffix}"
     write = yaml.safe_dump if suffix == "yaml" else json.dumps
-    file.write_text(write({"rl": {**ONE_OF_EACH, "plugins": ["extensions_of_a_user"]}}))
+    file.write_text(write({"rl": {**ONE_OF_EACH, "plugins": [EXTENSIONS]}}))
     typed = ["algorithm.options.scale=0.7", "actor.policy_loss.options.power=3"]
     config = resolve(file, typed).config.rl
     check_config(config)

@@ -273,7 +273,7 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
 
 
 def test_engines_that_know_no_adapters_are_refused(start_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rank=4 with rollout.engine=server.*native and vllm"):
+    with pytest.raises(ConfigError, match=r"rank=4 with rollout.engine=server.*native or vllm"):
         trainer(start_folder, rollout={"engine": "server", "server": {"url": "http://127.0.0.1:9"}})
 
 
