@@ -3,7 +3,7 @@
 `python benchmarks/checkpoint.py --help`. One GRPO run a size, in one process. Its steps come in
 blocks that take turns: without saving, with a save beside training after every step (as runs do),
 and with a save after every step that training waits for. A stall is the time from the call of
-`save` until training goes on, the wait for the save before it included. The least that must be
+`save` until training continues, the wait for the save before it included. The least that must be
 written are the weights and Adam's two moments in float32: 12 bytes a parameter.
 """
 

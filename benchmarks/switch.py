@@ -3,7 +3,7 @@
 `python benchmarks/switch.py --help`. The hybrid actor's switch is measured by the library's own
 `measure_switch_overhead`. The naive way, measured in the same run on the same model, is what a
 trainer with a rollout engine of its own does: its state dict is loaded into a second model, and the
-engine is built anew over that. Its memory is all new tensor storage of the reload (of torch's
+engine is built again over that. Its memory is all new tensor storage of the reload (of torch's
 operators; what an engine takes inside its own kernels comes on top). Times are "median (fastest)",
 in milliseconds; the ratio is the fastest reload to the fastest switch of the slower direction, for
 other work on the machine disturbs those least.
@@ -119,7 +119,7 @@ def naive_reload(
     options: dict[str, Any],
     reloads: int,
 ) -> tuple[tuple[float, float], float]:
-    """Median and fastest milliseconds, and megabytes of one, of loading and building anew."""
+    """Median and fastest milliseconds, and megabytes of one, of loading and rebuilding."""
 
     def reload() -> Callable[[], None]:
         state = {name: tensor.clone() for name, tensor in policy.state_dict().items()}

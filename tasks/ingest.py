@@ -79,14 +79,14 @@ def with_new_rows(previous: Path, new_data: NewData, config: RetrainConfig, seed
     import pandas as pd
 
     from engine.data.columns import uniform_columns
-    from engine.data.incremental_data import Window
+    from engine.data.incremental_data import NewFiles
     from engine.data.new_rows import find_new_rows, sample_replay
     from engine.data.sources import Splits
     from engine.errors import DataError
     from engine.storage.manifest import json_digest
 
     splits = {name: pd.read_parquet(previous / f"{name}.parquet") for name in SPLITS}
-    found = find_new_rows(previous, Window(new_data.prefix, tuple(new_data.files)))
+    found = find_new_rows(previous, NewFiles(new_data.prefix, tuple(new_data.files)))
     if found.rows.empty:
         raise DataError(
             f"none of the {found.total} new problems of {new_data.prefix} is left to train on: "

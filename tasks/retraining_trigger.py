@@ -25,7 +25,7 @@ from engine.config import (
     RLConfig,
     digest,
 )
-from engine.data.incremental_data import Arrival
+from engine.data.incremental_data import DataFile
 from tasks.context import IMAGE, SMALL, RunContext, echo, user_facing_errors
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
@@ -34,7 +34,7 @@ from tasks.plan import check_settings, open_run, rl_lora
 from tasks.profiles import ProfileName
 
 if TYPE_CHECKING:
-    from engine.data.incremental_data import Window
+    from engine.data.incremental_data import NewFiles
     from engine.data.new_rows import NewRows
     from engine.tracking import Tracker
     from engine.tracking.registry import ModelVersion
@@ -49,7 +49,7 @@ class NewData(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     prefix: str  # e.g. "s3://bucket/problems"
-    files: list[Arrival]
+    files: list[DataFile]
     dataset: str  # address of the champion's dataset artifact
     dataset_digest: str  # its content
 
@@ -82,7 +82,7 @@ def trigger_retraining(
 
     `path` (empty: as configured) and `seed` (negative: as configured) win over the configuration.
     """
-    from engine.data.incremental_data import open_window
+    from engine.data.incremental_data import find_new_files
     from engine.data.new_rows import find_new_rows
     from engine.storage.artifacts import local_path
     from engine.tracking import Tracker
@@ -102,18 +102,21 @@ def trigger_retraining(
         uri, content = training_dataset(champion)
         previous = local_path(uri)
         ledger = read_ledger(previous)
-        window = open_window(config.retrain.path, at, ledger, config.retrain.lookback_days)
-        found = find_new_rows(previous, window)
-        reason = skip_reason(window, found, config.retrain, champion)
+        new_files = find_new_files(config.retrain.path, at, ledger, config.retrain.lookback_days)
+        found = find_new_rows(previous, new_files)
+        reason = skip_reason(new_files, found, config.retrain, champion)
         run = open_run(config, (content, ""), "retraining")
         set_current_run(run)
         new_data = NewData(
-            prefix=window.prefix, files=list(window.new), dataset=uri, dataset_digest=content
+            prefix=new_files.prefix,
+            files=list(new_files.files),
+            dataset=uri,
+            dataset_digest=content,
         )
     echo(
         f"run {run.run_id}: kick-off {at:%Y-%m-%d %H:%M}, champion version {champion.version}, "
-        f"{len(found.rows)} new problems in {len(window.new)} files ({window.late} late, "
-        f"{window.known} ingested before)"
+        f"{len(found.rows)} new problems in {len(new_files.files)} files ({new_files.late} late, "
+        f"{new_files.known} ingested before)"
     )
     return RetrainingPlan(
         run,
@@ -193,7 +196,7 @@ def training_dataset(champion: ModelVersion) -> tuple[str, str]:
     )
 
 
-def read_ledger(dataset: Path) -> list[Arrival]:
+def read_ledger(dataset: Path) -> list[DataFile]:
     """The files that a dataset and its predecessors ingested; empty for a first dataset.
 
     Raises LineageError where the dataset was changed.
@@ -204,22 +207,22 @@ def read_ledger(dataset: Path) -> list[Arrival]:
     path = dataset / LEDGER
     if not path.is_file():
         return []
-    return [Arrival(**entry) for entry in json.loads(path.read_text())["files"]]
+    return [DataFile(**entry) for entry in json.loads(path.read_text())["files"]]
 
 
-def write_ledger(folder: Path, ledger: Sequence[Arrival]) -> None:
+def write_ledger(folder: Path, ledger: Sequence[DataFile]) -> None:
     """Write all files ingested so far, by path."""
     entries = [arrival.model_dump() for arrival in sorted(ledger, key=lambda a: (a.path, a.sha256))]
     (folder / LEDGER).write_text(json.dumps({"files": entries}, indent=1) + "\n")
 
 
 def skip_reason(
-    window: Window, found: NewRows, config: RetrainConfig, champion: ModelVersion
+    new_files: NewFiles, found: NewRows, config: RetrainConfig, champion: ModelVersion
 ) -> str:
     """Why there is too little new data to train on; empty when there is enough."""
     since = f"since version {champion.version} became champion"
-    if not window.new:
-        return f"nothing new in {window.prefix} {since}"
+    if not new_files.files:
+        return f"nothing new in {new_files.prefix} {since}"
     count = len(found.rows)
     if count >= config.minimum_rows:
         return ""

@@ -114,7 +114,7 @@ def launch_plan(
 
 
 def notification_addresses() -> list[str]:
-    """Who is told, from HYBRIDFLYTE_NOTIFY; ConfigError for what is no address."""
+    """Recipients of notifications, from HYBRIDFLYTE_NOTIFY; ConfigError for an invalid address."""
     text = os.environ.get(NOTIFY_VARIABLE, "")
     addresses = [address.strip() for address in text.split(",") if address.strip()]
     for address in addresses:

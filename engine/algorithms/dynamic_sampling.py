@@ -1,6 +1,6 @@
 """DAPO's dynamic sampling: keep groups with a signal, and refill up to a limit.
 
-What lives here: which groups to keep and the decision to go on, as pure functions.
+What lives here: which groups to keep and the decision to continue, as pure functions.
 What does not: generating the refill (a dataflow does that).
 """
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from engine.checkpoint.background import Background
 from engine.checkpoint.format import rank_file_prefix
-from engine.checkpoint.state_dict import Snapshot, StateDict, insert_tensors
+from engine.checkpoint.state_dict import CpuStager, StateDict, insert_tensors
 from engine.checkpoint.store import Checkpoint, CheckpointStore, Draft
 from engine.errors import CheckpointError, EngineError
 from engine.storage.folder import CheckpointStorageError, Folder
@@ -98,7 +98,7 @@ class Saver:
         self.stats: SaveStats | None = None  # of the same
         self._commit = Background("the commit of a checkpoint", 2 * timeout_s)  # ranks come first
         self._timeout_s, self._listener = timeout_s, listener
-        self._snapshot = Snapshot()
+        self._stager = CpuStager()
         self._requested: int | None = None  # step of the last save that was requested
         self._in_flight = False
         self._cancelled = threading.Event()
@@ -129,7 +129,7 @@ class Saver:
         draft = self.store.begin(step)
         draft.metrics, draft.roles = dict(metrics or {}), self._ranks()
         try:
-            draft.state = insert_tensors(*self._snapshot.take(state))
+            draft.state = insert_tensors(*self._stager.stage(state))
             answers = [group.save_state(draft.folder) for group in self.groups.values()]
             for answer in answers:
                 answer.result()

@@ -33,18 +33,18 @@ _DTYPES = {
 }
 
 
-class Snapshot:
-    """Copies of a state dict's tensors in CPU memory, in buffers that every copy reuses.
+class CpuStager:
+    """Copies a state dict's tensors to CPU buffers that every copy reuses.
 
-    New memory costs more than the copy itself; `take` therefore overwrites what the last call
+    Allocation costs more than the copy; so `stage` overwrites the tensors that the last call
     returned.
     """
 
     def __init__(self) -> None:
         self._buffers: Tensors = {}
 
-    def take(self, state: StateDict) -> tuple[StateDict, dict[str, Tensors]]:
-        """Take the tensors out of `state` as copies, to be written while the originals change."""
+    def stage(self, state: StateDict) -> tuple[StateDict, dict[str, Tensors]]:
+        """Extract copies of the tensors of `state`, to be written while the originals change."""
         values, groups = extract_tensors(state)
         buffers, moving = {}, False
         for group, tensors in groups.items():

@@ -121,7 +121,7 @@ def train_policy(run: RLRun, log: RunLog) -> tuple[Path, list[Metrics]]:
                 log.say(f"rl: saved {run.save_model(trainer)}")
 
         if found := trainer.resume(run.checkpoints):
-            log.say(f"rl: goes on from {found.folder}, step {trainer.step}")
+            log.say(f"rl: continues from {found.folder}, step {trainer.step}")
         elif run.validation and run.validate_first:
             log.validated_first(trainer.validate(run.validation))
         trainer.on_step = on_step

@@ -37,7 +37,7 @@ class ServerConfig(Section):
         "vllm", description="How the server gets new weights: vllm, folder, or none (they stay)"
     )
     allow_fixed_policy: bool = Field(
-        False, description="weights=none: go on with the server's policy while the trainer's moves"
+        False, description="weights=none: keep the server's policy while the trainer's is updated"
     )
     weights_dir: str = Field(
         "", description="Folder that both machines see at this path; weights pass through it"

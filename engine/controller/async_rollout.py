@@ -31,7 +31,7 @@ from engine.controller.health_events import (
 from engine.controller.roles import Roles
 from engine.controller.rollout_processes import RolloutProcess, RolloutProcesses, spans_of
 from engine.controller.rollout_queue import RolloutQueue
-from engine.controller.staleness import Limits
+from engine.controller.staleness import AdmissionLimits
 from engine.controller.timeline import Span
 from engine.controller.weight_publisher import PublishedWeights
 from engine.errors import EngineError, WeightSyncError, WorkerError
@@ -41,7 +41,7 @@ from engine.rollout.partial_groups import PartialGroup
 log = logging.getLogger(__name__)
 
 _SLICE_S = 0.25  # how long a worker decodes before it reports
-_IDLE_S = 0.25  # how often a worker without work is asked for a sign of life
+_IDLE_S = 0.25  # how often an idle worker is checked to be alive
 _PAUSE_S = 0.005  # of the event loop when nothing happened
 _REPORT_S = 5.0  # how long workers may take to report their unfinished groups
 
@@ -59,7 +59,7 @@ class AsyncRollout:
     def __init__(
         self,
         names: Sequence[str],
-        limits: Limits,
+        limits: AdmissionLimits,
         health: HealthPolicy,
         *,
         spawn: Callable[[str, int], Roles],
@@ -235,7 +235,7 @@ class AsyncRollout:
         if name not in self.fleet.serving:
             return False
         # Its share of the room, so that the others get theirs.
-        share = -(-max(self.queue.admission.room, 0) // max(1, len(self.fleet.serving)))
+        share = -(-max(self.queue.admission.capacity, 0) // max(1, len(self.fleet.serving)))
         fresh = self.queue.begin(name, self.fleet.workers[name].version, share)
         idle = not fresh and not process.busy and now < process.idle_until
         if idle and name not in self._reporting:
@@ -267,8 +267,8 @@ class AsyncRollout:
             process.needs_full_weights = False
             self._event(name, process.attempt, Synced(result), now)
             return
-        if result.begun is not None:
-            self._reported |= result.begun
+        if result.partial_groups is not None:
+            self._reported |= result.partial_groups
             self._report_done(name)
         process.busy = result.busy
         process.idle_until = now + _IDLE_S

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from engine.batch import Batch
-from engine.controller.staleness import Admission, Limits, Ticket
+from engine.controller.staleness import Admission, AdmissionLimits, Ticket
 from engine.futures import Future
 from engine.rollout.partial_groups import PartialGroup, take_partial_groups, with_partial_groups
 
@@ -22,7 +22,7 @@ class RolloutQueue:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: AdmissionLimits,
         version: int,
         *,
         next_prompt: Callable[[], Batch],
@@ -33,7 +33,7 @@ class RolloutQueue:
         """`version` is the trainer's. The others are as in `AsyncRollout`."""
         self._next_prompt, self._score, self._keep = next_prompt, score, keep
         consumed = version * limits.batch
-        self.admission = Admission(limits, version=version, consumed=consumed, begun=consumed)
+        self.admission = Admission(limits, version=version, consumed=consumed, drawn=consumed)
         self.completions = self.tokens = 0  # finished since the start
         self._prompts: dict[int, Batch] = {}  # by key, until consumed
         self._scoring: dict[Ticket, tuple[Batch, Future[Batch]]] = {}
@@ -44,10 +44,10 @@ class RolloutQueue:
 
     def begin(self, worker: str, version: int, share: int) -> list[Batch]:
         """Prompts that a worker with weights `version` begins now, `share` of them at most."""
-        begun: list[Batch] = []
-        while len(begun) < share and self.admission.may_start(version):
-            begun.append(self._begin_one(worker, version))
-        return begun
+        started: list[Batch] = []
+        while len(started) < share and self.admission.may_start(version):
+            started.append(self._begin_one(worker, version))
+        return started
 
     def finish(self, worker: str, group: Batch) -> None:
         """Start scoring a group that a worker has finished, unless it was given up."""
@@ -106,8 +106,8 @@ class RolloutQueue:
         return finished, [*unfinished, *self._resample]
 
     def _begin_one(self, worker: str, version: int) -> Batch:
-        """The next prompt, with its partial group if an earlier run had begun one."""
-        if self.admission.again:
+        """The next prompt, with its partial group if an earlier run started one."""
+        if self.admission.resample:
             self.admission, ticket = self.admission.start(worker, version)
             return with_partial_groups(self._prompts[ticket.key], [None])
         row = self._resample.popleft() if self._resample else self._next_prompt()
@@ -121,7 +121,7 @@ class RolloutQueue:
 
     def _restore(self, prompt: Batch, group: Batch) -> None:
         """Queue a group that an earlier run finished, under a key of this one."""
-        self.admission, key = self.admission.restored(_versions(group))
+        self.admission, key = self.admission.enqueue_restored(_versions(group))
         if key is None:
             self._resample.append(prompt)
         else:

@@ -1,35 +1,35 @@
-"""Which groups asynchronous rollout may begin, and which of them the trainer may consume.
+"""Admission control of asynchronous rollout: which groups may start, and which are consumed.
 
 A group is the n completions of one prompt. The trainer's version v is the number of its updates;
 an update consumes `batch` groups, also where it learns nothing from them. A group is as old as its
 oldest token, and may be consumed at version v only if v - oldest <= η (`staleness`); η = 0 is
 synchronous on-policy training.
 
-This is a pure state machine: `Admission` is a value, a transition returns the next one. Prompts,
-completions, threads, clocks and Ray are the caller's. A prompt is its position in the data stream
-(its key: 0, 1, 2, …); each sampling of it is a new attempt, and what an attempt says after it was
-given up is ignored. A key takes one way through the state:
+This is a pure state machine: `Admission` is immutable, and a transition returns the next state. The
+caller has prompts, completions, threads, clocks and Ray. A prompt is identified by its position in
+the data stream (its key: 0, 1, 2, …); each sampling of it is a new attempt, and the answer of an
+attempt that was given up is ignored. A key moves through these states:
 
     data stream ──start──> in flight ──finished──> queue ──take──> consumed
                  ^             │ lost
-                 └── again <───┘
+                 └ resample <──┘
 
-Admission (AReaL, arXiv:2505.24298, staleness-aware training): one more group is begun at version v
-only if ⌊(consumed + in flight + queued) / batch⌋ <= v + η. The rule counts groups and trusts that
-they are consumed in the order of their start. A slow group, overtaken by fast ones, could still get
-too old: so the trainer waits rather than make an update that pushes a group over its bound. No
-decoded token is thrown away, and slow (long) completions aren't sampled out of the data.
+Admission (AReaL, arXiv:2505.24298, staleness-aware training): one more group starts at version v
+only if ⌊(consumed + in flight + queued) / batch⌋ <= v + η. The rule counts groups and assumes that
+they are consumed in the order of their start. A slow group that others overtake could still get too
+old: so the trainer waits rather than make an update that pushes a group over its bound. No decoded
+token is discarded, and slow (long) completions aren't under-represented in the data.
 
 Invariants, after every transition (`Admission.check`):
 
 1. No prompt is lost or doubled: each key that left the data stream is in exactly one place, or
    was consumed or rejected once.
-2. in flight + queued <= (η + 1)·batch: what is begun has its place in the queue.
+2. in flight + queued <= (η + 1)·batch: every started group fits in the queue.
 3. All that is in flight or queued is within η now; so is all that is consumed.
 4. One batch is consumed an update: consumed is v·batch, or (v + 1)·batch while the update runs.
 5. What is in flight or queued can be consumed in time, oldest first.
 
-Liveness: while one worker with current weights lives and finishes what it begins, `take` gives a
+Liveness: while one worker with current weights lives and finishes what it starts, `take` returns a
 batch after finitely many transitions.
 """
 
@@ -42,12 +42,12 @@ from engine.errors import ConfigError, RolloutError
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What bounds the rollout; raises ConfigError where the trainer could never get a batch."""
+class AdmissionLimits:
+    """Limits of asynchronous rollout; raises ConfigError if the trainer could never get a batch."""
 
     batch: int  # groups an update consumes (train_batch_size), e.g. 32
     staleness: int  # η: versions a group's oldest token may be behind at consumption, e.g. 1
-    steps: int | None = None  # updates of the whole run; nothing is begun that they can't consume
+    steps: int | None = None  # updates of the whole run; no group starts that they can't consume
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -83,18 +83,18 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The state: where each prompt is. Begin with `Admission(Limits(…))`."""
+    """The state: where each prompt is. The first is `Admission(AdmissionLimits(…))`."""
 
-    limits: Limits
+    limits: AdmissionLimits
     version: int = 0  # v, updates done
     consumed: int = 0  # groups handed to the trainer
-    begun: int = 0  # prompts drawn from the data stream; the key of the next new one
+    drawn: int = 0  # prompts drawn from the data stream; the key of the next new one
     attempts: int = 0  # tickets given out
-    again: tuple[int, ...] = ()  # keys to sample again before any new one, ascending
+    resample: tuple[int, ...] = ()  # keys to sample again before any new one, ascending
     in_flight: Mapping[int, Group] = field(default_factory=dict)  # by key
     queue: tuple[Group, ...] = ()  # finished, oldest first
-    reissued: int = 0  # groups given up because their worker died
-    rejected: int = 0  # groups thrown away by request (failed reward, dynamic sampling)
+    reissued: int = 0  # groups given up because their worker was lost
+    rejected: int = 0  # groups discarded by request (failed reward, dynamic sampling)
     late: int = 0  # answers ignored because their attempt had been given up or had answered
 
     @property
@@ -103,8 +103,8 @@ class Admission:
         return self.consumed > self.version * self.limits.batch
 
     @property
-    def room(self) -> int:
-        """How many more groups may be begun now, by a worker with the trainer's weights."""
+    def capacity(self) -> int:
+        """How many more groups a worker with the trainer's weights may start now."""
         updates = self.version + self.limits.staleness + 1
         if self.limits.steps is not None:
             updates = min(updates, self.limits.steps)
@@ -112,53 +112,53 @@ class Admission:
         return updates * self.limits.batch - self.consumed - unconsumed
 
     def may_start(self, version: int, oldest: int | None = None) -> bool:
-        """Whether a worker whose weights have `version` may begin one more group.
+        """Whether a worker whose weights have `version` may start one more group.
 
-        A worker that is behind may not begin what would be too old when its turn comes; nor may a
-        group go on whose `oldest` token, of an earlier run, would be.
+        False if the group would be too old at its consumption: by the worker's weights, or by the
+        `oldest` token that an earlier run sampled of it.
         """
         self._check_version(version)
         step = self.consumed // self.limits.batch
         age = version if oldest is None else min(version, oldest)
-        return self.room > 0 and self._in_time([*self._ages(), age], step)
+        return self.capacity > 0 and self._in_time([*self._ages(), age], step)
 
     def start(
         self, worker: str, version: int, oldest: int | None = None
     ) -> tuple[Admission, Ticket]:
-        """`worker` begins the next prompt with weights `version`: one to sample again, or a new.
+        """Start the next prompt on `worker` with weights `version`: one to resample, or a new one.
 
-        `oldest` is the version of the oldest token that a new one has already.
+        `oldest`: version of the oldest token that an earlier run sampled of a new prompt.
         """
         if not self.may_start(version, oldest):
             raise RolloutError(
-                f"worker {worker} may not begin a group with weights of version {version}: the "
-                f"trainer is at {self.version}, and there is room for {self.room} groups; ask "
+                f"worker {worker} may not start a group with weights of version {version}: the "
+                f"trainer is at {self.version}, and there is room for {self.capacity} groups; ask "
                 "may_start first"
             )
-        ticket = Ticket(self.again[0] if self.again else self.begun, self.attempts)
+        ticket = Ticket(self.resample[0] if self.resample else self.drawn, self.attempts)
         age = version if oldest is None else min(version, oldest)
         group = Group(ticket, worker, oldest=age, newest=version)
         state = replace(
             self,
-            again=self.again[1:],
-            begun=self.begun if self.again else self.begun + 1,
+            resample=self.resample[1:],
+            drawn=self.drawn if self.resample else self.drawn + 1,
             attempts=self.attempts + 1,
             in_flight={**self.in_flight, ticket.key: group},
         )
         return state, ticket
 
     def finished(self, ticket: Ticket, versions: Collection[int]) -> tuple[Admission, bool]:
-        """All completions of a group are there; says whether the answer counts.
+        """All completions of a group are finished; also returns whether the answer counts.
 
         `versions` are those of its tokens, e.g. {4, 5}. An answer doesn't count if its attempt
-        was given up or has answered already: the caller throws it away.
+        was given up or has answered already: the caller discards it.
         """
         group = self._current(ticket)
         if group is None:
             return replace(self, late=self.late + 1), False
         if not versions or min(versions) < group.oldest:
             raise RolloutError(
-                f"group {ticket.key} of worker {group.worker} was begun with weights of version "
+                f"group {ticket.key} of worker {group.worker} was started with weights of version "
                 f"{group.oldest}, but its tokens have versions {sorted(versions)}; the worker has "
                 "to report the version of each token"
             )
@@ -167,37 +167,37 @@ class Admission:
         queue = tuple(sorted((*self.queue, group), key=lambda g: g.age_order))
         return replace(self._without({ticket.key}), queue=queue), True
 
-    def restored(self, versions: Collection[int]) -> tuple[Admission, int | None]:
-        """Queue a group that an earlier run had finished; returns its new key.
+    def enqueue_restored(self, versions: Collection[int]) -> tuple[Admission, int | None]:
+        """Queue a group that an earlier run finished; returns its new key.
 
-        None, without effect, where it could not be consumed in time: its prompt is sampled again.
+        None, without effect, if it can't be consumed in time: its prompt is sampled again.
         """
         self._check_version(max(versions))
         step = self.consumed // self.limits.batch
-        if self.room <= 0 or not self._in_time([*self._ages(), min(versions)], step):
+        if self.capacity <= 0 or not self._in_time([*self._ages(), min(versions)], step):
             return self, None
-        ticket = Ticket(self.begun, self.attempts)
+        ticket = Ticket(self.drawn, self.attempts)
         group = Group(ticket, "", oldest=min(versions), newest=max(versions))
         queue = tuple(sorted((*self.queue, group), key=lambda g: g.age_order))
-        state = replace(self, begun=self.begun + 1, attempts=self.attempts + 1, queue=queue)
+        state = replace(self, drawn=self.drawn + 1, attempts=self.attempts + 1, queue=queue)
         return state, ticket.key
 
     def reject(self, ticket: Ticket) -> Admission:
-        """Throw a group in flight away for good; its prompt isn't sampled again."""
+        """Discard a group in flight; its prompt isn't sampled again."""
         if self._current(ticket) is None:
             return replace(self, late=self.late + 1)
         return replace(self._without({ticket.key}), rejected=self.rejected + 1)
 
     def lost(self, worker: str) -> tuple[Admission, tuple[Ticket, ...]]:
-        """Give up all that `worker` had in flight (it died); returns what is sampled again."""
+        """Give up what `worker`, which was lost, had in flight; returns what is sampled again."""
         lost = [group.ticket for group in self.in_flight.values() if group.worker == worker]
         keys = {ticket.key for ticket in lost}
-        again = tuple(sorted((*self.again, *keys)))
-        state = replace(self._without(keys), again=again, reissued=self.reissued + len(lost))
+        resample = tuple(sorted((*self.resample, *keys)))
+        state = replace(self._without(keys), resample=resample, reissued=self.reissued + len(lost))
         return state, tuple(lost)
 
     def take(self) -> tuple[Admission, tuple[Group, ...]]:
-        """The batch for the next update, oldest first; empty if it isn't there yet."""
+        """The batch for the next update, oldest first; empty if it isn't complete yet."""
         if self.training:
             raise RolloutError(
                 f"a batch was taken at version {self.version} and its update isn't done; call "
@@ -210,7 +210,7 @@ class Admission:
         left = [group.oldest for group in (*rest, *self.in_flight.values())]
         if not self._in_time(left, self.version + 1):
             return self, ()
-        # The order of the queue and `updated` see to it; consumption is where it must hold.
+        # Follows from the order of the queue and from `updated`; checked where it matters.
         if self.version - chosen[0].oldest > self.limits.staleness:
             raise RolloutError(f"group {chosen[0]} is too old for version {self.version}")
         return replace(self, queue=rest, consumed=self.consumed + size), chosen
@@ -228,12 +228,12 @@ class Admission:
         """Raise RolloutError naming each invariant of the module's docstring that is broken."""
         size, bound = self.limits.batch, self.limits.staleness
         groups = (*self.in_flight.values(), *self.queue)
-        keys = [*self.again, *(group.ticket.key for group in groups)]
+        keys = [*self.resample, *(group.ticket.key for group in groups)]
         step = self.consumed // size
         invariants = {
             "1: a key is in two places": len(set(keys)) == len(keys),
-            "1: a key is lost or doubled": self.begun == self.consumed + self.rejected + len(keys)
-            and all(0 <= key < self.begun for key in keys),
+            "1: a key is lost or doubled": self.drawn == self.consumed + self.rejected + len(keys)
+            and all(0 <= key < self.drawn for key in keys),
             "2: more groups than places": len(groups) <= (bound + 1) * size,
             "2: more prompts than updates": len(keys)
             <= (self.version + bound + 1) * size - self.consumed,

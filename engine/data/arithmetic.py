@@ -21,7 +21,7 @@ from pathlib import Path
 import pandas as pd
 
 from engine.config import DataConfig
-from engine.data import story_templates as scenes
+from engine.data import story_templates
 from engine.data import word_problems as problems
 from engine.data.rows import rl_row, sft_row
 from engine.data.sources import Splits, register_source
@@ -43,7 +43,7 @@ class StyleMix:
             raise DataError(f"{self}: shares must not be negative and must add up to 1")
 
 
-# Real corpora differ in how much they explain. With equally many scenes a corpus, the whole is
+# Real corpora differ in how much they explain. With equally many templates per corpus, the whole is
 # 41 % worked, 52 % bare, 8 % slips: working a problem out pays, and the warm start often doesn't.
 CORPORA: dict[str, StyleMix] = {
     "workbook": StyleMix(worked=0.75, bare=0.15, slip=0.10),
@@ -91,7 +91,7 @@ def styled_answer(
     problem: Problem, rng: random.Random, corpora: Mapping[str, StyleMix] = CORPORA
 ) -> tuple[str, str]:
     """Return (style, answer), the style drawn from the mix of the problem's corpus."""
-    mix = corpora[problem.scene.corpus]
+    mix = corpora[problem.template.corpus]
     draw = rng.random()
     if draw < mix.worked:
         return "worked", worked_answer(problem)
@@ -106,7 +106,9 @@ class Arithmetic:
 
     def digest(self, config: DataConfig, seed: int) -> str:
         """SHA-256 of the generator's sources and its parameters."""
-        files = [Path(str(file)) for file in (scenes.__file__, problems.__file__, __file__)]
+        files = [
+            Path(str(file)) for file in (story_templates.__file__, problems.__file__, __file__)
+        ]
         code = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
         parameters = {"difficulty": config.difficulty, "sizes": _sizes(config), "seed": seed}
         return hashlib.sha256(json.dumps([code, parameters]).encode()).hexdigest()
@@ -135,11 +137,11 @@ def _sizes(config: DataConfig) -> dict[str, int]:
 
 
 def _rl_row(problem: Problem, split: str, index: int, rng: random.Random) -> dict[str, object]:
-    extra = {"kind": problem.scene.name, "index": index, "split": split}
+    extra = {"kind": problem.template.name, "index": index, "split": split}
     return rl_row("arithmetic", problem.question, str(problem.answer), extra)
 
 
 def _sft_row(problem: Problem, split: str, index: int, rng: random.Random) -> dict[str, object]:
     style, response = styled_answer(problem, rng)
-    extra = {"style": style, "kind": problem.scene.name, "index": index, "split": split}
+    extra = {"style": style, "kind": problem.template.name, "index": index, "split": split}
     return sft_row(problem.question, response, extra)

@@ -1,13 +1,13 @@
-"""Data that arrives in dated folders: which files are new at a moment, and their rows.
+"""Incremental data in dated folders: find the files that are new at a time, and read their rows.
 
-    window = open_window("s3://bucket/problems", kickoff, taken=ledger, lookback_days=30)
-    rows = read_window(window)
+    new_files = find_new_files("s3://bucket/problems", kickoff, ledger, lookback_days=30)
+    rows = read_new_files(new_files)
 
-A dated prefix holds a folder a day, `2026-11-20/` or `dt=2026-11-20/`, with `.parquet` and `.jsonl`
-files of any depth below. A file belongs to the window of a kick-off when its day is not after the
-kick-off's, it was last written at or before it, and its content was not taken before. So the
-same kick-off finds the same files whenever it runs, and files that arrive late in a past day's
-folder are taken once, by the next window.
+A prefix has one folder per day, `2026-11-20/` or `dt=2026-11-20/`, with `.parquet` and `.jsonl`
+files at any depth below. A file is new at a kick-off if its day is not after the kick-off's, it was
+last written at or before it, and its content was not ingested before. So the same kick-off finds
+the same files whenever it runs, and a file that is added late to a past day's folder is ingested
+once, by the next kick-off.
 
 `engine.data.contract` checks the rows; `tasks.retraining_trigger` keeps the ledger.
 """
@@ -31,8 +31,8 @@ _DAY = re.compile(r"(?:[A-Za-z_]\w*=)?(\d{4}-\d{2}-\d{2})")
 _UNFINISHED = (".", "_")  # first letters of files that are still being written
 
 
-class Arrival(BaseModel):
-    """A file as it was taken."""
+class DataFile(BaseModel):
+    """A data file at the time of its ingestion."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -43,13 +43,13 @@ class Arrival(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """What is new at a kick-off."""
+class NewFiles:
+    """The data files that are new at a kick-off."""
 
     prefix: str  # e.g. "s3://bucket/problems"
-    new: tuple[Arrival, ...] = ()  # by path
-    late: int = 0  # those of them whose day was over when files of a later day were taken
-    known: int = 0  # files of the window that were taken before, by name or by content
+    files: tuple[DataFile, ...] = ()  # by path
+    late: int = 0  # those of them whose day is before that of a file that was already ingested
+    known: int = 0  # files in the lookback that were ingested before, under this name or another
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class _Listed:
     written: datetime
 
 
-def open_window(
-    prefix: str, kickoff: datetime, taken: Sequence[Arrival], lookback_days: int
-) -> Window:
+def find_new_files(
+    prefix: str, kickoff: datetime, ledger: Sequence[DataFile], lookback_days: int
+) -> NewFiles:
     """Find the files that are new at `kickoff` (UTC where it has no zone).
 
-    taken: the ledger, all files that were taken before. A file that was written again with other
-    content is new; the same content under another name is not.
+    ledger: all files that were ingested before. A file that was rewritten with other content is
+    new; the same content under another name is not.
 
     Raises DataError when the prefix can't be listed or a file can't be read, StorageError when the
     store doesn't answer, ConfigError for an empty prefix.
@@ -75,34 +75,34 @@ def open_window(
     if not prefix:
         raise ConfigError("retrain.path is empty; give the folder or s3:// prefix of new data")
     kickoff = kickoff if kickoff.tzinfo else kickoff.replace(tzinfo=UTC)
-    by_path = {arrival.path: arrival for arrival in taken}
-    contents = {arrival.sha256 for arrival in taken}
+    by_path = {file.path: file for file in ledger}
+    contents = {file.sha256 for file in ledger}
     newest = max((day for path in by_path if (day := _day_of(path))), default=date.min)
     known, late, new = 0, 0, []
     for file in _listed(prefix):
         if file.written > kickoff or not _within(file.day, kickoff, lookback_days):
             continue
-        arrival = _arrival(file, by_path.get(file.path))
-        if arrival.sha256 in contents:
+        data_file = _hashed(file, by_path.get(file.path))
+        if data_file.sha256 in contents:
             known += 1
             continue
-        contents.add(arrival.sha256)
-        new.append(arrival)
+        contents.add(data_file.sha256)
+        new.append(data_file)
         late += file.day < newest
-    return Window(prefix.rstrip("/"), tuple(new), late, known)
+    return NewFiles(prefix.rstrip("/"), tuple(new), late, known)
 
 
-def read_window(window: Window) -> list[dict[str, Any]]:
+def read_new_files(new_files: NewFiles) -> list[dict[str, Any]]:
     """Read the rows of all new files, in the order of their paths.
 
-    Raises DataError when a file is unreadable, or is no longer what the window saw, StorageError
+    Raises DataError when a file is unreadable, or has changed since it was found, StorageError
     when the store doesn't answer.
     """
     rows: list[dict[str, Any]] = []
-    for arrival in window.new:
-        uri = f"{window.prefix}/{arrival.path}"
+    for file in new_files.files:
+        uri = f"{new_files.prefix}/{file.path}"
         data = read_bytes(uri)
-        if hashlib.sha256(data).hexdigest() != arrival.sha256:
+        if hashlib.sha256(data).hexdigest() != file.sha256:
             raise DataError(
                 f"{uri} was written again while this run ingested it; start the run again"
             )
@@ -110,13 +110,13 @@ def read_window(window: Window) -> list[dict[str, Any]]:
     return rows
 
 
-def _arrival(file: _Listed, before: Arrival | None) -> Arrival:
-    """Hash a file, unless it stands as it was taken."""
+def _hashed(file: _Listed, before: DataFile | None) -> DataFile:
+    """Hash a file, unless its size and time are those of the ledger."""
     written = file.written.astimezone(UTC).isoformat()
     if before is not None and (before.size, before.written) == (file.size, written):
         return before
     digest = hashlib.sha256(read_bytes(file.uri)).hexdigest()
-    return Arrival(path=file.path, sha256=digest, size=file.size, written=written)
+    return DataFile(path=file.path, sha256=digest, size=file.size, written=written)
 
 
 def _within(day: date, kickoff: datetime, lookback_days: int) -> bool:
@@ -141,7 +141,7 @@ def _listed(prefix: str) -> Iterator[_Listed]:
 
 
 def _day_of(path: str) -> date | None:
-    """The day that a path's first folder names; None for what is not in a dated folder."""
+    """The day in the name of a path's first folder; None outside dated folders."""
     folder, separator, _ = path.partition("/")
     match = _DAY.fullmatch(folder)
     if not separator or match is None:
@@ -160,5 +160,5 @@ def _written(entry: Entry) -> datetime:
     if isinstance(when, int | float):
         return datetime.fromtimestamp(when, UTC)
     raise DataError(
-        f"{entry.get('name')}: the store does not tell when it was written; use a folder or s3://"
+        f"{entry.get('name')}: the store has no time of its last write; use a folder or s3://"
     )

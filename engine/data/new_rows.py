@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from engine.data.columns import RULE, truth_of
-from engine.data.incremental_data import Window, read_window
+from engine.data.incremental_data import NewFiles, read_new_files
 from engine.data.rows import normalise, prompt_text
 from engine.errors import DataError
 
@@ -33,20 +33,20 @@ class NewRows:
         return self.total - len(self.rows)
 
 
-def find_new_rows(dataset: Path, window: Window) -> NewRows:
-    """Read the files of `window` and keep the rows that are new to the dataset folder `dataset`.
+def find_new_rows(dataset: Path, new_files: NewFiles) -> NewRows:
+    """Read the files of `new_files` and keep the rows that are new to the dataset folder `dataset`.
 
-    Raises DataError where a row has no prompt, and as `incremental_data.read_window` does.
+    Raises DataError where a row has no prompt, and as `incremental_data.read_new_files` does.
     """
-    arrived = pd.DataFrame(read_window(window))
+    arrived = pd.DataFrame(read_new_files(new_files))
     if arrived.empty:
         return NewRows(arrived, 0)
     try:
         keys = prompt_keys(arrived)
     except (KeyError, TypeError) as error:
         raise DataError(
-            f"a row of the new data in {window.prefix} has no prompt that can be read ({error!r}); "
-            "its columns must be those of RL data"
+            f"a row of the new data in {new_files.prefix} has no prompt that can be read "
+            f"({error!r}); its columns must be those of RL data"
         ) from None
     seen = {key for name in HELD_OUT for key in prompt_keys(_read_split(dataset, name))}
     train = _read_split(dataset, "train")

@@ -1,7 +1,7 @@
 """Templates of the arithmetic word problems: data only, no random draws.
 
-A scene starts with a number, continues with clauses that add, subtract or multiply, and ends with
-a question. Each scene belongs to one corpus, whose mix of answer styles `arithmetic` defines.
+A story starts with a number, continues with clauses that add, subtract or multiply, and ends with
+a question. Each template belongs to one corpus, whose mix of answer styles `arithmetic` defines.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """One kind of story; `{name}`, `{thing}`, `{n}` and `{m}` are filled in by the generator."""
+class StoryTemplate:
+    """A kind of story; the generator fills in `{name}`, `{thing}`, `{n}` and `{m}`."""
 
     name: str  # the problem's kind, e.g. "shop"
     corpus: str  # the corpus that it belongs to, e.g. "workbook"
@@ -38,8 +38,8 @@ PEOPLE: tuple[tuple[str, str], ...] = (
     ("Amy", "She"),
 )
 
-SCENES: tuple[Scene, ...] = (
-    Scene(
+STORY_TEMPLATES: tuple[StoryTemplate, ...] = (
+    StoryTemplate(
         "pocket",
         "workbook",
         ("apples", "nuts", "plums"),
@@ -48,7 +48,7 @@ SCENES: tuple[Scene, ...] = (
         losses=("eats {n}", "loses {n}"),
         product="{name} has {n} bags of {m} {thing}.",
     ),
-    Scene(
+    StoryTemplate(
         "shop",
         "workbook",
         ("pens", "books", "cups"),
@@ -58,7 +58,7 @@ SCENES: tuple[Scene, ...] = (
         product="A shop has {n} boxes of {m} {thing}.",
         subject="It",
     ),
-    Scene(
+    StoryTemplate(
         "colours",
         "workbook",
         ("cars", "balls", "cups"),
@@ -66,7 +66,7 @@ SCENES: tuple[Scene, ...] = (
         gains=("gets {n} blue", "buys {n} old", "finds {n} new"),
         question="How many {thing} in all?",
     ),
-    Scene(
+    StoryTemplate(
         "pages",
         "workbook",
         ("pages",),
@@ -76,7 +76,7 @@ SCENES: tuple[Scene, ...] = (
         question="How many {thing} are left?",
         subject="{name}",
     ),
-    Scene(
+    StoryTemplate(
         "bus",
         "workbook",
         ("people", "kids"),
@@ -86,7 +86,7 @@ SCENES: tuple[Scene, ...] = (
         product="A bus has {n} rows of {m} {thing}.",
         subject="It",
     ),
-    Scene(
+    StoryTemplate(
         "savings",
         "forum",
         ("dollars",),
@@ -95,7 +95,7 @@ SCENES: tuple[Scene, ...] = (
         losses=("pays {n}", "loses {n}"),
         growth=(("doubles it", 2), ("triples it", 3)),
     ),
-    Scene(
+    StoryTemplate(
         "farm",
         "forum",
         ("cows", "hens", "pigs"),
@@ -105,7 +105,7 @@ SCENES: tuple[Scene, ...] = (
         product="A farm has {n} pens of {m} {thing}.",
         subject="It",
     ),
-    Scene(
+    StoryTemplate(
         "game",
         "forum",
         ("points",),
@@ -114,7 +114,7 @@ SCENES: tuple[Scene, ...] = (
         losses=("loses {n}", "pays {n}"),
         growth=(("doubles them", 2),),
     ),
-    Scene(
+    StoryTemplate(
         "goal",
         "forum",
         ("dollars", "points"),
@@ -122,7 +122,7 @@ SCENES: tuple[Scene, ...] = (
         losses=("earns {n}", "gets {n}", "finds {n}"),
         question="How many more?",
     ),
-    Scene(
+    StoryTemplate(
         "baker",
         "forum",
         ("cakes", "pies", "rolls"),
@@ -131,7 +131,7 @@ SCENES: tuple[Scene, ...] = (
         losses=("sells {n}", "eats {n}", "burns {n}"),
         product="{name} makes {n} trays of {m} {thing}.",
     ),
-    Scene(
+    StoryTemplate(
         "garden",
         "answer_key",
         ("roses", "trees", "beans"),
@@ -140,7 +140,7 @@ SCENES: tuple[Scene, ...] = (
         losses=("cuts {n}", "sells {n}"),
         product="{name} plants {n} rows of {m} {thing}.",
     ),
-    Scene(
+    StoryTemplate(
         "library",
         "answer_key",
         ("books", "maps"),
@@ -150,7 +150,7 @@ SCENES: tuple[Scene, ...] = (
         product="A library has {n} rows of {m} {thing}.",
         subject="It",
     ),
-    Scene(
+    StoryTemplate(
         "walk",
         "answer_key",
         ("miles",),
@@ -158,7 +158,7 @@ SCENES: tuple[Scene, ...] = (
         gains=("runs {n}", "rides {n}", "swims {n}"),
         question="How many {thing} in all?",
     ),
-    Scene(
+    StoryTemplate(
         "trip",
         "answer_key",
         ("miles",),
@@ -167,7 +167,7 @@ SCENES: tuple[Scene, ...] = (
         question="How many {thing} are left?",
         subject="{name}",
     ),
-    Scene(
+    StoryTemplate(
         "cards",
         "answer_key",
         ("cards", "stamps"),

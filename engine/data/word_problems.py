@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.data.rows import normalise
-from engine.data.story_templates import PEOPLE, SCENES, Scene
+from engine.data.story_templates import PEOPLE, STORY_TEMPLATES, StoryTemplate
 from engine.errors import DataError
 
 
@@ -52,7 +52,7 @@ class Step:
 class Problem:
     """A question and the one chain of steps that solves it."""
 
-    scene: Scene
+    template: StoryTemplate
     question: str
     steps: tuple[Step, ...]
 
@@ -65,43 +65,43 @@ class Problem:
         """Kind, operators and numbers: problems that differ in words alone have the same key."""
         operators = "".join(step.operator for step in self.steps)
         numbers = (self.steps[0].left, *(step.right for step in self.steps))
-        return self.scene.name, operators, numbers
+        return self.template.name, operators, numbers
 
 
 def draw_problem(rng: random.Random, level: Level) -> Problem | None:
     """Draw one problem, or None where the numbers drawn leave no next step within the level."""
-    scene = rng.choice(SCENES)
+    template = rng.choice(STORY_TEMPLATES)
     name, pronoun = rng.choice(PEOPLE)
-    thing = rng.choice(scene.things)
+    thing = rng.choice(template.things)
     may_multiply = rng.random() < level.product_share
     steps: list[Step] = []
-    if scene.product and may_multiply:
+    if template.product and may_multiply:
         n, m = rng.randint(2, 9), rng.randint(2, 9)
         steps.append(Step(n, "*", m))
-        opening, value = scene.product.format(name=name, thing=thing, n=n, m=m), n * m
+        opening, value = template.product.format(name=name, thing=thing, n=n, m=m), n * m
         if value > level.largest:
             return None
     else:
         value = rng.randint(2, level.largest)
-        opening = scene.opening.format(name=name, thing=thing, n=value)
+        opening = template.opening.format(name=name, thing=thing, n=value)
     clauses: list[str] = []
     while len(steps) < level.steps:
-        drawn = _draw_clause(rng, scene, level, value, may_multiply, clauses)
+        drawn = _draw_clause(rng, template, level, value, may_multiply, clauses)
         if drawn is None:
             return None
         step, clause = drawn
         steps.append(step)
         clauses.append(clause)
         value = step.result
-    subject = scene.subject.format(name=name, pronoun=pronoun)
-    question = scene.question.format(thing=thing)
+    subject = template.subject.format(name=name, pronoun=pronoun)
+    question = template.question.format(thing=thing)
     middle = f" {subject} {_join(clauses)}." if clauses else ""
-    return Problem(scene, f"{opening}{middle} {question}", tuple(steps))
+    return Problem(template, f"{opening}{middle} {question}", tuple(steps))
 
 
 def _draw_clause(
     rng: random.Random,
-    scene: Scene,
+    template: StoryTemplate,
     level: Level,
     value: int,
     may_multiply: bool,
@@ -110,18 +110,18 @@ def _draw_clause(
     """Draw a step from `value` that stays within 1..largest, and the clause that tells it."""
     choices: list[tuple[str, str]] = []
     if value + 2 <= level.largest:
-        choices += [("+", clause) for clause in scene.gains]
+        choices += [("+", clause) for clause in template.gains]
     if value > 2:
-        choices += [("-", clause) for clause in scene.losses]
+        choices += [("-", clause) for clause in template.losses]
     if may_multiply:
-        choices += [("*", c) for c, factor in scene.growth if value * factor <= level.largest]
+        choices += [("*", c) for c, factor in template.growth if value * factor <= level.largest]
     verbs = {clause.split()[0] for clause in used}
     choices = [(op, c) for op, c in choices if c.split()[0] not in verbs] or choices
     if not choices:
         return None
     operator, clause = rng.choice(choices)
     if operator == "*":
-        return Step(value, "*", dict(scene.growth)[clause]), clause
+        return Step(value, "*", dict(template.growth)[clause]), clause
     most = level.largest - value if operator == "+" else value - 1
     number = rng.randint(2, most)
     return Step(value, operator, number), clause.format(n=number)

@@ -37,8 +37,8 @@ def evaluate_model(
 ) -> pd.DataFrame:
     """Decode every problem of `frame` (RL rows) once greedily and `config.samples` times sampled.
 
-    Returns the table of `engine.evaluation.rows`. `on_progress(n)` is told how many completions
-    of the two passes together are finished; there are `len(frame) * (1 + config.samples)` in all.
+    Returns the table of `engine.evaluation.rows`. `on_progress(n)` is called with the number of
+    finished completions of both passes; there are `len(frame) * (1 + config.samples)` in all.
     Raises DataError for a frame without rows.
     """
     if frame.empty:

@@ -105,7 +105,7 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
         ) from error
     model, report = loaded
     missing = sorted(report["missing_keys"])
-    if missing:  # transformers would fill them with random numbers and go on
+    if missing:  # transformers would fill them with random numbers and continue
         raise ModelError(
             f"model.path={str(path)!r} lacks {len(missing)} of the model's weights, first "
             f"{missing[0]!r}; give the folder of a whole causal language model"

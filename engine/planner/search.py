@@ -114,7 +114,7 @@ def _options(
 ) -> Iterator[PricedCandidate]:
     """What can be kept, recomputed or put away under a layout, whether it fits or not.
 
-    Larger micro-batches are never dearer without a pipeline, and nothing is cheaper than to keep
+    Larger micro-batches never cost more without a pipeline, and nothing is cheaper than to keep
     all; what follows one that fits is left out then.
     """
     recomputes = (True,) if fixed.activation_checkpointing else (False, True)

@@ -11,7 +11,7 @@ from engine.errors import RewardError
 from engine.rewards.registry import register_reward
 
 _NUMBER = r"[-+]?\$?[-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
-# What follows must not go on with the number: "1e5", "1/2" and "1.2.3" are not answers we can read.
+# What follows must not continue the number: "1e5", "1/2" and "1.2.3" are not answers we can read.
 _AFTER_MARK = re.compile(rf"[ \t]*({_NUMBER})(?![./:]?[0-9A-Za-z])")
 _LAST_LINE = re.compile(rf"####[ \t]*{_NUMBER}[ \t]*")
 _LONGEST = 64  # characters; no answer needs more, and a longer one must not cost time

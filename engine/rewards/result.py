@@ -1,4 +1,4 @@
-"""What a reward function returned, held to its contract: one finite float a completion.
+"""Checks what a reward function returned: one finite float per completion.
 
 Nothing is broadcast, cut or filled up. A result of the wrong form is wrong as a whole; a wrong
 value in a well-formed result is wrong for its completion alone.

@@ -24,7 +24,7 @@ from engine.parallel.process_groups import Ranks
 from engine.rollout.protocol import RolloutEngine, check_version, create_engine
 from engine.runtime.rollout_weights import RolloutWeights, SharedWeights
 from engine.runtime.sharded_model import ShardedModel
-from engine.weight_transfer.endpoints import WeightReceiver, WeightSender
+from engine.weight_transfer.weight_sync import WeightReceiver, WeightSender
 
 
 @runtime_checkable

@@ -207,8 +207,8 @@ class Registry(Connection):
 def require_tagged_content(folder: Path, version: ModelVersion) -> None:
     """Re-hash the files of a version; LineageError unless they are what its tags name.
 
-    A version that was registered elsewhere has no such tags: it is held to its own manifest, if
-    there is one.
+    A version that was registered elsewhere has no such tags: it is checked against its own
+    manifest, if there is one.
     """
     what = f"MLflow's copy of {version.name} version {version.version}"
     way_out = "restore its files, or choose another version"

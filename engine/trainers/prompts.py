@@ -62,7 +62,7 @@ class PromptStream:
             "loader": self.loader.state_dict() if self._batch is None else self._loader_state,
             "given": self._handed_out if self._batch is not None else 0,
             "again": [_row(prompt) for prompt, _ in drawn],
-            "begun": [begun.tree() if begun is not None else None for _, [begun] in drawn],
+            "begun": [partial.tree() if partial is not None else None for _, [partial] in drawn],
         }
 
     def load_state_dict(self, state: StateDict) -> None:

@@ -255,8 +255,8 @@ class RLTrainer:
             if not notice.received:
                 raise
             raise PreemptedError(
-                f"pre-empted in step {self.step + 1}, whose workers are gone; the run goes on from "
-                "its last checkpoint"
+                f"pre-empted in step {self.step + 1}, whose workers are gone; the run continues "
+                "from its last checkpoint"
             ) from error
 
     def _open_checkpoints(

@@ -84,7 +84,7 @@ class SFTTrainer:
         """Train for the configured epochs or steps; return the last step's metrics.
 
         With `checkpoint_dir` (a folder or s3://…) a checkpoint is written every `save_freq` steps,
-        at the end and on a pre-emption notice (SIGTERM), and training goes on from the newest one
+        at the end and on a pre-emption notice (SIGTERM), and training continues from the newest one
         there, or else from the newest one in `resume_from`. Raises DataError when there is nothing
         to train on, EngineError when training diverges, CheckpointError for a checkpoint of other
         settings or another `start`, PreemptedError after a notice.
@@ -230,7 +230,7 @@ class _Run:
         try:
             self.saver.save(step, plain | self.train_state.state_dict())
         except CheckpointError as error:
-            log.warning("no checkpoint at step %d: %s; training goes on", step, error)
+            log.warning("no checkpoint at step %d: %s; training continues", step, error)
 
     def _load(self, checkpoint: Checkpoint) -> dict[str, float]:
         state = checkpoint.state

@@ -46,10 +46,10 @@ def raise_preempted(saver: Saver | None, step: int) -> NoReturn:
         )
     _is_durable(saver)
     raise PreemptedError(
-        f"pre-empted after step {step}; the run goes on from {saver.last.folder}"
+        f"pre-empted after step {step}; the run continues from {saver.last.folder}"
         if saver.last is not None
-        else f"pre-empted after step {step}, which was not saved; the run goes on from the newest "
-        f"checkpoint in {saver.store.root}, or from the beginning where there is none"
+        else f"pre-empted after step {step}, which was not saved; the run continues from the "
+        f"newest checkpoint in {saver.store.root}, or from the beginning where there is none"
     )
 
 

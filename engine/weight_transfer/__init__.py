@@ -1,1 +1,1 @@
-"""A policy's weights on their way to processes with copies of it: whole, or what changed."""
+"""Transfer of a policy's weights to processes with a copy of it: in full, or as a delta."""

@@ -1,1 +1,1 @@
-"""What each role does on its ranks. Which processes they live in is the controller's matter."""
+"""What each role does on its ranks; the controller decides in which processes."""

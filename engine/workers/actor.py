@@ -32,7 +32,7 @@ from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.sharded_model import init_mesh
 from engine.runtime.sharded_train_state import ShardedTrainState, weights_fingerprint
 from engine.runtime.token_outputs import LogProbReader, Outputs, ReferenceLogits
-from engine.weight_transfer.endpoints import WeightSender
+from engine.weight_transfer.weight_sync import WeightSender
 from engine.workers.algorithm_options import policy_loss_options, preference_options
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.stateful import TrainingWorker

@@ -1,6 +1,6 @@
-"""Groups of completions that come out of a stream one by one, as batches.
+"""Collects a stream's completions into groups, and returns finished groups as batches.
 
-The stream decodes (`engine.rollout.stream`); here are prompts, groups and the layout of rows.
+`engine.rollout.stream` decodes; this module has the prompts, the groups and the layout of rows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from engine.rollout.stream import PartialCompletion, PartialRequest, StreamedCom
 
 
 class GroupStream:
-    """Decodes prompts, `params.n` completions each, and hands over whole groups.
+    """Decodes `params.n` completions of each prompt, and returns finished groups.
 
-    A prompt's key is its `group_ids`; a key may be used again once its group is out.
+    A prompt's key is its `group_ids`; a key may be reused once its group was returned.
     """
 
     def __init__(
@@ -41,87 +41,87 @@ class GroupStream:
             longest_prompt=max_model_len - params.max_new_tokens,
         )
         self._prompts: dict[int, Batch] = {}
-        self._ended: dict[int, list[StreamedCompletion]] = {}
-        self._whole: list[int] = []  # groups that were whole when they came
+        self._finished: dict[int, list[StreamedCompletion]] = {}
+        self._complete: list[int] = []  # restored groups with all completions finished
 
     @property
     def busy(self) -> int:
-        """Completions that are decoded, wait for a slot, or wait to be handed over."""
-        return self._stream.in_flight + self._stream.waiting + len(self._whole)
+        """Completions that are being decoded, wait for a slot, or wait to be returned."""
+        return self._stream.in_flight + self._stream.waiting + len(self._complete)
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next tokens are drawn with."""
+        """Version of the weights that sample the next tokens."""
         return self._stream.policy_version
 
     def submit(self, prompts: Batch) -> None:
-        """Take on prompts, one row a group; what was begun of them (`PARTIAL_GROUP`) goes on.
+        """Add prompts, one row per group; their partial groups (`PARTIAL_GROUP`) are continued.
 
         Raises RolloutError for completions of another prompt or another `n`.
         """
-        prompts, begun = take_partial_groups(prompts)
+        prompts, partial_groups = take_partial_groups(prompts)
         for row, key in enumerate(prompts["group_ids"].tolist()):
-            ids, before = prompts.columns["prompt_ids"][row], begun[row]
-            rest = None
-            if before is not None:
-                rest = self._take_up(key, list(ids), before)
+            ids, partial = prompts.columns["prompt_ids"][row], partial_groups[row]
+            request = None
+            if partial is not None:
+                request = self._restore(key, list(ids), partial)
             self._prompts[key] = prompts.rows([row])
-            if rest is None or rest.completions:
-                self._stream.submit(key, ids, rest)
+            if request is None or request.completions:
+                self._stream.submit(key, ids, request)
             else:
-                self._whole.append(key)
+                self._complete.append(key)
 
-    def begun(self) -> dict[int, PartialGroup]:
-        """Copies of all that isn't whole, by key; decoding goes on."""
+    def partial_groups(self) -> dict[int, PartialGroup]:
+        """Copies of all unfinished groups, by key; decoding continues."""
         parts: dict[int, list[tuple[PartialCompletion, str]]] = {key: [] for key in self._prompts}
         for partial in self._stream.partials():
             assert isinstance(partial.key, int)
             parts[partial.key] += [(part, "") for part in partial.completions]
-        for key, items in self._ended.items():
+        for key, items in self._finished.items():
             parts[key] += [(_part(item), item.completion.finish_reason) for item in items]
         found = {}
         for key, pairs in parts.items():
             pairs.sort(key=lambda pair: pair[0].completion_index)
-            if len(pairs) == self._n:  # else some ended in a step that failed, and come yet
+            if len(pairs) == self._n:  # else a failed step still has finished ones to return
                 found[key] = PartialGroup(
                     tuple(p for p, _ in pairs), tuple(end for _, end in pairs)
                 )
         return found
 
     def step(self) -> list[Batch]:
-        """Decode one token a completion; return the groups that are whole now."""
-        whole = [self._batch(key) for key in self._whole]
-        self._whole.clear()
+        """Decode one token per completion; return the groups that are finished now."""
+        groups = [self._batch(key) for key in self._complete]
+        self._complete.clear()
         for item in self._stream.step():
             assert isinstance(item.key, int)
-            group = self._ended.setdefault(item.key, [])
+            group = self._finished.setdefault(item.key, [])
             group.append(item)
             if len(group) == self._n:
-                whole.append(self._batch(item.key))
-        return whole
+                groups.append(self._batch(item.key))
+        return groups
 
     def update_weights(self, version: int) -> None:
-        """Go on with the policy's weights, which have changed in place."""
+        """Continue with the policy's weights, which have changed in place."""
         self._stream.update_weights(None, version)
 
     def close(self) -> None:
         """Stop decoding."""
         self._stream.close()
 
-    def _take_up(self, key: int, prompt_ids: list[int], begun: PartialGroup) -> PartialRequest:
-        """Put what has ended to its group; return what is to go on."""
-        if len(begun.completions) != self._n:
+    def _restore(self, key: int, prompt_ids: list[int], partial: PartialGroup) -> PartialRequest:
+        """Add finished completions to their group; return the request for the unfinished ones."""
+        if len(partial.completions) != self._n:
             raise RolloutError(
-                f"group {key} was begun with {len(begun.completions)} completions and rollout.n is "
-                f"{self._n}; resume with the n that was saved"
+                f"group {key} was saved with {len(partial.completions)} completions and "
+                f"rollout.n is {self._n}; resume with the n that was saved"
             )
-        pairs = list(zip(begun.completions, begun.finish_reasons, strict=True))
-        self._ended[key] = [_streamed(key, part, end) for part, end in pairs if end]
+        pairs = list(zip(partial.completions, partial.finish_reasons, strict=True))
+        self._finished[key] = [_streamed(key, part, end) for part, end in pairs if end]
         return PartialRequest(key, prompt_ids, [part for part, end in pairs if not end])
 
     def _batch(self, key: int) -> Batch:
         """A finished group in the layout of `engine.batch`, with the versions of its tokens."""
-        items = sorted(self._ended.pop(key), key=lambda item: item.completion_index)
+        items = sorted(self._finished.pop(key), key=lambda item: item.completion_index)
         done = [item.completion for item in items]
         versions = [c.token_versions or [c.policy_version] * len(c.token_ids) for c in done]
         fields: dict[str, Any] = {

@@ -13,7 +13,7 @@ from engine.checkpoint.background import Background
 from engine.checkpoint.format import rank_file_prefix, write_state
 from engine.checkpoint.rank_state import RankState, read_role_states, state_of_rank
 from engine.checkpoint.rng import process_rng, set_process_rng
-from engine.checkpoint.state_dict import Snapshot, StateDict
+from engine.checkpoint.state_dict import CpuStager, StateDict
 from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.runtime.sharded_train_state import ShardedTrainState
 from engine.storage.folder import Folder
@@ -33,7 +33,7 @@ class StatefulWorker(Worker, ABC):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._snapshot = Snapshot()
+        self._stager = CpuStager()
         what = f"{context.role} rank {context.rank}: writing its state"
         self._writing = Background(what, WRITE_TIMEOUT_S)
 
@@ -53,7 +53,7 @@ class StatefulWorker(Worker, ABC):
         """
         begin = time.perf_counter()
         self._writing.wait()
-        values, groups = self._snapshot.take(self.state_dict() | {"process_rng": process_rng()})
+        values, groups = self._stager.stage(self.state_dict() | {"process_rng": process_rng()})
         stem = self._stem()
 
         def write() -> None:

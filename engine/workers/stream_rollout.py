@@ -24,7 +24,7 @@ class PollResult:
     groups: tuple[Batch, ...]  # finished groups, each `rollout.n` rows
     busy: int  # completions that are decoded or wait for a slot, e.g. 61
     version: int  # of the weights that it decodes with now
-    begun: dict[int, PartialGroup] | None = None  # what isn't whole, by key, where it was asked for
+    partial_groups: dict[int, PartialGroup] | None = None  # unfinished ones by key, on request
 
 
 class StreamRolloutWorker(RolloutWorker):
@@ -58,8 +58,8 @@ class StreamRolloutWorker(RolloutWorker):
         deadline = time.monotonic() + seconds
         while self.stream.busy and time.monotonic() < deadline:
             done += self.stream.step()
-        begun = self.stream.begun() if report else None
-        return PollResult(tuple(done), self.stream.busy, self.stream.version, begun)
+        partial_groups = self.stream.partial_groups() if report else None
+        return PollResult(tuple(done), self.stream.busy, self.stream.version, partial_groups)
 
     def close(self) -> None:
         self.stream.close()

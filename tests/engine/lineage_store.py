@@ -62,7 +62,7 @@ def make_run(folder: Path, text: str = "better") -> Run:
 def make_nights(folder: Path, nights: int) -> Path:
     """Publish nightly runs, each from the champion of the one before; return the last model.
 
-    Four artifacts a night: 1 + 4 · nights nodes, with the source.
+    Four artifacts per retraining: 1 + 4 · nights nodes, with the source.
     """
     raw = folder / "raw.jsonl"
     raw.write_text("{}\n")

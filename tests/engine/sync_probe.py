@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from engine.batch import Batch
-from engine.weight_transfer.endpoints import WeightSender
+from engine.weight_transfer.weight_sync import WeightSender
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.rollout import RolloutWorker
 from engine.workers.stream_rollout import StreamRolloutWorker

@@ -134,7 +134,7 @@ def test_the_hybrid_actor_is_above_its_parts_and_below_the_controller() -> None:
         assert breaches(f"engine/{part}", "engine.runtime.hybrid_actor") == []
 
 
-# What each of these knows of the rest; its command line, which puts things together, aside.
+# What each of these may import of the rest; its command line (`__main__`) is exempt.
 ABOVE = {
     "checkpoint": ("errors", "storage"),
     "planner": ("errors", "parallel", "controller.placement", "controller.launch"),

@@ -143,7 +143,7 @@ def test_the_same_command_again_goes_on_where_it_ended(
     capsys.readouterr()
     assert main([*parts, "trainer.total_training_steps=4"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"goes on from .*checkpoints/step_2, step 2", out)
+    assert re.search(r"continues from .*checkpoints/step_2, step 2", out)
     assert re.findall(r"^rl +(\d)/4", out, re.M) == ["3", "4"]
     lines = (place / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]

@@ -13,7 +13,7 @@ import pytest
 
 from engine.config import DataConfig, RetrainConfig
 from engine.data.contract import RL_PROMPTS, check
-from engine.data.incremental_data import Window, open_window
+from engine.data.incremental_data import NewFiles, find_new_files
 from engine.data.new_rows import find_new_rows
 from engine.data.sources import load_splits
 from engine.errors import DataError
@@ -59,20 +59,20 @@ def asked(former: Path, split: str) -> list[tuple[str, str]]:
     return [(prompt[0]["content"], rule["ground_truth"]) for prompt, rule in pairs]
 
 
-def arrive(folder: Path, *files: list[Row]) -> Window:
+def arrive(folder: Path, *files: list[Row]) -> NewFiles:
     """Write a file for each list of rows; return what is new."""
     day = folder / "arrivals" / "2099-12-31"
     day.mkdir(parents=True)
     for number, rows in enumerate(files):
         text = "".join(json.dumps(one) + "\n" for one in rows)
         (day / f"{number}.jsonl").write_text(text)
-    return open_window(str(day.parent), KICKOFF, [], 30)
+    return find_new_files(str(day.parent), KICKOFF, [], 30)
 
 
-def ingest(former: Path, window: Window, config: RetrainConfig = CONFIG) -> pd.DataFrame:
+def ingest(former: Path, new_files: NewFiles, config: RetrainConfig = CONFIG) -> pd.DataFrame:
     """Mix, check and store the next dataset, as the task does; return `train` as it is read."""
     new_data = NewData(
-        prefix=window.prefix, files=list(window.new), dataset=str(former), dataset_digest=""
+        prefix=new_files.prefix, files=list(new_files.files), dataset=str(former), dataset_digest=""
     )
     splits = with_new_rows(former, new_data, config, 0)
     check_contract(splits)
@@ -154,21 +154,21 @@ def champion() -> ModelVersion:
     return ModelVersion("policy", "3", "run", "models/3", {}, ())
 
 
-def reason(former: Path, window: Window) -> str:
-    return skip_reason(window, find_new_rows(former, window), CONFIG, champion())
+def reason(former: Path, new_files: NewFiles) -> str:
+    return skip_reason(new_files, find_new_rows(former, new_files), CONFIG, champion())
 
 
 def test_what_is_held_out_or_trained_on_already_is_not_new(former: Path, tmp_path: Path) -> None:
     known = [row(question.upper(), truth) for question, truth in asked(former, "train")]
     held_out = [row(question) for question, _ in asked(former, "test")]
-    window = arrive(tmp_path, held_out, known)
-    found = find_new_rows(former, window)
+    new_files = arrive(tmp_path, held_out, known)
+    found = find_new_rows(former, new_files)
     assert (len(found.rows), found.dropped) == (0, 28)
-    said = reason(former, window)
+    said = reason(former, new_files)
     assert said.startswith("0 new problems since version 3 became champion (28 more are repeated,")
     assert said.endswith("fewer than retrain.minimum_rows=8")
     with pytest.raises(DataError, match=r"none of the 28 new problems of .* is left to train on"):
-        ingest(former, window)
+        ingest(former, new_files)
 
 
 def test_the_count_is_what_the_dataset_keeps(former: Path, tmp_path: Path) -> None:
@@ -176,11 +176,11 @@ def test_the_count_is_what_the_dataset_keeps(former: Path, tmp_path: Path) -> No
     question, truth = asked(former, "train")[0]
     corrected = row(question, f"{truth}0")
     new = [row(q) for q in QUESTIONS[:6]]
-    window = arrive(tmp_path / "few", new + held_out, [*new, corrected])
-    assert "7 new problems since version 3 became champion (10 more" in reason(former, window)
-    window = arrive(tmp_path / "enough", [*new, row(QUESTIONS[6]), corrected])
-    assert reason(former, window) == ""
-    train = ingest(former, window, RetrainConfig(replay=0.4))
+    new_files = arrive(tmp_path / "few", new + held_out, [*new, corrected])
+    assert "7 new problems since version 3 became champion (10 more" in reason(former, new_files)
+    new_files = arrive(tmp_path / "enough", [*new, row(QUESTIONS[6]), corrected])
+    assert reason(former, new_files) == ""
+    train = ingest(former, new_files, RetrainConfig(replay=0.4))
     assert len(train) == 8 + 5
     truths = [rule["ground_truth"] for prompt, rule in zip(train["prompt"], train["reward_model"],
               strict=True) if prompt[0]["content"] == question]  # fmt: skip

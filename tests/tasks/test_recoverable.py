@@ -13,7 +13,7 @@ from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 from s3_server import environment, s3_bucket
 
 from engine.config import DataConfig
-from engine.data.incremental_data import open_window
+from engine.data.incremental_data import find_new_files
 from engine.data.sources import load_splits
 from engine.lineage.origin import write_origin
 from engine.storage.artifacts import local_path
@@ -23,7 +23,7 @@ from tasks.context import StageError, on_cluster, user_facing_errors
 
 KICKOFF = datetime(2026, 11, 20, 2, tzinfo=UTC)
 STEPS: dict[str, Callable[[], object]] = {
-    "retraining trigger": lambda: open_window("s3://bucket/arrivals", KICKOFF, [], 30),
+    "retraining trigger": lambda: find_new_files("s3://bucket/arrivals", KICKOFF, [], 30),
     "preprocess": lambda: load_splits(DataConfig(source="gsm8k", path="s3://bucket/gsm8k"), 0),
     "checkpoints": lambda: write_origin("s3://bucket/run", Draft(kind="rl")),
     "lineage": lambda: hash_files("s3://bucket/artifacts/rl/0123456789abcdef"),

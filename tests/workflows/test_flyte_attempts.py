@@ -1,7 +1,7 @@
 """Attempts at a task as a Flyte pod makes them: the registered command, told to end, tried again.
 
 A pod that is taken away gets SIGTERM. What it leaves must be an error that Flyte tries again, and
-checkpoints from which the next attempt goes on as if nothing had been.
+checkpoints from which the next attempt resumes.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tasks.stage import Stage
 def test_other_start_weights_and_limits_have_folders_of_their_own(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a run that is started again after it was killed goes on with its own alone."""
+    """So that a run that is started again after it was killed resumes from its own alone."""
     from tasks.rl import rl
     from tasks.sft import sft
 

@@ -23,7 +23,7 @@ PROGRAMS = ("python", "pyflyte", "mlflow", "make", "source")
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of a page's shell blocks; one that goes on below is one line."""
+    """The lines of a page's shell blocks; a continued one is one line."""
     blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line.strip()]

@@ -40,7 +40,7 @@ def check_settings(settings: ServerConfig) -> None:
         )
     if settings.weights == "folder" and not settings.reload_url:
         raise ConfigError(
-            "rollout.server.weights=folder needs rollout.server.reload_url, which is told to load "
+            "rollout.server.weights=folder needs rollout.server.reload_url, which has to load "
             "a folder; or set weights=vllm, or none"
         )
     for name in ("reload_url", "allow_fixed_policy"):

@@ -78,7 +78,7 @@ class LLMRequests:
     ) -> dict[str, RequestOutput]:
         """Step the engine until all requests in `waiting` are done; return their outputs by id.
 
-        Raises VllmFailed if it can't go on.
+        Raises VllmFailed if it can't continue.
         """
         done: dict[str, RequestOutput] = {}
         while len(done) < len(waiting):

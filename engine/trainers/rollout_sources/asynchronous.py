@@ -12,7 +12,7 @@ from engine.controller.async_rollout import AsyncRollout
 from engine.controller.health import HealthPolicy
 from engine.controller.launch import launch
 from engine.controller.roles import Roles
-from engine.controller.staleness import Limits
+from engine.controller.staleness import AdmissionLimits
 from engine.controller.timeline import Span
 from engine.controller.weight_publisher import PublishedWeights, WeightPublisher
 from engine.dataflows.algo import Algo
@@ -102,7 +102,7 @@ class AsyncSource(RolloutSource):
         self._restored = []
         return AsyncRollout(
             [f"sampler{i}" for i in range(config.rollout_workers)],
-            Limits(config.train_batch_size, config.staleness, steps=self._last_step),
+            AdmissionLimits(config.train_batch_size, config.staleness, steps=self._last_step),
             HealthPolicy(
                 suspect_after=config.rollout_silence_s / 4,
                 dead_after=config.rollout_silence_s,

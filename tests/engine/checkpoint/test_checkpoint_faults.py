@@ -1,4 +1,4 @@
-"""Whole runs whose storage fails or changes under them: training goes on, nothing durable is lost.
+"""Whole runs whose storage fails or changes under them: training continues, no checkpoint is lost.
 
 The run is the warm start, on a disk and on a real S3 server that refuses or delays writes. Faults
 of single files and commits are in `test_checkpoint_store`, of full disks in
@@ -39,7 +39,7 @@ def run(
     family: str = "qwen2",
     **changes: Any,
 ) -> tuple[torch.Tensor, list[int]]:
-    """Train, or go on; have the calls in `at` done after their steps. The weights, and the steps
+    """Train, or resume; have the calls in `at` done after their steps. The weights, and the steps
     that were done."""
     values = {"threads": 1, "train_batch_size": 8, "max_steps": STEPS, "save_freq": 1}
     values |= {"optim": {"lr": 1e-2}} | changes

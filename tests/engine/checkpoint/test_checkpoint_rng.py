@@ -1,4 +1,4 @@
-"""Generators' states, of which a process with fewer devices takes over the first ones."""
+"""Generators' states, of which a process with fewer devices loads the first ones."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_a_run_is_saved_and_restored(tmp_path: Path) -> None:
             set_all(roles, step)
             state = {"step": step, "generator": generator.get_state(), "kl": {"value": 0.1 * step}}
             saving.save(step, state, {"validation/reward": step / 10})
-            torch.rand(5, generator=generator)  # the controller goes on at once
+            torch.rand(5, generator=generator)  # the controller continues at once
         last = saving.wait()
         assert last is not None
         assert (last.step, last.metrics) == (3, {"validation/reward": 0.3})

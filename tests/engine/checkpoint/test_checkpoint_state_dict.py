@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.format import read_state, write_state
 from engine.checkpoint.state_dict import (
-    Snapshot,
+    CpuStager,
     extract_tensors,
     insert_tensors,
     safetensors_bytes,
@@ -45,7 +45,7 @@ def tensors(draw: Any) -> torch.Tensor:
 
 
 plain = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.floats(allow_nan=False)
-trees = st.dictionaries(
+state_dicts = st.dictionaries(
     st.text(alphabet="abc/.$", min_size=1, max_size=2),
     st.recursive(
         plain | tensors(),
@@ -75,9 +75,9 @@ def assert_equal(one: Any, other: Any) -> None:
         assert type(one) is type(other)
 
 
-@given(trees)
+@given(state_dicts)
 def test_a_tree_comes_back_bit_for_bit(tree: dict[str, Any]) -> None:
-    values, groups = Snapshot().take(tree)
+    values, groups = CpuStager().stage(tree)
     loaded = {}
     for group, content in groups.items():
         data = b"".join(bytes(chunk) for chunk in safetensors_bytes(content, {"format": "pt"}))
@@ -103,16 +103,16 @@ def test_files_are_mapped_by_the_library_in_mixed_widths(tmp_path: Path) -> None
     assert_equal(direct, {f"actor.rank0.part.{name}": t for name, t in part.items()})
 
 
-def test_a_snapshot_keeps_its_values_and_its_memory() -> None:
-    live, snapshot = {"m": {"w": torch.zeros(8)}, "n": 1}, Snapshot()
-    _, first = snapshot.take(live)
+def test_a_stager_keeps_its_values_and_its_memory() -> None:
+    live, stager = {"m": {"w": torch.zeros(8)}, "n": 1}, CpuStager()
+    _, first = stager.stage(live)
     place = first["m"]["w"].data_ptr()
     live["m"]["w"] += 1  # type: ignore[index]
     assert first["m"]["w"].tolist() == [0.0] * 8
-    _, second = snapshot.take(live)
+    _, second = stager.stage(live)
     assert second["m"]["w"].tolist() == [1.0] * 8
     assert second["m"]["w"].data_ptr() == place
-    _, third = snapshot.take({"m": {"w": torch.zeros(9)}})
+    _, third = stager.stage({"m": {"w": torch.zeros(9)}})
     assert third["m"]["w"].shape == (9,)
 
 

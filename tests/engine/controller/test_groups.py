@@ -188,7 +188,7 @@ def test_other_errors_name_role_rank_method_and_traceback(group: WorkerGroup) ->
     text = str(caught.value)
     assert re.match(r"probe rank [01]: fail failed with KeyError: 'teapot'\nTraceback", text)
     assert "raise KeyError(kind)" in text
-    assert group.whoami().result()[0] == "probe", "the group must go on serving"
+    assert group.whoami().result()[0] == "probe", "the group must keep serving"
 
 
 @pytest.mark.parametrize("kind", ["data", "teapot"])

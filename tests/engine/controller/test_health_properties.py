@@ -24,7 +24,7 @@ from engine.controller.health_events import (
     Synced,
     SyncWeights,
 )
-from engine.controller.staleness import Admission, Group, Limits, Ticket
+from engine.controller.staleness import Admission, AdmissionLimits, Group, Ticket
 
 POLICY = HealthPolicy(
     suspect_after=5, dead_after=20, start_timeout=50, sync_timeout=30, max_restarts=3, window=100
@@ -108,7 +108,7 @@ class Cluster:
         names = [f"w{i}" for i in range(self.random.randint(1, 4))]
         policy = replace(POLICY, max_restarts=6, sync_timeout=15)
         self.fleet = Fleet.start(names, 0.0, policy, max_lag=staleness)
-        self.state = Admission(Limits(batch=3, staleness=staleness, steps=10))
+        self.state = Admission(AdmissionLimits(batch=3, staleness=staleness, steps=10))
         self.processes = {(name, 0): self.spawn() for name in names}
         self.reissues: Counter[tuple[str, int]] = Counter()
         self.killed: list[tuple[float, tuple[str, int]]] = []

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.controller.staleness import Admission, Group, Limits, Ticket
+from engine.controller.staleness import Admission, AdmissionLimits, Group, Ticket
 
 WORKERS = ("a", "b", "c")
 
@@ -25,7 +25,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         staleness=st.integers(0, 3),
     )
     def setup(self, batch: int, staleness: int) -> None:
-        self.state = Admission(Limits(batch, staleness))
+        self.state = Admission(AdmissionLimits(batch, staleness))
         self.weights = dict.fromkeys(WORKERS, 0)
         self.tickets: list[Ticket] = []  # all ever given out
         self.live: dict[Ticket, tuple[str, set[int]]] = {}  # who samples it, versions of its tokens
@@ -109,8 +109,8 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         places = len(state.in_flight) + len(state.queue)
         assert places <= (limits.staleness + 1) * limits.batch
         assert not self.finished_at or max(self.finished_at.values()) == 1
-        here = {*state.again, *state.in_flight, *self.queued, *self.finished_at}
-        assert here == set(range(state.begun))
+        here = {*state.resample, *state.in_flight, *self.queued, *self.finished_at}
+        assert here == set(range(state.drawn))
 
     def teardown(self) -> None:
         """From wherever it got, the trainer gets its next batches if one worker lives."""
@@ -140,7 +140,7 @@ TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
 class Simulation:
     """Workers of random speeds that die and come back, weights that arrive late, one trainer."""
 
-    def __init__(self, limits: Limits, seed: int, deaths: float = 0.0) -> None:
+    def __init__(self, limits: AdmissionLimits, seed: int, deaths: float = 0.0) -> None:
         self.random = random.Random(seed)
         self.state, self.deaths = Admission(limits), deaths
         self.now, self.count = 0.0, count(1)
@@ -225,12 +225,12 @@ class Simulation:
 def test_the_trainer_always_gets_its_next_batch(
     seed: int, batch: int, staleness: int, deaths: float
 ) -> None:
-    run = Simulation(Limits(batch, staleness, steps=12), seed, deaths)
+    run = Simulation(AdmissionLimits(batch, staleness, steps=12), seed, deaths)
     run.run(12, limit=5_000)
     state, consumed = run.state, [group.ticket.key for group in run.consumed]
     assert len(consumed) == len(set(consumed)) == 12 * batch
     assert sorted(consumed) == list(range(12 * batch)), "all prompts begun, and no other"
-    assert [*state.in_flight, *state.queue, *state.again] == [], "nothing is left at the end"
+    assert [*state.in_flight, *state.queue, *state.resample] == [], "nothing is left at the end"
     if staleness == 0:
         assert consumed == list(range(12 * batch))
         assert [(g.oldest, g.newest) for g in run.consumed] == [
@@ -240,6 +240,6 @@ def test_the_trainer_always_gets_its_next_batch(
 
 def test_asynchronous_rollout_takes_less_time_than_synchronous() -> None:
     def time(staleness: int) -> float:
-        return sum(Simulation(Limits(4, staleness), s).run(30, 10_000) for s in range(5))
+        return sum(Simulation(AdmissionLimits(4, staleness), s).run(30, 10_000) for s in range(5))
 
     assert time(1) < 0.85 * time(0)

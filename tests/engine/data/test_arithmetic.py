@@ -16,7 +16,7 @@ from engine.data.arithmetic import (
 )
 from engine.data.rows import normalise, prompt_text
 from engine.data.sources import Splits, load_splits, source_digest
-from engine.data.story_templates import SCENES
+from engine.data.story_templates import STORY_TEMPLATES
 from engine.data.word_problems import LEVELS, Level, deal_problems
 from engine.errors import DataError
 
@@ -109,7 +109,7 @@ def test_no_two_problems_differ_in_words_alone() -> None:
 
 
 def test_styles_have_the_shares_of_their_corpora(splits: Splits) -> None:
-    corpus_of = {scene.name: scene.corpus for scene in SCENES}
+    corpus_of = {template.name: template.corpus for template in STORY_TEMPLATES}
     extra = pd.DataFrame(splits.sft_train["extra_info"].tolist())
     shares = extra["style"].value_counts(normalize=True)
     assert shares["worked"] == pytest.approx(0.41, abs=0.04)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from s3_server import flyte_variables, s3_server
 
-from engine.data.incremental_data import Arrival, Window, open_window, read_window
+from engine.data.incremental_data import DataFile, NewFiles, find_new_files, read_new_files
 from engine.data.rows import rl_row
 from engine.errors import ConfigError, DataError
 from engine.storage.filesystem import Files
@@ -31,8 +31,8 @@ def put(prefix: Path, path: str, numbers: list[int], written: datetime) -> None:
     os.utime(file, (written.timestamp(),) * 2)
 
 
-def paths(window: Window) -> list[str]:
-    return [arrival.path for arrival in window.new]
+def paths(new_files: NewFiles) -> list[str]:
+    return [file.path for file in new_files.files]
 
 
 def test_what_was_written_up_to_the_kick_off_is_new(tmp_path: Path) -> None:
@@ -40,17 +40,17 @@ def test_what_was_written_up_to_the_kick_off_is_new(tmp_path: Path) -> None:
     put(tmp_path, "dt=2026-11-19/deep/b.jsonl", [2, 3], NIGHT - timedelta(hours=4))
     put(tmp_path, "2026-11-20/early.jsonl", [4], NIGHT)
     put(tmp_path, "2026-11-20/after.jsonl", [5], NIGHT + timedelta(seconds=1))
-    window = open_window(str(tmp_path), NIGHT, [], MONTH)
-    assert paths(window) == [
+    new_files = find_new_files(str(tmp_path), NIGHT, [], MONTH)
+    assert paths(new_files) == [
         "2026-11-18/a.jsonl",
         "2026-11-20/early.jsonl",
         "dt=2026-11-19/deep/b.jsonl",
     ]
-    assert [row["extra_info"]["n"] for row in read_window(window)] == [1, 4, 2, 3]
-    assert (window.late, window.known) == (0, 0)
+    assert [row["extra_info"]["n"] for row in read_new_files(new_files)] == [1, 4, 2, 3]
+    assert (new_files.late, new_files.known) == (0, 0)
 
 
-def test_what_is_no_arrival(tmp_path: Path) -> None:
+def test_what_is_no_new_file(tmp_path: Path) -> None:
     early = NIGHT - timedelta(hours=1)
     for path in (
         "loose.jsonl",
@@ -63,52 +63,52 @@ def test_what_is_no_arrival(tmp_path: Path) -> None:
         "2026-10-20/old.jsonl",
     ):
         put(tmp_path, path, [1], early)
-    assert open_window(str(tmp_path), NIGHT, [], MONTH).new == ()
-    assert paths(open_window(str(tmp_path), NIGHT, [], MONTH + 1)) == ["2026-10-20/old.jsonl"]
+    assert find_new_files(str(tmp_path), NIGHT, [], MONTH).files == ()
+    assert paths(find_new_files(str(tmp_path), NIGHT, [], MONTH + 1)) == ["2026-10-20/old.jsonl"]
 
 
 def test_late_data_are_taken_once(tmp_path: Path) -> None:
     put(tmp_path, "2026-11-19/a.jsonl", [1], NIGHT - timedelta(hours=3))
-    first = open_window(str(tmp_path), NIGHT, [], MONTH)
+    first = find_new_files(str(tmp_path), NIGHT, [], MONTH)
     put(tmp_path, "2026-11-17/late.jsonl", [2], NIGHT + timedelta(hours=5))
-    assert open_window(str(tmp_path), NIGHT, [], MONTH) == first
-    second = open_window(str(tmp_path), NIGHT + timedelta(days=1), first.new, MONTH)
+    assert find_new_files(str(tmp_path), NIGHT, [], MONTH) == first
+    second = find_new_files(str(tmp_path), NIGHT + timedelta(days=1), first.files, MONTH)
     assert (paths(second), second.late, second.known) == (["2026-11-17/late.jsonl"], 1, 1)
-    ledger = [*first.new, *second.new]
-    assert open_window(str(tmp_path), NIGHT + timedelta(days=2), ledger, MONTH).new == ()
+    ledger = [*first.files, *second.files]
+    assert find_new_files(str(tmp_path), NIGHT + timedelta(days=2), ledger, MONTH).files == ()
 
 
 def test_content_counts_and_not_the_name(tmp_path: Path) -> None:
     put(tmp_path, "2026-11-18/a.jsonl", [1], NIGHT - timedelta(days=1))
-    ledger = open_window(str(tmp_path), NIGHT, [], MONTH).new
+    ledger = find_new_files(str(tmp_path), NIGHT, [], MONTH).files
     put(tmp_path, "2026-11-19/copy.jsonl", [1], NIGHT - timedelta(hours=2))
     put(tmp_path, "2026-11-18/a.jsonl", [1], NIGHT - timedelta(hours=1))  # touched
-    again = open_window(str(tmp_path), NIGHT, ledger, MONTH)
-    assert (again.new, again.known) == ((), 2)
+    again = find_new_files(str(tmp_path), NIGHT, ledger, MONTH)
+    assert (again.files, again.known) == ((), 2)
     put(tmp_path, "2026-11-18/a.jsonl", [7], NIGHT - timedelta(hours=1))
-    assert paths(open_window(str(tmp_path), NIGHT, ledger, MONTH)) == ["2026-11-18/a.jsonl"]
+    assert paths(find_new_files(str(tmp_path), NIGHT, ledger, MONTH)) == ["2026-11-18/a.jsonl"]
 
 
 def test_a_kick_off_without_a_zone_is_utc(tmp_path: Path) -> None:
     put(tmp_path, "2026-11-20/a.jsonl", [1], NIGHT)
-    assert open_window(str(tmp_path), NIGHT.replace(tzinfo=None), [], MONTH).new
+    assert find_new_files(str(tmp_path), NIGHT.replace(tzinfo=None), [], MONTH).files
     before = NIGHT.replace(tzinfo=None) - timedelta(seconds=1)
-    assert not open_window(str(tmp_path), before, [], MONTH).new
+    assert not find_new_files(str(tmp_path), before, [], MONTH).files
 
 
 def test_a_file_that_changes_under_the_run_is_told(tmp_path: Path) -> None:
     put(tmp_path, "2026-11-19/a.jsonl", [1], NIGHT)
-    window = open_window(str(tmp_path), NIGHT, [], MONTH)
+    new_files = find_new_files(str(tmp_path), NIGHT, [], MONTH)
     put(tmp_path, "2026-11-19/a.jsonl", [2], NIGHT)
     with pytest.raises(DataError, match=r"a\.jsonl was written again while"):
-        read_window(window)
+        read_new_files(new_files)
 
 
 def test_no_prefix_and_none_that_exists(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"retrain\.path is empty"):
-        open_window("", NIGHT, [], MONTH)
+        find_new_files("", NIGHT, [], MONTH)
     with pytest.raises(DataError, match=r"retrain\.path=.*nowhere.* does not exist"):
-        open_window(str(tmp_path / "nowhere"), NIGHT, [], MONTH)
+        find_new_files(str(tmp_path / "nowhere"), NIGHT, [], MONTH)
 
 
 @given(
@@ -127,12 +127,12 @@ def test_every_file_is_taken_by_one_promoted_night(
     for number, (day, delay) in enumerate(files):
         name = f"{start + timedelta(days=day):%Y-%m-%d}/{number}.jsonl"
         put(prefix, name, [number], start + timedelta(days=day + delay, hours=-1))
-    ledger: list[Arrival] = []
+    ledger: list[DataFile] = []
     for night, promotes in enumerate([*promoted, *[True] * 12]):
-        window = open_window(str(prefix), start + timedelta(days=night), ledger, MONTH)
+        new_files = find_new_files(str(prefix), start + timedelta(days=night), ledger, MONTH)
         if promotes:
-            ledger += window.new
-    assert len(ledger) == len({arrival.path for arrival in ledger}) == len(files)
+            ledger += new_files.files
+    assert len(ledger) == len({file.path for file in ledger}) == len(files)
 
 
 @pytest.fixture(params=["AWS", "FLYTE_AWS"])
@@ -157,9 +157,9 @@ def test_a_prefix_in_s3(bucket: str) -> None:
     Files(bucket).fs.pipe_file(f"{bucket}/2026-11-19/a.jsonl", row.encode())
     now = datetime.now(UTC)
     days = (now.date() - NIGHT.date()).days + MONTH + 400
-    window = open_window(bucket, now + timedelta(minutes=5), [], days)
-    assert paths(window) == ["2026-11-19/a.jsonl"]
-    (taken,) = read_window(window)
+    new_files = find_new_files(bucket, now + timedelta(minutes=5), [], days)
+    assert paths(new_files) == ["2026-11-19/a.jsonl"]
+    (taken,) = read_new_files(new_files)
     assert taken["reward_model"]["ground_truth"] == "2"
-    assert open_window(bucket, now - timedelta(hours=1), [], days).new == ()
-    assert open_window(bucket, now + timedelta(minutes=5), window.new, days).known == 1
+    assert find_new_files(bucket, now - timedelta(hours=1), [], days).files == ()
+    assert find_new_files(bucket, now + timedelta(minutes=5), new_files.files, days).known == 1

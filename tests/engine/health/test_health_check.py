@@ -94,9 +94,9 @@ def test_this_environment_is_healthy_and_the_report_names_all(tmp_path: Path) ->
 
 
 def test_quick_loads_nothing_and_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    begun = time.monotonic()
+    started = time.monotonic()
     assert main(["--quick", "--shm-gib", "0"]) == HEALTHY
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - started < 5
     output = capsys.readouterr().out
     assert "transformers" in output
     assert "devices" not in output
@@ -175,12 +175,12 @@ def test_a_library_that_ends_its_process_is_named(
 
 
 def test_a_library_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = time.monotonic()
+    started = time.monotonic()
     code = "import time; time.sleep(600)"
     ray, torch, _ = broken_library(tmp_path, code, monkeypatch, ("ray", "torch"), deadline_s=3.0)
     assert "ray can't be loaded: it was not done in 3 s" in ray.fault
     assert torch.fault == ""
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - started < 15
 
 
 def test_what_is_not_installed_is_a_fault_only_where_it_is_needed(
@@ -266,9 +266,9 @@ def test_mlflow_that_never_answers_is_given_up(
     silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{silent}")
-    begun = time.monotonic()
+    started = time.monotonic()
     assert "no answer in" in mlflow(1.0).fault
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - started < 5
 
 
 def test_an_mlflow_database_needs_a_writable_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_the_shared_store_must_be_an_address(monkeypatch: pytest.MonkeyPatch) ->
 def test_ray_that_is_not_there_is_given_up(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's own patience is minutes. That real nodes are counted: tests/images/test_slurm.py."""
     monkeypatch.setenv("RAY_ADDRESS", silent)
-    begun = time.monotonic()
+    started = time.monotonic()
     fault = ray_nodes(2, 3.0).fault
     assert f"0 of 2 nodes are in the Ray cluster at {silent} (it was not done in 3 s)" in fault
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - started < 15

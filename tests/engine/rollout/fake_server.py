@@ -1,7 +1,7 @@
 """A small HTTP server that speaks OpenAI's and TGI's formats and fails on demand.
 
 Its completions are real: they are decoded by `NativeEngine` on a model of its own, which it loads
-from the folders that it is told to. So log-probs and versions in tests are what they say.
+from the folders in its requests. So log-probs and versions in tests are what they say.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from engine.rollout.native import NativeEngine, scheduler
 
 
 def test_diverged_weights_cost_no_token() -> None:
-    """NaN raises, names the completion, and after new weights all goes on; twice, as it may."""
+    """NaN raises and names the completion; new weights let decoding continue, twice."""
     model = build("qwen2").double()
     sound = {name: p.detach().clone() for name, p in model.named_parameters()}
     prompts, engine = make_prompts(6), NativeEngine(model)

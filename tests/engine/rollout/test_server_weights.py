@@ -1,6 +1,6 @@
 """New weights for a rollout server: brought whole, named by their version, or nothing is served.
 
-The server is `fake_server.py`'s, which loads the folders that it is told to. vLLM's own hook is
+The server is `fake_server.py`'s, which loads the folders in its requests. vLLM's own hook is
 tested in `test_server_vllm.py`.
 """
 

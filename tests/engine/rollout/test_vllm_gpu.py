@@ -83,7 +83,7 @@ def shared() -> Iterator[tuple[VllmEngine, Any]]:
     model = policy(torch.bfloat16)
     state = torch.cuda.get_rng_state()
     engine = VllmEngine(model, **OPTIONS)
-    assert torch.equal(torch.cuda.get_rng_state(), state), "the trainer's draws go on as before"
+    assert torch.equal(torch.cuda.get_rng_state(), state), "the trainer's generator is unchanged"
     yield engine, model
     engine.close()
 

@@ -1,4 +1,4 @@
-"""A checkpoint of one layout goes on under another: fewer ranks, more, or cut otherwise."""
+"""A checkpoint of one layout is resumed under another: fewer ranks, more, or cut otherwise."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from faulty_s3 import Faults, faulty_s3
 
 from engine.checkpoint import CheckpointStore
 from engine.config import DataConfig
-from engine.data.incremental_data import open_window
+from engine.data.incremental_data import find_new_files
 from engine.data.rows import rl_row
 from engine.data.sources import load_splits
 from engine.errors import DataError, LineageError, StorageError
@@ -83,7 +83,7 @@ def gsm8k() -> object:
 
 
 READS: dict[str, tuple[Callable[[], object], type[Exception]]] = {
-    "new data": (lambda: open_window(f"{ROOT}/arrivals", NIGHT, [], 30), DataError),
+    "new data": (lambda: find_new_files(f"{ROOT}/arrivals", NIGHT, [], 30), DataError),
     "a file": (lambda: read_rows(f"{ROOT}/arrivals/2099-12-31/a.jsonl"), DataError),
     "gsm8k": (gsm8k, DataError),
     "hashing": (lambda: hash_files(f"{ROOT}/gsm8k"), LineageError),

@@ -144,7 +144,7 @@ def test_an_unknown_mode_is_refused_with_those_that_there_are(tiny_folder: Path)
 
 
 def keeps(metric: str, scores: list[float], lengths: list[int], failed: list[bool]) -> bool:
-    """Whether asynchronous rollout keeps a group; the sync mode must say the same of it."""
+    """Whether asynchronous rollout keeps a group; the sync mode must decide the same."""
     config = RLConfig.model_validate(
         {
             "algorithm": {"filter_groups": {"enable": True, "metric": metric}},

@@ -45,9 +45,9 @@ def test_twenty_kills_leave_no_trace(tiny_folder: Path, tmp_path: Path, mode: st
     rounds = trained(tiny_folder, tmp_path / "killed", KILLS, mode)
     assert sum(killed for _, _, killed, _ in rounds) == KILLS
     assert sum(torn for *_, torn in rounds) > 0, "no kill hit a save"
-    begun = [begin for begin, *_ in rounds]
-    assert begun == sorted(begun), "a durable step was lost"
-    assert begun[-1] > 5
+    started = [begin for begin, *_ in rounds]
+    assert started == sorted(started), "a durable step was lost"
+    assert started[-1] > 5
     assert history(tmp_path / "killed") == history(tmp_path / "whole")
     one, two = (load_model(tmp_path / name / "model").state_dict() for name in ("whole", "killed"))
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())

@@ -129,16 +129,16 @@ def test_rollout_ahead_resumes_without_losing_a_prompt(
         state = second.source.state_dict()
         kept = [Rollout.from_tree(tree).completions for tree in state["queue"]]
         again = [
-            begun
+            partial
             for prompt in second.source.prompts._resumed
-            for begun in take_partial_groups(prompt)[1]
+            for partial in take_partial_groups(prompt)[1]
         ]
         if mode == "one_step_off":
             assert [len(done) for done in kept] == [16]
             assert set(kept[0]["policy_version"].tolist()) == {1}
         else:  # whole groups, the versions of their tokens with them
             assert all(len(done) == 4 and "token_versions" in done for done in kept)
-            assert all(begun is not None and len(begun.completions) == 4 for begun in again)
+            assert all(partial is not None and len(partial.completions) == 4 for partial in again)
         second.fit(checkpoint_dir=tmp_path)
         assert second.step == 4
     assert sorted(seen) == sorted(row["prompt"][0]["content"] for row in arithmetic_rows(16))
@@ -176,7 +176,7 @@ def _plain(tree: Any) -> Any:
     return tree.tolist() if isinstance(tree, torch.Tensor) else tree
 
 
-def test_completions_that_were_begun_go_on_token_by_token(
+def test_partial_completions_continue_token_by_token(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`async`: what was decoded when the checkpoint was written is learned from after it."""
@@ -212,10 +212,10 @@ def test_completions_that_were_begun_go_on_token_by_token(
     with slow() as second:
         second.load_checkpoint(chosen[0])
         kept = {
-            prompt.columns["prompt"][0][0]["content"]: begun
+            prompt.columns["prompt"][0][0]["content"]: partial
             for prompt in second.source.prompts._resumed
-            for begun in take_partial_groups(prompt)[1]
-            if begun is not None and begun.oldest_version is not None
+            for partial in take_partial_groups(prompt)[1]
+            if partial is not None and partial.oldest_version is not None
         }
         step = second.dataflow.step
 
@@ -229,8 +229,8 @@ def test_completions_that_were_begun_go_on_token_by_token(
     gone_on = 0
     for prompts, batch in used:
         for row, prompt in enumerate(prompts.columns["prompt"]):
-            begun = kept.get(prompt[0]["content"])
-            for index, part in enumerate(begun.completions if begun is not None else ()):
+            partial = kept.get(prompt[0]["content"])
+            for index, part in enumerate(partial.completions if partial is not None else ()):
                 ours, length = batch.rows([4 * row + index]), len(part.token_ids)
                 for name, wanted in (
                     ("responses", part.token_ids),
@@ -487,9 +487,9 @@ def test_sigterm_saves_the_step_and_another_folder_goes_on_from_it(
         with pytest.raises(PreemptedError, match=r"after step 3; .*a/step_3"):
             first.fit(checkpoint_dir=tmp_path / "a")
     with trainer(tiny_folder, trainer={"save_freq": 100}) as second:
-        begun: list[int] = []
-        second.on_step = lambda step, total, metrics: begun.append(step)
+        started: list[int] = []
+        second.on_step = lambda step, total, metrics: started.append(step)
         second.fit(checkpoint_dir=tmp_path / "b", resume_from=tmp_path / "a")
-        assert begun == [4, 5, 6]
+        assert started == [4, 5, 6]
         assert facts(second) == facts(whole)
     assert {p.name for p in (tmp_path / "b").iterdir()} == {"step_3", "step_6"}

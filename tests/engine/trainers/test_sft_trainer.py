@@ -156,13 +156,13 @@ def test_a_killed_warm_start_goes_on_bit_for_bit(tmp_path: Path, elsewhere: bool
     with pytest.raises(KeyboardInterrupt):
         first.fit(rows, held_out, tmp_path / "first")
     second = trainer(tiny_model("qwen2", seed=7), **SAVING)  # what it starts from leaves no trace
-    begun: list[int] = []
-    second.on_step = lambda step, total, metrics: begun.append(step)
+    started: list[int] = []
+    second.on_step = lambda step, total, metrics: started.append(step)
     if elsewhere:  # as a Flyte task's second attempt, which has a folder of its own
         found = second.fit(rows, held_out, tmp_path / "second", resume_from=tmp_path / "first")
     else:
         found = second.fit(rows, held_out, tmp_path / "first")
-    assert begun in ([5, 6, 7, 8], [3, 4, 5, 6, 7, 8])  # whether step 4 was durable already
+    assert started in ([5, 6, 7, 8], [3, 4, 5, 6, 7, 8])  # whether step 4 was durable already
     assert torch.equal(weights(second.model), weights(whole.model))
     for name in ("sft/loss", "sft/lr", "sft/grad_norm"):
         assert found[name] == wanted[name]

@@ -59,9 +59,12 @@ def test_nothing_asked_for_is_nothing_to_settle(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("refused", "match"),
     [
-        ((), r"after step 4; the run goes on from .*/step_4$"),
-        ((4,), r"after step 4; the run goes on from .*/step_2$"),
-        ((2, 4), r"after step 4, which was not saved; the run goes on from the newest checkpoint"),
+        ((), r"after step 4; the run continues from .*/step_4$"),
+        ((4,), r"after step 4; the run continues from .*/step_2$"),
+        (
+            (2, 4),
+            r"after step 4, which was not saved; the run continues from the newest checkpoint",
+        ),
     ],
 )
 def test_who_leaves_says_where_the_run_goes_on(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.errors import WeightSyncError
 from engine.weight_transfer import delta
-from engine.weight_transfer.delta import Form, Piece
+from engine.weight_transfer.delta import DeltaChunk, IndexEncoding
 
 DTYPES = (
     torch.bfloat16,
@@ -27,20 +27,23 @@ DTYPES = (
 )
 POOL = ThreadPoolExecutor(2)
 INTEGERS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
-HEADER = delta.pack([Piece(0, 0, 1, 1, Form.ALL, 1, *[np.empty(0, np.uint8)] * 3)]).numel() - 8
+HEADER = (
+    delta.pack([DeltaChunk(0, 0, 1, 1, IndexEncoding.ALL, 1, *[np.empty(0, np.uint8)] * 3)]).numel()
+    - 8
+)
 
 
 def bits(tensor: Tensor) -> np.ndarray:
-    return delta.integers(tensor).numpy()
+    return delta.integer_view(tensor).numpy()
 
 
-def through(old: Tensor, new: Tensor) -> tuple[Tensor, list[Piece], int]:
-    """`old` with the delta on it, as it came over the wire; the pieces, and their bytes."""
+def through(old: Tensor, new: Tensor) -> tuple[Tensor, list[DeltaChunk], int]:
+    """`old` with the delta on it, as it came over the wire; the chunks, and their bytes."""
     sent = delta.pack(list(delta.encode(0, bits(old), bits(new), POOL)))
-    pieces = list(delta.unpack(sent.clone()))
+    chunks = list(delta.unpack(sent.clone()))
     target = old.clone()
-    delta.add(pieces, [delta.integers(target)], POOL)
-    return target, pieces, sent.numel()
+    delta.apply_delta(chunks, [delta.integer_view(target)], POOL)
+    return target, chunks, sent.numel()
 
 
 @st.composite
@@ -72,10 +75,10 @@ def versions(draw: Any) -> tuple[Tensor, Tensor]:
 @given(versions())
 def test_any_bits_come_out_as_they_went_in(pair: tuple[Tensor, Tensor]) -> None:
     old, new = pair
-    found, pieces, size = through(old, new)
+    found, chunks, size = through(old, new)
     assert np.array_equal(bits(found), bits(new))
-    assert (not pieces) == np.array_equal(bits(old), bits(new))
-    assert size <= 8 + HEADER * len(pieces) + new.nbytes, "never dearer than the tensor itself"
+    assert (not chunks) == np.array_equal(bits(old), bits(new))
+    assert size <= 8 + HEADER * len(chunks) + new.nbytes, "never dearer than the tensor itself"
 
 
 def test_special_numbers_keep_their_bits() -> None:
@@ -86,48 +89,53 @@ def test_special_numbers_keep_their_bits() -> None:
         other = values.roll(shift)
         found, _, _ = through(values, other)
         assert np.array_equal(bits(found), bits(other))
-    found, pieces, _ = through(torch.zeros(4), -torch.zeros(4))
-    assert pieces
+    found, chunks, _ = through(torch.zeros(4), -torch.zeros(4))
+    assert chunks
     assert np.signbit(found.numpy()).all()
     assert not through(quiet.view(torch.float32), quiet.view(torch.float32))[1], "a NaN is itself"
 
 
 @pytest.mark.parametrize(
-    ("share", "form", "bytes_a_number"),
-    [(0.002, Form.GAPS, 0.01), (0.05, Form.GAPS, 0.105), (0.4, Form.BITMAP, 0.53), (1, None, 1.0)],
+    ("share", "encoding", "bytes_a_number"),
+    [
+        (0.002, IndexEncoding.GAPS, 0.01),
+        (0.05, IndexEncoding.GAPS, 0.105),
+        (0.4, IndexEncoding.BITMAP, 0.53),
+        (1, None, 1.0),
+    ],
 )
-def test_each_share_of_changes_has_its_form(
-    share: float, form: Form | None, bytes_a_number: float
+def test_each_share_of_changes_has_its_encoding(
+    share: float, encoding: IndexEncoding | None, bytes_a_number: float
 ) -> None:
     count = 100_000
     draw = torch.Generator().manual_seed(0)
     old = torch.randn(count, generator=draw).bfloat16()
     moved = torch.rand(count, generator=draw) < share
     new = (old.view(torch.int16) + moved.to(torch.int16)).view(torch.bfloat16)
-    found, [piece], size = through(old, new)
+    found, [chunk], size = through(old, new)
     assert torch.equal(found, new)
-    assert piece.form == (Form.ALL if form is None else form)
-    assert piece.width == 1
+    assert chunk.encoding == (IndexEncoding.ALL if encoding is None else encoding)
+    assert chunk.width == 1
     assert size <= count * bytes_a_number + HEADER + 8
 
 
 def test_unrelated_numbers_are_sent_as_they_are() -> None:
     old, new = torch.randn(5000), torch.randn(5000) * 1e9
-    found, [piece], size = through(old, new)
+    found, [chunk], size = through(old, new)
     assert torch.equal(found, new)
-    assert (piece.form, piece.width) == (Form.ALL, 4)
+    assert (chunk.encoding, chunk.width) == (IndexEncoding.ALL, 4)
     assert size <= new.nbytes + HEADER + 8
 
 
-def test_large_tensors_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "CHUNK", 64)
     old = torch.randn(1000)
     new = old.clone()
     new[[3, 63, 64, 200, 999]] *= 1.0001
-    found, pieces, _ = through(old, new)
+    found, chunks, _ = through(old, new)
     assert torch.equal(found, new)
-    assert [piece.start for piece in pieces] == [0, 64, 192, 960]
-    assert pieces[-1].count == 1000 - 960
+    assert [chunk.start for chunk in chunks] == [0, 64, 192, 960]
+    assert chunks[-1].count == 1000 - 960
 
 
 @pytest.mark.parametrize("cut", [0, 5, 8, 20, -1])
@@ -144,7 +152,7 @@ def test_a_delta_that_ends_too_early_or_late_is_refused(cut: int) -> None:
 @given(versions())
 def test_tensors_on_a_gpu_come_out_alike(pair: tuple[Tensor, Tensor]) -> None:
     old, new = pair
-    pieces = list(delta.encode(0, bits(old), bits(new), POOL))
+    chunks = list(delta.encode(0, bits(old), bits(new), POOL))
     target = old.cuda()
-    delta.add(pieces, [delta.integers(target)], POOL)
+    delta.apply_delta(chunks, [delta.integer_view(target)], POOL)
     assert np.array_equal(bits(target.cpu()), bits(new))

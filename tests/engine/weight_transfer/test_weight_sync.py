@@ -22,7 +22,7 @@ from engine.errors import WeightSyncError, WorkerError
 from engine.models import adapter_parameters, load_model
 from engine.parallel.layout import Layout
 from engine.weight_transfer import delta
-from engine.weight_transfer.endpoints import WeightReceiver, WeightSender
+from engine.weight_transfer.weight_sync import WeightReceiver, WeightSender
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
 from engine.workers.rollout import RolloutWorker
@@ -57,7 +57,7 @@ def moved(tensors: Tensors, seed: int) -> Tensors:
 
 def same(found: Tensors, wanted: Tensors) -> bool:
     return all(
-        torch.equal(delta.integers(found[name]), delta.integers(tensor))
+        torch.equal(delta.integer_view(found[name]), delta.integer_view(tensor))
         for name, tensor in wanted.items()
     )
 
@@ -145,8 +145,8 @@ def flipped(sent: Batch, field: str, at: int) -> Batch:
 
 
 def assert_repaired(receiver: Receiver, sender: Sender) -> None:
-    """It samples nothing; a whole sync brings the right weights, and deltas go on from there."""
-    with pytest.raises(WeightSyncError, match="samples nothing until it gets the weights whole"):
+    """It samples nothing; a whole sync brings the right weights, and deltas continue from there."""
+    with pytest.raises(WeightSyncError, match="samples nothing until it receives the full weights"):
         receiver.receiver.check()
     whole, changes = sender.step()
     with pytest.raises(WeightSyncError):
@@ -188,7 +188,7 @@ def test_deltas_in_the_wrong_order_and_twice(pair: tuple[Sender, Receiver]) -> N
     (_, first), (_, second) = sender.step(), sender.step()
     with pytest.raises(WeightSyncError, match="one was missed"):
         receiver.load(second)
-    with pytest.raises(WeightSyncError, match="none to put it on"):
+    with pytest.raises(WeightSyncError, match="this process has none"):
         receiver.load(first)  # its turn is over
     assert_repaired(receiver, sender)
     _, again = sender.step()
@@ -203,7 +203,7 @@ def test_a_receiver_that_starts_anew(pair: tuple[Sender, Receiver]) -> None:
     _, changes = sender.step()
     joining = Receiver()
     joining.receiver.check()  # it has its model folder's weights, and was sent nothing yet
-    with pytest.raises(WeightSyncError, match="none to put it on"):
+    with pytest.raises(WeightSyncError, match="this process has none"):
         joining.load(changes)
     assert_repaired(joining, sender)
 
@@ -216,7 +216,7 @@ def test_a_sender_that_starts_anew(pair: tuple[Sender, Receiver]) -> None:
     receiver.load(changes)
     restarted = Sender(start, version=1)
     _, nothing = restarted.publish()
-    with pytest.raises(WeightSyncError, match="it started anew"):
+    with pytest.raises(WeightSyncError, match="it was restarted"):
         receiver.load(nothing)
     receiver.load(sender.publish()[0])
     restarted.tensors["b.weight"] += 1.0
@@ -231,7 +231,7 @@ def test_a_sender_that_starts_anew(pair: tuple[Sender, Receiver]) -> None:
 @pytest.mark.parametrize("name", ["a.norm", "b.weight", "e.count", "f.weight"])
 def test_weights_that_were_changed_here(pair: tuple[Sender, Receiver], name: str) -> None:
     sender, receiver = pair
-    delta.integers(receiver.tensors[name])[0] ^= 1
+    delta.integer_view(receiver.tensors[name])[0] ^= 1
     _, changes = sender.step()
     with pytest.raises(WeightSyncError, match="are not the actor's of version 2"):
         receiver.load(changes)
@@ -243,7 +243,7 @@ def test_a_load_that_ends_midway(
 ) -> None:
     sender, receiver = pair
     _, changes = sender.step()
-    real, calls = delta._add, [0]
+    real, calls = delta._apply_chunk, [0]
 
     def failing(*arguments: Any) -> None:
         calls[0] += 1
@@ -252,7 +252,7 @@ def test_a_load_that_ends_midway(
         real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(delta, "_add", failing)
+        patch.setattr(delta, "_apply_chunk", failing)
         with pytest.raises(MemoryError):
             receiver.load(changes)
     assert_repaired(receiver, sender)
@@ -287,7 +287,7 @@ def test_a_sender_refuses_another_model() -> None:
         sender.send((weights() | {"b.weight": torch.zeros(2)}).items(), 1)
     with pytest.raises(WorkerError, match="'z' was not among those sent before"):
         sender.send((weights() | {"z": torch.zeros(2)}).items(), 1)
-    with pytest.raises(WorkerError, match=r"without its tensors \['a.norm'"):
+    with pytest.raises(WorkerError, match=r"lacks its tensors \['a.norm'"):
         sender.send([("b.weight", weights()["b.weight"])], 1)
 
 
@@ -335,7 +335,7 @@ def test_whatever_happens_weights_are_right_or_refused(events: list[tuple[str, i
                 queue.append(sender.publish())
                 past[sender.version, id(sender.sender)] = sender.tensors
             case "poke":
-                delta.integers(receiver.tensors["b.weight"])[number % 231] ^= 1
+                delta.integer_view(receiver.tensors["b.weight"])[number % 231] ^= 1
                 load(sender.publish()[1])
     load(sender.step()[0] if sender.version < 0 else sender.publish()[0])
     assert same(receiver.tensors, sender.tensors)
@@ -411,7 +411,7 @@ def test_a_sampler_that_failed_to_follow_refuses_to_sample(tiny_folder: Path) ->
     whole, changes = trained.weights(), trained.weights_delta()
     with pytest.raises(WeightSyncError, match="damaged"):
         there.load_weights(flipped(changes, "delta", 500))
-    with pytest.raises(WeightSyncError, match="samples nothing until it gets the weights whole"):
+    with pytest.raises(WeightSyncError, match="samples nothing until it receives the full weights"):
         there.generate(prompts())
     there.load_weights(whole)
     assert len(there.generate(prompts())) == 4
@@ -429,7 +429,7 @@ def test_an_actor_resumed_from_a_checkpoint_sends_the_whole_first(tiny_folder: P
     resumed.load_state_dict(saved)
     resumed.update(training_batch(9, seed=7))  # another version 2
     whole = resumed.weights()
-    with pytest.raises(WeightSyncError, match="started anew"):
+    with pytest.raises(WeightSyncError, match="was restarted"):
         there.load_weights(resumed.weights_delta())
     assert there.load_weights(whole) == 2
     assert same(policy(there), dict(resumed.sharded.module.named_parameters()))

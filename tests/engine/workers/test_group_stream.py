@@ -1,4 +1,4 @@
-"""Groups that were begun go on elsewhere, token for token, from what a checkpoint kept of them."""
+"""Partial groups continue in another stream, token for token, from their checkpoint."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ def test_what_was_begun_goes_on_in_another_process_and_here(
     found: dict[int, Batch] = {}
     for _ in range(steps):
         found |= {int(group["group_ids"][0]): group for group in first.step()}
-    begun = first.begun()
-    assert begun.keys() | found.keys() == {0, 1, 2, 3}
-    assert not begun.keys() & found.keys()
+    partial = first.partial_groups()
+    assert partial.keys() | found.keys() == {0, 1, 2, 3}
+    assert not partial.keys() & found.keys()
     second = stream()
-    keys = sorted(begun)
+    keys = sorted(partial)
     if keys:
         second.submit(
             with_partial_groups(
-                prompts(keys), [PartialGroup.from_tree(begun[key].tree()) for key in keys]
+                prompts(keys), [PartialGroup.from_tree(partial[key].tree()) for key in keys]
             )
         )
     assert_same(finish(second, dict(found)), uninterrupted)
@@ -106,9 +106,9 @@ def test_begun_and_new_prompts_come_together(uninterrupted: dict[int, Batch]) ->
     first = stream()
     first.submit(prompts([0, 1]))
     first.step()
-    begun = first.begun()
+    partial = first.partial_groups()
     second = stream()
-    second.submit(with_partial_groups(prompts([0, 1, 2, 3]), [begun[0], None, None, None]))
+    second.submit(with_partial_groups(prompts([0, 1, 2, 3]), [partial[0], None, None, None]))
     assert_same(finish(second, {}), uninterrupted)
 
 
@@ -116,8 +116,8 @@ def test_another_number_of_completions_is_refused() -> None:
     first = stream()
     first.submit(prompts([0]))
     first.step()
-    with pytest.raises(RolloutError, match=r"begun with 3 completions and rollout\.n is 2"):
-        stream(n=2).submit(with_partial_groups(prompts([0]), [first.begun()[0]]))
+    with pytest.raises(RolloutError, match=r"saved with 3 completions and rollout\.n is 2"):
+        stream(n=2).submit(with_partial_groups(prompts([0]), [first.partial_groups()[0]]))
 
 
 @given(begun_groups)
@@ -126,14 +126,14 @@ def test_a_checkpoint_keeps_it_exactly(groups: list[Any]) -> None:
         PartialCompletion(index, *([list(c) for c in zip(*rows, strict=True)] or [[], [], []]))
         for index, (rows, _) in enumerate(groups)
     )
-    begun = PartialGroup(parts, tuple(end for _, end in groups))
-    assert PartialGroup.from_tree(begun.tree()) == begun
+    partial = PartialGroup(parts, tuple(end for _, end in groups))
+    assert PartialGroup.from_tree(partial.tree()) == partial
     versions = [version for rows, _ in groups for _, _, version in rows]
-    assert begun.oldest_version == (min(versions) if versions else None)
+    assert partial.oldest_version == (min(versions) if versions else None)
 
 
 def test_prompts_without_the_column_have_begun_nothing() -> None:
     drawn = prompts([0, 1])
-    same, begun = take_partial_groups(drawn)
+    same, partial = take_partial_groups(drawn)
     assert same is drawn
-    assert begun == [None, None]
+    assert partial == [None, None]

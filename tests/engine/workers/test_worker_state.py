@@ -1,4 +1,4 @@
-"""A role that was loaded goes on bit for bit like one that was never stopped."""
+"""A role that was loaded continues bit for bit like one that was never stopped."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_the_rollout_draws_what_it_would_have_drawn(tiny: Path, tmp_path: Path) 
             worker.wait_saved()
     wanted = rollout.generate(prompts)
     new_lead, new_rollout = sampling(tiny)
-    # As many updates on other data: only an engine that is told so drops what it has cached.
+    # As many updates on other data: only an engine that is notified drops what it has cached.
     new_lead.update(BATCHES[3])
     new_rollout.generate(prompts)
     found = store.latest()

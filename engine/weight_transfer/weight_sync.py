@@ -1,11 +1,11 @@
-"""A policy's weights sent to processes with copies of it: whole, or what changed since the last.
+"""Sender and receiver of a policy's weights: in full, or as a delta to the last version sent.
 
-The sender keeps what it sent last, bit for bit, and gives of every version the whole and a delta
-against that (`delta`). A receiver takes a delta only onto the version it was made for, checks that
-it came undamaged, and that what it has then is what the sender has. Where one of these fails it
-says so (WeightSyncError) and refuses to sample until it gets the weights whole; so a lost, torn or
-reordered delta costs a full sync and never mixes weights. Who sends what to whom is the
-controller's; which tensors there are is `weights`' subject.
+The sender keeps a bit-exact copy of the last version that it sent, and makes of every version the
+full weights and a delta to that copy (`delta`). A receiver applies a delta only to the version it
+was computed from, and verifies checksums of the delta and of the resulting weights. If a check
+fails, it raises WeightSyncError and refuses to sample until it receives full weights: a lost,
+damaged or reordered delta costs a full sync and never mixes versions. The controller decides who
+sends what to whom.
 """
 
 from __future__ import annotations
@@ -28,63 +28,63 @@ Named = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Where each tensor lies in one row of bytes: one after the other, by name."""
+class FlatLayout:
+    """Offsets of tensors that are concatenated to one buffer of bytes, in order of their names."""
 
-    at: Mapping[str, tuple[int, int, int]]  # number, first byte, bytes
-    size: int  # bytes of all
-    header: bytes  # names, dtypes and shapes: what a digest of the bytes alone would not tell
+    spans: Mapping[str, tuple[int, int, int]]  # index, first byte, number of bytes
+    size: int  # bytes of the buffer
+    header: bytes  # names, dtypes and shapes; part of the digest
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
-        at, size, lines = {}, 0, []
-        for number, name in enumerate(sorted(tensors)):
+        spans, size, lines = {}, 0, []
+        for index, name in enumerate(sorted(tensors)):
             tensor = tensors[name]
-            at[name] = (number, size, tensor.nbytes)
+            spans[name] = (index, size, tensor.nbytes)
             size += tensor.nbytes
             lines.append(f"{name} {tensor.dtype} {list(tensor.shape)}\n")
-        return cls(at, size, "".join(lines).encode())
+        return cls(spans, size, "".join(lines).encode())
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """One version of the weights, as it was sent."""
+class SentWeights:
+    """One version of the weights as sent."""
 
     version: int
-    data: Tensor  # [bytes] uint8, on the CPU, never written again
+    data: Tensor  # [bytes] uint8, on the CPU, read-only
     digest: bytes
 
 
 class WeightSender:
-    """What rollout processes are sent of the policy's weights.
+    """Serialises the policy's weights for rollout processes.
 
-    `dtype` is theirs, where it is not the policy's. With `deltas` a copy of the last weights is
-    kept (pinned where there is a CUDA device).
+    `dtype`: the rollout dtype, where it differs from the policy's. With `deltas` a copy of the last
+    weights is kept (in pinned memory where there is a CUDA device).
     """
 
     def __init__(self, dtype: torch.dtype | None = None, *, deltas: bool = False) -> None:
         self._dtype, self._deltas = dtype, deltas
-        self._places: Places | None = None
-        self._last: Snapshot | None = None
+        self._layout: FlatLayout | None = None
+        self._last: SentWeights | None = None
         self._delta: Batch | None = None
 
     def send(self, named: Named, version: int) -> Batch:
-        """The whole weights: `weights [1, bytes]` uint8 and `policy_version [1]`.
+        """The full weights: `weights [1, bytes]` uint8 and `policy_version [1]`.
 
-        `named` gives each tensor once, in the same names, shapes and dtypes every time. With deltas
-        also `digest [1, 32]`, and the next `delta` is of these weights.
+        `named` yields each tensor once, with the same names, shapes and dtypes in every call. With
+        deltas also `digest [1, 32]`; the next `delta` leads to these weights.
         """
         named = ((name, self._cast(tensor)) for name, tensor in named)
-        if self._places is None:
+        if self._layout is None:
             first = {name: tensor.cpu() for name, tensor in named}
-            self._places, named = Places.of(first), first.items()
+            self._layout, named = FlatLayout.of(first), first.items()
         data = torch.empty(
-            self._places.size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
+            self._layout.size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
         )
-        missing, pieces = set(self._places.at), list[delta.Piece]()
+        missing, chunks = set(self._layout.spans), list[delta.DeltaChunk]()
         with _threads() as pool:
             for name, tensor in named:
-                number, start, size = self._places.at.get(name, (0, 0, -1))
+                index, start, size = self._layout.spans.get(name, (0, 0, -1))
                 if name not in missing or size != tensor.nbytes:
                     raise WorkerError(
                         f"the policy's tensor {name!r} was not among those sent before, or had "
@@ -96,25 +96,25 @@ class WeightSender:
                 if self._last is not None:
                     width = min(tensor.element_size(), 8)
                     old, new = (_integers(d[start:end], width) for d in (self._last.data, data))
-                    pieces += delta.encode(number, old, new, pool)
+                    chunks += delta.encode(index, old, new, pool)
         if missing:
-            raise WorkerError(f"the policy came without its tensors {sorted(missing)}")
-        whole = {"weights": data[None], "policy_version": torch.tensor([version])}
+            raise WorkerError(f"the policy lacks its tensors {sorted(missing)}")
+        full = {"weights": data[None], "policy_version": torch.tensor([version])}
         if not self._deltas:
-            return Batch(whole)
+            return Batch(full)
         base = self._last
-        self._last = Snapshot(version, data, _digest(self._places.header, [data]))
-        self._delta = _delta_batch(base, self._last, pieces)
-        return Batch(whole | {"digest": _row(self._last.digest)})
+        self._last = SentWeights(version, data, _digest(self._layout.header, [data]))
+        self._delta = _delta_batch(base, self._last, chunks)
+        return Batch(full | {"digest": _row(self._last.digest)})
 
     def delta(self) -> Batch:
-        """What the last `send` changed, for those who have the weights of the one before.
+        """The delta of the last `send` to the one before it.
 
-        Each is given once. Where there is none, the batch says so, and no receiver takes it.
+        Each is returned once. Without one the batch has `no_delta [1]` and receivers reject it.
         """
-        given, self._delta = self._delta, None
+        batch, self._delta = self._delta, None
         version = self._last.version if self._last is not None else -1
-        return given if given is not None else Batch({"no_delta": torch.tensor([version])})
+        return batch if batch is not None else Batch({"no_delta": torch.tensor([version])})
 
     def _cast(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
@@ -122,65 +122,65 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """What a process has of the actor's weights, and whether it may sample with them."""
+    """Loads what a `WeightSender` sent; knows the version and whether it may be sampled with."""
 
     def __init__(self) -> None:
         self._version, self._digest = -1, b""
-        self._refused = ""
+        self._failure = ""
 
     def load(self, tensors: Mapping[str, Tensor], sent: Batch) -> int:
-        """Write what was sent into `tensors`, in place; return its version.
+        """Load the sent weights into `tensors`, in place; return their version.
 
-        Raises WeightSyncError, and refuses to sample from then on, where a whole sync is needed;
+        Raises WeightSyncError where a full sync is needed, and `check` fails until then;
         WorkerError for weights of a model of another size.
         """
         try:
             if "weights" in sent:
-                self._load_whole(tensors, sent)
+                self._load_full(tensors, sent)
             else:
                 self._load_delta(tensors, sent)
         except BaseException as error:
-            self._refused = str(error)
+            self._failure = str(error)
             self._version, self._digest = -1, b""
             raise
-        self._refused = ""
+        self._failure = ""
         self._version = int(sent["policy_version"][0])
         self._digest = _bytes(sent["digest"]) if "digest" in sent else b""
         return self._version
 
     def check(self) -> None:
-        """Raise WeightSyncError where the last weights that were sent could not be taken over."""
-        if self._refused:
+        """Raise WeightSyncError if the last `load` failed."""
+        if self._failure:
             raise WeightSyncError(
-                f"this process samples nothing until it gets the weights whole: {self._refused}"
+                f"this process samples nothing until it receives the full weights: {self._failure}"
             )
 
-    def _load_whole(self, tensors: Mapping[str, Tensor], sent: Batch) -> None:
-        places, data = Places.of(tensors), sent["weights"][0]
-        if places.size != data.numel():
+    def _load_full(self, tensors: Mapping[str, Tensor], sent: Batch) -> None:
+        layout, data = FlatLayout.of(tensors), sent["weights"][0]
+        if layout.size != data.numel():
             raise WorkerError(
                 f"the actor sent {data.numel()} bytes of weights, this process's policy has "
-                f"{places.size}; both must be built from the same model folder, dtype and adapters"
+                f"{layout.size}; both must be built from the same model folder, dtype and adapters"
             )
-        if "digest" in sent and _digest(places.header, [data]) != _bytes(sent["digest"]):
+        if "digest" in sent and _digest(layout.header, [data]) != _bytes(sent["digest"]):
             raise WeightSyncError(
                 "the weights were damaged on their way, or are of another model of the same size"
             )
         with torch.no_grad():
-            for name, (_, start, size) in places.at.items():
+            for name, (_, start, size) in layout.spans.items():
                 tensor = tensors[name]
-                # A piece may start off the dtype's alignment; a copy of it does not.
-                piece = data[start : start + size].clone()
-                tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
+                # A slice may be misaligned for the dtype; its copy is aligned.
+                own = data[start : start + size].clone()
+                tensor.copy_(own.view(tensor.dtype).view(tensor.shape))
 
     def _load_delta(self, tensors: Mapping[str, Tensor], sent: Batch) -> None:
         if "delta" not in sent:
-            raise WeightSyncError("the actor has no weights that it sent before; it started anew")
+            raise WeightSyncError("the actor has no weights that it sent before; it was restarted")
         if _checksum(sent) != _bytes(sent["checksum"]):
             raise WeightSyncError("a delta of the weights was damaged on its way")
         base = int(sent["base_version"][0])
         if (base, _bytes(sent["base_digest"])) != (self._version, self._digest):
-            has = f"those of version {self._version}" if self._digest else "none to put it on"
+            has = f"version {self._version}" if self._digest else "none"
             raise WeightSyncError(
                 f"a delta is for weights of version {base}, this process has {has}: one was "
                 "missed, or came from another sender"
@@ -189,22 +189,24 @@ class WeightReceiver:
         own = [tensor.contiguous() for tensor in row]  # itself, unless it is a strided view
         with _threads() as pool:
             changes = delta.unpack(sent["delta"][0])
-            delta.add(changes, [delta.integers(tensor) for tensor in own], pool)
+            delta.apply_delta(changes, [delta.integer_view(tensor) for tensor in own], pool)
         for tensor, contiguous in zip(row, own, strict=True):
             if contiguous.data_ptr() != tensor.data_ptr():
                 tensor.copy_(contiguous)
-        if _digest(Places.of(tensors).header, row) != _bytes(sent["digest"]):
+        if _digest(FlatLayout.of(tensors).header, row) != _bytes(sent["digest"]):
             raise WeightSyncError(
                 f"with the delta on them, this process's weights are not the actor's of version "
                 f"{int(sent['policy_version'][0])}: they were changed here"
             )
 
 
-def _delta_batch(base: Snapshot | None, last: Snapshot, pieces: list[delta.Piece]) -> Batch | None:
+def _delta_batch(
+    base: SentWeights | None, last: SentWeights, chunks: list[delta.DeltaChunk]
+) -> Batch | None:
     if base is None:
         return None
     fields = {
-        "delta": delta.pack(pieces)[None],
+        "delta": delta.pack(chunks)[None],
         "policy_version": torch.tensor([last.version]),
         "digest": _row(last.digest),
         "base_version": torch.tensor([base.version]),
@@ -215,7 +217,7 @@ def _delta_batch(base: Snapshot | None, last: Snapshot, pieces: list[delta.Piece
 
 
 def _threads() -> ThreadPoolExecutor:
-    """As many as torch may use in this process."""
+    """A pool of as many threads as torch uses in this process."""
     return ThreadPoolExecutor(torch.get_num_threads(), "weight-sync")
 
 
@@ -234,7 +236,7 @@ def _checksum(sent: Batch) -> bytes:
 
 
 def _integers(row: Tensor, width: int) -> np.ndarray:
-    """Bytes as integers; they may start anywhere."""
+    """View bytes as integers, at any alignment."""
     return row.numpy().view(f"<i{width}")
 
 
