@@ -1,7 +1,7 @@
-"""transformers' `generate` arguments as a rollout request, and its answer as transformers' tensor.
+"""Converts transformers' `generate` arguments to a rollout request, and completions to its output.
 
 Defaults, their order of precedence and the shapes are those of transformers. An argument that a
-rollout engine can't honour is refused by name: ignoring it would give other tokens than asked for.
+rollout engine doesn't support raises ConfigError: ignoring it would change the tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from engine.errors import ConfigError, DataError
 from engine.rollout.protocol import Completion, SamplingParams
 
-_HONOURED = {
+_SUPPORTED = {
     "max_length",
     "max_new_tokens",
     "do_sample",
@@ -48,9 +48,9 @@ _WITHOUT_EFFECT_IF_GREEDY = {"min_p", "top_h", "typical_p", "epsilon_cutoff", "e
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """One call of `generate`, checked."""
+    """The validated arguments of one call of `generate`."""
 
-    input_ids: Tensor  # [B, P] long, as they were passed
+    input_ids: Tensor  # [B, P] long, as passed
     prompts: list[list[int]]  # B prompts without their padding
     params: SamplingParams
     pad_token_id: int | None
@@ -77,7 +77,7 @@ def read_call(
 ) -> GenerateCall:
     """Check a call of `generate(inputs, generation_config, **arguments)` on `policy`.
 
-    Raises ConfigError for an argument that is unknown, can't be honoured or is out of range, and
+    Raises ConfigError for an argument that is unknown, isn't supported or is out of range, and
     DataError for inputs that are not left-padded prompts.
     """
     arguments = dict(arguments)
@@ -121,7 +121,7 @@ def _resolve(
     greedy = not config.do_sample
     neutral = GenerationConfig._get_default_generation_params()
     for name in vars(GenerationConfig()):
-        fine = _HONOURED | _WITHOUT_EFFECT | (_WITHOUT_EFFECT_IF_GREEDY if greedy else set())
+        fine = _SUPPORTED | _WITHOUT_EFFECT | (_WITHOUT_EFFECT_IF_GREEDY if greedy else set())
         value = getattr(config, name, None)
         if name.startswith("_") or name in fine or value is None or value is False:
             continue
@@ -136,7 +136,7 @@ def _resolve(
 
 def _refuse(name: str, value: Any, way_out: str = "") -> None:
     shown = value if isinstance(value, str | int | float | list | tuple) else type(value).__name__
-    if not way_out and (near := get_close_matches(name, _HONOURED, n=1)):
+    if not way_out and (near := get_close_matches(name, _SUPPORTED, n=1)):
         way_out = f"did you mean {near[0]}?"
     way_out = way_out or "leave it out, or call actor.policy.generate, transformers' own loop"
     raise ConfigError(f"generate can't take {name}={shown!r}: {way_out}")
@@ -157,7 +157,7 @@ def _check_ids(ids: Tensor | None, config: GenerationConfig, device: torch.devic
 
 
 def _special_tokens(config: GenerationConfig) -> tuple[tuple[int, ...], int | None]:
-    """End tokens, and the token that fills rows up: the first end token if there is no other."""
+    """The EOS tokens, and the padding token: the first EOS token if there is no other."""
     eos = config.eos_token_id
     listed = [] if eos is None else torch.as_tensor(eos).flatten().tolist()
     pad = config.pad_token_id
@@ -167,7 +167,7 @@ def _special_tokens(config: GenerationConfig) -> tuple[tuple[int, ...], int | No
 
 
 def _mask(ids: Tensor, mask: Tensor | None, pad: int | None, stops: Sequence[int]) -> Tensor:
-    """Which ids are prompt, bool `[B, P]`; without a mask, all but padding that is no end token."""
+    """Mask of prompt tokens, bool `[B, P]`; without `mask`, all but padding that isn't EOS."""
     if mask is None:
         if pad is None or pad in stops:
             return torch.ones_like(ids, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What `hybrid_config` may say, and the layout of ranks it comes to. No torch here."""
+"""The settings of `hybrid_config`, and the layout of ranks that they give. Imports no torch."""
 
 from __future__ import annotations
 

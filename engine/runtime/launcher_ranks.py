@@ -14,11 +14,11 @@ RENDEZVOUS_TIMEOUT_S = 120.0
 
 
 def init_from_launcher() -> tuple[int, int]:
-    """Join the ranks of this launch, if there are others; ranks in all, and on this machine.
+    """Initialise the process group of this launch; return the world size and the local world size.
 
     Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) the default process group
-    is made if the program has not made one. Raises ConfigError for an environment that is not
-    whole and WorkerError when the others don't come.
+    is created unless there is one. Raises ConfigError for an incomplete environment and WorkerError
+    if other ranks don't connect.
     """
     world_size = _whole_number("WORLD_SIZE", 1)
     if not dist.is_initialized() and world_size > 1:

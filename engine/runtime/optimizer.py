@@ -1,7 +1,7 @@
-"""Optimizer, learning-rate schedule and one clipped step: the same for SFT, actor and critic.
+"""AdamW, learning-rate schedule and gradient clipping, for SFT, actor and critic.
 
-The same on one rank and on many, where each updates what it stores: AdamW is elementwise. Summing
-gradients over ranks comes before, and is not done here.
+On many ranks each updates the shards that it stores, since AdamW is elementwise. Gradients must be
+reduced over the ranks before a step.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from engine.parallel import fsdp, gradients
 from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
 
-_PART_ELEMENTS = (
-    64 << 20
-)  # whose moments are on the device at a time, where they wait in CPU memory
+_OFFLOAD_ELEMENTS = 64 << 20  # parameters whose moments are on the device at a time
 
 
 class Optimizer:
     """AdamW whose schedule advances once an optimizer step.
 
-    Biases, norms and other vectors get no weight decay. Build it when the model's parameters are
-    sharded over `ranks`, who then take every step together. With `offload`, moments wait in CPU
-    memory and are on the device only while their parameters are updated. Those `tied_duplicates`
-    are updated, but another pipeline stage's copy of them counts in the gradient norm.
+    Biases, norms and other vectors get no weight decay. Create it after the model's parameters were
+    sharded over `ranks`, which then take every step together. With `offload`, moments stay in CPU
+    memory and are on the device only while their parameters are updated. `tied_duplicates` are
+    updated, but only another pipeline stage's copy of them counts in the gradient norm.
     """
 
     def __init__(
@@ -66,26 +64,26 @@ class Optimizer:
             self._adam, lambda step: learning_rate_factor(step, total_steps, config)
         )
         self._clip = config.grad_clip
-        self.lr = self._next_lr()  # of the latest step; before any, of the first
+        self.lr = self._next_lr()  # of the latest step; before the first step, of that
 
     def _next_lr(self) -> float:
         return float(self._schedule.get_last_lr()[0])
 
     def _stored_part(self, parameter: nn.Parameter) -> Tensor:
-        """What AdamW works on: the parameter, or a view of what this rank stores of it.
+        """The tensor that AdamW updates: the parameter, or a view of this rank's shard of it.
 
-        A view's gradient is set part by part, so that only that part's moments are needed.
+        Gradients of views are set group by group, so that only one group's moments are needed.
         """
         view = self._offload or isinstance(parameter, DTensor)
         return local_tensor(parameter) if view else parameter
 
     def zero_gradients(self) -> None:
-        """Give every parameter a gradient of 0: an update that nothing pulls at."""
+        """Set every gradient to 0: the update is that of the moments alone."""
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
 
     def clear_gradients(self) -> None:
-        """Forget gradients, as before a step's first backward."""
+        """Set all gradients to None."""
         for parameter in (*self.parameters, *self._stored.values()):
             parameter.grad = None
 
@@ -107,7 +105,7 @@ class Optimizer:
             self._update(names)
         self._schedule.step()
         self.clear_gradients()
-        fsdp.reshard(self._model)  # weights that a pass without backward gathered are old now
+        fsdp.reshard(self._model)  # weights that a pass without backward gathered are outdated
         return norm
 
     def _clip_gradients(self) -> float:
@@ -125,7 +123,7 @@ class Optimizer:
         part: list[str] = []
         size = 0
         for name, stored in self._stored.items():
-            if part and size + stored.numel() > _PART_ELEMENTS:
+            if part and size + stored.numel() > _OFFLOAD_ELEMENTS:
                 yield part
                 part, size = [], 0
             part.append(name)
@@ -134,7 +132,7 @@ class Optimizer:
             yield part
 
     def _update(self, names: list[str]) -> None:
-        """Let AdamW, which leaves alone what has no gradient, see the gradients of `names`."""
+        """Update the parameters `names`: AdamW skips those without a gradient."""
         for name in names:
             parameter, stored = self._named[name], self._stored[name]
             if stored is not parameter and parameter.grad is not None:
@@ -148,11 +146,11 @@ class Optimizer:
             self._move_moments(names, to_device=False)
 
     def offload(self) -> None:
-        """Move the moments into CPU memory, as before a rollout; the next step brings them back."""
+        """Move the moments to CPU memory, e.g. before a rollout; the next step moves them back."""
         self._move_moments(list(self._named), to_device=False)
 
     def load(self) -> None:
-        """Bring the moments back to the device now, unless they always wait in CPU memory."""
+        """Move the moments to the device, unless they stay in CPU memory between steps."""
         if not self._offload:
             self._move_moments(list(self._named), to_device=True)
 
@@ -167,7 +165,7 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """AdamW's moments by parameter name and the schedule's step; no copies.
 
-        On many ranks they are the moments of what this rank stores.
+        On many ranks they are the moments of this rank's shards.
         """
         adam = self._adam.state
         return {
@@ -177,7 +175,7 @@ class Optimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`, copying its tensors; rates follow the present configuration.
+        """Restore `state_dict`, copying its tensors; learning rates are the configuration's.
 
         Raises CheckpointError, before anything has changed, for moments of another model.
         """
@@ -216,7 +214,7 @@ def _to_cpu(moment: Tensor) -> Tensor:
 
 
 def learning_rate_factor(step: int, total_steps: int, config: OptimConfig) -> float:
-    """Share of the peak learning rate at `step` (0-based): linear warm-up, then the schedule."""
+    """Fraction of the peak learning rate at `step` (0-based): linear warm-up, then the schedule."""
     warmup = max(1, round(config.warmup_ratio * total_steps)) if config.warmup_ratio > 0 else 0
     if step < warmup:
         return (step + 1) / warmup

@@ -1,8 +1,8 @@
 """A policy on this process's ranks: one object for training and for rollout.
 
-`HybridActor` holds one, and the actor, rollout and reference workers of a process hold one between
-them (`WorkerContext.process`). So what a user calls in a notebook is what trains in production.
-The optimizer and the state to save are in `sharded_train_state`.
+`HybridActor` has one, and the actor, rollout and reference workers of a process share one
+(`WorkerContext.process`): a notebook runs the code that trains in production. The optimizer and the
+state to save are in `sharded_train_state`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class PolicyRuntime:
             weights.sync_weights(self._engine, self.version)
 
     def sync_weights(self, *, force: bool = False) -> None:
-        """Let the engine serve the newest weights as `version`; all ranks call it together.
+        """Synchronise the engine with the newest weights as `version`; all ranks call it together.
 
         Weights wake before they are synchronised, the KV cache after. With `force` also when the
         engine has this version. Raises RolloutError where old and new weights may be mixed.

@@ -1,8 +1,8 @@
 """The weights that a rollout engine decodes with: the trainer's own storage, or a resharded copy.
 
-Where a rank's training weights are those that its rollout needs, both use one storage and
-`refresh` does nothing. Otherwise `refresh` sends the slices that ranks lack, and nothing else
-(`engine.parallel.reshard`): into buffers of the rollout's layout, or into vLLM's own parameters.
+Where a rank's training shards are those that its rollout needs, both use one storage and `refresh`
+does nothing. Otherwise `refresh` transfers only the boxes that ranks lack
+(`engine.parallel.reshard`), into buffers of the rollout's layout or into vLLM's own parameters.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class VllmRanks(RolloutEngine, Protocol):
 class RolloutWeights(ABC):
     """The weights that the rollout engine of this rank decodes with."""
 
-    model: Any  # given to the engine: a transformers model, or this rank's slices of one
-    engine_options: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed) for the engine
+    model: Any  # given to the engine: a transformers model, or this rank's shard of one
+    engine_options: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed)
     received_bytes = 0  # from other ranks in the latest refresh
 
     def sync_weights(self, engine: RolloutEngine, version: int) -> None:
@@ -62,7 +62,7 @@ class RolloutWeights(ABC):
         self.refresh()
         engine.update_weights(self.model, version)
 
-    def require_intact(self) -> None:  # noqa: B027 (most kinds can't be torn)
+    def require_intact(self) -> None:  # noqa: B027 (only exchanges can fail midway)
         """Raise RolloutError if an exchange failed midway: old and new weights are mixed."""
 
     @abstractmethod
@@ -77,18 +77,18 @@ class SharedWeights(RolloutWeights):
         self.model = model
 
     def refresh(self) -> None:
-        """Nothing to do: an optimizer step changes this storage."""
+        """Do nothing: an optimizer step changes this storage."""
 
 
 class ReshardedWeights(RolloutWeights):
-    """Buffers in the rollout's layout; an exchange sends what a rank lacks straight into them."""
+    """Buffers in the rollout's layout; an exchange fills what a rank lacks."""
 
     def __init__(self, sharded: ShardedModel, to: RolloutLayout) -> None:
         config: Any = sharded.module.config
         device, dtype = next(sharded.module.parameters()).device, _dtype(sharded.module)
-        held = gather_shard_map(sharded.module, rename=sharded.full_name)
-        wanted = rollout_shard_map(held.shapes, to, ModelShape.of(config), dtype)
-        own = plan_reshard(held, wanted).for_rank(sharded.ranks.rank)
+        stored = gather_shard_map(sharded.module, rename=sharded.full_name)
+        wanted = rollout_shard_map(stored.shapes, to, ModelShape.of(config), dtype)
+        own = plan_reshard(stored, wanted).for_rank(sharded.ranks.rank)
         target: dict[str, Tensor]
         if to.tp == 1:
             self.model = _empty_model(config, dtype, device)
@@ -106,7 +106,7 @@ class ReshardedWeights(RolloutWeights):
             self.model = TPModelShard(config, target, group, index)
 
     def refresh(self) -> None:
-        """Exchange the slices that ranks lack."""
+        """Exchange the boxes that ranks lack."""
         self.received_bytes = self._exchange.run().received
 
     def require_intact(self) -> None:
@@ -130,7 +130,7 @@ class AdapterWeights(RolloutWeights):
 
 
 class VllmWeights(RolloutWeights):
-    """vLLM over the policy's ranks; an exchange writes what a rank lacks into its parameters."""
+    """vLLM over the policy's ranks; an exchange fills its parameters in place."""
 
     def __init__(self, sharded: ShardedModel, to: RolloutLayout) -> None:
         self._sharded, self._to = sharded, to
@@ -139,7 +139,7 @@ class VllmWeights(RolloutWeights):
         self.engine_options = {"rank_groups": to.tp_groups(), "load": False}
 
     def sync_weights(self, engine: RolloutEngine, version: int) -> None:
-        """Exchange slices; a failure midway leaves the engine refusing to serve."""
+        """Exchange weights; after a failure midway the engine refuses to serve."""
         assert isinstance(engine, VllmRanks)
         if self._exchange is None:
             self._exchange = self._plan(engine)
@@ -152,20 +152,20 @@ class VllmWeights(RolloutWeights):
             self._exchange.require_intact()
 
     def refresh(self) -> None:
-        """Nothing: the trainer's slices go straight into the engine's parameters."""
+        """Do nothing: `sync_weights` writes into the engine's parameters."""
 
     def _plan(self, engine: VllmRanks) -> Exchange:
         sharded, module = self._sharded, self._sharded.module
-        held = gather_shard_map(module, rename=sharded.full_name)
+        stored = gather_shard_map(module, rename=sharded.full_name)
         shape = ModelShape.of(self.model.config)
-        wanted = rollout_shard_map(held.shapes, self._to, shape, engine.dtype, fused=True)
-        own = plan_reshard(held, wanted).for_rank(sharded.ranks.rank)
+        wanted = rollout_shard_map(stored.shapes, self._to, shape, engine.dtype, fused=True)
+        own = plan_reshard(stored, wanted).for_rank(sharded.ranks.rank)
         source = local_tensors(module, rename=sharded.full_name)
         return Exchange(own, source, engine.parameters())
 
 
 class StreamedWeights(RolloutWeights):
-    """vLLM in processes of its own: full tensors are gathered one by one and sent on."""
+    """vLLM in processes of its own: full tensors are gathered and sent one by one."""
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
@@ -178,7 +178,7 @@ class StreamedWeights(RolloutWeights):
         engine.update_from(self._sharded.full_tensors(), version)
 
     def refresh(self) -> None:
-        """Nothing: tensors are gathered when they are sent."""
+        """Do nothing: `sync_weights` gathers the tensors."""
 
 
 def rollout_weights(sharded: ShardedModel, tp: int, load: LoadModel) -> RolloutWeights:
@@ -223,7 +223,7 @@ def _tp_group(to: RolloutLayout, rank: int) -> tuple[int, dist.ProcessGroup]:
     """This rank's index in, and the group of, the ranks that decode together."""
     found: dist.ProcessGroup | None = None
     for members in to.tp_groups():  # all ranks create all groups
-        group = dist.new_group(list(members), sort_ranks=False)  # slices are in this order
+        group = dist.new_group(list(members), sort_ranks=False)  # shards are in this order
         if rank in members:
             found = group
     assert found is not None

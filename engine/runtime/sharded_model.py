@@ -1,8 +1,8 @@
 """A model sharded over a role's ranks, one or many, and passes of micro-batches over it.
 
-`engine.models` defines a forward pass and `engine.parallel` shards a model; here every layout has
-the same two calls, `outputs` (no gradient) and `accumulate` (gradients of a loss). The caller
-defines the loss and takes the optimizer step.
+`engine.models` defines a forward pass, `engine.parallel` shards a model and `micro_batch_runner`
+runs passes; here every layout has the same two calls, `outputs` (no gradient) and `accumulate`
+(gradients of a loss). The caller defines the loss and takes the optimizer step.
 
 On many ranks a batch is this rank's rows; a loss divides by the counts of all rows
 (`global_counts`). Ranks that differ in tp, sp or pp only have the same rows, compute the same loss
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,16 +23,7 @@ from engine.algorithms.aggregation import Denominators
 from engine.algorithms.metrics import MeanAccumulator, merge
 from engine.batch import Batch
 from engine.config import OptimConfig, ParallelConfig
-from engine.models import BaseModelView
-from engine.models.forward import (
-    Sequences,
-    TokenStatistics,
-    hidden_states,
-    left_align,
-    model_logits,
-    response_logits,
-    token_statistics,
-)
+from engine.models.forward import TokenStatistics, token_statistics
 from engine.models.packing import apply_packing
 from engine.parallel import fsdp, gradients
 from engine.parallel import pipeline_stages as stages
@@ -41,9 +31,10 @@ from engine.parallel.gather import gather_full_tensors, load_full_tensors
 from engine.parallel.layout import DATA_AXES, Layout
 from engine.parallel.pipeline_schedule import Pipeline
 from engine.parallel.process_groups import Ranks, init_process_group
-from engine.parallel.sequence_parallel import apply_ulysses, local_tokens, split_tokens, sum_tokens
+from engine.parallel.sequence_parallel import apply_ulysses
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 from engine.parallel.vocab_parallel import VocabParallelStatistics
+from engine.runtime.micro_batch_runner import MicroBatchRunner
 from engine.runtime.optimizer import Optimizer
 from engine.runtime.token_outputs import OutputReader, Outputs
 
@@ -86,13 +77,13 @@ class ShardedModel:
         """
         self.ranks, self.config = ranks, config
         self.device = device or process_device()
-        self.module, self._pipeline = self._apply(model if device else model.to(self.device))
-        self._adapters_off = False
+        self.module, pipeline = self._apply(model if device else model.to(self.device))
+        self._runner = MicroBatchRunner(self.module, ranks, config, self.device, pipeline)
 
     def without_adapters(self) -> ShardedModel:
         """The same model with its adapters disabled: the base of a policy with adapters."""
         base = copy.copy(self)
-        base._adapters_off = True
+        base._runner = self._runner.without_adapters()
         return base
 
     def statistics(self) -> TokenStatistics:
@@ -111,7 +102,7 @@ class ShardedModel:
         shape = batch["responses"].shape
         out = {name: torch.zeros(shape) for name in reader.names()}
         micros = self._pad_passes([micro for _, micro in passes], batch)
-        for index, got in enumerate(self._run(micros, reader)):  # dummies too
+        for index, got in enumerate(self._runner.outputs(micros, reader)):  # dummies too
             if index < len(passes):
                 rows, micro = passes[index]
                 for name, value in got.items():
@@ -136,7 +127,7 @@ class ShardedModel:
             parts.append(metrics)
             return value
 
-        self._run_backward(even, reader, loss_or_zero)
+        self._runner.backward(even, reader, loss_or_zero)
         self._all_reduce_gradients()
         return parts
 
@@ -199,16 +190,7 @@ class ShardedModel:
 
     def logits(self, micro: Batch) -> Tensor:
         """This rank's logits `[N, V]` of the positions that its readers read."""
-
-        def run() -> Tensor:
-            if not self._shards_sequences:
-                return model_logits(self.module, left_align(micro))
-            hidden, seqs = self._hidden(micro)
-            module: Any = self.module
-            return response_logits(module.get_output_embeddings(), hidden, seqs)
-
-        with torch.no_grad(), self._forward_context():
-            return fsdp.run_forward(self.module, run)
+        return self._runner.logits(micro)
 
     def _apply(self, model: Any) -> tuple[nn.Module, Pipeline | None]:
         ranks, config = self.ranks, self.config
@@ -233,11 +215,6 @@ class ShardedModel:
         hidden = module.config.hidden_size
         return module, Pipeline(module, ranks, hidden, dtype, self.device)
 
-    @property
-    def _shards_sequences(self) -> bool:
-        """Whether ranks split sequences between them."""
-        return self.ranks.size("sp") > 1
-
     def _pad_passes(self, micros: Sequence[Batch], batch: Batch) -> list[Batch]:
         """`micros`, padded with dummy passes to the largest number of any rank.
 
@@ -253,106 +230,6 @@ class ShardedModel:
         if self.device.type == "cpu":
             return micro
         return Batch({n: t.to(self.device) for n, t in micro.as_dict().items()}, micro.columns)
-
-    def _run(self, micros: Sequence[Batch], reader: OutputReader) -> Iterator[Outputs]:
-        if self._pipeline is None:
-            for micro in micros:
-                with self._forward_context():
-                    yield self._forward(micro, reader)
-            return
-        yield from self._run_pipeline(micros, reader)
-
-    def _run_backward(
-        self, micros: Sequence[Batch], reader: OutputReader, loss: Callable[[int, Outputs], Tensor]
-    ) -> None:
-        if self._pipeline is None:
-            for index, micro in enumerate(micros):
-                with self._forward_context():
-                    loss(index, self._forward(micro, reader)).backward()
-            return
-        seqs, positions = self._split_all(micros)
-
-        def read(index: int, hidden: Tensor) -> Tensor:
-            own = reader.at(self.module, hidden, seqs[index], micros[index])
-            return loss(index, self._merge_sequences(own))
-
-        with self._forward_context():
-            ids = [s.input_ids for s in seqs]
-            self._pipeline.run(ids, read, backward=True, positions=positions)
-
-    def _run_pipeline(self, micros: Sequence[Batch], reader: OutputReader) -> Iterator[Outputs]:
-        """Run all micro-batches through the pipeline; the last stage broadcasts the outputs."""
-        assert self._pipeline is not None
-        seqs, positions = self._split_all(micros)
-        done: dict[int, Outputs] = {}
-
-        def read(index: int, hidden: Tensor) -> None:
-            own = reader.at(self.module, hidden, seqs[index], micros[index])
-            done[index] = self._merge_sequences(own)
-
-        with self._forward_context():
-            ids = [s.input_ids for s in seqs]
-            self._pipeline.run(ids, read, backward=False, positions=positions)
-        group, last = self.ranks.group("pp"), self.ranks.size("pp") - 1
-        for index, micro in enumerate(micros):
-            found = done.get(index) or {
-                name: torch.zeros(micro["responses"].shape, device=self.device)
-                for name in reader.names()
-            }
-            for name in reader.names():
-                dist.broadcast(found[name], group=group, group_src=last)
-            yield found
-
-    def _forward(self, micro: Batch, reader: OutputReader) -> Outputs:
-        if not self._shards_sequences:
-            return fsdp.run_forward(self.module, lambda: reader.whole(self.module, micro))
-
-        def run() -> Outputs:
-            hidden, seqs = self._hidden(micro)
-            return reader.at(self.module, hidden, seqs, micro)
-
-        return self._merge_sequences(fsdp.run_forward(self.module, run))
-
-    def _merge_sequences(self, own: Outputs) -> Outputs:
-        """Outputs of all tokens, from each rank's part of the sequences."""
-        return {name: sum_tokens(value, self.ranks) for name, value in own.items()}
-
-    def _hidden(self, micro: Batch) -> tuple[Tensor, Sequences]:
-        """Hidden states of this rank's part of each sequence, and the tokens in it."""
-        own, positions = self._split_sequences(micro)
-        return hidden_states(self.module, own, position_ids=positions), own
-
-    def _split_sequences(self, micro: Batch) -> tuple[Sequences, Tensor]:
-        """This rank's part of each sequence, and its positions in the full sequence."""
-        seqs = left_align(micro)
-        ids, positions = split_tokens(seqs.input_ids, self.ranks)
-        mine, columns = local_tokens(seqs.positions, ids.shape[1], self.ranks)
-        own = Sequences(ids, seqs.rows[mine], columns, seqs.targets[mine], seqs.columns[mine])
-        return own, positions
-
-    def _split_all(self, micros: Sequence[Batch]) -> tuple[list[Sequences], list[Tensor] | None]:
-        """The stages' inputs; positions only where ranks split sequences."""
-        if not self._shards_sequences:
-            return [left_align(micro) for micro in micros], None
-        own, positions = zip(*map(self._split_sequences, micros), strict=True)
-        return list(own), list(positions)
-
-    @contextmanager
-    def _forward_context(self) -> Iterator[None]:
-        module: Any = self.module
-        with self._precision():
-            if not self._adapters_off:
-                yield
-                return
-            with BaseModelView(module).weights():
-                yield
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        """Autocast, where FSDP doesn't cast the weights."""
-        if not self.config.compute_dtype or fsdp.shards_weights(self.ranks):
-            return nullcontext()
-        dtype = getattr(torch, self.config.compute_dtype)
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32)
 
     def _all_reduce_gradients(self) -> None:
         if self.ranks.layout.world_size == 1:

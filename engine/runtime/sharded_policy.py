@@ -1,8 +1,7 @@
-"""A policy on many ranks that an ordinary training script can call as on one.
+"""A policy on many ranks with the interface of a model on one rank, for training scripts.
 
-`policy_runtime` shards and synchronises it; added here is what a script expects of a model:
-`model(ids, labels=…).loss`, full logits, and after `backward()` gradients averaged over the
-data-parallel ranks.
+`policy_runtime` shards and synchronises it; this module adds `model(ids, labels=…).loss`, full
+logits, and after `backward()` gradients averaged over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class ShardedPolicy:
         """
         if has_adapters(policy) and rollout_tp > 1:
             raise ConfigError(
-                f"hybrid_config's rollout_tp_size={rollout_tp} would cut the policy's adapters, "
-                "which are merged into whole models; set rollout_tp_size=1"
+                f"hybrid_config's rollout_tp_size={rollout_tp} would shard the policy's adapters, "
+                "which are merged into full models; set rollout_tp_size=1"
             )
         self._config = policy.config
         # Of a policy with adapters, rollout and files need the full base again.
@@ -85,7 +84,7 @@ class ShardedPolicy:
         fsdp.reshard(self.module)
 
     def sync_weights(self) -> None:
-        """Let the rollout engine serve the newest weights.
+        """Synchronise the rollout engine with the newest weights.
 
         Raises RolloutError on every rank if the exchange failed on any.
         """
@@ -147,7 +146,7 @@ class ShardedPolicy:
         return model
 
     def _average_gradients(self) -> None:
-        """Let backward leave the mean over data-parallel ranks, as DDP and FSDP do."""
+        """Make backward average gradients over data-parallel ranks, as DDP and FSDP do."""
         layout = self.runtime.sharded.ranks.layout
         sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
         for module in sharded:

@@ -1,7 +1,8 @@
-"""What a pass over a model gives for each response token: log-probs and their kin, or values.
+"""Outputs of a forward pass for each response token: log-probs and related values, or values.
 
-A reader knows a whole model's pass (`whole`) and the end of one whose body ran elsewhere (`at`):
-on another pipeline stage, or on a share of each sequence. All results are float32 `[b, R]` by name.
+A reader runs a full model (`from_model`), or computes the outputs from the hidden states of a body
+that ran elsewhere (`from_hidden`): on another pipeline stage, or on a part of each sequence. All
+outputs are float32 `[b, R]` by name.
 """
 
 from __future__ import annotations
@@ -28,22 +29,24 @@ from engine.models.forward import (
 )
 
 Outputs = dict[str, Tensor]
-ReferenceLogits = Callable[[Batch], Tensor]  # of a micro-batch's response tokens, as read here
+ReferenceLogits = Callable[[Batch], Tensor]  # at a micro-batch's response tokens
 
 
 class OutputReader(Protocol):
-    """How outputs are taken from a model."""
+    """Computes named outputs from a model."""
 
     def names(self) -> tuple[str, ...]:
-        """Names of the outputs, always in this order."""
+        """Names of the outputs, in a fixed order."""
         ...
 
-    def whole(self, module: nn.Module, micro: Batch) -> Outputs:
-        """Run a model that this rank has all of."""
+    def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
+        """Run a model whose body this rank has in full."""
         ...
 
-    def at(self, module: nn.Module, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
-        """Read the tokens of `seqs` off hidden states `[b, L, H]`; `[b, R]`, 0 elsewhere."""
+    def from_hidden(
+        self, module: nn.Module, hidden: Tensor, seqs: Sequences, micro: Batch
+    ) -> Outputs:
+        """Outputs `[b, R]` of the tokens of `seqs` from hidden states `[b, L, H]`; 0 elsewhere."""
         ...
 
 
@@ -59,15 +62,15 @@ class LogProbReader:
     reference: ReferenceLogits | None = None  # for the exact KL to its model
 
     def names(self) -> tuple[str, ...]:
-        """`log_probs`, then what was asked for."""
-        asked = {
+        """`log_probs`, then the requested ones."""
+        requested = {
             "entropy": self.entropy,
             "sum_pi_squared": self.sum_pi_squared,
             "full_kl": self.reference is not None,
         }
-        return ("log_probs", *(name for name, wanted in asked.items() if wanted))
+        return ("log_probs", *(name for name, wanted in requested.items() if wanted))
 
-    def whole(self, module: Any, micro: Batch) -> Outputs:
+    def from_model(self, module: Any, micro: Batch) -> Outputs:
         """One forward pass of a causal language model of any family."""
         if self.reference is not None:
             seqs = left_align(micro)
@@ -78,12 +81,12 @@ class LogProbReader:
             self.temperature,
             reference=None,
             statistics=self.statistics,
-            **self._asked(),
+            **self._options(),
         )
         return {name: getattr(out, name) for name in self.names()}
 
-    def at(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
-        """The head and the softmax."""
+    def from_hidden(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+        """Apply the head and the softmax."""
         logits = response_logits(module.get_output_embeddings(), hidden, seqs)
         return self._read(logits, seqs, micro)
 
@@ -96,11 +99,11 @@ class LogProbReader:
             self.temperature,
             statistics=self.statistics,
             reference_logits=theirs,
-            **self._asked(),
+            **self._options(),
         )
         return {name: getattr(out, name) for name in self.names()}
 
-    def _asked(self) -> dict[str, bool]:
+    def _options(self) -> dict[str, bool]:
         return {
             "entropy": self.entropy,
             "entropy_gradient": self.entropy_gradient,
@@ -109,17 +112,17 @@ class LogProbReader:
 
 
 class ValueReader:
-    """Values of a critic."""
+    """Values of a critic, by name `values`."""
 
     def names(self) -> tuple[str, ...]:
         """`values` alone."""
         return ("values",)
 
-    def whole(self, module: nn.Module, micro: Batch) -> Outputs:
-        """One forward pass of anything that gives values `[b, L]` for tokens `[b, L]`."""
+    def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
+        """One forward pass of a model that returns values `[b, L]` for tokens `[b, L]`."""
         return {"values": response_values(module, micro)}
 
-    def at(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
-        """The value head."""
+    def from_hidden(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+        """Apply the value head."""
         values = head_values(module.get_output_embeddings(), hidden)
         return {"values": read_values(values, seqs, micro)}

@@ -127,6 +127,10 @@ def test_a_resharding_plan_is_made_of_values(name: str) -> None:
     assert [module for module in imports(path) if under(module, *impure)] == []
 
 
+def test_the_runtime_knows_no_role() -> None:
+    assert breaches("engine/runtime", "engine.workers") == []
+
+
 def test_the_hybrid_actor_is_above_its_parts_and_below_the_controller() -> None:
     above = ("engine.controller", "engine.dataflows", "engine.trainers", "engine.cli", "ray")
     assert breaches("engine/runtime", *above) == []

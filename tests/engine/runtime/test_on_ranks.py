@@ -164,7 +164,7 @@ def refusal(case: str) -> str:
         ("layout", ["but there are 2"] * 2),
         ("rollout", ["tp=3 can't be made of the trainer's fsdp=2"] * 2),
         ("family", ["can't be sharded over ranks"] * 2),
-        ("adapters", ["would cut the policy's adapters"] * 2),
+        ("adapters", ["would shard the policy's adapters"] * 2),
         ("engine", ["rollout_engine='vllm' decodes an actor's whole model"] * 2),
         ("alone", ["rank 1 of 2: generate can't take num_beams=3", ": generate can't take"]),
         ("arguments", ["same arguments on all ranks"] * 2),

@@ -1,0 +1,175 @@
+"""Forward and backward passes of micro-batches over a rank's shard of a model.
+
+A pass runs the module, or this rank's pipeline stage; with sequence parallelism each rank computes
+its part of every sequence, and the outputs are summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine.batch import Batch
+from engine.config import ParallelConfig
+from engine.models import BaseModelView
+from engine.models.forward import (
+    Sequences,
+    hidden_states,
+    left_align,
+    model_logits,
+    response_logits,
+)
+from engine.parallel import fsdp
+from engine.parallel.pipeline_schedule import Pipeline
+from engine.parallel.process_groups import Ranks
+from engine.parallel.sequence_parallel import local_tokens, split_tokens, sum_tokens
+from engine.runtime.token_outputs import OutputReader, Outputs
+
+
+class MicroBatchRunner:
+    """Runs micro-batches through a sharded module; all ranks that share it call it together."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: Ranks,
+        config: ParallelConfig,
+        device: torch.device,
+        pipeline: Pipeline | None,
+    ) -> None:
+        """`pipeline`: the schedule of this rank's stage; None for a model without stages."""
+        self.module, self.ranks, self.config, self.device = module, ranks, config, device
+        self._pipeline = pipeline
+        self._adapters_off = False
+
+    def without_adapters(self) -> MicroBatchRunner:
+        """The same with the module's adapters disabled."""
+        base = copy.copy(self)
+        base._adapters_off = True
+        return base
+
+    def outputs(self, micros: Sequence[Batch], reader: OutputReader) -> Iterator[Outputs]:
+        """`reader`'s outputs `[b, R]` of each micro-batch, on this rank's device."""
+        if self._pipeline is None:
+            for micro in micros:
+                with self._forward_context():
+                    yield self._forward(micro, reader)
+            return
+        yield from self._run_pipeline(micros, reader)
+
+    def backward(
+        self, micros: Sequence[Batch], reader: OutputReader, loss: Callable[[int, Outputs], Tensor]
+    ) -> None:
+        """Run each micro-batch forward and backward; `loss` takes its index and its outputs."""
+        if self._pipeline is None:
+            for index, micro in enumerate(micros):
+                with self._forward_context():
+                    loss(index, self._forward(micro, reader)).backward()
+            return
+        seqs, positions = self._split_all(micros)
+
+        def read(index: int, hidden: Tensor) -> Tensor:
+            own = reader.from_hidden(self.module, hidden, seqs[index], micros[index])
+            return loss(index, self._merge_sequences(own))
+
+        with self._forward_context():
+            ids = [s.input_ids for s in seqs]
+            self._pipeline.run(ids, read, backward=True, positions=positions)
+
+    def logits(self, micro: Batch) -> Tensor:
+        """This rank's logits `[N, V]` of the positions that its readers read."""
+
+        def run() -> Tensor:
+            if not self._shards_sequences:
+                return model_logits(self.module, left_align(micro))
+            hidden, seqs = self._hidden(micro)
+            module: Any = self.module
+            return response_logits(module.get_output_embeddings(), hidden, seqs)
+
+        with torch.no_grad(), self._forward_context():
+            return fsdp.run_forward(self.module, run)
+
+    def _run_pipeline(self, micros: Sequence[Batch], reader: OutputReader) -> Iterator[Outputs]:
+        """Run all micro-batches through the pipeline; the last stage broadcasts the outputs."""
+        assert self._pipeline is not None
+        seqs, positions = self._split_all(micros)
+        done: dict[int, Outputs] = {}
+
+        def read(index: int, hidden: Tensor) -> None:
+            own = reader.from_hidden(self.module, hidden, seqs[index], micros[index])
+            done[index] = self._merge_sequences(own)
+
+        with self._forward_context():
+            ids = [s.input_ids for s in seqs]
+            self._pipeline.run(ids, read, backward=False, positions=positions)
+        group, last = self.ranks.group("pp"), self.ranks.size("pp") - 1
+        for index, micro in enumerate(micros):
+            found = done.get(index) or {
+                name: torch.zeros(micro["responses"].shape, device=self.device)
+                for name in reader.names()
+            }
+            for name in reader.names():
+                dist.broadcast(found[name], group=group, group_src=last)
+            yield found
+
+    def _forward(self, micro: Batch, reader: OutputReader) -> Outputs:
+        if not self._shards_sequences:
+            return fsdp.run_forward(self.module, lambda: reader.from_model(self.module, micro))
+
+        def run() -> Outputs:
+            hidden, seqs = self._hidden(micro)
+            return reader.from_hidden(self.module, hidden, seqs, micro)
+
+        return self._merge_sequences(fsdp.run_forward(self.module, run))
+
+    def _merge_sequences(self, own: Outputs) -> Outputs:
+        """Outputs of all tokens, from each rank's part of the sequences."""
+        return {name: sum_tokens(value, self.ranks) for name, value in own.items()}
+
+    def _hidden(self, micro: Batch) -> tuple[Tensor, Sequences]:
+        """Hidden states of this rank's part of each sequence, and the tokens in it."""
+        own, positions = self._split_sequences(micro)
+        return hidden_states(self.module, own, position_ids=positions), own
+
+    def _split_sequences(self, micro: Batch) -> tuple[Sequences, Tensor]:
+        """This rank's part of each sequence, and its positions in the full sequence."""
+        seqs = left_align(micro)
+        ids, positions = split_tokens(seqs.input_ids, self.ranks)
+        mine, columns = local_tokens(seqs.positions, ids.shape[1], self.ranks)
+        own = Sequences(ids, seqs.rows[mine], columns, seqs.targets[mine], seqs.columns[mine])
+        return own, positions
+
+    def _split_all(self, micros: Sequence[Batch]) -> tuple[list[Sequences], list[Tensor] | None]:
+        """The stages' inputs; positions only where ranks split sequences."""
+        if not self._shards_sequences:
+            return [left_align(micro) for micro in micros], None
+        own, positions = zip(*map(self._split_sequences, micros), strict=True)
+        return list(own), list(positions)
+
+    @property
+    def _shards_sequences(self) -> bool:
+        """Whether ranks split sequences between them."""
+        return self.ranks.size("sp") > 1
+
+    @contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        module: Any = self.module
+        with self._precision():
+            if not self._adapters_off:
+                yield
+                return
+            with BaseModelView(module).weights():
+                yield
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """Autocast, where FSDP doesn't cast the weights."""
+        if not self.config.compute_dtype or fsdp.shards_weights(self.ranks):
+            return nullcontext()
+        dtype = getattr(torch, self.config.compute_dtype)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32)
