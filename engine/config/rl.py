@@ -156,7 +156,7 @@ class TrainerConfig(Section):
         0, ge=0, description="Threads of one process that only decodes; 0: half of the cores"
     )
     rollout_silence_s: float = Field(
-        60.0, gt=0, description="async: a rollout worker without a sign of life is replaced"
+        60.0, gt=0, description="async: a rollout worker without a heartbeat is replaced"
     )
     max_rollout_restarts: int = Field(3, ge=0, description="async: of one rollout worker")
     save_freq: int = Field(20, ge=1, description="Steps between checkpoints, where a run has them")

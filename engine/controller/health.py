@@ -102,7 +102,7 @@ class WorkerHealth:
     state: State
     deadline: float  # end of STARTING, SYNCING, REPLACING; in DEAD, end of the back-off
     attempt: int = 0  # number of its process
-    last_heartbeat: float = 0.0  # last sign of life, in SERVING and SUSPECT
+    last_heartbeat: float = 0.0  # time of the last one, in SERVING and SUSPECT
     version: int = -1  # of its weights; -1: the trainer's weights were never sent
     served: bool = False  # whether this attempt has been SERVING
     deaths: tuple[Death, ...] = ()  # those that count against the restart budget

@@ -23,7 +23,7 @@ class Synced:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A sign of life."""
+    """A heartbeat of a worker."""
 
 
 @dataclass(frozen=True, slots=True)

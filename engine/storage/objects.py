@@ -125,7 +125,7 @@ class Objects(Files):
     def complete_multipart(
         self, name: str, upload: str, parts: list[CompletedPart], metadata: dict[str, str]
     ) -> None:
-        """Make an object of its parts, in order; `metadata` as when it was begun."""
+        """Make an object of its parts, in order; `metadata` as at the start of the upload."""
         with self._translated("written", name):
             try:
                 self._call(

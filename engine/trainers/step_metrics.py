@@ -36,7 +36,7 @@ def step_metrics(batch: Batch, seconds: float) -> dict[str, float]:
 
 
 def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
-    """How many updates behind the trainer's `version` the completions were begun."""
+    """How many updates behind the trainer's `version` the completions were started."""
     behind = (version - batch["policy_version"]).float()
     return {"staleness/mean": float(behind.mean()), "staleness/max": float(behind.max())}
 

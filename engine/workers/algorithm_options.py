@@ -1,9 +1,9 @@
-"""From the configuration's fields to the options that a registered algorithm reads.
+"""Converts configuration fields to the options of a registered algorithm.
 
-verl keeps the options of all policy losses side by side in one section. An entry gets those it
-reads; a field that was changed from its default and that the entry does not read is an error, so
-that no setting is silently without effect. An entry of your own has its options in a section's
-`options`, where it says their names, types and defaults.
+As in verl, one section has the options of all policy losses. An algorithm gets those it reads; a
+field that differs from its default and that the algorithm does not read is an error, so that no
+setting is silently ignored. A plugin's algorithm declares its options' names, types and defaults,
+and takes them from a section's `options`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ _PREFERENCE_FIELDS = tuple(
 
 
 def policy_loss_options(config: ActorConfig) -> dict[str, Any]:
-    """Options of `actor.policy_loss.loss_mode`; raise ConfigError for one without effect."""
+    """Options of `actor.policy_loss.loss_mode`; raise ConfigError for an unused one."""
     name = config.policy_loss.loss_mode
     read = losses.options(name)
-    options = _chosen(config, "actor", ACTOR_FIELDS, name, read)
-    options |= _chosen(config.policy_loss, "actor.policy_loss", _LOSS_FIELDS, name, read)
+    options = _changed_options(config, "actor", ACTOR_FIELDS, name, read)
+    options |= _changed_options(config.policy_loss, "actor.policy_loss", _LOSS_FIELDS, name, read)
     settings = {field: f"actor.{field}" for field in ACTOR_FIELDS}
     settings |= {field: f"actor.policy_loss.{field}" for field in _LOSS_FIELDS}
-    options |= _own(config.policy_loss.options, "actor.policy_loss.options", read, settings)
+    options |= _plugin_options(
+        config.policy_loss.options, "actor.policy_loss.options", read, settings
+    )
     losses.get_policy_loss(name).check_options(options)
     mode = losses.aggregation_mode(name, config.loss_agg_mode)
     if config.loss_scale_factor is not None and mode != "seq-mean-token-sum-norm":
@@ -58,22 +60,22 @@ def policy_loss_options(config: ActorConfig) -> dict[str, Any]:
 
 
 def advantage_options(config: AlgorithmConfig) -> dict[str, Any]:
-    """Options of `algorithm.adv_estimator`; raise ConfigError for one without effect."""
+    """Options of `algorithm.adv_estimator`; raise ConfigError for an unused one."""
     name = config.adv_estimator
     read = advantages.options(name)
     settings = {field: f"algorithm.{field}" for field in ADVANTAGE_FIELDS}
-    return _chosen(config, "algorithm", ADVANTAGE_FIELDS, name, read) | _own(
+    return _changed_options(config, "algorithm", ADVANTAGE_FIELDS, name, read) | _plugin_options(
         config.options, "algorithm.options", read, settings
     )
 
 
 def preference_options(config: PreferenceConfig) -> dict[str, Any]:
-    """Options of `algorithm.preference.loss`; raise ConfigError for one without effect."""
+    """Options of `algorithm.preference.loss`; raise ConfigError for an unused one."""
     name = config.loss
     read = preference.options(name)
-    options = _chosen(config, "algorithm.preference", _PREFERENCE_FIELDS, name, read)
+    options = _changed_options(config, "algorithm.preference", _PREFERENCE_FIELDS, name, read)
     settings = {field: f"algorithm.preference.{field}" for field in _PREFERENCE_FIELDS}
-    options |= _own(config.options, "algorithm.preference.options", read, settings)
+    options |= _plugin_options(config.options, "algorithm.preference.options", read, settings)
     preference.get_pair_loss(name).check_options(options)
     return options
 
@@ -88,24 +90,24 @@ def changed(config: BaseModel, fields: Iterable[str] | None = None) -> dict[str,
     }
 
 
-def _chosen(
+def _changed_options(
     config: BaseModel, section: str, fields: tuple[str, ...], name: str, read: Iterable[str]
 ) -> dict[str, Any]:
-    """The fields that differ from their defaults; the entry's own defaults stand for the rest."""
-    chosen = changed(config, fields)
-    for field, value in chosen.items():
+    """The fields that differ from their defaults; for others the algorithm's own defaults apply."""
+    options = changed(config, fields)
+    for field, value in options.items():
         if field not in read:
             raise ConfigError(
                 f"{section}.{field}={value} has no effect: {name!r} doesn't read it (it reads "
                 f"{', '.join(sorted(read)) or 'no options'}); remove it"
             )
-    return chosen
+    return options
 
 
-def _own(
+def _plugin_options(
     given: Mapping[str, object], section: str, declared: Options, settings: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The options in a section's `options`; one that has a setting of its own is an error."""
+    """Parse a section's `options`; an option that is also a field of a section is an error."""
     for option in given:
         if option in settings:
             raise ConfigError(f"{section}.{option} is a setting of its own; set {settings[option]}")

@@ -163,7 +163,7 @@ class LlamaDecoder:
         return self._layers(tokens, positions)
 
     def _layers(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Logits `[L, V]` of one token a slot, over a cache that has begun the step."""
+        """Logits `[L, V]` of one token a slot, over a cache whose step was started."""
         w = self._w
         x = self._embed(tokens)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
