@@ -16,7 +16,7 @@ from tasks.variants import on_profiles
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from engine.trainers.sft import Example
+    from engine.trainers.sft import SFTExample
 
 
 @on_profiles(
@@ -89,15 +89,15 @@ def sft(
         return published
 
 
-def read_examples(data: Path, split: str, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+def read_examples(data: Path, split: str, tokenizer: PreTrainedTokenizerBase) -> list[SFTExample]:
     """Encode the pairs of a split of the dataset."""
     import pandas as pd
 
     from engine.data.templates import encode_prompt, encode_response
-    from engine.trainers.sft import Example
+    from engine.trainers.sft import SFTExample
 
     frame = pd.read_parquet(data / f"sft_{split}.parquet")
     return [
-        Example(encode_prompt(tokenizer, prompt), encode_response(tokenizer, response))
+        SFTExample(encode_prompt(tokenizer, prompt), encode_response(tokenizer, response))
         for prompt, response in zip(frame["prompt"], frame["response"], strict=True)
     ]

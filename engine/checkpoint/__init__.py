@@ -3,16 +3,16 @@
 from engine.checkpoint.saver import Saver, SaveStats
 from engine.checkpoint.store import (
     Checkpoint,
+    CheckpointDraft,
     CheckpointStore,
-    Draft,
     find_latest,
     open_checkpoint,
 )
 
 __all__ = [
     "Checkpoint",
+    "CheckpointDraft",
     "CheckpointStore",
-    "Draft",
     "SaveStats",
     "Saver",
     "find_latest",

@@ -17,7 +17,7 @@ from typing import Protocol
 from engine.checkpoint.background import Background
 from engine.checkpoint.format import rank_file_prefix
 from engine.checkpoint.state_dict import CpuStager, StateDict, insert_tensors
-from engine.checkpoint.store import Checkpoint, CheckpointStore, Draft
+from engine.checkpoint.store import Checkpoint, CheckpointDraft, CheckpointStore
 from engine.errors import CheckpointError, EngineError
 from engine.storage.folder import CheckpointStorageError, Folder
 
@@ -44,7 +44,7 @@ class SaveStats:
         }
 
 
-class Call(Protocol):
+class GroupCall(Protocol):
     """A call on all ranks of a group, under way."""
 
     def result(self) -> object:
@@ -58,13 +58,13 @@ class StatefulGroup(Protocol):
     def world_size(self) -> int:
         """Number of ranks."""
 
-    def save_state(self, folder: str) -> Call:
+    def save_state(self, folder: str) -> GroupCall:
         """Copy the state of all ranks, and write it in the background."""
 
-    def wait_saved(self, timeout_s: float) -> Call:
+    def wait_saved(self, timeout_s: float) -> GroupCall:
         """Wait until it is written."""
 
-    def load_state(self, folder: str) -> Call:
+    def load_state(self, folder: str) -> GroupCall:
         """Load the state of all ranks from a checkpoint."""
 
 
@@ -81,7 +81,7 @@ class CommitListener(Protocol):
 class Saver:
     """Saves and restores all roles of a run; at most one save is in flight.
 
-    Call it between training steps, when no call on the roles is under way.
+    GroupCall it between training steps, when no call on the roles is under way.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Saver:
                 first = first or error
         return first
 
-    def _finish(self, draft: Draft, begin: float) -> None:
+    def _finish(self, draft: CheckpointDraft, begin: float) -> None:
         """Wait until every rank has written, then commit."""
         try:
             self._wait_for_ranks(draft)
@@ -220,7 +220,7 @@ class Saver:
         if self._listener is not None:
             self._listener.wake()
 
-    def _wait_for_ranks(self, draft: Draft) -> None:
+    def _wait_for_ranks(self, draft: CheckpointDraft) -> None:
         """Poll for the ranks' JSON files: a call to them would wait behind their next calls."""
         folder, deadline = Folder(draft.folder), time.monotonic() + self._timeout_s
         wanted = {

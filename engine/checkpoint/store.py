@@ -82,7 +82,7 @@ class Checkpoint:
 
 
 @dataclass
-class Draft:
+class CheckpointDraft:
     """A checkpoint under way: ranks write into `folder`, the rest is filled in before its end."""
 
     step: int
@@ -119,7 +119,7 @@ class CheckpointStore:
         self._damaged: set[str] = set()  # names of folders that `latest` has refused
 
     @contextlib.contextmanager
-    def writing(self, step: int) -> Iterator[Draft]:
+    def writing(self, step: int) -> Iterator[CheckpointDraft]:
         """Yield a draft; leaving the block commits it, an error in it leaves nothing behind."""
         draft = self.begin(step)
         try:
@@ -129,7 +129,7 @@ class CheckpointStore:
             self.abandon(draft)
             raise
 
-    def begin(self, step: int) -> Draft:
+    def begin(self, step: int) -> CheckpointDraft:
         """Open a draft that has to be committed or abandoned."""
         if step < 0:
             raise CheckpointError(f"step {step} of a checkpoint must be at least 0")
@@ -138,9 +138,9 @@ class CheckpointStore:
         folder = self.root / name
         _open_drafts.add(folder.uri)
         folder.create()
-        return Draft(step, folder.uri)
+        return CheckpointDraft(step, folder.uri)
 
-    def commit(self, draft: Draft) -> Checkpoint:
+    def commit(self, draft: CheckpointDraft) -> Checkpoint:
         """Check what the ranks wrote, write the marker, and delete old checkpoints.
 
         Raises CheckpointError when a rank is missing or a file isn't what its rank reported.
@@ -158,7 +158,7 @@ class CheckpointStore:
         self._remove_old(others, name, marker)
         return Checkpoint((self.root / name).uri, marker)
 
-    def abandon(self, draft: Draft) -> None:
+    def abandon(self, draft: CheckpointDraft) -> None:
         """Delete an uncommitted draft; what can't be deleted stays torn, and is never chosen."""
         if draft.folder in _open_drafts:
             remove_checkpoint(Folder(draft.folder))
@@ -185,7 +185,7 @@ class CheckpointStore:
         markers = self._markers()
         return sorted(markers, key=lambda name: markers[name].sequence)
 
-    def _collect(self, folder: Folder, draft: Draft) -> dict[str, FileEntry]:
+    def _collect(self, folder: Folder, draft: CheckpointDraft) -> dict[str, FileEntry]:
         """The checksums of all files that ranks reported and of the controller's state."""
         present = ranks_in(folder.sizes())
         wanted = {role: set(worlds) for role, worlds in present.items()}

@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.batch import Batch
 from engine.controller.timeline import Recorder
-from engine.controller.worker_host import BatchArgument, Call, PlainArgument, RoleSpec
+from engine.controller.worker_host import BatchArgument, PlainArgument, RemoteCall, RoleSpec
 from engine.errors import PlacementError, WorkerError
 from engine.futures import ConcatFuture, Future, LazyBatch, Ready
 from engine.parallel.layout import Layout
@@ -70,7 +70,7 @@ class WorkerGroup(ABC):
             sent.append(BatchArgument(tuple(len(run) for run in references)))
             data.extend(itertools.chain.from_iterable(references))
             sources.extend(part for run in parts for part in run if isinstance(part, Future))
-        call = Call(
+        call = RemoteCall(
             self.role,
             method,
             tuple(sent),
@@ -95,7 +95,7 @@ class WorkerGroup(ABC):
     @abstractmethod
     def _submit(
         self,
-        call: Call,
+        call: RemoteCall,
         data: Sequence[object],
         collecting: list[bool],
         sources: Sequence[Future[object]],

@@ -53,7 +53,7 @@ from engine.controller.health_events import (
 from engine.errors import ConfigError, WorkerError
 
 
-class State(StrEnum):
+class HealthState(StrEnum):
     STARTING = "starting"  # its process exists, its model isn't loaded
     SYNCING = "syncing"  # it loads the trainer's weights; it gets no prompt yet
     SERVING = "serving"
@@ -99,7 +99,7 @@ class Death:
 @dataclass(frozen=True, slots=True)
 class WorkerHealth:
     name: str
-    state: State
+    state: HealthState
     deadline: float  # end of STARTING, SYNCING, REPLACING; in DEAD, end of the back-off
     attempt: int = 0  # number of its process
     last_heartbeat: float = 0.0  # time of the last one, in SERVING and SUSPECT
@@ -127,7 +127,7 @@ class Fleet:
     ) -> Self:
         """A fleet whose processes (attempt 0) have just been created."""
         deadline = now + policy.start_timeout
-        workers = {name: WorkerHealth(name, State.STARTING, deadline) for name in names}
+        workers = {name: WorkerHealth(name, HealthState.STARTING, deadline) for name in names}
         if not workers or max_lag < 0:
             raise ConfigError(
                 f"a fleet of {len(workers)} workers with max_lag={max_lag}; give it at least one "
@@ -138,7 +138,7 @@ class Fleet:
     @property
     def serving(self) -> tuple[str, ...]:
         """The workers that may be given a prompt."""
-        return tuple(w.name for w in self.workers.values() if w.state is State.SERVING)
+        return tuple(w.name for w in self.workers.values() if w.state is HealthState.SERVING)
 
     def handle(
         self, name: str, attempt: int, event: Event, now: float
@@ -168,40 +168,44 @@ class Fleet:
         for worker in self.workers.values():
             lag = self.version - worker.version
             known = 0 <= worker.version <= self.version
-            if worker.state is State.SERVING and not (known and lag <= self.max_lag):
+            if worker.state is HealthState.SERVING and not (known and lag <= self.max_lag):
                 raise WorkerError(f"{worker} serves at trainer version {self.version}")
-            if (worker.state is State.FAILED) != (len(worker.deaths) > self.policy.max_restarts):
+            if (worker.state is HealthState.FAILED) != (
+                len(worker.deaths) > self.policy.max_restarts
+            ):
                 raise WorkerError(f"{worker} doesn't keep its restart budget")
-        failed = all(worker.state is State.FAILED for worker in self.workers.values())
+        failed = all(worker.state is HealthState.FAILED for worker in self.workers.values())
         if failed != (self.stopped is not None):
             raise WorkerError(f"fleet stopped={self.stopped} with workers {self.workers}")
 
     def _react(self, worker: WorkerHealth, event: Event, now: float) -> Transition:
         """One event of the current process; one that doesn't apply changes nothing."""
         match event, worker.state:
-            case _, State.DEAD | State.FAILED:
+            case _, HealthState.DEAD | HealthState.FAILED:
                 pass
             case Died(cause), _:
                 return self._die(worker, cause, now)
-            case Replaced(), State.REPLACING:
+            case Replaced(), HealthState.REPLACING:
                 deadline = now + self.policy.start_timeout
-                return replace(worker, state=State.STARTING, deadline=deadline), ()
-            case Started(), State.STARTING | State.REPLACING:
+                return replace(worker, state=HealthState.STARTING, deadline=deadline), ()
+            case Started(), HealthState.STARTING | HealthState.REPLACING:
                 deadline = now + self.policy.sync_timeout
-                return replace(worker, state=State.SYNCING, deadline=deadline), self._sync(worker)
-            case Synced(version), State.SYNCING | State.SERVING | State.SUSPECT:
+                return replace(worker, state=HealthState.SYNCING, deadline=deadline), self._sync(
+                    worker
+                )
+            case Synced(version), HealthState.SYNCING | HealthState.SERVING | HealthState.SUSPECT:
                 if not 0 <= version <= self.version:
                     raise WorkerError(
                         f"worker {worker.name} reports weights of version {version}, but the "
                         f"trainer is at {self.version}; call updated() before weights are sent"
                     )
                 worker = replace(worker, version=max(worker.version, version))
-                if worker.state is State.SYNCING:
+                if worker.state is HealthState.SYNCING:
                     return self._admit(worker, now, now)
                 return worker, ()
-            case Heartbeat(), State.SERVING:
+            case Heartbeat(), HealthState.SERVING:
                 return replace(worker, last_heartbeat=max(worker.last_heartbeat, now)), ()
-            case Heartbeat(), State.SUSPECT:
+            case Heartbeat(), HealthState.SUSPECT:
                 return self._admit(worker, now, now)
         return worker, ()
 
@@ -209,16 +213,18 @@ class Fleet:
         """Apply silence and deadlines."""
         silence, policy = now - worker.last_heartbeat, self.policy
         match worker.state:
-            case State.SERVING | State.SUSPECT if silence >= policy.dead_after:
+            case HealthState.SERVING | HealthState.SUSPECT if silence >= policy.dead_after:
                 return self._die(worker, f"hung: no heartbeat for {silence:.1f} s", now)
-            case State.SERVING if silence >= policy.suspect_after:
-                return replace(worker, state=State.SUSPECT), ()
-            case State.STARTING | State.SYNCING | State.REPLACING if now >= worker.deadline:
+            case HealthState.SERVING if silence >= policy.suspect_after:
+                return replace(worker, state=HealthState.SUSPECT), ()
+            case HealthState.STARTING | HealthState.SYNCING | HealthState.REPLACING if (
+                now >= worker.deadline
+            ):
                 return self._die(worker, f"still {worker.state} at its deadline", now)
-            case State.DEAD if now >= worker.deadline:
+            case HealthState.DEAD if now >= worker.deadline:
                 new = WorkerHealth(
                     worker.name,
-                    State.REPLACING,
+                    HealthState.REPLACING,
                     deadline=now + policy.start_timeout,
                     attempt=worker.attempt + 1,
                     deaths=worker.deaths,
@@ -230,11 +236,11 @@ class Fleet:
         """Let it serve if its weights are new enough; sync newer ones if there are any."""
         if self.version - worker.version <= self.max_lag:
             worker = replace(
-                worker, state=State.SERVING, last_heartbeat=last_heartbeat, served=True
+                worker, state=HealthState.SERVING, last_heartbeat=last_heartbeat, served=True
             )
-        elif worker.state is not State.SYNCING:  # a running sync keeps its deadline
+        elif worker.state is not HealthState.SYNCING:  # a running sync keeps its deadline
             deadline = now + self.policy.sync_timeout
-            worker = replace(worker, state=State.SYNCING, deadline=deadline)
+            worker = replace(worker, state=HealthState.SYNCING, deadline=deadline)
         return worker, self._sync(worker) if worker.version < self.version else ()
 
     def _sync(self, worker: WorkerHealth) -> tuple[Action, ...]:
@@ -250,7 +256,7 @@ class Fleet:
         pause = min(policy.backoff * 2.0 ** min(len(counted), 60), policy.backoff_max)
         worker = replace(
             worker,
-            state=State.FAILED if failed else State.DEAD,
+            state=HealthState.FAILED if failed else HealthState.DEAD,
             deadline=now + pause,
             deaths=(*counted, Death(now, f"{worker.name}: {cause}")),
         )
@@ -266,7 +272,7 @@ class Fleet:
         steps = [step(worker) for worker in workers]
         after = {**self.workers, **{worker.name: worker for worker, _ in steps}}
         actions = tuple(action for _, emitted in steps for action in emitted)
-        if any(worker.state is not State.FAILED for worker in after.values()):
+        if any(worker.state is not HealthState.FAILED for worker in after.values()):
             return replace(self, workers=after), actions
         first = min((d for w in after.values() for d in w.deaths), key=lambda death: death.at)
         stop = Stop(f"all {len(after)} rollout workers failed; first cause: {first.cause}")

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from engine.controller.groups import WorkerGroup
 from engine.controller.local_groups import LocalGroup, LocalHost, take_spans
-from engine.controller.placement import Node, Placement, Pool, require_capacity
+from engine.controller.placement import ClusterNode, Placement, Pool, require_capacity
 from engine.controller.roles import Roles
 from engine.controller.timeline import CONTROLLER, Recorder, Span, recording
 from engine.controller.worker_host import RoleSpec, WorkerHost
@@ -164,11 +164,11 @@ def init_options(placement: Placement, environ: Mapping[str, str]) -> dict[str, 
     return {"include_dashboard": wanted, **quiet}
 
 
-def _nodes() -> list[Node]:
+def _nodes() -> list[ClusterNode]:
     import ray
 
     return [
-        Node(f"{n['NodeManagerAddress']} {n['NodeID'][:6]}", n["Resources"], n["Labels"])
+        ClusterNode(f"{n['NodeManagerAddress']} {n['NodeID'][:6]}", n["Resources"], n["Labels"])
         for n in ray.nodes()
         if n["Alive"]
     ]

@@ -20,7 +20,7 @@ from engine.batch import Batch
 from engine.controller.groups import WorkerGroup, timeout_error
 from engine.controller.row_sharding import merge_results
 from engine.controller.timeline import Recorder, Span, span
-from engine.controller.worker_host import Call, RoleSpec, WorkerHost
+from engine.controller.worker_host import RemoteCall, RoleSpec, WorkerHost
 from engine.errors import WorkerError
 from engine.futures import Future
 
@@ -82,7 +82,7 @@ class LocalFuture(Future[object]):
 
     def __init__(
         self,
-        call: Call,
+        call: RemoteCall,
         parts: Sequence[futures.Future[object]],
         collecting: Sequence[bool],
         timeout_s: float,
@@ -139,7 +139,7 @@ class LocalGroup(WorkerGroup):
 
     def _submit(
         self,
-        call: Call,
+        call: RemoteCall,
         data: Sequence[object],
         collecting: list[bool],
         sources: Sequence[Future[object]],

@@ -68,7 +68,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ClusterNode:
     """A machine of the cluster."""
 
     name: str  # e.g. "10.0.0.7"
@@ -87,7 +87,7 @@ class Node:
 
 
 def require_capacity(
-    pools: Sequence[Pool], nodes: Sequence[Node], strategy: Strategy = "PACK"
+    pools: Sequence[Pool], nodes: Sequence[ClusterNode], strategy: Strategy = "PACK"
 ) -> None:
     """Raise PlacementError with a table of wanted and present when `nodes` can't hold `pools`.
 
@@ -105,13 +105,13 @@ def require_capacity(
         )
 
 
-def _shortages(pools: Sequence[Pool], nodes: Sequence[Node]) -> list[str]:
+def _shortages(pools: Sequence[Pool], nodes: Sequence[ClusterNode]) -> list[str]:
     wanted, present = _total_wanted(pools), _total_present(nodes)
     short = [key for key in wanted if wanted[key] > present.get(key, 0.0) + _TOLERANCE]
     return [f"{key}: wanted {wanted[key]:g}, present {present.get(key, 0):g}" for key in short]
 
 
-def _pool_shortage(pool: Pool, nodes: Sequence[Node]) -> str:
+def _pool_shortage(pool: Pool, nodes: Sequence[ClusterNode]) -> str:
     capacity = sum(node.capacity_for(pool) for node in nodes)
     if capacity >= pool.world_size:
         return ""
@@ -126,7 +126,7 @@ def _pool_shortage(pool: Pool, nodes: Sequence[Node]) -> str:
 
 
 def _strategy_conflicts(
-    strategy: Strategy, pools: Sequence[Pool], nodes: Sequence[Node]
+    strategy: Strategy, pools: Sequence[Pool], nodes: Sequence[ClusterNode]
 ) -> list[str]:
     pools = [pool for pool in pools if pool.bundle]
     processes = sum(pool.world_size for pool in pools)
@@ -148,7 +148,7 @@ def _total_wanted(pools: Sequence[Pool]) -> dict[str, float]:
     return {k: sum(p.bundle.get(k, 0.0) * p.world_size for p in pools) for k in keys}
 
 
-def _total_present(nodes: Sequence[Node]) -> dict[str, float]:
+def _total_present(nodes: Sequence[ClusterNode]) -> dict[str, float]:
     keys = dict.fromkeys(key for node in nodes for key in node.resources)
     return {k: sum(node.resources.get(k, 0.0) for node in nodes) for k in keys}
 
@@ -157,7 +157,7 @@ def _resource_text(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {key}" for key, amount in resources.items()) or "nothing"
 
 
-def _table(pools: Sequence[Pool], nodes: Sequence[Node]) -> str:
+def _table(pools: Sequence[Pool], nodes: Sequence[ClusterNode]) -> str:
     """Rows: wanted by pool and present by node; columns: the resources that are wanted."""
     keys = list(dict.fromkeys(["CPU", "GPU", *_total_wanted(pools)]))
     rows: list[tuple[str, Mapping[str, float]]] = [("wanted", _total_wanted(pools))]

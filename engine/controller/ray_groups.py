@@ -21,7 +21,7 @@ from engine.batch import Batch
 from engine.controller.groups import WorkerGroup, timeout_error
 from engine.controller.row_sharding import merge_results
 from engine.controller.timeline import Recorder, span
-from engine.controller.worker_host import Call, RoleSpec, WorkerHost, rendezvous_address
+from engine.controller.worker_host import RemoteCall, RoleSpec, WorkerHost, rendezvous_address
 from engine.errors import EngineError, WorkerError
 from engine.futures import Future
 
@@ -47,7 +47,7 @@ class RayFuture(Future[object]):
 
     def __init__(
         self,
-        call: Call,
+        call: RemoteCall,
         statuses: list[ObjectRef],
         refs: list[ObjectRef],
         timeout_s: float,
@@ -123,7 +123,7 @@ class RayGroup(WorkerGroup):
 
     def _submit(
         self,
-        call: Call,
+        call: RemoteCall,
         data: Sequence[object],
         collecting: list[bool],
         sources: Sequence[Future[object]],

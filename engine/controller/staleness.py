@@ -68,7 +68,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AdmittedGroup:
     """A group in flight or queued."""
 
     ticket: Ticket
@@ -91,8 +91,8 @@ class Admission:
     drawn: int = 0  # prompts drawn from the data stream; the key of the next new one
     attempts: int = 0  # tickets given out
     resample: tuple[int, ...] = ()  # keys to sample again before any new one, ascending
-    in_flight: Mapping[int, Group] = field(default_factory=dict)  # by key
-    queue: tuple[Group, ...] = ()  # finished, oldest first
+    in_flight: Mapping[int, AdmittedGroup] = field(default_factory=dict)  # by key
+    queue: tuple[AdmittedGroup, ...] = ()  # finished, oldest first
     reissued: int = 0  # groups given up because their worker was lost
     rejected: int = 0  # groups discarded by request (failed reward, dynamic sampling)
     late: int = 0  # answers ignored because their attempt had been given up or had answered
@@ -137,7 +137,7 @@ class Admission:
             )
         ticket = Ticket(self.resample[0] if self.resample else self.drawn, self.attempts)
         age = version if oldest is None else min(version, oldest)
-        group = Group(ticket, worker, oldest=age, newest=version)
+        group = AdmittedGroup(ticket, worker, oldest=age, newest=version)
         state = replace(
             self,
             resample=self.resample[1:],
@@ -177,7 +177,7 @@ class Admission:
         if self.capacity <= 0 or not self._in_time([*self._ages(), min(versions)], step):
             return self, None
         ticket = Ticket(self.drawn, self.attempts)
-        group = Group(ticket, "", oldest=min(versions), newest=max(versions))
+        group = AdmittedGroup(ticket, "", oldest=min(versions), newest=max(versions))
         queue = tuple(sorted((*self.queue, group), key=lambda g: g.age_order))
         state = replace(self, drawn=self.drawn + 1, attempts=self.attempts + 1, queue=queue)
         return state, ticket.key
@@ -196,7 +196,7 @@ class Admission:
         state = replace(self._without(keys), resample=resample, reissued=self.reissued + len(lost))
         return state, tuple(lost)
 
-    def take(self) -> tuple[Admission, tuple[Group, ...]]:
+    def take(self) -> tuple[Admission, tuple[AdmittedGroup, ...]]:
         """The batch for the next update, oldest first; empty if it isn't complete yet."""
         if self.training:
             raise RolloutError(
@@ -255,7 +255,7 @@ class Admission:
     def _ages(self) -> list[int]:
         return [group.oldest for group in (*self.queue, *self.in_flight.values())]
 
-    def _current(self, ticket: Ticket) -> Group | None:
+    def _current(self, ticket: Ticket) -> AdmittedGroup | None:
         group = self.in_flight.get(ticket.key)
         return group if group is not None and group.ticket == ticket else None
 

@@ -54,7 +54,7 @@ class BatchArgument:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RemoteCall:
     """One call on a role, as every one of its ranks gets it, without the data itself."""
 
     role: str
@@ -111,7 +111,7 @@ class WorkerHost:
                 self.workers[spec.name] = spec.worker_class(context, **spec.options)
         return os.getpid()
 
-    def call(self, call: Call, *data: object) -> object:
+    def call(self, call: RemoteCall, *data: object) -> object:
         """Run a call; `data` are the values that its batch arguments are made of, in order.
 
         Returns None on ranks whose result nobody collects, so that it isn't sent.
@@ -119,11 +119,11 @@ class WorkerHost:
         with self._locating_errors(call.role, call.method), self._recording(call):
             return self._run(call, iter(data))
 
-    def call_with_status(self, call: Call, *data: object) -> tuple[object, None]:
+    def call_with_status(self, call: RemoteCall, *data: object) -> tuple[object, None]:
         """As `call`, with a second result that says, without the first, whether it failed."""
         return self.call(call, *data), None
 
-    def _run(self, call: Call, data: Iterator[object]) -> object:
+    def _run(self, call: RemoteCall, data: Iterator[object]) -> object:
         worker = self.workers[call.role]
         rule = dispatch_rule(type(worker), call.method)
         layout = self.specs[call.role].layout or Layout(dp=self.world_size)
@@ -161,7 +161,7 @@ class WorkerHost:
                 stack.callback(worker.close)
         self.workers.clear()
 
-    def _recording(self, call: Call) -> AbstractContextManager[None]:
+    def _recording(self, call: RemoteCall) -> AbstractContextManager[None]:
         if self.recorder is None:
             return nullcontext()
         return self.recorder.span(

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import ArrayLike
 
 from engine.evaluation.metrics import Interval
-from engine.evaluation.summary import Comparison
+from engine.evaluation.summary import EvaluationComparison
 
 BEFORE_COLOUR = "#a3adbd"
 AFTER_COLOUR = "#2f5fd0"
@@ -29,7 +29,7 @@ _LINE_COLOURS = ("#2f5fd0", "#c2571a", "#2b8a5f", "#8a4fbf", "#b0306a", "#5b6472
 _CURVES_A_ROW = 3
 
 
-def metric_bars(comparison: Comparison, names: tuple[str, str]) -> str:
+def metric_bars(comparison: EvaluationComparison, names: tuple[str, str]) -> str:
     """Bars of pass@1, pass@k and majority vote for both models, with their intervals."""
     figure = Figure(figsize=(5.6, 3.3), facecolor="none")
     axes = figure.add_subplot()

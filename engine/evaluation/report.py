@@ -18,7 +18,7 @@ from engine import html_templates
 from engine.evaluation import plots
 from engine.evaluation.metrics import Interval
 from engine.evaluation.rows import check_paired
-from engine.evaluation.summary import Comparison
+from engine.evaluation.summary import EvaluationComparison
 
 _MODEL_TITLES = {"warm_start": "warm start", "rl": "RL model", "champion": "champion"}
 
@@ -33,7 +33,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class ReportExample:
     """A problem with both models' answers."""
 
     prompt: str
@@ -48,11 +48,11 @@ class ExampleGroup:
     title: str  # e.g. "Fixed"
     meaning: str  # e.g. "wrong before, right now"
     count: int  # of all such problems
-    examples: tuple[Example, ...]
+    examples: tuple[ReportExample, ...]
 
 
 def render_report(
-    comparison: Comparison,
+    comparison: EvaluationComparison,
     rows_before: pd.DataFrame,
     rows_after: pd.DataFrame,
     facts: Mapping[str, str] | None = None,
@@ -98,7 +98,7 @@ def _templates() -> Environment:
 
 
 def _example_groups(
-    comparison: Comparison, before: pd.DataFrame, after: pd.DataFrame, examples: int
+    comparison: EvaluationComparison, before: pd.DataFrame, after: pd.DataFrame, examples: int
 ) -> list[ExampleGroup]:
     """Problems fixed, broken and still wrong, at most `examples` of each."""
     was, now = before["greedy_correct"].to_numpy(), after["greedy_correct"].to_numpy()
@@ -117,8 +117,10 @@ def _example_groups(
     return groups
 
 
-def _example(before: pd.Series, after: pd.Series) -> Example:
-    return Example(before["prompt"], before["ground_truth"], (_answer(before), _answer(after)))
+def _example(before: pd.Series, after: pd.Series) -> ReportExample:
+    return ReportExample(
+        before["prompt"], before["ground_truth"], (_answer(before), _answer(after))
+    )
 
 
 def _answer(row: pd.Series) -> Answer:

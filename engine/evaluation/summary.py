@@ -39,7 +39,7 @@ class ModelSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class EvaluationComparison:
     """Two models on the same problems. Gains are `after − before` with paired intervals."""
 
     before: ModelSummary
@@ -73,7 +73,7 @@ def summarise(
     confidence: float,
     bootstrap_samples: int,
     seed: int,
-) -> Comparison:
+) -> EvaluationComparison:
     """Compare two models' rows (see `rows.COLUMNS`) problem by problem.
 
     Raises DataError when the rows are not of the same problems in the same order, when a problem
@@ -90,7 +90,7 @@ def summarise(
         return paired_bootstrap(before, after, confidence, bootstrap_samples, seed)
 
     greedy_before, greedy_after = (_flags(r, "greedy_correct") for r in (rows_before, rows_after))
-    return Comparison(
+    return EvaluationComparison(
         before=_model_summary(rows_before, k, confidence, bootstrap_samples, seed),
         after=_model_summary(rows_after, k, confidence, bootstrap_samples, seed),
         gain=gain(greedy_before, greedy_after),

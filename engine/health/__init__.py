@@ -4,6 +4,6 @@
 has the types that they share.
 """
 
-from engine.health.report import Expectation, Finding
+from engine.health.report import Expectation, HealthFinding
 
-__all__ = ["Expectation", "Finding"]
+__all__ = ["Expectation", "HealthFinding"]

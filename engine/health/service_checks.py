@@ -16,7 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from engine.console import human_bytes
 from engine.errors import ConfigError
-from engine.health.report import Finding
+from engine.health.report import HealthFinding
 from engine.storage.filesystem import ENDPOINTS
 from engine.storage.locations import HOME_VARIABLE, STORE_VARIABLE, home, shared_store
 from engine.tracking.connection import URI_VARIABLE, cause, default_uri
@@ -24,12 +24,12 @@ from engine.tracking.connection import URI_VARIABLE, cause, default_uri
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def shared_memory(least_gib: float) -> Finding:
+def shared_memory(least_gib: float) -> HealthFinding:
     """The size of /dev/shm, which Docker limits to 64 MB."""
     try:
         room = os.statvfs(SHARED_MEMORY)
     except OSError as error:
-        return Finding(str(SHARED_MEMORY), "missing", f"{SHARED_MEMORY}: {error.strerror}")
+        return HealthFinding(str(SHARED_MEMORY), "missing", f"{SHARED_MEMORY}: {error.strerror}")
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
     fault = ""
     if size < least_gib * 2**30:
@@ -38,17 +38,19 @@ def shared_memory(least_gib: float) -> Finding:
             "Ray's object store and torch's queues; docker run --shm-size=2g, or on Kubernetes an "
             "emptyDir of medium Memory"
         )
-    return Finding(str(SHARED_MEMORY), f"{human_bytes(size)}, {human_bytes(free)} free", fault)
+    return HealthFinding(
+        str(SHARED_MEMORY), f"{human_bytes(size)}, {human_bytes(free)} free", fault
+    )
 
 
-def output_folder() -> Finding:
+def output_folder() -> HealthFinding:
     """Whether artifacts can be written, or their folder be made."""
     folder = home()
     # A missing folder will be made: the nearest existing one above must be writable.
     above = next(path for path in (folder, *folder.parents) if path.exists())
     fault, free = _unwritable(above)
     way_out = f"make it writable, mount a volume there, or set {HOME_VARIABLE}"
-    return Finding(
+    return HealthFinding(
         HOME_VARIABLE,
         f"{folder}, {free}",
         f"{folder} can't be written: {fault}; {way_out}" if fault else "",
@@ -68,7 +70,7 @@ def _unwritable(folder: Path) -> tuple[str, str]:
         return error.strerror or str(error), "not writable"
 
 
-def mlflow(deadline_s: float) -> Finding:
+def mlflow(deadline_s: float) -> HealthFinding:
     """Whether the server answers as MLflow does, or the folder of a SQLite store is writable."""
     uri = default_uri()
     shown, way_out = _without_password(uri), f"check {URI_VARIABLE}"
@@ -76,17 +78,19 @@ def mlflow(deadline_s: float) -> Finding:
         file = Path(uri.removeprefix("sqlite:///")).absolute()
         above = next(path for path in (file.parent, *file.parents) if path.exists())
         fault, _ = _unwritable(above)
-        return Finding(
+        return HealthFinding(
             "MLflow", shown, f"{above} can't be written: {fault}; {way_out}" * bool(fault)
         )
     if not uri.startswith(("http://", "https://")):
-        return Finding("MLflow", f"{shown}, not looked at")
+        return HealthFinding("MLflow", f"{shown}, not looked at")
     answer, fault = _ask(uri.rstrip("/") + "/health", deadline_s, _mlflow_credentials())
     if not fault and answer != 200:
         wants = "wants other credentials" if answer in (401, 403) else "is it an MLflow server?"
         fault = f"status {answer} at /health, {wants}"
     full = f"MLflow at {shown} can't be used: {fault}; {way_out}"
-    return Finding("MLflow", f"{shown}, status {answer}" if answer else shown, full * bool(fault))
+    return HealthFinding(
+        "MLflow", f"{shown}, status {answer}" if answer else shown, full * bool(fault)
+    )
 
 
 def _mlflow_credentials() -> dict[str, Any]:
@@ -98,16 +102,16 @@ def _mlflow_credentials() -> dict[str, Any]:
     return {"auth": (user, os.environ.get("MLFLOW_TRACKING_PASSWORD", ""))} if user else {}
 
 
-def s3(deadline_s: float) -> Iterator[Finding]:
+def s3(deadline_s: float) -> Iterator[HealthFinding]:
     """Whether the shared store is an address, and the endpoint answers, where they are set.
 
     AWS's own endpoint is not looked at.
     """
     if os.environ.get(STORE_VARIABLE):
         try:
-            yield Finding(STORE_VARIABLE, shared_store())
+            yield HealthFinding(STORE_VARIABLE, shared_store())
         except ConfigError as error:
-            yield Finding(STORE_VARIABLE, "no address", str(error))
+            yield HealthFinding(STORE_VARIABLE, "no address", str(error))
     variable = next((name for name in ENDPOINTS if os.environ.get(name)), None)
     if variable is None:
         return
@@ -118,7 +122,7 @@ def s3(deadline_s: float) -> Iterator[Finding]:
     if not fault and answer is not None and answer >= 500:
         fault = f"status {answer}"
     full = f"S3 at {shown} can't be used: {fault}; check {variable}"
-    yield Finding("S3", f"{shown}, status {answer}" if answer else shown, full * bool(fault))
+    yield HealthFinding("S3", f"{shown}, status {answer}" if answer else shown, full * bool(fault))
 
 
 def _ask(url: str, deadline_s: float, arguments: dict[str, Any]) -> tuple[int | None, str]:

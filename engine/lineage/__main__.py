@@ -15,7 +15,7 @@ from rich.console import Console
 
 from engine.errors import EngineError
 from engine.lineage.audit import Audit, audit
-from engine.lineage.compare import Comparison, compare
+from engine.lineage.compare import ArtifactComparison, compare
 from engine.lineage.differences import lines
 from engine.lineage.page import render_page, write_page
 from engine.lineage.review import Review, review
@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace) -> int:
     return _conclude(found, checked)
 
 
-def _print(command: str, found: Review, comparison: Comparison | None) -> None:
+def _print(command: str, found: Review, comparison: ArtifactComparison | None) -> None:
     # A pipe has no width of its own; 80 columns would break lines that a grep wants whole.
     console = Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
     if comparison is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, LineageError, StorageError, TrackingError
-from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, Node, artifact_node
+from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, ArtifactNode, artifact_node
 from engine.lineage.registry import recorded_manifests
 from engine.storage.filesystem import as_path, is_remote
 from engine.storage.hashing import MANIFEST, hash_file, tree_digest
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class AuditFinding:
     """One thing that was found, or could not be checked."""
 
     key: str  # the node's; "" for what concerns no node
@@ -39,26 +39,26 @@ class Audit:
     """What checking found."""
 
     checked: int  # nodes that were re-hashed, or were to be and are missing
-    findings: tuple[Finding, ...]
+    findings: tuple[AuditFinding, ...]
 
     @property
-    def faults(self) -> tuple[Finding, ...]:
+    def faults(self) -> tuple[AuditFinding, ...]:
         """What changed or is missing."""
         return tuple(finding for finding in self.findings if finding.is_fault)
 
     @property
-    def notes(self) -> tuple[Finding, ...]:
+    def notes(self) -> tuple[AuditFinding, ...]:
         """What could not be checked."""
         return tuple(finding for finding in self.findings if not finding.is_fault)
 
 
-def audit(review: Review, on_node: Callable[[Node], None] | None = None) -> Audit:
+def audit(review: Review, on_node: Callable[[ArtifactNode], None] | None = None) -> Audit:
     """Check every node and edge of a review's graph; nothing is changed anywhere.
 
     Raises StorageError when a store doesn't answer.
     """
     graph = review.graph
-    findings: list[Finding] = []
+    findings: list[AuditFinding] = []
     answers, checked = True, 0
     for node in graph.nodes.values():
         if on_node is not None:
@@ -69,22 +69,22 @@ def audit(review: Review, on_node: Callable[[Node], None] | None = None) -> Audi
         records = _records(node, review)
         if links := _check_links(node, records):
             again = _was_rebuilt(node, review)
-            findings += [Finding(node.key, again, is_fault=False)] if again else links
+            findings += [AuditFinding(node.key, again, is_fault=False)] if again else links
         if node.manifest is not None and not records and answers:
             found, answers = _check_leaf(node, review)
             findings += found
     if not graph.focus:  # of a store as a whole, a manifest that can't be read is damage
-        findings += [Finding("", fault) for fault in review.index.unreadable]
-    findings += [Finding("", note, is_fault=False) for note in review.notes]
+        findings += [AuditFinding("", fault) for fault in review.index.unreadable]
+    findings += [AuditFinding("", note, is_fault=False) for note in review.notes]
     return Audit(checked, tuple(dict.fromkeys(findings)))
 
 
-def _check_node(node: Node, tracker: Tracker | None) -> list[Finding]:
+def _check_node(node: ArtifactNode, tracker: Tracker | None) -> list[AuditFinding]:
     """Compare what lies at a node's address with what is recorded of it."""
     if node.missing:
-        return [Finding(node.key, node.missing)]
+        return [AuditFinding(node.key, node.missing)]
     if node.manifest is not None:
-        return [Finding(node.key, text) for text in differences(node.uri, node.manifest)]
+        return [AuditFinding(node.key, text) for text in differences(node.uri, node.manifest)]
     if node.kind == SOURCE:
         return _check_source(node)
     if node.kind == CHECKPOINT:
@@ -94,28 +94,30 @@ def _check_node(node: Node, tracker: Tracker | None) -> list[Finding]:
     return []
 
 
-def _check_source(node: Node) -> list[Finding]:
+def _check_source(node: ArtifactNode) -> list[AuditFinding]:
     """Hash a source file or folder; what is elsewhere, or nowhere, is noted."""
     if not node.uri or is_remote(node.uri):
-        return [Finding(node.key, f"not checked: {node.uri or node.name} is not on a disk", False)]
+        return [
+            AuditFinding(node.key, f"not checked: {node.uri or node.name} is not on a disk", False)
+        ]
     path = as_path(node.uri)
     try:
         found = hash_file(path) if path.is_file() else tree_digest(path)
     except OSError as error:
-        return [Finding(node.key, f"can't read {path}: {error.strerror or error}")]
+        return [AuditFinding(node.key, f"can't read {path}: {error.strerror or error}")]
     except LineageError as error:
-        return [Finding(node.key, str(error))]
+        return [AuditFinding(node.key, str(error))]
     if found == node.digest:
         return []
     text = f"source {path} is now {found[:12]} where {node.digest[:12]} was read"
-    return [Finding(node.key, text + (f"; see its {MANIFEST}" if _has_manifest(path) else ""))]
+    return [AuditFinding(node.key, text + (f"; see its {MANIFEST}" if _has_manifest(path) else ""))]
 
 
 def _has_manifest(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def _check_checkpoint(node: Node) -> list[Finding]:
+def _check_checkpoint(node: ArtifactNode) -> list[AuditFinding]:
     from engine.checkpoint import open_checkpoint
 
     try:
@@ -123,16 +125,16 @@ def _check_checkpoint(node: Node) -> list[Finding]:
     except StorageError:
         raise
     except EngineError as error:
-        return [Finding(node.key, str(error))]
+        return [AuditFinding(node.key, str(error))]
     return []
 
 
-def _check_version(node: Node, tracker: Tracker | None) -> list[Finding]:
+def _check_version(node: ArtifactNode, tracker: Tracker | None) -> list[AuditFinding]:
     """Compare the registry's own copy, which is what gets served, with its tags and manifest."""
     if "://" in node.uri or Path(node.uri).is_absolute():
         return _check_copy(node, node.uri)
     if tracker is None:
-        return [Finding(node.key, f"not checked: MLflow's copy of {node.label}", False)]
+        return [AuditFinding(node.key, f"not checked: MLflow's copy of {node.label}", False)]
     import mlflow.artifacts
 
     with tempfile.TemporaryDirectory(prefix="hybridflyte-lineage-") as scratch:
@@ -144,17 +146,17 @@ def _check_version(node: Node, tracker: Tracker | None) -> list[Finding]:
                     address, dst_path=scratch, tracking_uri=tracker.uri
                 )
         except TrackingError as error:
-            return [Finding(node.key, str(error))]
+            return [AuditFinding(node.key, str(error))]
         return _check_copy(node, copy)
 
 
-def _check_copy(node: Node, copy: str) -> list[Finding]:
+def _check_copy(node: ArtifactNode, copy: str) -> list[AuditFinding]:
     what = f"{node.label}: MLflow's copy"
     try:
         manifest = read_manifest(copy)
     except LineageError as error:
         if "artifact_kind" in node.facts:
-            return [Finding(node.key, f"{what}: {error}")]
+            return [AuditFinding(node.key, f"{what}: {error}")]
         return _check_bare_copy(node, copy)
     faults = [f"{what}: {text}" for text in differences(copy, manifest)]
     if manifest.digest != node.digest:
@@ -167,22 +169,22 @@ def _check_copy(node: Node, copy: str) -> list[Finding]:
             f"{what} has a {MANIFEST} of SHA-256 {manifest.own_digest[:12]} where the tag "
             f"{MANIFEST_TAG} says {wanted[:12]}; it was edited"
         )
-    return [Finding(node.key, fault) for fault in faults]
+    return [AuditFinding(node.key, fault) for fault in faults]
 
 
-def _check_bare_copy(node: Node, copy: str) -> list[Finding]:
+def _check_bare_copy(node: ArtifactNode, copy: str) -> list[AuditFinding]:
     """Check a model that was registered without a manifest by its content alone."""
     try:
         found = tree_digest(copy)
     except LineageError as error:
-        return [Finding(node.key, f"{node.label}: {error}")]
+        return [AuditFinding(node.key, f"{node.label}: {error}")]
     if found == node.digest:
         return []
     text = f"{node.label}: MLflow's copy is now {found[:12]} where {node.digest[:12]} was logged"
-    return [Finding(node.key, text)]
+    return [AuditFinding(node.key, text)]
 
 
-def _check_links(node: Node, records: Mapping[str, str]) -> list[Finding]:
+def _check_links(node: ArtifactNode, records: Mapping[str, str]) -> list[AuditFinding]:
     """Compare a node's manifest with what its children recorded of it."""
     if node.manifest is None:
         return []
@@ -192,7 +194,7 @@ def _check_links(node: Node, records: Mapping[str, str]) -> list[Finding]:
         if digest != own:
             recorders.setdefault(digest, []).append(child)
     return [
-        Finding(
+        AuditFinding(
             node.key,
             f"{node.uri}/{MANIFEST} is of SHA-256 {own[:12]} where {_names(children)} recorded "
             f"{digest[:12]}: its parents, configuration or metrics were edited, or the artifact "
@@ -207,7 +209,7 @@ def _names(children: list[str]) -> str:
     return ", ".join(children[:3]) + more
 
 
-def _records(node: Node, review: Review) -> dict[str, str]:
+def _records(node: ArtifactNode, review: Review) -> dict[str, str]:
     """Return what is recorded of a node's manifest, its digest by the name of who recorded it.
 
     Artifacts of equal content and different manifests have their own children.
@@ -231,7 +233,7 @@ def _records(node: Node, review: Review) -> dict[str, str]:
     return found
 
 
-def _was_rebuilt(node: Node, review: Review) -> str:
+def _was_rebuilt(node: ArtifactNode, review: Review) -> str:
     """What to note of an artifact that was lost and made again, after its children; else nothing.
 
     The run that made it recorded its manifest, and its content is what its children were made from.
@@ -246,7 +248,7 @@ def _was_rebuilt(node: Node, review: Review) -> str:
     return f"{node.name} was made again after what came of it: same content, a manifest of its own"
 
 
-def _check_leaf(node: Node, review: Review) -> tuple[list[Finding], bool]:
+def _check_leaf(node: ArtifactNode, review: Review) -> tuple[list[AuditFinding], bool]:
     """Compare a manifest that no other record names with what its run recorded.
 
     The second value is False when MLflow did not answer.
@@ -257,7 +259,7 @@ def _check_leaf(node: Node, review: Review) -> tuple[list[Finding], bool]:
         try:
             recorded = recorded_manifests(review.tracker, node.digest)
         except TrackingError as error:
-            return [Finding("", f"not compared with MLflow: {error}", False)], False
+            return [AuditFinding("", f"not compared with MLflow: {error}", False)], False
     assert node.manifest is not None
     own = node.manifest.own_digest
     if not recorded:
@@ -265,9 +267,9 @@ def _check_leaf(node: Node, review: Review) -> tuple[list[Finding], bool]:
             f"{node.name}: no child, run or model version records its manifest's digest, so an "
             "edit of its parents, configuration or metrics would not show"
         )
-        return [Finding(node.key, text, is_fault=False)], answered
+        return [AuditFinding(node.key, text, is_fault=False)], answered
     if own in recorded:
         return [], answered
     said = ", ".join(sorted(digest[:12] for digest in recorded))
     text = f"{node.uri}/{MANIFEST} is of SHA-256 {own[:12]} where its run recorded {said}"
-    return [Finding(node.key, f"{text}: it was edited")], answered
+    return [AuditFinding(node.key, f"{text}: it was edited")], answered

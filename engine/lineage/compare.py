@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, Graph, Node
+from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, ArtifactNode, Graph
 from engine.lineage.rows import RowChange, row_change
 from engine.storage.hashing import FileEntry
 from engine.storage.manifest import SOURCE
@@ -53,18 +53,18 @@ class DataChange:
     """A dataset or source that only one side was made from, or that differs between them."""
 
     kind: str
-    before: Node | None
-    after: Node | None
+    before: ArtifactNode | None
+    after: ArtifactNode | None
     files: tuple[Change, ...] = ()  # digests of files that differ
     rows: tuple[RowChange, ...] = ()  # of tables among them
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ArtifactComparison:
     """All differences; empty tuples where there are none."""
 
-    before: Node
-    after: Node
+    before: ArtifactNode
+    after: ArtifactNode
     code: tuple[Change, ...]
     config: tuple[Change, ...]
     parents: tuple[Change, ...]
@@ -78,10 +78,10 @@ class Comparison:
         return self.before.digest == self.after.digest
 
 
-def compare(graph: Graph, before: Node, after: Node) -> Comparison:
+def compare(graph: Graph, before: ArtifactNode, after: ArtifactNode) -> ArtifactComparison:
     """Compare two nodes of a graph; a model version is compared by its artifact."""
     before, after = _artifact(graph, before), _artifact(graph, after)
-    return Comparison(
+    return ArtifactComparison(
         before=before,
         after=after,
         code=_changes(_code(before), _code(after)),
@@ -93,7 +93,7 @@ def compare(graph: Graph, before: Node, after: Node) -> Comparison:
     )
 
 
-def _artifact(graph: Graph, node: Node) -> Node:
+def _artifact(graph: Graph, node: ArtifactNode) -> ArtifactNode:
     if node.kind != MODEL_VERSION:
         return node
     above = [graph.nodes[edge.parent] for edge in graph.parents(node.key)]
@@ -115,7 +115,7 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Chang
     return tuple(change for change in changes if change.differs)
 
 
-def _code(node: Node) -> dict[str, str]:
+def _code(node: ArtifactNode) -> dict[str, str]:
     if node.manifest is not None:
         manifest = node.manifest
         return {"code version": manifest.code_version, "sources": manifest.sources_digest}
@@ -123,11 +123,11 @@ def _code(node: Node) -> dict[str, str]:
     return {k: node.facts[v] for k, v in names.items() if v in node.facts}
 
 
-def _parents(graph: Graph, node: Node) -> dict[str, str]:
+def _parents(graph: Graph, node: ArtifactNode) -> dict[str, str]:
     return {edge.name: graph.nodes[edge.parent].name for edge in graph.parents(node.key)}
 
 
-def _files(before: Node, after: Node) -> tuple[Change, ...]:
+def _files(before: ArtifactNode, after: ArtifactNode) -> tuple[Change, ...]:
     sides = [_sums(node.manifest.files if node.manifest else {}) for node in (before, after)]
     return _changes(*sides)
 
@@ -136,19 +136,19 @@ def _sums(files: Mapping[str, FileEntry]) -> dict[str, str]:
     return {name: f"{entry.sha256[:12]} ({entry.size:,} bytes)" for name, entry in files.items()}
 
 
-def _metrics(before: Node, after: Node) -> tuple[MetricChange, ...]:
+def _metrics(before: ArtifactNode, after: ArtifactNode) -> tuple[MetricChange, ...]:
     one, two = (_numbers(node) for node in (before, after))
     return tuple(MetricChange(n, one.get(n), two.get(n)) for n in dict.fromkeys([*one, *two]))
 
 
-def _numbers(node: Node) -> Mapping[str, float]:
+def _numbers(node: ArtifactNode) -> Mapping[str, float]:
     if node.kind == CHECKPOINT:
         names = {"step", "sequence"}
         return {k: float(v) for k, v in node.facts.items() if k in names}
     return node.metrics
 
 
-def _data(graph: Graph, before: Node, after: Node) -> tuple[DataChange, ...]:
+def _data(graph: Graph, before: ArtifactNode, after: ArtifactNode) -> tuple[DataChange, ...]:
     """Pair the datasets and sources behind both sides; equal ones are left out."""
     sides = []
     for node in (before, after):
@@ -167,7 +167,7 @@ def _data(graph: Graph, before: Node, after: Node) -> tuple[DataChange, ...]:
     return tuple(changes)
 
 
-def _data_change(kind: str, before: Node | None, after: Node | None) -> DataChange:
+def _data_change(kind: str, before: ArtifactNode | None, after: ArtifactNode | None) -> DataChange:
     if before is None or after is None or before.manifest is None or after.manifest is None:
         return DataChange(kind, before, after)
     files = _files(before, after)

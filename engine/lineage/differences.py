@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from engine.lineage.compare import ABSENT, Comparison, DataChange
-from engine.lineage.graph import Node
+from engine.lineage.compare import ABSENT, ArtifactComparison, DataChange
+from engine.lineage.graph import ArtifactNode
 
 
-def lines(found: Comparison) -> Iterator[str]:
+def lines(found: ArtifactComparison) -> Iterator[str]:
     """Yield the differences as lines for a terminal."""
     yield f"- {found.before.name}  {found.before.uri}"
     yield f"+ {found.after.name}  {found.after.uri}"
@@ -42,7 +42,7 @@ def _section(title: str, entries: Sequence[str]) -> Iterator[str]:
 def data_line(change: DataChange) -> str:
     """Return in a line which data takes the place of which."""
 
-    def name(node: Node | None) -> str:
+    def name(node: ArtifactNode | None) -> str:
         if node is None:
             return ABSENT
         return f"{node.label} ({node.digest[:12]})" if node.label else node.digest[:12]

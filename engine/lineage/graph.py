@@ -26,7 +26,7 @@ CHECKPOINT, MODEL_VERSION = "checkpoint", "model_version"
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ArtifactNode:
     """One artifact, source, checkpoint or model version, found or not."""
 
     key: str  # unique in its graph
@@ -77,7 +77,7 @@ class Graph:
     """Nodes by key, in the order in which they were found, and the edges between them."""
 
     focus: tuple[str, ...] = ()  # what was asked about
-    nodes: dict[str, Node] = field(default_factory=dict)
+    nodes: dict[str, ArtifactNode] = field(default_factory=dict)
     edges: dict[tuple[str, str, str], Edge] = field(default_factory=dict)
 
     def parents(self, key: str) -> list[Edge]:
@@ -88,7 +88,7 @@ class Graph:
         """The edges that leave a node."""
         return [edge for edge in self.edges.values() if edge.parent == key]
 
-    def ancestors(self, key: str) -> list[Node]:
+    def ancestors(self, key: str) -> list[ArtifactNode]:
         """All that a node was made from, nearest first."""
         above: dict[str, list[str]] = {}
         for edge in self.edges.values():
@@ -96,7 +96,7 @@ class Graph:
         found = reachable(key, lambda one: above.get(one, []))
         return [self.nodes[one] for one in found if one != key]
 
-    def add(self, node: Node) -> bool:
+    def add(self, node: ArtifactNode) -> bool:
         """Add a node; False when it is there already."""
         if node.key in self.nodes:
             return False
@@ -123,15 +123,17 @@ def reachable(start: str, neighbours: Callable[[str], Iterable[str]]) -> list[st
 class GraphBuilder:
     """Builds a graph from manifests, an index of stores, and model versions."""
 
-    def __init__(self, index: Index, versions: Iterable[Node] = ()) -> None:
+    def __init__(self, index: Index, versions: Iterable[ArtifactNode] = ()) -> None:
         self.index = index
         self.graph = Graph()
-        self._versions: dict[str, list[Node]] = {}
+        self._versions: dict[str, list[ArtifactNode]] = {}
         for version in versions:
             self._versions.setdefault(version.digest, []).append(version)
         self._read: dict[str, Manifest | None] = {p.uri: p.manifest for p in index.artifacts}
 
-    def walk(self, start: Node, parents: Iterable[Parent] = (), descendants: bool = True) -> Node:
+    def walk(
+        self, start: ArtifactNode, parents: Iterable[Parent] = (), descendants: bool = True
+    ) -> ArtifactNode:
         """Add a node with its ancestors and descendants; it joins the graph's focus.
 
         `parents`: of a node without a manifest.
@@ -147,7 +149,7 @@ class GraphBuilder:
                     self._descendants(self.graph.nodes[edge.parent])
         return start
 
-    def _ancestors(self, start: Node, parents: tuple[Parent, ...]) -> None:
+    def _ancestors(self, start: ArtifactNode, parents: tuple[Parent, ...]) -> None:
         todo = [(start, parents or _parents(start))]
         done = set()
         while todo:
@@ -161,7 +163,7 @@ class GraphBuilder:
                 self.graph.link(Edge(node.key, child.key, parent.name, parent.manifest))
                 todo.append((node, _parents(node)))
 
-    def _descendants(self, start: Node) -> None:
+    def _descendants(self, start: ArtifactNode) -> None:
         found = reachable(start.key, self._child_keys)
         # Once all are known: the edges among them and to what was there before.
         for key in found:
@@ -180,7 +182,7 @@ class GraphBuilder:
             self.graph.add(child)
         return [child.key for child in children]
 
-    def _children(self, node: Node) -> list[Node]:
+    def _children(self, node: ArtifactNode) -> list[ArtifactNode]:
         children = []
         for place, parent in self.index.made_from(node.digest):
             if self.find(parent, place.uri).key == node.key or node.kind == parent.kind == SOURCE:
@@ -199,12 +201,12 @@ class GraphBuilder:
                 self.graph.link(Edge(node.key, child.key, CHECKPOINT))
         return children
 
-    def _other(self, node: Node, own_digest: str) -> bool:
+    def _other(self, node: ArtifactNode, own_digest: str) -> bool:
         """Tell whether another artifact of equal content has this manifest."""
         same = self.index.with_digest(node.digest)
         return any(place.manifest.own_digest == own_digest for place in same)
 
-    def find(self, parent: Parent, child: str) -> Node:
+    def find(self, parent: Parent, child: str) -> ArtifactNode:
         """Find one parent of the artifact at `child`; a node that is missing if it is nowhere.
 
         Its content at its recorded address is the parent, whatever its manifest says now: a good
@@ -224,14 +226,14 @@ class GraphBuilder:
             return artifact_node(fallback)
         return self._missing(parent)
 
-    def _missing(self, parent: Parent) -> Node:
+    def _missing(self, parent: Parent) -> ArtifactNode:
         existing = self._manifest(parent.uri) if parent.uri else None
         where = parent.uri or "any store that was searched"
         why = f"{parent.kind} {parent.digest[:12]} is missing: it is not at {where}"
         if existing is not None:
             why += f", where {existing.kind} {existing.digest[:12]} is now"
         key = f"{parent.kind}:{parent.digest}:missing"
-        return Node(key, parent.kind, parent.digest, parent.uri, missing=why)
+        return ArtifactNode(key, parent.kind, parent.digest, parent.uri, missing=why)
 
     def _places(self, parent: Parent, child: str) -> list[str]:
         """Where it may lie: its address, the index, this machine's store, its child's store."""
@@ -254,14 +256,14 @@ class GraphBuilder:
         return self._read[uri]
 
 
-def artifact_node(place: StoredArtifact) -> Node:
+def artifact_node(place: StoredArtifact) -> ArtifactNode:
     """The node of an artifact; copies with equal manifests are one node."""
     manifest = place.manifest
     key = f"{manifest.kind}:{manifest.digest}:{manifest.own_digest}"
-    return Node(key, manifest.kind, manifest.digest, place.uri, manifest=manifest)
+    return ArtifactNode(key, manifest.kind, manifest.digest, place.uri, manifest=manifest)
 
 
-def source_node(source: Parent) -> Node:
+def source_node(source: Parent) -> ArtifactNode:
     """The node of data made elsewhere; one at a remote address is taken to be there."""
     where = hashlib.sha256(source.uri.encode()).hexdigest()[:8]
     local = bool(source.uri) and not is_remote(source.uri)
@@ -269,7 +271,7 @@ def source_node(source: Parent) -> Node:
     if local and not as_path(source.uri).exists():
         missing = f"source {source.digest[:12]} is missing: it is not at {source.uri}"
     key = f"{SOURCE}:{source.digest}:{where}"
-    return Node(
+    return ArtifactNode(
         key, SOURCE, source.digest, source.uri, label=_source_label(source), missing=missing
     )
 
@@ -280,6 +282,6 @@ def _source_label(source: Parent) -> str:
     return source.uri.rstrip("/").rsplit("/", 1)[-1] or source.name
 
 
-def _parents(node: Node) -> tuple[Parent, ...]:
+def _parents(node: ArtifactNode) -> tuple[Parent, ...]:
     source = node.manifest or node.origin
     return source.parents if source else ()

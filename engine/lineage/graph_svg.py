@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.lineage.graph import MODEL_VERSION, Graph, Node
+from engine.lineage.graph import MODEL_VERSION, ArtifactNode, Graph
 from engine.lineage.graph_layout import Line, Point, arrange
 
 LONGEST = 24  # characters of a label in its box
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class NodeBox:
     """A node; the point is its upper left corner, in pixels as SVG attributes have them."""
 
-    node: Node
+    node: ArtifactNode
     x: str  # e.g. "282"
     y: str  # e.g. "16.5"
     title: str
@@ -37,7 +37,7 @@ class Picture:
 
     width: str
     height: str
-    boxes: tuple[Box, ...]  # from left to right, and down within a layer: the order of Tab
+    boxes: tuple[NodeBox, ...]  # from left to right, and down within a layer: the order of Tab
     edges: tuple[EdgePath, ...]
 
 
@@ -56,10 +56,10 @@ def draw(graph: Graph) -> Picture:
     return Picture(_number(drawing.width), _number(drawing.height), tuple(boxes), tuple(edges))
 
 
-def _box(node: Node, at: Point) -> Box:
+def _box(node: ArtifactNode, at: Point) -> NodeBox:
     title, subtitle = box_texts(node)
     shown = shorten(title, LONGEST), shorten(subtitle, LONGEST + 4)
-    return Box(node, _number(at[0]), _number(at[1]), *shown)
+    return NodeBox(node, _number(at[0]), _number(at[1]), *shown)
 
 
 def _path(points: tuple[Point, ...]) -> str:
@@ -78,7 +78,7 @@ def _path(points: tuple[Point, ...]) -> str:
     return path
 
 
-def box_texts(node: Node) -> tuple[str, str]:
+def box_texts(node: ArtifactNode) -> tuple[str, str]:
     """Return the two lines of a box."""
     if node.kind == MODEL_VERSION:
         name, _, number = node.label.rpartition(" version ")

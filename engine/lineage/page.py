@@ -21,9 +21,9 @@ from jinja2 import Environment
 from engine import html_templates
 from engine.errors import StorageError
 from engine.lineage.audit import Audit
-from engine.lineage.compare import Comparison, as_text, flatten
+from engine.lineage.compare import ArtifactComparison, as_text, flatten
 from engine.lineage.differences import data_line, metric, row_lines, signed
-from engine.lineage.graph import Edge, Graph, Node
+from engine.lineage.graph import ArtifactNode, Edge, Graph
 from engine.lineage.graph_layout import BOX_HEIGHT, BOX_WIDTH
 from engine.lineage.graph_svg import draw
 from engine.lineage.review import Review
@@ -45,10 +45,10 @@ KINDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PageRow:
     """A line of the table of all nodes."""
 
-    node: Node
+    node: ArtifactNode
     made: str  # e.g. "2026-11-20 02:14"
     run: str  # Flyte execution, or MLflow run of a model version
     mark: str  # "fault", "missing" or empty
@@ -62,7 +62,7 @@ class Row:
 
 
 def render_page(
-    review: Review, audit: Audit | None = None, comparison: Comparison | None = None
+    review: Review, audit: Audit | None = None, comparison: ArtifactComparison | None = None
 ) -> str:
     """Return the page. audit: what checking found, None if nothing was checked."""
     graph = review.graph
@@ -141,7 +141,7 @@ def _policy(css: str, script: str) -> str:
     )
 
 
-def _title(review: Review, comparison: Comparison | None) -> str:
+def _title(review: Review, comparison: ArtifactComparison | None) -> str:
     if comparison is not None:
         return f"{comparison.before.name} and {comparison.after.name}: what differs"
     names = [node.name for node in review.starts]
@@ -169,7 +169,7 @@ def _findings(
     return faults, notes
 
 
-def _facts(node: Node) -> dict[str, str]:
+def _facts(node: ArtifactNode) -> dict[str, str]:
     """What is known of a node, by label; empty values are not shown."""
     facts = {"kind": node.kind, "content": node.digest, "place": node.uri}
     manifest = node.manifest
@@ -186,11 +186,11 @@ def _facts(node: Node) -> dict[str, str]:
     return facts | {name.replace("_", " "): value for name, value in node.facts.items()}
 
 
-def _rows(graph: Graph, marks: dict[str, str]) -> list[Row]:
+def _rows(graph: Graph, marks: dict[str, str]) -> list[PageRow]:
     """All nodes in order of time."""
     order = sorted(graph.nodes.values(), key=lambda n: (str(n.created_at or ""), n.kind))
     return [
-        Row(
+        PageRow(
             node,
             f"{node.created_at:%Y-%m-%d %H:%M}" if node.created_at else "",
             node.manifest.flyte_execution if node.manifest else node.facts.get("run_id", ""),

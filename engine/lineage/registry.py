@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.errors import LineageError, TrackingError
-from engine.lineage.graph import MODEL_VERSION, Node
+from engine.lineage.graph import MODEL_VERSION, ArtifactNode
 from engine.storage.manifest import Parent
 from engine.tracking.registry import ARTIFACT_TAG, MANIFEST_TAG, ModelVersion, all_pages
 
@@ -40,12 +40,12 @@ def open_registry(needed: bool) -> Tracker | None:
     return tracker
 
 
-def version_node(version: ModelVersion) -> Node:
+def version_node(version: ModelVersion) -> ArtifactNode:
     """Return the node of a model version; its facts are its tags."""
     facts = {**version.tags, "run_id": version.run_id}
     if version.aliases:
         facts["aliases"] = ", ".join(version.aliases)
-    return Node(
+    return ArtifactNode(
         key=f"{MODEL_VERSION}:{version.name}:{version.version}",
         kind=MODEL_VERSION,
         digest=version.tags.get(ARTIFACT_TAG, ""),
@@ -55,7 +55,7 @@ def version_node(version: ModelVersion) -> Node:
     )
 
 
-def version_parent(node: Node) -> Parent:
+def version_parent(node: ArtifactNode) -> Parent:
     """Return the artifact that a model version was registered from, by the version's tags."""
     if not node.digest:
         raise LineageError(
@@ -71,7 +71,7 @@ def version_parent(node: Node) -> Parent:
     )
 
 
-def all_versions(tracker: Tracker) -> list[Node]:
+def all_versions(tracker: Tracker) -> list[ArtifactNode]:
     """Return the nodes of all model versions that lead back to an artifact."""
     client = tracker.client
     with tracker.translated("list the model versions"):

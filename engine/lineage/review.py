@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.errors import CheckpointError, LineageError, StorageError, TrackingError
-from engine.lineage.graph import CHECKPOINT, Graph, GraphBuilder, Node, artifact_node, source_node
+from engine.lineage.graph import (
+    CHECKPOINT,
+    ArtifactNode,
+    Graph,
+    GraphBuilder,
+    artifact_node,
+    source_node,
+)
 from engine.lineage.index import Index, StoredArtifact, default_roots, scan
 from engine.lineage.origin import read_origin
 from engine.lineage.registry import (
@@ -42,11 +49,11 @@ class Review:
     graph: Graph
     index: Index
     tracker: Tracker | None
-    versions: tuple[Node, ...] = ()  # all model versions of the registry
+    versions: tuple[ArtifactNode, ...] = ()  # all model versions of the registry
     notes: list[str] = field(default_factory=list)  # what could not be looked at, and why
 
     @property
-    def starts(self) -> list[Node]:
+    def starts(self) -> list[ArtifactNode]:
         """The nodes that were asked about, in order."""
         return [self.graph.nodes[key] for key in self.graph.focus]
 
@@ -96,7 +103,7 @@ class _Start:
     """A reference as far as it is known without an index."""
 
     reference: str
-    node: Node | None = None
+    node: ArtifactNode | None = None
     parents: tuple[Parent, ...] = ()
 
 
@@ -132,7 +139,7 @@ def _manifest_at(address: str) -> Manifest | None:
     return read_manifest(address)
 
 
-def _checkpoint_at(address: str) -> Node | None:
+def _checkpoint_at(address: str) -> ArtifactNode | None:
     """Return the node of a complete checkpoint with what its stage was making; else None."""
     from engine.checkpoint.format import read_marker
     from engine.storage.folder import Folder
@@ -160,10 +167,12 @@ def _checkpoint_at(address: str) -> Node | None:
         }
         label = f"{origin.kind} {label}"
     key = f"{CHECKPOINT}:{marker.checksums}"
-    return Node(key, CHECKPOINT, marker.checksums, address, label, origin=origin, facts=facts)
+    return ArtifactNode(
+        key, CHECKPOINT, marker.checksums, address, label, origin=origin, facts=facts
+    )
 
 
-def _source_at(address: str) -> Node | None:
+def _source_at(address: str) -> ArtifactNode | None:
     """Return the node of a local file or folder; None for one that is remote or not there."""
     if is_remote(address) or not as_path(address).exists():
         return None
@@ -187,7 +196,7 @@ def _roots(starts: Iterable[_Start]) -> list[str]:
     return list(roots or dict.fromkeys(default_roots()))
 
 
-def _resolve(start: _Start, index: Index) -> tuple[Node, tuple[Parent, ...]]:
+def _resolve(start: _Start, index: Index) -> tuple[ArtifactNode, tuple[Parent, ...]]:
     """Find a reference in the index; LineageError for one that names nothing."""
     where = ", ".join(index.roots) or "no store; name one with --store"
     if start.node is None:
@@ -210,7 +219,9 @@ def _resolve(start: _Start, index: Index) -> tuple[Node, tuple[Parent, ...]]:
     return start.node, start.parents
 
 
-def _versions(tracker: Tracker | None, notes: list[str]) -> tuple[tuple[Node, ...], Tracker | None]:
+def _versions(
+    tracker: Tracker | None, notes: list[str]
+) -> tuple[tuple[ArtifactNode, ...], Tracker | None]:
     """Return all model versions, and the registry, where it answers; else that is a note."""
     if tracker is None:
         return (), None

@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from engine.lineage.audit import Audit
-from engine.lineage.compare import Change, Comparison
-from engine.lineage.graph import Edge, Graph, Node
+from engine.lineage.compare import ArtifactComparison, Change
+from engine.lineage.graph import ArtifactNode, Edge, Graph
 from engine.lineage.review import Review
 from engine.lineage.rows import RowChange
 
@@ -27,7 +27,7 @@ def trees(review: Review) -> list[Tree]:
     return found
 
 
-def _tree(graph: Graph, root: Node, up: bool) -> Tree:
+def _tree(graph: Graph, root: ArtifactNode, up: bool) -> Tree:
     """Walk parents, or children; a node's subtree is shown where it first occurs."""
     edges: dict[str, list[Edge]] = {}
     for edge in graph.edges.values():
@@ -50,7 +50,7 @@ def _tree(graph: Graph, root: Node, up: bool) -> Tree:
     return tree
 
 
-def label(node: Node, part: str = "", repeated: bool = False) -> str:
+def label(node: ArtifactNode, part: str = "", repeated: bool = False) -> str:
     """Return one or two lines: part, kind and digest; then what made it and how well it did."""
     head = f"[bold]{escape(node.kind)}[/bold] [cyan]{escape(node.digest[:12])}[/cyan]"
     if node.label and node.manifest is None and node.kind != "source":
@@ -85,7 +85,7 @@ def _short_version(version: str) -> str:
 
 
 def as_json(
-    review: Review, audit: Audit | None = None, comparison: Comparison | None = None
+    review: Review, audit: Audit | None = None, comparison: ArtifactComparison | None = None
 ) -> dict[str, object]:
     """Return all as JSON values; each artifact with its whole manifest less the file list."""
     graph = review.graph
@@ -105,7 +105,7 @@ def as_json(
     return values
 
 
-def _node_json(node: Node) -> dict[str, object]:
+def _node_json(node: ArtifactNode) -> dict[str, object]:
     manifest = node.manifest
     return {
         "key": node.key,
@@ -120,7 +120,7 @@ def _node_json(node: Node) -> dict[str, object]:
     }
 
 
-def comparison_json(found: Comparison) -> dict[str, object]:
+def comparison_json(found: ArtifactComparison) -> dict[str, object]:
     """Return the differences as JSON values, sides by their keys in the graph."""
 
     def sides(changes: Iterable[Change | RowChange]) -> list[dict[str, object]]:

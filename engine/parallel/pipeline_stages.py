@@ -57,7 +57,7 @@ def layers_by_stage(shape: ModelShape, stages: int) -> list[range]:
     return split_layers(shape.layers, stages, last=shape.vocab * shape.hidden / layer)
 
 
-class Stage(nn.Module, PeftAdapterMixin):
+class PipelineStage(nn.Module, PeftAdapterMixin):
     """A run of a decoder's layers; the first stage has the embedding too, the last norm and head.
 
     `forward(ids [B, L] long)` on the first, `forward(hidden [B, L, H])` on the others, returns
@@ -138,7 +138,7 @@ class Stage(nn.Module, PeftAdapterMixin):
         }
 
 
-def extract_stage(model: nn.Module, stage: int, stages: int) -> Stage:
+def extract_stage(model: nn.Module, stage: int, stages: int) -> PipelineStage:
     """Extract one stage of a full causal language model, or critic of a `backbone` and a `head`.
 
     The stage shares the model's modules: drop `model` to free those of other stages.
@@ -156,7 +156,7 @@ def extract_stage(model: nn.Module, stage: int, stages: int) -> Stage:
         )
     layers = layers_by_stage(ModelShape.of(config), stages)[stage]
     names = ("backbone", "head") if critic else ("model", "lm_head")
-    cut = Stage(config, stage, stages, *names)
+    cut = PipelineStage(config, stage, stages, *names)
     decoder = nn.Module()
     if cut.first:
         decoder.embed_tokens = whole.embed_tokens
@@ -176,7 +176,7 @@ def _is_critic(model: nn.Module) -> bool:
     return hasattr(model, "backbone")
 
 
-def _tied(model: Any, cut: Stage, names: tuple[str, str]) -> tuple[str, ...]:
+def _tied(model: Any, cut: PipelineStage, names: tuple[str, str]) -> tuple[str, ...]:
     """Names of this stage's copy of a matrix that embedding and head are, in two stages."""
     if _is_critic(model) or cut.stages == 1:
         return ()
@@ -188,7 +188,7 @@ def _tied(model: Any, cut: Stage, names: tuple[str, str]) -> tuple[str, ...]:
     return (f"{names[1]}.weight",) if cut.last else ()
 
 
-def _keep_adapters(model: nn.Module, cut: Stage) -> None:
+def _keep_adapters(model: nn.Module, cut: PipelineStage) -> None:
     """Let the adapters that are in the layers be switched on the stage as on the model."""
     if getattr(model, "peft_config", None):
         cut.peft_config = model.peft_config  # type: ignore[assignment]
@@ -197,18 +197,18 @@ def _keep_adapters(model: nn.Module, cut: Stage) -> None:
 
 def tied_across_stages(stage: nn.Module) -> set[str]:
     """Names of this stage's parameters of which another stage has a copy: none, or one."""
-    return set(stage.tied) if isinstance(stage, Stage) else set()
+    return set(stage.tied) if isinstance(stage, PipelineStage) else set()
 
 
 def tied_duplicates(stage: nn.Module) -> set[nn.Parameter]:
     """Parameters that a global gradient norm finds in another stage already."""
-    if not isinstance(stage, Stage) or stage.first:
+    if not isinstance(stage, PipelineStage) or stage.first:
         return set()
     return {stage.get_parameter(name) for name in stage.tied}
 
 
 @torch.no_grad()
-def sum_tied_gradients(stage: Stage, ranks: Ranks) -> None:
+def sum_tied_gradients(stage: PipelineStage, ranks: Ranks) -> None:
     """Add up the gradients of a tied matrix's two copies, in both, to the same bits.
 
     Every rank of the first and the last stage calls it, after its gradients are whole otherwise

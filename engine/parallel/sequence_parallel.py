@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.errors import ConfigError, WorkerError
-from engine.parallel.pipeline_stages import Stage
+from engine.parallel.pipeline_stages import PipelineStage
 from engine.parallel.process_groups import Ranks
 
 _NAME = "hybridflyte_ulysses"  # transformers' name of `_attention`
@@ -218,7 +218,7 @@ def _check_model(model: Any, attentions: list[nn.Module], ranks: Ranks) -> None:
             f"sp · tp = {across} does not divide the {config.num_attention_heads} attention heads "
             f"of this {config.model_type} model; choose a divisor of it"
         )
-    layers = len(model.layers) if isinstance(model, Stage) else config.num_hidden_layers
+    layers = len(model.layers) if isinstance(model, PipelineStage) else config.num_hidden_layers
     if len(attentions) != layers or any(
         getattr(module, "sinks", None) is not None for module in attentions
     ):

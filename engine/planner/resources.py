@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from engine.controller.placement import Node
+from engine.controller.placement import ClusterNode
 from engine.errors import PlacementError
 from engine.planner import hardware
 from engine.planner.hardware import GIB, Device
@@ -38,10 +38,10 @@ class Machine:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def node(self) -> Node:
+    def node(self) -> ClusterNode:
         """The machine as the check of capacity takes it."""
         amounts = {**self.resources, "CPU": self.cpus, "GPU": float(self.gpus)}
-        return Node(self.name, {k: v for k, v in amounts.items() if v}, self.labels)
+        return ClusterNode(self.name, {k: v for k, v in amounts.items() if v}, self.labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,9 @@ def _doubling(count: int) -> list[int]:
     return sorted({*sizes, count})
 
 
-def cluster_of(nodes: Sequence[Node], gpu_memory: Mapping[str, int] | None = None) -> Cluster:
+def cluster_of(
+    nodes: Sequence[ClusterNode], gpu_memory: Mapping[str, int] | None = None
+) -> Cluster:
     """The machines among Ray's nodes that run workers: those with CPUs or GPUs.
 
     `gpu_memory` is what each node, by name, said of its GPUs, in bytes. Raises PlacementError where
@@ -211,7 +213,7 @@ def read_cluster() -> Cluster:
         ray.init(**init_options(Placement(()), os.environ))
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = {
-        node["NodeID"]: Node(
+        node["NodeID"]: ClusterNode(
             f"{node['NodeManagerAddress']} {node['NodeID'][:6]}", node["Resources"], node["Labels"]
         )
         for node in alive

@@ -25,7 +25,7 @@ from engine.promotion.lock import LockTimeouts, ModelLock, lock_model
 from engine.tracking import values
 
 if TYPE_CHECKING:
-    from engine.tracking.registry import Registry
+    from engine.tracking.registry import ModelRegistry
 
 PROMOTED_TAG, REPLACED_TAG, REASON_TAG = "promoted_at", "replaced", "promotion_reason"
 
@@ -34,7 +34,7 @@ PROMOTED_TAG, REPLACED_TAG, REASON_TAG = "promoted_at", "replaced", "promotion_r
 class Champions:
     """The versions that an alias of a model pointed to and points to."""
 
-    registry: Registry
+    registry: ModelRegistry
     model_name: str
     alias: str = "champion"
     timeouts: LockTimeouts = LockTimeouts()  # noqa: RUF009 (frozen)

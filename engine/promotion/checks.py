@@ -12,7 +12,12 @@ from engine.lineage.audit import audit
 from engine.lineage.review import review
 from engine.storage.artifacts import local_path
 from engine.storage.manifest import SOURCE, read_manifest
-from engine.tracking.registry import ARTIFACT_TAG, ModelVersion, Registry, require_tagged_content
+from engine.tracking.registry import (
+    ARTIFACT_TAG,
+    ModelRegistry,
+    ModelVersion,
+    require_tagged_content,
+)
 
 DATASET = "dataset"
 
@@ -39,7 +44,7 @@ def require_unmodified(references: Sequence[str]) -> list[Path]:
     return [local_path(node.uri) for node in nodes.values() if node.kind == DATASET]
 
 
-def require_intact_copy(registry: Registry, version: ModelVersion) -> None:
+def require_intact_copy(registry: ModelRegistry, version: ModelVersion) -> None:
     """Re-hash the registry's own copy of a version, which is what gets served.
 
     Raises LineageError when it is not the content that the version's tags name, or has none.

@@ -31,7 +31,7 @@ from engine.errors import TrackingError
 from engine.tracking.registry import all_pages
 
 if TYPE_CHECKING:
-    from engine.tracking.registry import Registry
+    from engine.tracking.registry import ModelRegistry
 
 LEASE_SECONDS = 600.0
 WRITE_SECONDS = 300.0  # the longest that a call and its retries take: 4 tries of 60 s, and pauses
@@ -73,7 +73,7 @@ class ModelLock:
 
 @contextlib.contextmanager
 def lock_model(
-    registry: Registry, model_name: str, timeouts: LockTimeouts = LockTimeouts()
+    registry: ModelRegistry, model_name: str, timeouts: LockTimeouts = LockTimeouts()
 ) -> Iterator[ModelLock]:
     """Hold the lock of a model for the block.
 
@@ -92,7 +92,7 @@ def lock_model(
             _log.warning("%s; the lock of %s ends at %s", error, model_name, _clock(lock.until))
 
 
-def _acquire(registry: Registry, model_name: str, timeouts: LockTimeouts) -> ModelLock:
+def _acquire(registry: ModelRegistry, model_name: str, timeouts: LockTimeouts) -> ModelLock:
     owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     deadline = time.monotonic() + timeouts.wait
     with registry.translated("lock a model"):
@@ -111,7 +111,7 @@ def _acquire(registry: Registry, model_name: str, timeouts: LockTimeouts) -> Mod
 
 
 def _create(
-    registry: Registry, model_name: str, number: int, owner: str, timeouts: LockTimeouts
+    registry: ModelRegistry, model_name: str, number: int, owner: str, timeouts: LockTimeouts
 ) -> ModelLock | None:
     """Create the lock of this number; None when another process has it, or a later one."""
     from mlflow.exceptions import MlflowException
@@ -153,14 +153,14 @@ def _is_free(tags: dict[str, str], timeouts: LockTimeouts) -> bool:
     return time.time() > until + timeouts.skew
 
 
-def _latest(registry: Registry, model_name: str) -> tuple[int, dict[str, str]]:
+def _latest(registry: ModelRegistry, model_name: str) -> tuple[int, dict[str, str]]:
     """Return number and tags of the last lock; 0 and no tags when there was none yet."""
     locks = _locks(registry, model_name)
     number = max(locks, default=0)
     return number, locks.get(number, {})
 
 
-def _locks(registry: Registry, model_name: str) -> dict[int, dict[str, str]]:
+def _locks(registry: ModelRegistry, model_name: str) -> dict[int, dict[str, str]]:
     """Return the tags of all lock objects of a model by their number."""
     pattern = re.compile(re.escape(model_name) + r"--lock-(\d+)")
     quoted = model_name.replace("'", "''")
@@ -176,7 +176,7 @@ def _locks(registry: Registry, model_name: str) -> dict[int, dict[str, str]]:
     }
 
 
-def _tags(registry: Registry, name: str) -> dict[str, str]:
+def _tags(registry: ModelRegistry, name: str) -> dict[str, str]:
     found = registry.find_model(name)
     return dict(found.tags) if found is not None else {}
 

@@ -36,7 +36,7 @@ class Measurements:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RuleOutcome:
     """What one rule says."""
 
     rule: str  # e.g. "gain", "guard pass_at_1 of gsm8k", "kl"
@@ -52,7 +52,7 @@ class Decision:
 
     promote: bool
     reason: str  # one sentence or two
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RuleOutcome, ...]
 
     @property
     def waits_for_approval(self) -> bool:
@@ -75,7 +75,7 @@ def decide(measurements: Measurements, rules: PromoteConfig) -> Decision:
     return Decision(not failed, reason, outcomes)
 
 
-def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[Outcome]:
+def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[RuleOutcome]:
     yield _gain(measurements, rules.minimum_gain)
     for guard in rules.guards:
         yield _guard(measurements, guard)
@@ -87,10 +87,10 @@ def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[Outc
     if rules.approval == "required":
         by = measurements.approved_by.strip()
         text = f"approved by {by}" if by else "it waits for a person's approval"
-        yield Outcome(APPROVAL, bool(by), by or None, "required", text)
+        yield RuleOutcome(APPROVAL, bool(by), by or None, "required", text)
 
 
-def _gain(measurements: Measurements, minimum: float) -> Outcome:
+def _gain(measurements: Measurements, minimum: float) -> RuleOutcome:
     """The interval's lower end must be above the minimum; a first champion needs no gain."""
     gain = measurements.gain
     if gain is None or not _is_change(gain):
@@ -99,16 +99,16 @@ def _gain(measurements: Measurements, minimum: float) -> Outcome:
         f"pass@1 gain {_points_of(gain)} points over the {measurements.against.replace('_', ' ')}"
     )
     if measurements.against == "warm_start":
-        return Outcome("gain", True, _three(gain), None, f"there is no champion yet; {shown}")
+        return RuleOutcome("gain", True, _three(gain), None, f"there is no champion yet; {shown}")
     bound = f"the required gain of {_points(minimum)} points"
     if gain.low > minimum:
         sentence = f"{shown}, its lower end above {bound}"
-        return Outcome("gain", True, _three(gain), minimum, sentence)
+        return RuleOutcome("gain", True, _three(gain), minimum, sentence)
     sentence = f"{shown}; its lower end must be above {bound}"
-    return Outcome("gain", False, _three(gain), minimum, sentence)
+    return RuleOutcome("gain", False, _three(gain), minimum, sentence)
 
 
-def _guard(measurements: Measurements, guard: GuardConfig) -> Outcome:
+def _guard(measurements: Measurements, guard: GuardConfig) -> RuleOutcome:
     rule = f"guard {guard.name}"
     change = measurements.guards.get(guard.name)
     if change is None or not _is_change(change):
@@ -119,18 +119,18 @@ def _guard(measurements: Measurements, guard: GuardConfig) -> Outcome:
         f"{guard.name} changes by {_points_of(change)} points; its lower end {must} at or above "
         f"{_points(-guard.tolerance)}"
     )
-    return Outcome(rule, passed, _three(change), -guard.tolerance, sentence)
+    return RuleOutcome(rule, passed, _three(change), -guard.tolerance, sentence)
 
 
-def _kl(kl: float | None, most: float) -> Outcome:
+def _kl(kl: float | None, most: float) -> RuleOutcome:
     if kl is None or not _is_finite(kl):
         return _unreadable("kl", kl, most, "the KL to the reference")
     passed = kl <= most
     sentence = f"KL to the reference {kl:.4g}{_at_most(passed)}{most:.4g}"
-    return Outcome("kl", passed, kl, most, sentence)
+    return RuleOutcome("kl", passed, kl, most, sentence)
 
 
-def _length(ratio: Interval | None, most: float) -> Outcome:
+def _length(ratio: Interval | None, most: float) -> RuleOutcome:
     if ratio is None or not _in_order(ratio) or ratio.low < 0:
         return _unreadable("length", ratio, most, "the ratio of response lengths")
     passed = ratio.high <= most
@@ -138,21 +138,21 @@ def _length(ratio: Interval | None, most: float) -> Outcome:
         f"responses are {ratio.mean:.3g} [{ratio.low:.3g}, {ratio.high:.3g}] times as long; the "
         f"upper end{_at_most(passed)}{most:.3g}"
     )
-    return Outcome("length", passed, _three(ratio), most, sentence)
+    return RuleOutcome("length", passed, _three(ratio), most, sentence)
 
 
-def _contamination(share: float | None, most: float) -> Outcome:
+def _contamination(share: float | None, most: float) -> RuleOutcome:
     if share is None or not _is_finite(share) or not 0 <= share <= 1:
         return _unreadable("contamination", share, most, "the share of test prompts trained on")
     passed = share <= most
     sentence = f"{share:.2%} of the test prompts were trained on{_at_most(passed, ', ')}{most:.2%}"
-    return Outcome("contamination", passed, share, most, sentence)
+    return RuleOutcome("contamination", passed, share, most, sentence)
 
 
-def _unreadable(rule: str, value: object, bound: Measured, what: str) -> Outcome:
+def _unreadable(rule: str, value: object, bound: Measured, what: str) -> RuleOutcome:
     """The outcome of a rule whose measurement is missing or no number."""
     shown = "was not measured" if value is None else f"is {value!r}, which can't be"
-    return Outcome(rule, False, None, bound, f"{what} {shown}; evaluate again")
+    return RuleOutcome(rule, False, None, bound, f"{what} {shown}; evaluate again")
 
 
 def _at_most(passed: bool, comma: str = " ") -> str:

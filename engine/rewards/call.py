@@ -22,7 +22,7 @@ from engine.rewards.protocol import RewardFunction
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RewardRows:
     """What a reward function is given: B prompts, completions, and entries of each column."""
 
     prompts: Sequence[str]
@@ -40,15 +40,15 @@ class Rows:
     def __len__(self) -> int:
         return len(self.completions)
 
-    def row(self, index: int) -> Rows:
+    def row(self, index: int) -> RewardRows:
         """Return row `index` as rows of its own (B = 1)."""
         only = slice(index, index + 1)
         columns = {name: values[only] for name, values in self.columns.items()}
-        return Rows(self.prompts[only], self.completions[only], columns)
+        return RewardRows(self.prompts[only], self.completions[only], columns)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RewardOutcome:
     """What a call ended with: a result or an error. A call that hangs has none."""
 
     row: int
@@ -60,7 +60,7 @@ class DeadlinePassed(Exception):
     """Our own deadline, as distinct from a TimeoutError that the reward raised."""
 
 
-class Call:
+class RewardCall:
     """A call under way; its outcome goes to a queue.
 
     A coroutine is cancelled at `deadline` (on `time.monotonic`'s clock). A plain function is not,
@@ -70,9 +70,9 @@ class Call:
     def __init__(
         self,
         function: RewardFunction,
-        rows: Rows,
+        rows: RewardRows,
         deadline: float,
-        outcomes: queue.SimpleQueue[Outcome],
+        outcomes: queue.SimpleQueue[RewardOutcome],
         row: int = 0,
     ) -> None:
         self._function, self._deadline = function, deadline
@@ -102,10 +102,10 @@ class Call:
             self._not_stoppable()
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result, self._deadline))
-            outcome = Outcome(self._row, result)
+            outcome = RewardOutcome(self._row, result)
         except BaseException as error:  # whatever it is, it must not end the run in this thread
             self._not_stoppable()
-            outcome = Outcome(self._row, error=error)
+            outcome = RewardOutcome(self._row, error=error)
         self._outcomes.put(outcome)
 
     def _not_stoppable(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from engine.errors import RewardError
-from engine.rewards.call import Call, DeadlinePassed, Outcome, Rows
+from engine.rewards.call import DeadlinePassed, RewardCall, RewardOutcome, RewardRows
 from engine.rewards.protocol import RewardFunction
 from engine.rewards.result import RewardFailure, Scores, read
 
@@ -46,7 +46,7 @@ def score(
 
     Raises RewardError then, and where columns don't fit the completions.
     """
-    rows = Rows(prompts, completions, columns)
+    rows = RewardRows(prompts, completions, columns)
     name = getattr(reward_fn, "__qualname__", type(reward_fn).__name__)
     whole: RewardFailure | None = None
     if not len(rows):
@@ -71,13 +71,13 @@ def score(
 def _all_at_once(
     name: str,
     reward_fn: RewardFunction,
-    rows: Rows,
+    rows: RewardRows,
     timeout_s: float,
     components: tuple[str, ...] | None,
 ) -> Scores:
     """One call on all rows; raise RewardFailure where it fails as a whole."""
-    outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-    call = Call(reward_fn, rows, time.monotonic() + timeout_s, outcomes)
+    outcomes: queue.SimpleQueue[RewardOutcome] = queue.SimpleQueue()
+    call = RewardCall(reward_fn, rows, time.monotonic() + timeout_s, outcomes)
     try:
         outcome = outcomes.get(timeout=timeout_s)
     except queue.Empty:
@@ -89,7 +89,7 @@ def _all_at_once(
 def _one_by_one(
     name: str,
     reward_fn: RewardFunction,
-    rows: Rows,
+    rows: RewardRows,
     timeout_s: float,
     components: tuple[str, ...] | None,
 ) -> Scores:
@@ -113,24 +113,26 @@ def _one_by_one(
     return Scores.of(components, found, failures)
 
 
-def _outcomes(reward_fn: RewardFunction, rows: Rows, timeout_s: float) -> dict[int, Outcome]:
+def _outcomes(
+    reward_fn: RewardFunction, rows: RewardRows, timeout_s: float
+) -> dict[int, RewardOutcome]:
     """Call the reward on single rows, side by side; return what ended by the deadline.
 
     The threads are at most `_AT_ONCE * (_TURNS + 1)`: a row that takes long gives its turn to the
     next but may still end, so a few that hang don't keep the others from being scored.
     """
     deadline = time.monotonic() + timeout_s
-    outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    outcomes: queue.SimpleQueue[RewardOutcome] = queue.SimpleQueue()
     waiting = deque(range(len(rows)))
     turns: dict[int, float] = {}  # row → when its turn is over
-    calls: dict[int, Call] = {}
-    ended: dict[int, Outcome] = {}
+    calls: dict[int, RewardCall] = {}
+    ended: dict[int, RewardOutcome] = {}
     while waiting or calls:
         now = time.monotonic()
         turns = {row: until for row, until in turns.items() if until > now}
         while waiting and len(turns) < _AT_ONCE and now < deadline:
             row = waiting.popleft()
-            calls[row] = Call(reward_fn, rows.row(row), deadline, outcomes, row)
+            calls[row] = RewardCall(reward_fn, rows.row(row), deadline, outcomes, row)
             turns[row] = now + timeout_s / _TURNS
         wake = min([deadline, *turns.values()]) if waiting else deadline
         try:
@@ -149,7 +151,7 @@ def _outcomes(reward_fn: RewardFunction, rows: Rows, timeout_s: float) -> dict[i
 
 def _read(
     name: str,
-    outcome: Outcome,
+    outcome: RewardOutcome,
     size: int,
     timeout_s: float,
     components: tuple[str, ...] | None,

@@ -184,7 +184,7 @@ class ShardedModel:
     def _tied_copies(self) -> dict[str, str]:
         """This rank's copies of another stage's tensors, and their names there."""
         module: Any = self.module
-        if not isinstance(module, stages.Stage) or not module.last:
+        if not isinstance(module, stages.PipelineStage) or not module.last:
             return {}
         return dict.fromkeys(stages.tied_across_stages(module), "model.embed_tokens.weight")
 
@@ -237,7 +237,7 @@ class ShardedModel:
         if not fsdp.shards_weights(self.ranks):
             trained = [p for p in self.module.parameters() if p.requires_grad]
             gradients.all_reduce_gradients(trained, self.ranks)
-        if isinstance(self.module, stages.Stage):
+        if isinstance(self.module, stages.PipelineStage):
             stages.sum_tied_gradients(self.module, self.ranks)
 
 
@@ -255,7 +255,7 @@ def sharded_optimizer(sharded: ShardedModel, config: OptimConfig, total_steps: i
 
 def decoder_layers(module: Any) -> list[nn.Module]:
     """The repeated layers of a model, a critic or a stage, in order."""
-    if isinstance(module, stages.Stage):
+    if isinstance(module, stages.PipelineStage):
         return module.layers
     body = module.base_model
     count = body.config.get_text_config().num_hidden_layers

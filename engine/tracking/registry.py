@@ -59,7 +59,7 @@ class ModelVersion:
         )
 
 
-class Registry(Connection):
+class ModelRegistry(Connection):
     """Registering, naming and fetching models."""
 
     def register_model(

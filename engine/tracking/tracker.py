@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from engine.errors import TrackingError
 from engine.tracking import values
-from engine.tracking.registry import Registry
+from engine.tracking.registry import ModelRegistry
 from engine.tracking.stage import StageRun
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
@@ -30,7 +30,7 @@ TAGS_A_CALL = 100
 PARAMETERS_A_CALL = 100
 
 
-class Tracker(Registry):
+class Tracker(ModelRegistry):
     """Pipelines and stages in one experiment of one MLflow store."""
 
     def start_pipeline(

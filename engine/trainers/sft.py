@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class SFTExample:
     """One encoded pair."""
 
     prompt_ids: list[int]  # e.g. [2, 17, 9, 3]
@@ -76,8 +76,8 @@ class SFTTrainer:
 
     def fit(
         self,
-        train: Sequence[Example],
-        validation: Sequence[Example],
+        train: Sequence[SFTExample],
+        validation: Sequence[SFTExample],
         checkpoint_dir: str | Path | None = None,
         resume_from: str | Path | None = None,
     ) -> dict[str, float]:
@@ -112,8 +112,8 @@ class SFTTrainer:
 
     def _train(
         self,
-        train: Sequence[Example],
-        validation: Sequence[Example],
+        train: Sequence[SFTExample],
+        validation: Sequence[SFTExample],
         steps: range,
         run: _Run,
         notice: PreemptionNotice,
@@ -154,7 +154,7 @@ class SFTTrainer:
         by_epochs = math.ceil(self.config.epochs * math.ceil(rows / self._batch_size(rows)))
         return self.config.max_steps or by_epochs
 
-    def validation_loss(self, examples: Sequence[Example]) -> float:
+    def validation_loss(self, examples: Sequence[SFTExample]) -> float:
         """Mean negative log-likelihood a response token, in nats, without dropout."""
         batch, training = _collate(examples, self.pad_token_id), self.model.training
         passes = list(micro_batches(batch, self.config.max_tokens_per_micro_batch))
@@ -180,7 +180,7 @@ class SFTTrainer:
         self.sharded.accumulate(batch, micros, LogProbReader(1.0), loss)
         return sum(losses)
 
-    def _batches(self, train: Sequence[Example], total: int) -> list[list[int]]:
+    def _batches(self, train: Sequence[SFTExample], total: int) -> list[list[int]]:
         """Row numbers of each of `total` steps; every epoch in a new order.
 
         A batch is drawn at random and sorted by length only into micro-batches: batches of rows of
@@ -248,7 +248,7 @@ class _Run:
         return dict(state["metrics"])
 
 
-def _collate(examples: Sequence[Example], pad_token_id: int) -> Batch:
+def _collate(examples: Sequence[SFTExample], pad_token_id: int) -> Batch:
     """Lay pairs out as completions, their sampling log-probs being none (zeros)."""
     prompts = Batch(
         {"group_ids": torch.arange(len(examples))}, {"prompt_ids": [e.prompt_ids for e in examples]}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engine.errors import RolloutError
 from engine.rollout import trainer_weights
 from engine.rollout.vllm import adapters, shared_memory, weight_sharing
-from engine.rollout.vllm.options import DTYPES, Options
+from engine.rollout.vllm.options import DTYPES, VllmOptions
 from engine.rollout.vllm.vllm_types import LLM, Worker
 from engine.rollout.vllm.worker_group import WeightChannel, WorkerMonitor
 
@@ -99,7 +99,7 @@ class EngineWeights(ABC):
 class InProcessWeights(EngineWeights):
     """Weights in this process: the trainer's own storage wherever layouts and dtypes agree."""
 
-    def __init__(self, llm: LLM, options: Options) -> None:
+    def __init__(self, llm: LLM, options: VllmOptions) -> None:
         super().__init__(bool(options.adapter_rank))
         # `apply_model` would return one shard's answer for all ranks and not wait for the others.
         shared_memory.unlink_group_names()
@@ -159,7 +159,7 @@ class InProcessWeights(EngineWeights):
 class WorkerWeights(EngineWeights):
     """Weights in vLLM's worker processes; each loads its shards from shared memory."""
 
-    def __init__(self, llm: LLM, options: Options) -> None:
+    def __init__(self, llm: LLM, options: VllmOptions) -> None:
         super().__init__(bool(options.adapter_rank))
         executor = llm.llm_engine.engine_core.engine_core.model_executor
         self.monitor = WorkerMonitor(executor)

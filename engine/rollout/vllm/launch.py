@@ -17,7 +17,7 @@ from torch import nn
 
 from engine.errors import RolloutError
 from engine.rollout.vllm import external_launcher, patches, process_state
-from engine.rollout.vllm.options import Options
+from engine.rollout.vllm.options import VllmOptions
 from engine.rollout.vllm.vllm_types import LLM
 
 _STEP_TOKENS = 8192  # prompt tokens of one forward pass, at least a whole prompt's
@@ -36,7 +36,7 @@ def require_vllm() -> None:
         )
 
 
-def start(model: nn.Module, options: Options) -> LLM:
+def start(model: nn.Module, options: VllmOptions) -> LLM:
     """Return a `vllm.LLM` with `model`'s shape and unpacked weights, not loaded yet."""
     global _made_group
     require_vllm()
@@ -121,7 +121,7 @@ def _check_head_size(model: nn.Module) -> None:
         )
 
 
-def _launch(folder: str, options: Options) -> LLM:
+def _launch(folder: str, options: VllmOptions) -> LLM:
     import vllm
     from vllm.platforms import current_platform
     from vllm.v1.engine import core

@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class VllmOptions:
     """One engine's settings, with nothing left open."""
 
     mode: Mode  # where the model runs: in this process, in vLLM's own, or over the trainer's ranks
@@ -67,7 +67,7 @@ def resolve(
     rank_groups: Sequence[Sequence[int]] | None,
     lora: str,
     bucket_mb: int,
-) -> Options:
+) -> VllmOptions:
     """Check the settings against `model` and each other; raise ConfigError for what can't be."""
     config: Any = model.config
     sizes = {
@@ -87,7 +87,7 @@ def resolve(
     _check_parallel(config, tensor_parallel_size, groups)
     known_dtype = _dtype(model, dtype)
     context = getattr(config, "max_position_embeddings", None)
-    return Options(
+    return VllmOptions(
         mode=mode,
         max_num_seqs=max_num_seqs,
         max_model_len=resolve_max_model_len(max_model_len, context),

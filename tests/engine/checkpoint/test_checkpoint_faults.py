@@ -26,7 +26,7 @@ from engine.checkpoint import CheckpointStore, find_latest
 from engine.config import SFTConfig
 from engine.errors import CheckpointError, PreemptedError
 from engine.storage.folder import Folder
-from engine.trainers.sft import Example, SFTTrainer
+from engine.trainers.sft import SFTExample, SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,7 +52,7 @@ def run(
             at[step]()
 
     trainer = SFTTrainer(model, 0, SFTConfig.model_validate(values), seed=0, on_step=on_step)
-    rows = [Example(p, r) for p, r in zip(*random_completions(16, 0), strict=True)]
+    rows = [SFTExample(p, r) for p, r in zip(*random_completions(16, 0), strict=True)]
     trainer.fit(rows, [], root)
     return weights(model), done
 

@@ -20,7 +20,7 @@ import torch
 from counting import CountingWorker, SilentWorker, counts, saver, set_all, start
 from fsspec.implementations.memory import MemoryFileSystem
 
-from engine.checkpoint import Checkpoint, CheckpointStore, Draft, Saver, open_checkpoint
+from engine.checkpoint import Checkpoint, CheckpointDraft, CheckpointStore, Saver, open_checkpoint
 from engine.checkpoint.background import Background
 from engine.checkpoint.rank_state import read_role_states
 from engine.controller.launch import Placement, Pool, launch
@@ -210,7 +210,7 @@ class RefusingStore(CheckpointStore):
         super().__init__(root)
         self.refused, self.gate = list(refused), gate
 
-    def commit(self, draft: Draft) -> Checkpoint:
+    def commit(self, draft: CheckpointDraft) -> Checkpoint:
         if draft.step in self.refused:
             self.refused.remove(draft.step)
             raise CheckpointStorageError(f"S3 refused step {draft.step}")

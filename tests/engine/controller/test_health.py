@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.controller.health import Fleet, HealthPolicy, State
+from engine.controller.health import Fleet, HealthPolicy, HealthState
 from engine.controller.health_events import (
     Action,
     Died,
@@ -55,10 +55,10 @@ class Drive:
     def serve(self, name: str, now: float) -> Drive:
         """From STARTING or REPLACING to SERVING."""
         self.on(name, Started(), now).on(name, Synced(self.fleet.version), now)
-        assert self.state(name) is State.SERVING
+        assert self.state(name) is HealthState.SERVING
         return self
 
-    def state(self, name: str) -> State:
+    def state(self, name: str) -> HealthState:
         return self.fleet.workers[name].state
 
 
@@ -71,7 +71,7 @@ def test_a_worker_gets_the_current_weights_before_it_serves() -> None:
     assert (drive.did, drive.fleet.serving) == ((), ())
     drive.on("a", Synced(7), 5)
     assert drive.did == (SyncWeights("a", 0, 8),), "old by now"
-    assert drive.state("a") is State.SYNCING
+    assert drive.state("a") is HealthState.SYNCING
     drive.on("a", Synced(8), 6)
     assert (drive.did, drive.fleet.serving) == ((), ("a",))
 
@@ -87,7 +87,7 @@ def test_a_killed_worker_is_reissued_at_once_and_replaced_after_the_back_off() -
     assert drive.tick(4).did == (Replace("a", 1),)
     assert drive.tick(5).did == ()
     drive.on("a", Replaced(), 5)
-    assert drive.state("a") is State.STARTING
+    assert drive.state("a") is HealthState.STARTING
     assert drive.on("a", Started(), 6).did == (SyncWeights("a", 1, 8),)
     assert drive.on("a", Synced(8), 7).fleet.serving == ("a", "b")
 
@@ -96,7 +96,7 @@ def test_a_hung_worker_is_suspected_then_replaced_and_its_late_signs_change_noth
     drive = Drive("a", "b").serve("a", 0).serve("b", 0)
     for now in (4, 8, 12, 16, 19):
         drive.on("b", Heartbeat(), now).tick(now)
-    assert drive.state("a") is State.SUSPECT
+    assert drive.state("a") is HealthState.SUSPECT
     assert (drive.did, drive.fleet.serving) == ((), ("b",))
     drive.tick(20)
     assert drive.did == (Kill("a", 0), Reissue("a", 0))
@@ -111,26 +111,26 @@ def test_a_hung_worker_is_suspected_then_replaced_and_its_late_signs_change_noth
 
 def test_a_suspect_that_comes_back_serves_if_its_weights_are_new_enough() -> None:
     drive = Drive("a", max_lag=1).serve("a", 0).tick(5)
-    assert drive.state("a") is State.SUSPECT
+    assert drive.state("a") is HealthState.SUSPECT
     drive.updated(8, 6)
     assert drive.did == ()
     drive.on("a", Heartbeat(), 7)
-    assert (drive.state("a"), drive.did) == (State.SERVING, (SyncWeights("a", 0, 8),))
-    assert drive.tick(11.9).state("a") is State.SERVING
+    assert (drive.state("a"), drive.did) == (HealthState.SERVING, (SyncWeights("a", 0, 8),))
+    assert drive.tick(11.9).state("a") is HealthState.SERVING
     drive.tick(12).updated(9, 12).on("a", Heartbeat(), 13)
-    assert (drive.state("a"), drive.did) == (State.SYNCING, (SyncWeights("a", 0, 9),))
+    assert (drive.state("a"), drive.did) == (HealthState.SYNCING, (SyncWeights("a", 0, 9),))
 
 
 def test_weights_that_reach_a_suspect_count() -> None:
     drive = Drive("a").serve("a", 0).tick(5).updated(8, 6).on("a", Synced(8), 6)
-    assert drive.state("a") is State.SUSPECT
+    assert drive.state("a") is HealthState.SUSPECT
     drive.on("a", Heartbeat(), 7)
-    assert (drive.state("a"), drive.did) == (State.SERVING, ())
+    assert (drive.state("a"), drive.did) == (HealthState.SERVING, ())
 
 
 def test_heartbeats_that_arrive_in_the_wrong_order_age_nobody() -> None:
     drive = Drive("a").serve("a", 0).on("a", Heartbeat(), 9).on("a", Heartbeat(), 3)
-    assert drive.tick(13.9).state("a") is State.SERVING
+    assert drive.tick(13.9).state("a") is HealthState.SERVING
 
 
 def test_a_crash_loop_backs_off_and_spends_its_budget_while_the_others_go_on() -> None:
@@ -143,7 +143,7 @@ def test_a_crash_loop_backs_off_and_spends_its_budget_while_the_others_go_on() -
         assert drive.tick(now).did == (Replace("a", attempt + 1),)
     drive.on("a", Died("out of memory"), now)
     assert drive.did == (Kill("a", 2), Reissue("a", 2))
-    assert drive.state("a") is State.FAILED
+    assert drive.state("a") is HealthState.FAILED
     assert drive.on("b", Heartbeat(), now).tick(now + 4).did == ()
     assert drive.fleet.serving == ("b",)
     assert drive.fleet.stopped is None
@@ -175,7 +175,7 @@ def test_the_run_stops_with_the_first_cause_when_all_workers_failed() -> None:
 def test_a_slow_start_is_waited_for_up_to_its_deadline() -> None:
     drive = Drive("slow", "slower")
     drive.on("slow", Heartbeat(), 10).tick(49.9)
-    assert (drive.state("slow"), drive.did) == (State.STARTING, ())
+    assert (drive.state("slow"), drive.did) == (HealthState.STARTING, ())
     drive.serve("slow", 49.9).tick(50)
     assert drive.did == (Kill("slower", 0), Reissue("slower", 0))
     assert "still starting" in drive.fleet.workers["slower"].deaths[0].cause
@@ -223,14 +223,14 @@ def test_weights_that_are_always_too_old_when_they_come_end_at_the_first_deadlin
     drive = Drive("a").on("a", Started(), 0)
     for second in range(1, 30):
         drive.updated(7 + second, second).on("a", Synced(6 + second), second).tick(second)
-        assert drive.state("a") is State.SYNCING
+        assert drive.state("a") is HealthState.SYNCING
     assert drive.tick(30).did == (Kill("a", 0), Reissue("a", 0))
     assert "still syncing at its deadline" in drive.fleet.workers["a"].deaths[0].cause
 
 
 def test_an_update_is_no_sign_of_life() -> None:
     drive = Drive("a", max_lag=5).serve("a", 0).updated(8, 4).on("a", Synced(8), 4)
-    assert drive.tick(5).state("a") is State.SUSPECT
+    assert drive.tick(5).state("a") is HealthState.SUSPECT
 
 
 def test_what_breaks_the_protocol_is_refused() -> None:
@@ -251,7 +251,7 @@ def test_check_sees_what_is_broken() -> None:
     for broken in (
         replace(fleet, version=8),
         replace(fleet, workers={"a": replace(worker, version=-1)}, max_lag=99),
-        replace(fleet, workers={"a": replace(worker, state=State.FAILED)}),
+        replace(fleet, workers={"a": replace(worker, state=HealthState.FAILED)}),
         replace(fleet, stopped=Stop("no reason")),
     ):
         with pytest.raises(WorkerError):

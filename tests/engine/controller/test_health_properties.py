@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.controller.health import Fleet, HealthPolicy, State
+from engine.controller.health import Fleet, HealthPolicy, HealthState
 from engine.controller.health_events import (
     Action,
     Died,
@@ -24,7 +24,7 @@ from engine.controller.health_events import (
     Synced,
     SyncWeights,
 )
-from engine.controller.staleness import Admission, AdmissionLimits, Group, Ticket
+from engine.controller.staleness import Admission, AdmissionLimits, AdmittedGroup, Ticket
 
 POLICY = HealthPolicy(
     suspect_after=5, dead_after=20, start_timeout=50, sync_timeout=30, max_restarts=3, window=100
@@ -67,18 +67,21 @@ def test_invariants_hold_in_any_order_of_events(
         asked.update(did)
         assert not (before.stopped and did)
         for old, worker in zip(before.workers.values(), fleet.workers.values(), strict=True):
-            died = worker.state in (State.DEAD, State.FAILED) and old.state is not worker.state
+            died = (
+                worker.state in (HealthState.DEAD, HealthState.FAILED)
+                and old.state is not worker.state
+            )
             ends = [a for a in did if isinstance(a, Kill | Reissue) and a.worker == old.name]
             who = old.name, old.attempt
             assert ends == ([Kill(*who), Reissue(*who)] if died else [])
             replaced = Replace(old.name, old.attempt + 1) in did
             assert replaced == (worker.attempt == old.attempt + 1) == (worker.attempt > old.attempt)
             moved = old.state, worker.state
-            if moved == (State.SERVING, State.SYNCING):
+            if moved == (HealthState.SERVING, HealthState.SYNCING):
                 assert event == "updated"
-            if worker.state is State.SERVING and old.state is not State.SERVING:
-                assert old.state in (State.SYNCING, State.SUSPECT)
-            if old.state is State.SERVING and event == "updated":
+            if worker.state is HealthState.SERVING and old.state is not HealthState.SERVING:
+                assert old.state in (HealthState.SYNCING, HealthState.SUSPECT)
+            if old.state is HealthState.SERVING and event == "updated":
                 assert SyncWeights(*who, fleet.version) in did, "who serves gets the new weights"
     once = [a for a, times in asked.items() if not isinstance(a, SyncWeights) and times > 1]
     assert once == [], "asked for twice"
@@ -112,7 +115,7 @@ class Cluster:
         self.processes = {(name, 0): self.spawn() for name in names}
         self.reissues: Counter[tuple[str, int]] = Counter()
         self.killed: list[tuple[float, tuple[str, int]]] = []
-        self.consumed: list[Group] = []
+        self.consumed: list[AdmittedGroup] = []
         self.update_at = float("inf")
 
     def faulty(self, chance: float = 1.0) -> bool:
@@ -221,7 +224,7 @@ def test_a_supervised_run_loses_no_prompt_and_ends(
     assert set(cluster.reissues.values()) <= {1}
     if cluster.fleet.stopped:
         assert faults > 0
-        assert all(w.state is State.FAILED for w in cluster.fleet.workers.values())
+        assert all(w.state is HealthState.FAILED for w in cluster.fleet.workers.values())
     else:
         assert sorted(consumed) == list(range(30))
     if faults == 0:

@@ -13,7 +13,7 @@ import ray
 from probe_worker import Probe
 
 from engine.controller.launch import Placement, Pool, init_options, launch
-from engine.controller.placement import Node, Strategy, require_capacity
+from engine.controller.placement import ClusterNode, Strategy, require_capacity
 from engine.controller.worker_host import RoleSpec
 from engine.errors import PlacementError, WorkerError
 from engine.workers.base import Worker
@@ -88,8 +88,8 @@ def test_all_roles_are_closed_though_one_fails_to() -> None:
 
 # What a cluster can't hold, told from its nodes as values.
 
-SMALL = Node("10.0.0.1", {"CPU": 2.0}, {"disk": "ssd", "ray.io/node-id": "ab12"})
-LARGE = Node("10.0.0.2", {"CPU": 4.0, "GPU": 2.0, "accelerator_type:H100": 1.0})
+SMALL = ClusterNode("10.0.0.1", {"CPU": 2.0}, {"disk": "ssd", "ray.io/node-id": "ab12"})
+LARGE = ClusterNode("10.0.0.2", {"CPU": 4.0, "GPU": 2.0, "accelerator_type:H100": 1.0})
 
 
 def test_what_fits_is_let_through() -> None:

@@ -18,7 +18,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from engine.batch import Batch
 from engine.controller.launch import Placement, Pool, launch
 from engine.controller.roles import Roles
-from engine.controller.worker_host import Call, RoleSpec
+from engine.controller.worker_host import RemoteCall, RoleSpec
 from engine.errors import DataError, PlacementError, WorkerError
 from engine.futures import LazyBatch
 from engine.workers.base import Worker
@@ -82,7 +82,7 @@ def two_ranks(call_timeout_s: float = 60.0) -> Placement:
 
 def pids_of(roles: Roles, role: str) -> list[int]:
     actors = roles[role]._actors
-    return [ray.get(actor.call.remote(Call(role, "pid"))) for actor in actors]
+    return [ray.get(actor.call.remote(RemoteCall(role, "pid"))) for actor in actors]
 
 
 def test_a_killed_process_is_reported_by_all_who_wait_for_it() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.controller.staleness import Admission, AdmissionLimits, Group, Ticket
+from engine.controller.staleness import Admission, AdmissionLimits, AdmittedGroup, Ticket
 from engine.errors import ConfigError, RolloutError
 
 
@@ -27,7 +27,7 @@ def finish(state: Admission, tickets: list[Ticket], *versions: int) -> Admission
     return state
 
 
-def keys(batch: tuple[Group, ...]) -> list[int]:
+def keys(batch: tuple[AdmittedGroup, ...]) -> list[int]:
     return [group.ticket.key for group in batch]
 
 

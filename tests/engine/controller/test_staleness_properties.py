@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.controller.staleness import Admission, AdmissionLimits, Group, Ticket
+from engine.controller.staleness import Admission, AdmissionLimits, AdmittedGroup, Ticket
 
 WORKERS = ("a", "b", "c")
 
@@ -150,7 +150,7 @@ class Simulation:
         self.slots = {name: self.random.randint(1, 3) for name in self.weights}
         self.down: set[str] = set()
         self.versions: dict[Ticket, set[int]] = {}
-        self.consumed: list[Group] = []
+        self.consumed: list[AdmittedGroup] = []
 
     def at(self, delay: float, what: str, who: Any) -> None:
         heapq.heappush(self.events, (self.now + delay, next(self.count), what, who))

@@ -20,7 +20,7 @@ from engine.health import Expectation
 from engine.health.__main__ import HEALTHY, UNHEALTHY, WRONG_USAGE, main
 from engine.health.cluster import ray_nodes
 from engine.health.libraries import check_devices, check_imports, check_versions
-from engine.health.report import Finding
+from engine.health.report import HealthFinding
 from engine.health.service_checks import mlflow, output_folder, s3, shared_memory
 
 GPU = {"name": "NVIDIA H100 80GB HBM3", "fault": ""}
@@ -138,7 +138,7 @@ def broken_library(
     monkeypatch: pytest.MonkeyPatch,
     names: tuple[str, ...] = ("torch", "ray"),
     deadline_s: float = 60.0,
-) -> list[Finding]:
+) -> list[HealthFinding]:
     """What the check finds with this code in place of ray."""
     (folder / "ray.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(folder))

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from lineage_store import make, make_run, parent
 
-from engine.lineage.compare import ABSENT, Comparison, compare
+from engine.lineage.compare import ABSENT, ArtifactComparison, compare
 from engine.lineage.differences import lines
 from engine.lineage.review import review
 from engine.lineage.rows import row_change
@@ -23,7 +23,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "home"))
 
 
-def diff(before: Path, after: Path) -> Comparison:
+def diff(before: Path, after: Path) -> ArtifactComparison:
     found = review([str(before), str(after)], registry=False, descendants=False)
     return compare(found.graph, found.starts[0], found.starts[-1])
 

@@ -11,7 +11,7 @@ from lineage_store import Run, edit, make, make_nights, make_run, parent
 
 from engine.checkpoint import CheckpointStore
 from engine.errors import LineageError
-from engine.lineage.graph import Graph, GraphBuilder, Node, artifact_node, reachable
+from engine.lineage.graph import ArtifactNode, Graph, GraphBuilder, artifact_node, reachable
 from engine.lineage.index import Index, StoredArtifact, scan
 from engine.lineage.origin import read_origin, write_origin
 from engine.lineage.review import Review
@@ -253,4 +253,4 @@ def test_nodes_have_names_for_people(run: Run) -> None:
     names = {node.kind: node.name for node in review(run.rl).graph.nodes.values()}
     assert names["source"] == "raw.jsonl"
     assert names["rl"] == f"rl {read_manifest(run.rl).digest[:12]}"
-    assert Node("k", "rl", "ab" * 32, "").name == "rl abababababab"
+    assert ArtifactNode("k", "rl", "ab" * 32, "").name == "rl abababababab"

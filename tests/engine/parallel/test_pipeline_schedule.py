@@ -27,7 +27,7 @@ from engine.parallel.gradients import all_reduce_gradients, clip_grad_norm
 from engine.parallel.layout import Layout
 from engine.parallel.pipeline_schedule import Pipeline
 from engine.parallel.pipeline_stages import (
-    Stage,
+    PipelineStage,
     extract_stage,
     sum_tied_gradients,
     tied_duplicates,
@@ -75,7 +75,7 @@ def train_alone(spec: Spec, ways: int = 1) -> Trained:
 
 def form(
     spec: Spec, layout: Layout, compute_dtype: Any = "float32"
-) -> tuple[Ranks, Stage, Pipeline]:
+) -> tuple[Ranks, PipelineStage, Pipeline]:
     ranks = Ranks.form(layout)
     model = tiny_model(spec)
     stage = extract_stage(model, ranks.index("pp"), layout.pp)
@@ -143,7 +143,7 @@ def train_shared_rows(spec: Spec, layout: Layout) -> Trained:
     return losses, norms, whole_weights(stage)
 
 
-def shared_loss(stage: Stage, hidden: Tensor, ids: Tensor, ranks: Ranks) -> Tensor:
+def shared_loss(stage: PipelineStage, hidden: Tensor, ids: Tensor, ranks: Ranks) -> Tensor:
     """`loss_of` of this rank's tokens and the others'."""
     rows, columns = torch.ones_like(ids[:, 1:]).nonzero(as_tuple=True)
     mine, at = local_tokens(columns, hidden.shape[1], ranks)
@@ -165,7 +165,7 @@ def test_stages_that_share_sequences(spec: Spec) -> None:
     assert_same_weights([result[2] for result in results], weights)
 
 
-def whole_weights(stage: Stage) -> dict[str, Tensor]:
+def whole_weights(stage: PipelineStage) -> dict[str, Tensor]:
     named = {name: p.detach() for name, p in stage.named_parameters()}
     return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in named.items()}
 

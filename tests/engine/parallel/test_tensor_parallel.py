@@ -24,7 +24,7 @@ from engine.models.critic import create_critic_model
 from engine.models.lora import adapter_parameters
 from engine.parallel import gradients
 from engine.parallel.layout import DATA_AXES, Layout
-from engine.parallel.pipeline_stages import Stage, extract_stage
+from engine.parallel.pipeline_stages import PipelineStage, extract_stage
 from engine.parallel.process_groups import Ranks
 from engine.parallel.tensor_parallel import FAMILIES, apply_tensor_parallel
 from engine.parallel.vocab_parallel import VocabParallelStatistics, vocabulary_bounds
@@ -247,7 +247,7 @@ def stage_by_stage() -> Tensor:
     model = model_of(Case("qwen3"))
     hidden: Any = rows(0)
     for stage in range(2):
-        part: Stage = extract_stage(model, stage, 2)
+        part: PipelineStage = extract_stage(model, stage, 2)
         apply_tensor_parallel(part, init_device_mesh("cpu", (2,)))
         hidden = part(hidden)
     return hidden.detach()

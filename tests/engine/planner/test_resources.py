@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.controller.placement import Node
+from engine.controller.placement import ClusterNode
 from engine.errors import PlacementError
 from engine.planner import Cluster, Machine, read_cluster
 from engine.planner.hardware import GIB
@@ -16,13 +16,13 @@ from engine.planner.resources import cluster_of, gpu_memory_here
 LABEL = "ray.io/accelerator-type"
 
 
-def gpu_node(name: str, gpus: float = 8.0, kind: str = "H100") -> Node:
+def gpu_node(name: str, gpus: float = 8.0, kind: str = "H100") -> ClusterNode:
     amounts = {"CPU": 64.0, "GPU": gpus, "memory": 100.0 * GIB, f"accelerator_type:{kind}": 1.0}
-    return Node(name, amounts, {LABEL: kind})
+    return ClusterNode(name, amounts, {LABEL: kind})
 
 
 def test_nodes_without_cores_run_nothing() -> None:
-    head = Node("head", {"memory": 4.0 * GIB, "node:10.0.0.1": 1.0})
+    head = ClusterNode("head", {"memory": 4.0 * GIB, "node:10.0.0.1": 1.0})
     cluster = cluster_of([head, gpu_node("a"), gpu_node("b")])
     assert [machine.name for machine in cluster.machines] == ["a", "b"]
     assert cluster.gpus == cluster.devices == 16

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 
 from engine.errors import RewardError
-from engine.rewards.call import Call, DeadlinePassed, Outcome, Rows
+from engine.rewards.call import DeadlinePassed, RewardCall, RewardOutcome, RewardRows
 
-ROWS = Rows(["p", "q"], ["a", "bb"], {"ground_truth": ["1", "2"]})
+ROWS = RewardRows(["p", "q"], ["a", "bb"], {"ground_truth": ["1", "2"]})
 
 
-def start(reward: Any, seconds: float = 5.0) -> tuple[Call, queue.SimpleQueue[Outcome]]:
-    outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-    return Call(reward, ROWS, time.monotonic() + seconds, outcomes, row=3), outcomes
+def start(reward: Any, seconds: float = 5.0) -> tuple[RewardCall, queue.SimpleQueue[RewardOutcome]]:
+    outcomes: queue.SimpleQueue[RewardOutcome] = queue.SimpleQueue()
+    return RewardCall(reward, ROWS, time.monotonic() + seconds, outcomes, row=3), outcomes
 
 
 def test_rows_must_fit_each_other() -> None:
     with pytest.raises(RewardError, match="prompts has 1 entries for 2 completions"):
-        Rows(["p"], ["a", "b"], {})
+        RewardRows(["p"], ["a", "b"], {})
     with pytest.raises(RewardError, match="kind has 3 entries for 2 completions"):
-        Rows(["p"] * 2, ["a", "b"], {"kind": [1, 2, 3]})
-    assert ROWS.row(1) == Rows(["q"], ["bb"], {"ground_truth": ["2"]})
+        RewardRows(["p"] * 2, ["a", "b"], {"kind": [1, 2, 3]})
+    assert ROWS.row(1) == RewardRows(["q"], ["bb"], {"ground_truth": ["2"]})
 
 
 def test_a_call_that_empties_its_lists_leaves_the_rows_alone() -> None:
@@ -34,7 +34,7 @@ def test_a_call_that_empties_its_lists_leaves_the_rows_alone() -> None:
         return []
 
     _, outcomes = start(reward)
-    assert outcomes.get(timeout=5) == Outcome(3, [])
+    assert outcomes.get(timeout=5) == RewardOutcome(3, [])
     assert ROWS.completions == ["a", "bb"]
     assert ROWS.columns["ground_truth"] == ["1", "2"]
 
@@ -98,7 +98,7 @@ def test_threads_of_a_coroutine_work_and_hand_back_errors() -> None:
 
 HUNG = """
 import asyncio, queue, time
-from engine.rewards.call import Call, Rows
+from engine.rewards.call import RewardCall, RewardRows
 
 def hang(*args, **columns):
     time.sleep(60)
@@ -108,7 +108,7 @@ async def hang_in_thread(*args, **columns):
 
 outcomes = queue.SimpleQueue()
 for reward in (hang, hang_in_thread):
-    call = Call(reward, Rows(["p"], ["c"], {}), time.monotonic() + 0.1, outcomes)
+    call = RewardCall(reward, RewardRows(["p"], ["c"], {}), time.monotonic() + 0.1, outcomes)
     time.sleep(0.3)
     call.abandon()
 print("end", flush=True)

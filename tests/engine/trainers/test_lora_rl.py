@@ -21,7 +21,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError, ConfigError, WorkerError
 from engine.models import adapter_parameters, add_adapters, load_model, save_model
 from engine.trainers.rl import RLTrainer
-from engine.trainers.sft import Example, SFTTrainer
+from engine.trainers.sft import SFTExample, SFTTrainer
 from engine.workers.actor import ActorWorker
 from engine.workers.base import ProcessState, WorkerContext
 from engine.workers.reference import ReferenceWorker
@@ -281,7 +281,7 @@ def test_the_warm_start_trains_adapters() -> None:
     model = tiny_model("qwen2")
     add_adapters(model, LORA.model_copy(update={"rank": 16, "dropout": 0.05}), seed=0)
     base = copies(model)
-    rows = [Example(p, r) for p, r in zip(*random_completions(6), strict=True)]
+    rows = [SFTExample(p, r) for p, r in zip(*random_completions(6), strict=True)]
     settings = SFTConfig.model_validate(
         {"threads": 1, "max_steps": 60, "train_batch_size": 6, "optim": {"lr": 3e-2}}
     )

@@ -27,7 +27,7 @@ from engine.models.forward import response_log_probs
 from engine.models.lora import merged_copy
 from engine.models.quantize import QuantizedLinear
 from engine.trainers.rl import RLTrainer
-from engine.trainers.sft import Example, SFTTrainer
+from engine.trainers.sft import SFTExample, SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -160,7 +160,7 @@ def test_the_warm_start_trains_adapters_on_a_quantised_base(
     model = load_policy_model(start_folder, "float32", settings, seed=0)
     start = load_policy_model(start_folder, "float32", settings, seed=0)
     before = base_of(model)
-    rows = [Example(p, r) for p, r in zip(*random_completions(6), strict=True)]
+    rows = [SFTExample(p, r) for p, r in zip(*random_completions(6), strict=True)]
     config = SFTConfig.model_validate(
         {"threads": 1, "max_steps": 40, "train_batch_size": 6, "optim": {"lr": 3e-2}}
     )

@@ -18,7 +18,7 @@ from refused_commits import refuse_commits
 from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint import Checkpoint, CheckpointStore, Draft, find_latest
+from engine.checkpoint import Checkpoint, CheckpointDraft, CheckpointStore, find_latest
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
 from engine.errors import CheckpointError, PreemptedError, WorkerError
@@ -356,7 +356,7 @@ def test_a_save_is_durable_when_the_interrupt_after_it_arrives(
 ) -> None:
     commit = CheckpointStore.commit
 
-    def slowly(self: CheckpointStore, draft: Draft) -> Checkpoint:
+    def slowly(self: CheckpointStore, draft: CheckpointDraft) -> Checkpoint:
         time.sleep(1.0)
         return commit(self, draft)
 

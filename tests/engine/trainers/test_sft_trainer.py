@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 
 from engine.config import SFTConfig
 from engine.errors import CheckpointError, DataError, EngineError, PreemptedError
-from engine.trainers.sft import Example, SFTTrainer
+from engine.trainers.sft import SFTExample, SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def examples(rows: int, seed: int = 0) -> list[Example]:
-    return [Example(p, r) for p, r in zip(*random_completions(rows, seed), strict=True)]
+def examples(rows: int, seed: int = 0) -> list[SFTExample]:
+    return [SFTExample(p, r) for p, r in zip(*random_completions(rows, seed), strict=True)]
 
 
 def trainer(model: PreTrainedModel, seed: int = 0, **changes: Any) -> SFTTrainer:

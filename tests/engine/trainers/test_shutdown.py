@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint import Checkpoint, CheckpointStore, Draft, Saver, find_latest
+from engine.checkpoint import Checkpoint, CheckpointDraft, CheckpointStore, Saver, find_latest
 from engine.errors import PreemptedError
 from engine.storage.folder import CheckpointStorageError
 from engine.trainers.preemption import PreemptionNotice
@@ -22,7 +22,7 @@ class RefusingStore(CheckpointStore):
         super().__init__(root)
         self.refused = list(refused)
 
-    def commit(self, draft: Draft) -> Checkpoint:
+    def commit(self, draft: CheckpointDraft) -> Checkpoint:
         if draft.step in self.refused:
             self.refused.remove(draft.step)
             raise CheckpointStorageError(f"S3 refused step {draft.step}")
@@ -83,7 +83,7 @@ def test_without_a_checkpoint_folder_the_run_starts_again() -> None:
 
 
 class SlowStore(CheckpointStore):
-    def commit(self, draft: Draft) -> Checkpoint:
+    def commit(self, draft: CheckpointDraft) -> Checkpoint:
         threading.Event().wait(0.4)
         return super().commit(draft)
 

@@ -14,7 +14,7 @@ from tiny_engine import save_family, training_batch
 from engine.batch import Batch
 from engine.config import ActorConfig
 from engine.controller.row_sharding import merge_results
-from engine.controller.worker_host import BatchArgument, Call, RoleSpec, WorkerHost
+from engine.controller.worker_host import BatchArgument, RemoteCall, RoleSpec, WorkerHost
 from engine.parallel.layout import Layout
 from engine.workers.actor import ActorWorker
 from engine.workers.reference import ReferenceWorker
@@ -53,7 +53,9 @@ def course(folder: str, parallel: dict[str, int], pairs: int) -> dict[str, Any]:
 
     def call(role: str, method: str, batch: Batch) -> Any:
         every: list[Any] = [None] * world
-        dist.all_gather_object(every, host.call(Call(role, method, (BatchArgument((1,)),)), batch))
+        dist.all_gather_object(
+            every, host.call(RemoteCall(role, method, (BatchArgument((1,)),)), batch)
+        )
         return merge_results([result for result in every if result is not None])
 
     metrics = []
