@@ -10,7 +10,7 @@ response always starts at column P of `input_ids`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -180,16 +180,6 @@ class Batch:
             )
         edges = [unit * round(i * units / parts) for i in range(parts + 1)]
         return [self.rows(slice(a, b)) for a, b in pairwise(edges)]
-
-    def minibatches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
-        """Yield batches of `size` rows (the last may be smaller), shuffled by `generator`."""
-        order = (
-            torch.arange(len(self))
-            if generator is None
-            else torch.randperm(len(self), generator=generator)
-        )
-        for start in range(0, len(self), size):
-            yield self.rows(order[start : start + size])
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:

@@ -57,30 +57,6 @@ def test_rows_by_index_mask_and_slice(rows: int, data: st.DataObject) -> None:
     assert row_numbers(batch.rows(slice(1, None, 2))) == list(range(1, rows, 2))
 
 
-@given(rows=st.integers(1, 30), size=st.integers(1, 40), seed=st.none() | st.integers(0, 99))
-def test_minibatches_hold_every_row_once(rows: int, size: int, seed: int | None) -> None:
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    minis = list(numbered(rows).minibatches(size, generator))
-    seen = [n for mini in minis for n in row_numbers(mini)]
-    assert sorted(seen) == list(range(rows))
-    assert all(len(mini) == size for mini in minis[:-1])
-    if seed is None:
-        assert seen == list(range(rows))
-
-
-def test_minibatches_are_shuffled_by_the_generator() -> None:
-    orders = [
-        [
-            n
-            for m in numbered(20).minibatches(4, torch.Generator().manual_seed(s))
-            for n in row_numbers(m)
-        ]
-        for s in (0, 0, 1)
-    ]
-    assert orders[0] == orders[1] != orders[2]
-    assert orders[0] != list(range(20))
-
-
 def test_union_takes_the_right_side() -> None:
     left = Batch({"x": torch.zeros(2), "y": torch.ones(2)}, {"a": ["1", "2"]})
     both = left | Batch({"x": torch.full((2,), 5.0)}, {"a": ["3", "4"], "b": [None, {}]})
