@@ -122,12 +122,7 @@ class Champions:
 
     def _read(self) -> tuple[list[AliasMove], str | None]:
         """The record as it is written, and the version that the alias points to."""
-        with self.registry.translated("look up a model"):
-            model = self.registry.find_model(self.model_name)
-        if model is None:
-            raise TrackingError(
-                f"MLflow {self.registry.uri} has no model {self.model_name!r}; check the name"
-            )
+        model = self.registry.require_model(self.model_name)
         at = model.aliases.get(self.alias)
         return read_moves(model.tags, self.alias), None if at is None else str(at)
 

@@ -187,6 +187,14 @@ class ModelRegistry(Connection):
                 return None
             raise
 
+    def require_model(self, model_name: str) -> RegisteredModel:
+        """Return MLflow's registered model; TrackingError when there is none of that name."""
+        with self.translated("look up a model"):
+            model = self.find_model(model_name)
+        if model is None:
+            raise TrackingError(f"MLflow {self.uri} has no model {model_name!r}; check the name")
+        return model
+
     def _ensure_model(self, model_name: str) -> None:
         from mlflow.exceptions import MlflowException
 

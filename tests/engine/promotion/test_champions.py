@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.queues import Queue
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from engine.errors import LineageError, TrackingError
 from engine.promotion import Champions
 from engine.promotion.__main__ import main
 from engine.promotion.history import AliasMove, tag_key, tag_value
-from engine.promotion.lock import LockTimeouts, lock_model
+from engine.promotion.lock import TAG_PREFIX, LockTimeouts, lock_model
 from engine.tracking import Tracker
 
 PointsTo = Callable[[], str | None]
@@ -191,8 +192,37 @@ def test_a_dead_holder_is_outlived_and_a_live_one_is_waited_for_and_named(
             lock_model(tracker, model, LockTimeouts(wait=0.2)),
         ):
             raise AssertionError("two hold the lock")
-    left = tracker.client.search_registered_models(f"name LIKE '{model}--lock-%'")
-    assert [m.name for m in left] == [next_.name]
+        models = tracker.client.search_registered_models(f"name LIKE '{model}%'")
+        assert [m.name for m in models] == [model], "a lock is listed as a registered model"
+    tags = tracker.client.get_registered_model(model).tags
+    assert not [key for key in tags if key.startswith(TAG_PREFIX)], "a lock was left"
+
+
+def test_of_many_that_claim_a_lock_at_once_one_at_a_time_holds_it(
+    tracker: Tracker, model: str
+) -> None:
+    holders: list[str] = []
+    most: list[int] = []
+
+    def hold(_: int) -> None:
+        with lock_model(tracker, model, LockTimeouts(lease=60, wait=60, skew=0)) as lock:
+            holders.append(lock.owner)
+            most.append(len(holders))
+            time.sleep(0.02)
+            holders.remove(lock.owner)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(hold, range(3)))
+    assert most == [1] * 3
+
+
+def test_a_lock_that_was_edited_is_named(tracker: Tracker, model: str) -> None:
+    tracker.client.set_registered_model_tag(model, f"{TAG_PREFIX}somebody", "soon")
+    with (
+        pytest.raises(TrackingError, match=r"was edited; delete it when nobody promotes"),
+        lock_model(tracker, model, QUICK),
+    ):
+        raise AssertionError("an unreadable lock was taken")
 
 
 def test_the_command(
@@ -215,8 +245,9 @@ def test_the_command(
     assert [(m["version"], m["reason"]) for m in moves] == [
         ("1", "first"), ("2", "better"), ("1", "drift"),
     ]  # fmt: skip
-    assert main(["history", "--model", "nobody"]) == 1
-    assert "has no model 'nobody'" in capsys.readouterr().err
+    for command in (["history"], ["rollback", "--reason", "r"]):
+        assert main([*command, "--model", "nobody"]) == 1
+        assert "has no model 'nobody'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["rollback", "--help"], ["history", "--help"]])
