@@ -18,6 +18,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, EvaluateConfig
 from tasks.context import LARGE, RunContext, echo
+from tasks.preprocess import SPLITS, log_splits
 from tasks.stage import stage, stage_cache
 from tasks.variants import on_profiles
 
@@ -58,6 +59,7 @@ def evaluate(
         test_file = this.load_parent("dataset", dataset) / "test.parquet"
         test = pd.read_parquet(test_file)
         check_held_out(test_file.parent)
+        log_splits(this, test_file.parent, ("test",))
         models = {
             "warm_start": this.load_parent("warm_start", warm_start),
             "rl": this.load_parent("policy", policy),
@@ -123,7 +125,6 @@ def check_held_out(dataset: Path) -> None:
     import pandas as pd
 
     from engine.data.contract import check_disjoint
-    from tasks.preprocess import SPLITS
 
     check_disjoint({name: pd.read_parquet(dataset / f"{name}.parquet") for name in SPLITS})
 

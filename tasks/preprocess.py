@@ -8,6 +8,7 @@ tokens).
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,7 +88,7 @@ def write_splits(
     this.parents.append(
         Parent(name="source", kind="source", digest=splits.source_digest, uri=splits.source_uri)
     )
-    log_inputs(this.tracked, this.folder, splits)
+    log_splits(this, this.folder, SPLITS, splits.source_uri)
     rows = {f"rows_{name}": float(len(getattr(splits, name))) for name in SPLITS}
     return rows | {name: float(length) for name, length in lengths.items()}
 
@@ -164,12 +165,14 @@ def fit_to_context(
     return replace(splits, **kept), {"max_prompt_length": longest}
 
 
-def log_inputs(tracked: object, folder: Path, splits: Splits) -> None:
-    """Record each split as an MLflow dataset input under its content digest."""
-    from engine.storage.hashing import hash_file
-    from engine.tracking.stage import StageRun
+def log_splits(this: Stage, dataset: Path, names: Sequence[str], uri: str = "") -> None:
+    """Record splits of a dataset's folder as MLflow dataset inputs, each by its file's digest.
 
-    assert isinstance(tracked, StageRun)
-    for name in SPLITS:
-        path = folder / f"{name}.parquet"
-        tracked.log_dataset(getattr(splits, name), name, hash_file(path)[:32], name)
+    uri: where their rows come from; empty: the artifact that the folder is, a parent of the stage.
+    """
+    from engine.storage.hashing import hash_file
+
+    for name in names:
+        file = dataset / f"{name}.parquet"
+        source = uri or f"{this.parent('dataset').uri}/{file.name}"
+        this.tracked.log_dataset(file, name, hash_file(file)[:32], context=name, uri=source)

@@ -120,11 +120,11 @@ def finish_run(run: RunContext, facts: dict[str, Any], path: Path) -> None:
 
     tracker = Tracker(experiment=run.experiment)
     metrics = {
-        "pass_at_1.warm_start": facts["pass_at_1"]["warm_start"],
-        "pass_at_1.rl": facts["pass_at_1"]["rl"],
+        "pass_at_1_warm_start": facts["pass_at_1"]["warm_start"],
+        "pass_at_1_rl": facts["pass_at_1"]["rl"],
         "gain": facts["gain"],
-        "gain.low": facts["gain_interval"][0],
-        "gain.high": facts["gain_interval"][1],
+        "gain_low": facts["gain_interval"][0],
+        "gain_high": facts["gain_interval"][1],
     }
     tracker.finish_pipeline(run.mlflow_run, "FINISHED", metrics)
 

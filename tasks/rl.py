@@ -15,6 +15,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, LoRAConfig, RLConfig
 from tasks.context import SMALL, RunContext
+from tasks.preprocess import log_splits
 from tasks.ray_cluster import LOCAL_OBJECT_STORE_BYTES, ray_cluster
 from tasks.stage import stage, stage_cache
 from tasks.variants import on_profiles
@@ -60,6 +61,7 @@ def rl(
     with stage("rl", run, settings) as this, ray:
         folder = this.load_parent("dataset", dataset)
         model = this.load_parent("warm_start", warm_start)
+        log_splits(this, folder, ("train", "validation"))
         lengths = json.loads((folder / "dataset.json").read_text())
         train = pd.read_parquet(folder / "train.parquet")
         rows = pd.read_parquet(folder / "validation.parquet").to_dict("records")
@@ -92,6 +94,6 @@ def rl(
         pd.DataFrame(history).to_parquet(this.folder / "metrics.parquet", index=False)
         this.tracked.log_folder(this.folder, "checkpoint")
         final = history[-1]
-        published = this.publish({k.replace("/", "_"): v for k, v in final.items()})
+        published = this.publish(final)
         this.delete_local_checkpoints()
         return published

@@ -10,6 +10,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import ModelConfig, SFTConfig
 from tasks.context import LARGE, RunContext, echo
+from tasks.preprocess import log_splits
 from tasks.stage import stage, stage_cache
 from tasks.variants import on_profiles
 
@@ -54,6 +55,7 @@ def sft(
     }
     with stage("sft", run, settings) as this:
         data = this.load_parent("dataset", dataset)
+        log_splits(this, data, ("sft_train", "sft_validation"))
         tokenizer = load_tokenizer(data / "tokenizer")
         model = (
             load_policy_model(start.path, start.dtype, start.lora, seed)
@@ -84,7 +86,7 @@ def sft(
             final = trainer.fit(train, validation, checkpoints.folder, checkpoints.previous)
         save_model(model, tokenizer, this.folder)
         this.tracked.log_folder(this.folder, "checkpoint")
-        published = this.publish({k.replace("/", "_"): v for k, v in final.items()})
+        published = this.publish(final)
         this.delete_local_checkpoints()
         return published
 

@@ -114,6 +114,10 @@ class Stage:
         self.parents.append(read_manifest(path).as_parent(name, uri))
         return path
 
+    def parent(self, name: str) -> Parent:
+        """The parent that `load_parent` has recorded under this name."""
+        return next(parent for parent in self.parents if parent.name == name)
+
     def checkpoints(self) -> CheckpointPaths:
         """Checkpoint folders of this attempt and of the previous one.
 
@@ -151,17 +155,21 @@ class Stage:
             shutil.rmtree(self.checkpoints().folder, ignore_errors=True)
 
     def publish(self, metrics: Mapping[str, float]) -> FlyteDirectory:
-        """Write the manifest and publish the folder, locally and in the shared store."""
+        """Write the manifest and publish the folder, locally and in the shared store.
+
+        MLflow gets those of the metrics that it does not have of the stage's steps already.
+        """
         from engine.storage.artifacts import publish
         from engine.storage.manifest import Draft, read_manifest
 
-        seconds = time.perf_counter() - self.started
-        self.tracked.log_metrics({"seconds": seconds, **metrics})
+        metrics = {"seconds": time.perf_counter() - self.started, **metrics}
+        new = {k: v for k, v in metrics.items() if k not in self.tracked.logged}
+        self.tracked.log_metrics(new)
         draft = Draft(
             kind=self.kind,
             parents=tuple(self.parents),
             config=self.config,
-            metrics={"seconds": seconds, **metrics},
+            metrics=metrics,
             flyte_execution=self.execution,
             mlflow_run=self.tracked.run_id,
         )
@@ -173,7 +181,7 @@ class Stage:
         )
         output = as_output(path)
         where = output.path if "://" in str(output.path) else display_path(path)
-        echo(f"{self.kind}: done in {human_time(seconds)} → {where}")
+        echo(f"{self.kind}: done in {human_time(metrics['seconds'])} → {where}")
         return output
 
 

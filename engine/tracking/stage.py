@@ -37,6 +37,7 @@ class StageRun:
 
     def __init__(self, connection: Connection, run_id: str) -> None:
         self.run_id = run_id
+        self.logged: set[str] = set()  # names of the metrics so far
         self._connection = connection
         self._pending: list[Metric] = []
         self._lock = threading.Lock()  # guards _pending
@@ -53,6 +54,7 @@ class StageRun:
         """
         from mlflow.entities import Metric
 
+        self.logged |= metrics.keys()
         now = int(time.time() * 1000)
         points = [Metric(values.name(k), float(v), now, step) for k, v in metrics.items()]
         with self._lock:

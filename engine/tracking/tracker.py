@@ -42,6 +42,7 @@ class Tracker(ModelRegistry):
     ) -> str:
         """Open the parent run of a pipeline and return its id.
 
+        It gets one parameter a section of `params`; a stage's run gets its settings one by one.
         With a `key` (e.g. the Flyte execution) a run that already has it is opened again.
         """
         own = {KIND_TAG: "pipeline", KEY_TAG: key}
@@ -50,7 +51,7 @@ class Tracker(ModelRegistry):
             if known:
                 self.client.update_run(known[0], status="RUNNING")
                 return known[0]
-            return self._create(name, params or {}, {**(tags or {}), **own})
+            return self._create(name, values.sections(params or {}), {**(tags or {}), **own})
 
     def finish_pipeline(
         self, run_id: str, status: str = "FINISHED", metrics: Mapping[str, float] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 
@@ -29,6 +30,17 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]
 def parameters(values: Mapping[str, object]) -> dict[str, str]:
     """Return nested settings as MLflow parameters: dotted names, texts cut to the limit."""
     return {name(k): shorten(_text(v), MAX_PARAMETER) for k, v in flatten(values).items()}
+
+
+def sections(values: Mapping[str, object]) -> dict[str, object]:
+    """Return settings as one value a section, as JSON.
+
+    >>> sections({"rl": {"actor": {"lr": 0.1}}, "seed": 0})
+    {'rl': '{"actor": {"lr": 0.1}}', 'seed': 0}
+    """
+    return {
+        k: json.dumps(v, default=str) if isinstance(v, Mapping) else v for k, v in values.items()
+    }
 
 
 def tags(values: Mapping[str, object]) -> dict[str, str]:

@@ -139,6 +139,7 @@ def test_a_pipeline_is_one_parent_with_nested_stages(tracker: Tracker, tmp_path:
     pipeline = tracker.client.get_run(parent)
     assert pipeline.info.status == "FINISHED"
     assert len(pipeline.data.params) == 152
+    assert json.loads(pipeline.data.params["rl"]) == {"lr": 1e-3}, "nested by section"
     assert len(pipeline.data.params["long"]) == 6000
     assert history(tracker, parent, "gain") == [(0, 0.25)]
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from flytekit.core.cache import VersionParameters
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
@@ -27,6 +28,7 @@ from tasks.context import RunContext, StageError, as_output, execution_tags
 from tasks.fetch import resolve
 from tasks.inputs import RLHFConfig
 from tasks.plan import open_run
+from tasks.preprocess import log_splits
 from tasks.stage import SourcesPolicy, library_versions, stage
 
 
@@ -115,12 +117,41 @@ def test_however_a_stage_ends_nothing_is_left(
 def test_a_stage_publishes_with_its_run_and_its_time(run: RunContext, uri: str) -> None:
     with stage("dataset", run, {"seed": 1}) as this:
         (this.folder / "rows.txt").write_text("whole")
-        path = Path(this.publish({"rows": 1.0}).path)
+        this.tracked.log_metrics({"reward/mean": 0.25}, step=1)
+        this.tracked.log_metrics({"reward/mean": 0.5}, step=2)
+        path = Path(this.publish({"rows": 1.0, "reward/mean": 0.5}).path)
     assert (path / "rows.txt").read_text() == "whole"
     stored = MlflowClient(uri).get_run(this.tracked.run_id).data
+    assert stored.metrics.keys() == {"rows", "seconds", "reward/mean"}, "a metric is there twice"
     assert stored.metrics["rows"] == 1.0
     assert stored.metrics["seconds"] >= 0
+    rewards = MlflowClient(uri).get_metric_history(this.tracked.run_id, "reward/mean")
+    assert [(p.step, p.value) for p in rewards] == [(1, 0.25), (2, 0.5)]
+    assert read_manifest(path).metrics.keys() == {"rows", "seconds", "reward/mean"}
     assert stored.params == {"seed": "1"}
+
+
+def test_a_stage_names_the_splits_that_it_reads_by_the_digests_of_their_maker(
+    run: RunContext, uri: str
+) -> None:
+    with stage("dataset", run, {"seed": 1}) as maker:
+        for split in ("train", "test"):
+            frame = pd.DataFrame({"prompt": [split, "b"]})
+            frame.to_parquet(maker.folder / f"{split}.parquet", index=False)
+        log_splits(maker, maker.folder, ("train", "test"), "arithmetic://")
+        made = maker.publish({})
+    with stage("rl", run, {"seed": 1}) as reader:
+        folder = reader.load_parent("dataset", made)
+        log_splits(reader, folder, ("train",))
+
+    def inputs(run_id: str) -> dict[str, tuple[str, str]]:
+        found = MlflowClient(uri).get_run(run_id).inputs
+        return {i.dataset.name: (i.dataset.digest, i.tags[0].value) for i in found.dataset_inputs}
+
+    digest = read_manifest(folder).files["train.parquet"].sha256[:32]
+    assert inputs(maker.tracked.run_id).keys() == {"train", "test"}
+    assert inputs(maker.tracked.run_id)["train"] == (digest, "train")
+    assert inputs(reader.tracked.run_id) == {"train": (digest, "train")}
 
 
 @pytest.fixture

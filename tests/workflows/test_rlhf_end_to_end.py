@@ -114,10 +114,15 @@ def test_mlflow_has_one_parent_and_one_nested_run_a_stage(
 def test_mlflow_has_parameters_and_a_value_a_step(
     client: MlflowClient, runs: dict[str, Run]
 ) -> None:
-    assert runs["pipeline"].data.params["data.test_size"] == "32"
+    sections = runs["pipeline"].data.params
+    assert sections.keys() == RLHFConfig.model_fields.keys(), "one parameter a section"
+    assert json.loads(sections["data"])["test_size"] == 32
     assert runs["rl"].data.params["rl.rollout.n"] == "4"
     rewards = client.get_metric_history(runs["rl"].info.run_id, "reward/mean")
     assert sorted(point.step for point in rewards) == list(range(1, STEPS + 1))
+    for stage in ("sft", "rl"):
+        names = [name.replace("/", "_") for name in runs[stage].data.metrics]
+        assert len(set(names)) == len(names), f"{stage} has a metric under two names"
     losses = client.get_metric_history(runs["sft"].info.run_id, "sft/loss")
     assert sorted(point.step for point in losses) == list(range(1, TINY["sft"]["max_steps"] + 1))
 
@@ -126,10 +131,17 @@ def test_mlflow_has_the_data_by_digest_and_the_checkpoints(
     finished: Finished, client: MlflowClient, runs: dict[str, Run]
 ) -> None:
     folder = finished.artifact("dataset")
-    recorded = runs["dataset"].inputs
-    assert recorded is not None
-    inputs = {i.dataset.name: i.dataset.digest for i in recorded.dataset_inputs}
-    assert inputs == {name: hash_file(folder / f"{name}.parquet")[:32] for name in SPLITS}
+    read = {
+        "dataset": SPLITS,
+        "sft": ("sft_train", "sft_validation"),
+        "rl": ("train", "validation"),
+        "evaluation": ("test",),
+    }
+    for stage, names in read.items():
+        recorded = runs[stage].inputs
+        assert recorded is not None
+        inputs = {i.dataset.name: i.dataset.digest for i in recorded.dataset_inputs}
+        assert inputs == {name: hash_file(folder / f"{name}.parquet")[:32] for name in names}
     for stage in ("sft", "rl"):
         files = client.list_artifacts(runs[stage].info.run_id, "checkpoint")
         assert {"checkpoint/model.safetensors", "checkpoint/config.json"} <= {f.path for f in files}
