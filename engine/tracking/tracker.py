@@ -51,7 +51,7 @@ class Tracker(ModelRegistry):
             if known:
                 self.client.update_run(known[0], status="RUNNING")
                 return known[0]
-            return self._create(name, values.sections(params or {}), {**(tags or {}), **own})
+            return self._create(name, params or {}, {**(tags or {}), **own}, by_section=True)
 
     def finish_pipeline(
         self, run_id: str, status: str = "FINISHED", metrics: Mapping[str, float] | None = None
@@ -117,13 +117,19 @@ class Tracker(ModelRegistry):
         """Tell whether a registered version's files are among this run's artifacts."""
         return bool(self.client.search_model_versions(f"run_id='{run_id}'", max_results=1))
 
-    def _create(self, name: str, params: Mapping[str, object], tags: Mapping[str, object]) -> str:
+    def _create(
+        self,
+        name: str,
+        params: Mapping[str, object],
+        tags: Mapping[str, object],
+        by_section: bool = False,
+    ) -> str:
         """Create a run with its tags and parameters."""
         from mlflow.entities import Param
 
         texts = values.tags({NAME_TAG: name, SOURCE_TAG: "hybridflyte", **tags})
         run_id = str(self.client.create_run(self.experiment_id, tags=texts).info.run_id)
-        points = [Param(k, v) for k, v in values.parameters(params).items()]
+        points = [Param(k, v) for k, v in values.parameters(params, by_section).items()]
         for start in range(0, len(points), PARAMETERS_A_CALL):
             self.client.log_batch(run_id, params=points[start : start + PARAMETERS_A_CALL])
         return run_id

@@ -27,20 +27,13 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]
     return flat
 
 
-def parameters(values: Mapping[str, object]) -> dict[str, str]:
-    """Return nested settings as MLflow parameters: dotted names, texts cut to the limit."""
-    return {name(k): shorten(_text(v), MAX_PARAMETER) for k, v in flatten(values).items()}
+def parameters(values: Mapping[str, object], by_section: bool = False) -> dict[str, str]:
+    """Return nested settings as MLflow parameters, texts cut to the limit.
 
-
-def sections(values: Mapping[str, object]) -> dict[str, object]:
-    """Return settings as one value a section, as JSON.
-
-    >>> sections({"rl": {"actor": {"lr": 0.1}}, "seed": 0})
-    {'rl': '{"actor": {"lr": 0.1}}', 'seed': 0}
+    One a setting, with dotted names, or one a section, as JSON.
     """
-    return {
-        k: json.dumps(v, default=str) if isinstance(v, Mapping) else v for k, v in values.items()
-    }
+    flat = _as_json(values) if by_section else flatten(values)
+    return {name(k): shorten(_text(v), MAX_PARAMETER) for k, v in flat.items()}
 
 
 def tags(values: Mapping[str, object]) -> dict[str, str]:
@@ -56,6 +49,12 @@ def name(text: str) -> str:
 def shorten(text: str, limit: int) -> str:
     """Cut `text` to `limit` characters, the last of them an ellipsis."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _as_json(values: Mapping[str, object]) -> dict[str, object]:
+    return {
+        k: json.dumps(v, default=str) if isinstance(v, Mapping) else v for k, v in values.items()
+    }
 
 
 def _text(value: object) -> str:

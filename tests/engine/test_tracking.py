@@ -104,6 +104,11 @@ def test_nested_settings_become_dotted_parameters() -> None:
         "betas": "[0.9, 0.95]",
         "none": "None",
     }
+    assert parameters(nested, by_section=True) == {
+        "rl": '{"actor": {"lr": 0.1}, "empty": {}}',
+        "betas": "[0.9, 0.95]",
+        "none": "None",
+    }
     assert parameters({"x": "y" * 9000})["x"] == "y" * 5999 + "…"
     assert name("val/pass@1 (%)") == "val/pass_at_1 ___"
 
