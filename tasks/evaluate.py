@@ -18,6 +18,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, EvaluateConfig
 from tasks.context import LARGE, RunContext, echo
+from tasks.pages import model_facts
 from tasks.preprocess import SPLITS, log_splits
 from tasks.stage import stage, stage_cache
 from tasks.variants import on_profiles
@@ -94,7 +95,12 @@ def evaluate(
             comparison,
             rows["warm_start"],
             rows["rl"],
-            facts={"run": run.run_id, "data": f"{data.source}, {len(test)} held-out problems"},
+            facts={
+                "run": run.run_id,
+                "data": f"{data.source}, {len(test)} held-out problems",
+                **model_facts(this.parent("policy").digest),
+                "promotion": "decided after this page; then the run's report.html has the verdict",
+            },
             curves=training_curves(models["rl"]),
         )
         (this.folder / "report.html").write_text(page)

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from flytekit import task
+from flytekit.deck import DeckField
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -22,6 +23,7 @@ from tasks.context import (
 )
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
+from tasks.pages import write_pages
 from tasks.plan import open_run
 
 SKIPPED_TAG = "hybridflyte.skipped"
@@ -65,15 +67,28 @@ def open_promotion(
     return PromotionPlan(run, config.data, config.evaluate, config.promote, seed, approval)
 
 
-@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+@task(
+    cache=False,
+    requests=SMALL,
+    container_image=IMAGE,
+    retries=2,
+    timeout=timedelta(minutes=30),
+    enable_deck=True,
+    deck_fields=(DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT),
+)
 def finalize(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
-    """Write the artifact's metrics to the MLflow run, end the run, and return the artifact."""
+    """Write the artifact's metrics to the MLflow run, end the run, and return the artifact.
+
+    Of a promotion it writes the run's pages as well, see `tasks.pages`.
+    """
     from engine.storage.manifest import read_manifest
     from engine.tracking import Tracker
 
     with user_facing_errors():
         folder = local_artifact(artifact)
         manifest = read_manifest(folder)
+        if manifest.kind == "promotion":
+            echo(f"run {run.run_id}: report in {display_path(write_pages(run, folder))}")
         metrics = {k: v for k, v in manifest.metrics.items() if k != "seconds"}
         Tracker(experiment=run.experiment).finish_pipeline(run.mlflow_run, "FINISHED", metrics)
         where = f"{manifest.kind} in {display_path(folder)}"

@@ -1,4 +1,4 @@
-"""Task `report`: the run's summary, as `summary.json` in the run's folder and as a table.
+"""Task `report`: the run's summary, as `summary.json` in the run's folder and as a table; pages.
 
 It reads manifests, so a cached run reports the same facts. Not cached.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flytekit import task
+from flytekit.deck import DeckField
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -26,9 +27,18 @@ from tasks.context import (
     local_artifact,
     user_facing_errors,
 )
+from tasks.pages import run_folder, write_pages
 
 
-@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+@task(
+    cache=False,
+    requests=SMALL,
+    container_image=IMAGE,
+    retries=2,
+    timeout=timedelta(minutes=30),
+    enable_deck=True,
+    deck_fields=(DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT),
+)
 def report(
     run: RunContext,
     config_digest: str,
@@ -38,7 +48,7 @@ def report(
     evaluation: FlyteDirectory,
     promotion: FlyteDirectory,
 ) -> FlyteFile:
-    """Write `summary.json`, end the MLflow parent run, and print the summary."""
+    """Write the run's pages and `summary.json`, end the MLflow parent run, print the summary."""
     with user_facing_errors():
         folders = {
             "dataset": local_artifact(dataset),
@@ -48,6 +58,7 @@ def report(
             "promotion": local_artifact(promotion),
         }
         facts = summarise(run, config_digest, folders)
+        facts["report"] = str(write_pages(run, folders["promotion"]))
         path = write_summary(run, facts)
         finish_run(run, facts, path)
         print_summary(facts, path, folders)
@@ -98,13 +109,10 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
 def write_summary(run: RunContext, facts: dict[str, Any]) -> Path:
     """Write `runs/<run id>/summary.json` whole or not at all."""
     from engine.errors import StorageError
-    from engine.storage.locations import home
 
-    folder = home() / "runs" / run.run_id
-    path = folder / "summary.json"
+    path = run_folder(run) / "summary.json"
+    draft = path.with_name(".summary.json")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = folder / ".summary.json"
         draft.write_text(json.dumps(facts, indent=2) + "\n")
         os.replace(draft, path)
     except OSError as error:
@@ -152,7 +160,7 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
         "promotion": f"version {decision['model_version']}: {decision['reason']}",
         "time": f"{human_time(facts['seconds']['total'])} ({times})",
         "model": display_path(folders["rl"]),
-        "report (Deck)": display_path(folders["evaluation"] / "report.html"),
+        "report (Deck)": display_path(Path(facts["report"])),
         "summary": display_path(path),
         "MLflow run": f"{facts['mlflow']['run_id']} in {facts['mlflow']['experiment']!r}",
         "MLflow UI": facts["mlflow"]["url"]

@@ -26,12 +26,12 @@ AFTER_COLOUR = "#2f5fd0"
 _TEXT = "#3b4352"
 _FAINT = "#e6e9ef"
 _LINE_COLOURS = ("#2f5fd0", "#c2571a", "#2b8a5f", "#8a4fbf", "#b0306a", "#5b6472")
-_CURVES_A_ROW = 3
+_WIDE, _NARROW = (4.6, 3.0), (3.6, 2.2)  # inches; a phone shows the letters of either at 9 px
 
 
 def metric_bars(comparison: EvaluationComparison, names: tuple[str, str]) -> str:
     """Bars of pass@1, pass@k and majority vote for both models, with their intervals."""
-    figure = Figure(figsize=(5.6, 3.3), facecolor="none")
+    figure = Figure(figsize=_WIDE, facecolor="none")
     axes = figure.add_subplot()
     sides = (comparison.before, comparison.after)
     labels = ["pass@1\ngreedy", f"pass@{comparison.k}\nsampled", "majority\nvote"]
@@ -64,7 +64,7 @@ def metric_bars(comparison: EvaluationComparison, names: tuple[str, str]) -> str
 def length_histogram(before: ArrayLike, after: ArrayLike, names: tuple[str, str]) -> str:
     """Histogram of response lengths (`[N]` tokens a problem) of both models on common bins."""
     first, second = (np.asarray(v, dtype=np.float64) for v in (before, after))
-    figure = Figure(figsize=(5.6, 3.3), facecolor="none")
+    figure = Figure(figsize=_WIDE, facecolor="none")
     axes = figure.add_subplot()
     low, high = math.floor(min(first.min(), second.min())), max(first.max(), second.max())
     width = max(1, math.ceil((high - low + 1) / 30))  # whole tokens, about 30 bins
@@ -83,27 +83,27 @@ def length_histogram(before: ArrayLike, after: ArrayLike, names: tuple[str, str]
     return _to_svg(figure, "lengths")
 
 
-def training_curves(curves: Mapping[str, Sequence[float]]) -> str:
-    """One small plot a metric over training steps; values that are not finite leave a gap."""
-    columns = 2 if len(curves) == 4 else min(_CURVES_A_ROW, len(curves))
-    rows = math.ceil(len(curves) / columns)
-    figure = Figure(figsize=(11.4, 2.25 * rows), facecolor="none")
-    for place, (name, values) in enumerate(curves.items()):
-        axes = figure.add_subplot(rows, columns, place + 1)
-        colour = _LINE_COLOURS[place % len(_LINE_COLOURS)]
-        points = np.asarray(values, dtype=np.float64)
-        points = np.where(np.isfinite(points), points, np.nan)
-        steps = np.arange(1, points.size + 1)
-        smooth = _smoothed(points)
-        axes.plot(steps, points, color=colour, linewidth=0.9, alpha=0.35)
-        axes.plot(steps, smooth, color=colour, linewidth=1.8)
-        axes.set_title(name, fontsize=9, color=_TEXT, loc="left")
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(4))
-        if place >= len(curves) - columns:
-            axes.set_xlabel("step")
-        _plain(axes)
-    return _to_svg(figure, "curves")
+def training_curves(curves: Mapping[str, Sequence[float]]) -> dict[str, str]:
+    """One picture a metric over training steps, by its name; values not finite leave a gap."""
+    return {
+        name: _curve(values, _LINE_COLOURS[place % len(_LINE_COLOURS)], f"curve{place}")
+        for place, (name, values) in enumerate(curves.items())
+    }
+
+
+def _curve(values: Sequence[float], colour: str, name: str) -> str:
+    figure = Figure(figsize=_NARROW, facecolor="none")
+    axes = figure.add_subplot()
+    points = np.asarray(values, dtype=np.float64)
+    points = np.where(np.isfinite(points), points, np.nan)
+    steps = np.arange(1, points.size + 1)
+    axes.plot(steps, points, color=colour, linewidth=0.9, alpha=0.35)
+    axes.plot(steps, _smoothed(points), color=colour, linewidth=1.8)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.set_xlabel("step")
+    _plain(axes)
+    return _to_svg(figure, name)
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:
@@ -129,12 +129,12 @@ def _plain(axes: Axes) -> None:
     axes.set_axisbelow(True)
     axes.grid(visible=False)
     axes.grid(axis="y", color=_FAINT, linewidth=0.9)
-    axes.tick_params(length=0, labelsize=8, labelcolor=_TEXT)
+    axes.tick_params(length=0, labelsize=9, labelcolor=_TEXT)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color("#c3c9d4")
     for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set_fontsize(8)
+        label.set_fontsize(9)
         label.set_color(_TEXT)
 
 

@@ -24,6 +24,23 @@ _MODEL_TITLES = {"warm_start": "warm start", "rl": "RL model", "champion": "cham
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """A fact that leads to another page."""
+
+    text: str
+    href: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What promotion decided about the evaluated model."""
+
+    promoted: bool
+    title: str  # e.g. "hybridflyte-policy version 3 is now champion"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """One model's greedy answer to a problem."""
 
@@ -55,14 +72,16 @@ def render_report(
     comparison: EvaluationComparison,
     rows_before: pd.DataFrame,
     rows_after: pd.DataFrame,
-    facts: Mapping[str, str] | None = None,
+    facts: Mapping[str, str | Link] | None = None,
     curves: Mapping[str, Sequence[float]] | None = None,
+    verdict: Verdict | None = None,
     examples: int = 4,
 ) -> str:
     """Return the page.
 
-    facts: label → value, shown on top (run id, data, decision, …). curves: metric → one value a
-    training step. examples: problems shown of each kind, drawn with the comparison's seed.
+    facts: label → value, shown on top (run id, data, model, …). curves: metric → one value a
+    training step. verdict: what promotion decided; None before it. examples: problems shown of each
+    kind, drawn with the comparison's seed.
     Raises DataError when the two tables are not of the same problems.
     """
     check_paired(rows_before, rows_after)
@@ -76,12 +95,13 @@ def render_report(
         bars=plots.metric_bars(comparison, names),
         comparison=comparison,
         css=html_templates.asset(__package__, "report.css"),
-        curves=plots.training_curves(curves) if curves else "",
+        curves=plots.training_curves(curves),
         facts=facts or {},
         groups=_example_groups(comparison, rows_before, rows_after, examples),
         lengths=plots.length_histogram(lengths_before, lengths_after, names),
         models=models,
         names=names,
+        verdict=verdict,
     )
 
 

@@ -6,11 +6,13 @@ Numbers only: whether a gain suffices is decided in `engine.promotion`, how it l
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from pydantic import TypeAdapter, ValidationError
 
 from engine.errors import DataError
 from engine.evaluation.metrics import (
@@ -60,6 +62,18 @@ class EvaluationComparison:
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, strings and numbers, as `json.dumps` takes them."""
         return asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> EvaluationComparison:
+        """Return the comparison that `to_dict` gave; DataError where something is missing in it."""
+        try:
+            return TypeAdapter(EvaluationComparison).validate_python(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"]))
+            raise DataError(
+                f"{field} of a comparison: {first['msg']}; evaluate the models again"
+            ) from None
 
     def to_json(self) -> str:
         """Return strict JSON (no NaN), the same text for the same comparison."""

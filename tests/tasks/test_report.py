@@ -1,12 +1,20 @@
-"""The table at the end of a run: where to look further."""
+"""The end of a run: its table of where to look further, and its pages."""
 
 from __future__ import annotations
 
+import html
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from flytekit.types.directory import FlyteDirectory
+from promotion_bench import Bench, digest, new_run
 
+from engine.evaluation.report import Verdict
+from engine.storage.manifest import verify
+from tasks.finalize import finalize
+from tasks.pages import read_verdict
 from tasks.report import print_summary
 
 PAGE = "https://mlflow.example.com/#/experiments/1/runs/ab"
@@ -23,6 +31,7 @@ def facts(tracking_uri: str, url: str) -> dict[str, Any]:
         "problems": 32,
         "seconds": {"dataset": 1.0, "total": 2.0},
         "cached": [],
+        "report": "outputs/runs/20261121-024512-3f9a/report.html",
         "promotion": {"model_version": "1", "reason": "better"},
         "mlflow": {
             "tracking_uri": tracking_uri,
@@ -53,3 +62,43 @@ def test_mlflow_is_a_page_where_it_is_a_server_and_a_command_where_it_is_a_file(
     line = next(line for line in capsys.readouterr().out.splitlines() if "MLflow UI" in line)
     assert said in line
     assert unsaid not in line
+
+
+@pytest.mark.parametrize(
+    ("promoted", "waits", "title"),
+    [
+        (True, False, "policy version 3 is now champion"),
+        (False, False, "policy version 3 was not promoted"),
+        (False, True, "policy version 3 waits for approval"),
+    ],
+)
+def test_a_verdict_is_read_from_the_decision(
+    promoted: bool, waits: bool, title: str, tmp_path: Path
+) -> None:
+    decision = {
+        "promoted": promoted, "waits_for_approval": waits, "reason": "because",
+        "model_name": "policy", "model_version": "3", "alias": "champion",
+    }  # fmt: skip
+    (tmp_path / "decision.json").write_text(json.dumps(decision))
+    assert read_verdict(tmp_path) == Verdict(promoted, title, "because")
+
+
+def test_the_report_of_a_run_names_the_verdict_the_model_and_its_lineage_page(
+    bench: Bench, tmp_path: Path
+) -> None:
+    model = bench.model(seed=1)
+    evaluation = bench.evaluation(model, 20)
+    run = new_run()
+    decision = bench.promote_in(run, model, evaluation)
+    before = verify(bench.folder), verify(evaluation)
+    finalize(run=run, artifact=FlyteDirectory(str(bench.folder)))
+    assert (verify(bench.folder), verify(evaluation)) == before, "an artifact was changed"
+    folder = tmp_path / "hybridflyte" / "runs" / run.run_id
+    page = html.unescape((folder / "report.html").read_text())
+    assert "hybridflyte-policy version 1 is now champion" in page
+    assert decision["reason"] in page
+    assert digest(model) in page
+    assert '<a href="lineage.html">' in page
+    lineage = (folder / "lineage.html").read_text()
+    for artifact in (model, evaluation, bench.folder):
+        assert digest(artifact) in lineage

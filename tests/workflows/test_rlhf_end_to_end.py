@@ -171,11 +171,20 @@ def test_the_test_split_is_in_no_other(finished: Finished) -> None:
 
 
 def test_a_report_and_a_deck_are_written(finished: Finished) -> None:
-    page = (finished.artifact("evaluation") / "report.html").read_text()
-    assert "</html>" in page
-    assert finished.outcome.summary["run_id"] in page
+    summary = finished.outcome.summary
+    verdict = f"hybridflyte-policy version {summary['promotion']['model_version']} is now champion"
+    first = (finished.artifact("evaluation") / "report.html").read_text()
+    last = Path(summary["report"]).read_text()
+    for page in (first, last):
+        assert "</html>" in page
+        assert summary["run_id"] in page
+        assert summary["digests"]["rl"] in page
+    assert verdict in last
+    assert verdict not in first, "the evaluation is made before the promotion"
+    assert summary["digests"]["rl"] in Path(summary["report"]).with_name("lineage.html").read_text()
     decks = [path.read_text() for path in (finished.place.root / "tmp").rglob("deck.html")]
     assert any("Evaluation" in deck for deck in decks)
+    assert any(verdict in deck and "Lineage" in deck for deck in decks)
 
 
 def test_the_output_is_ours_alone(finished: Finished) -> None:
@@ -201,7 +210,7 @@ def test_the_table_says_where_everything_is(finished: Finished) -> None:
     table = finished.outcome.out[finished.outcome.out.index("RLHF run ") :]
     for text in (
         str(finished.artifact("rl")),
-        str(finished.artifact("evaluation") / "report.html"),
+        summary["report"],
         summary["mlflow"]["run_id"],
         f"mlflow ui --backend-store-uri {finished.place.tracking_uri}",
         "python -m engine.lineage",

@@ -6,9 +6,10 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+from browser import browser, find_chromium
 
 from engine.errors import DataError
-from engine.evaluation.report import render_report
+from engine.evaluation.report import Link, Verdict, render_report
 from engine.evaluation.summary import summarise
 
 VOID = {"meta", "col"}
@@ -63,6 +64,59 @@ def test_page_tells_the_numbers(render):
     assert "+33.3 points" in text
     for row in ("pass@1, greedy", "pass@2, sampled", "majority of 4", "format kept"):
         assert row in text
+
+
+def test_verdict_and_links_are_named(render):
+    assert 'class="verdict' not in render()
+    facts = {"lineage": Link("the <page>", "lineage.html")}
+    verdict = Verdict(False, "Not promoted: policy version 3", "the gain <0 is too small")
+    page = render(facts=facts, verdict=verdict)
+    assert "Not promoted: policy version 3 the gain <0 is too small" in Page(page).text
+    assert '<a href="lineage.html">the &lt;page&gt;</a>' in page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_chromium() is None, reason="no browser: `apt-get install chromium`")
+def test_a_phone_shows_the_page_without_scrolling_it_sideways(render, tmp_path):
+    (tmp_path / "page.html").write_text(render(curves={"reward": [0.1, 0.4], "KL": [0.1, 0.2]}))
+    with browser(find_chromium()) as page:
+        for width, hints in ((390, True), (1200, False)):
+            page.call(
+                "Emulation.setDeviceMetricsOverride",
+                width=width, height=844, deviceScaleFactor=2, mobile=hints,
+            )  # fmt: skip
+            page.open(tmp_path / "page.html")
+            assert page.run("document.documentElement.scrollWidth") <= width
+            boxes = "[...document.querySelectorAll('.scroll')]"
+            scrolls = page.run(f"{boxes}.map(b => b.scrollWidth > b.clientWidth)")
+            assert scrolls == [hints, hints]
+            seen = page.run("[...document.querySelectorAll('.hint')].map(h => h.offsetHeight > 0)")
+            assert seen == scrolls, "what is wider than the screen says so"
+            scale = "s.clientWidth / s.viewBox.baseVal.width"
+            assert (
+                page.run(f"Math.min(...[...document.querySelectorAll('svg')].map(s => {scale}))")
+                > 0.9
+            )
+
+
+def test_letters_of_a_picture_are_readable_on_a_phone(render):
+    """A phone's 390 px leave 358 to a picture, whose smallest letters are 8 of its points."""
+    curves = {name: [0.1, 0.4, 0.2] for name in ("reward", "KL", "entropy", "length")}
+    page = render(curves=curves)
+    widths = [float(w) for w in re.findall(r'<svg [^>]*viewBox="0 0 ([0-9.]+) ', page)]
+    assert len(widths) == 2 + len(curves)
+    assert all(8 * 358 / width > 8.5 for width in widths)
+
+
+def test_tables_show_that_they_scroll(render):
+    parsed = Page(render())
+    boxes = [name for name, value in parsed.attributes if (name, value) == ("class", "scroll")]
+    assert len(boxes) == parsed.tags.count("table") == 2
+    assert parsed.text.count("scroll sideways") == 2
+    css = re.search(r"<style>(.*?)</style>", render(), re.DOTALL)[1]
+    assert "no-repeat scroll" in css, "a shadow at the edge"
+    hint = css[css.index("@media") :]
+    assert re.search(r"\.hint \{\s*display: block", hint), "words on a narrow screen"
 
 
 def test_headline_follows_the_interval(render, make_rows, after):
@@ -136,7 +190,7 @@ def test_curves_are_drawn_with_gaps_and_left_out_when_empty(render):
     assert plain.tags.count("svg") == 2
     curves = {"reward": [0.1, float("nan"), float("inf"), 0.4], "kl": [float("nan")] * 3}
     drawn = render(curves=curves | {"entropy": [1.0]})
-    assert Page(drawn).tags.count("svg") == 3
+    assert Page(drawn).tags.count("svg") == 2 + 3, "one picture a curve"
     assert "Training" in Page(drawn).text
     assert not re.search(r'd="[^"]*(nan|inf)', drawn)
 
