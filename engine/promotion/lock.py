@@ -93,15 +93,14 @@ def _acquire(registry: ModelRegistry, model_name: str, timeouts: LockTimeouts) -
     deadline = time.monotonic() + timeouts.wait
     while True:
         held = _held(_claims(registry, model_name), timeouts)
-        if not held:
-            lock = _claim(registry, model_name, owner, timeouts)
-            if lock is not None:
-                return lock
-        elif time.monotonic() > deadline:
-            other, until = held.popitem()
+        lock = None if held else _claim(registry, model_name, owner, timeouts)
+        if lock is not None:
+            return lock
+        if time.monotonic() > deadline:
+            holders = [f"{other} (until {_clock(until)})" for other, until in held.items()]
             raise TrackingError(
-                f"{other} holds the lock of {model_name!r} until {_clock(until)}; nothing was "
-                "moved; try again then"
+                f"{', '.join(holders) or 'another process'} holds the lock of {model_name!r}; "
+                "nothing was moved; try again later"
             )
         time.sleep(random.uniform(0.05, 0.3))
 
