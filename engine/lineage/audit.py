@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, LineageError, StorageError, TrackingError
-from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, ArtifactNode, artifact_node
+from engine.lineage.graph import (
+    CHECKPOINT,
+    MODEL_VERSION,
+    ArtifactNode,
+    artifact_node,
+    place_in_store,
+)
 from engine.lineage.registry import recorded_manifests
 from engine.storage.filesystem import as_path, is_remote
 from engine.storage.hashing import MANIFEST, hash_file, tree_digest
@@ -224,7 +230,12 @@ def _records(node: ArtifactNode, review: Review) -> dict[str, str]:
     if node.manifest is not None:
         others.discard(node.manifest.own_digest)
     for place, parent in index.made_from(node.digest):
-        if parent.manifest and parent.kind == node.kind and parent.manifest not in others:
+        is_its_child = place_in_store(parent, place.uri) == node.uri
+        if (
+            parent.manifest
+            and parent.kind == node.kind
+            and (is_its_child or parent.manifest not in others)
+        ):
             found[artifact_node(place).name] = parent.manifest
     for version in review.versions:
         digest = version.facts.get(MANIFEST_TAG, "")

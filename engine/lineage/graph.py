@@ -1,8 +1,9 @@
 """The graph around an artifact: all it was made from, and all that was made from it.
 
-A parent is looked for at its recorded address, then by digest in the index, among the artifacts of
-this machine and in the store of its child, so that a moved or copied store still resolves. Walks
-end on cycles, which only forged manifests have, because a node is expanded once.
+A parent is looked for in the store of its child, then at its recorded address, by digest in the
+index and among the artifacts of this machine, so that a moved store resolves, and a copied one is
+held to what is in it. Walks end on cycles, which only forged manifests have, because a node is
+expanded once.
 
 What does not live here: finding the first node (`.review`), whether nodes are as recorded
 (`.audit`).
@@ -209,42 +210,36 @@ class GraphBuilder:
     def find(self, parent: Parent, child: str) -> ArtifactNode:
         """Find one parent of the artifact at `child`; a node that is missing if it is nowhere.
 
-        Its content at its recorded address is the parent, whatever its manifest says now: a good
-        copy elsewhere must not hide an edit of it.
+        What lies at its place in its child's store, or its content at its recorded address, is the
+        parent, whatever its manifest says now: a good copy elsewhere must not hide an edit of it.
         """
         if parent.kind == SOURCE:
             return source_node(parent)
+        own = place_in_store(parent, child)
+        existing = self._manifest(own) if own else None
+        if existing is not None and existing.digest != parent.digest:
+            return _missing(parent, own, existing)
         fallback = None
         for uri in self._places(parent, child):
             manifest = self._manifest(uri)
             if manifest is None or manifest.digest != parent.digest:
                 continue
-            if uri == parent.uri or parent.manifest in ("", manifest.own_digest):
+            if uri in (own, parent.uri) or parent.manifest in ("", manifest.own_digest):
                 return artifact_node(StoredArtifact(uri, manifest))
             fallback = fallback or StoredArtifact(uri, manifest)
         if fallback is not None:
             return artifact_node(fallback)
-        return self._missing(parent)
-
-    def _missing(self, parent: Parent) -> ArtifactNode:
-        existing = self._manifest(parent.uri) if parent.uri else None
-        where = parent.uri or "any store that was searched"
-        why = f"{parent.kind} {parent.digest[:12]} is missing: it is not at {where}"
-        if existing is not None:
-            why += f", where {existing.kind} {existing.digest[:12]} is now"
-        key = f"{parent.kind}:{parent.digest}:missing"
-        return ArtifactNode(key, parent.kind, parent.digest, parent.uri, missing=why)
+        return _missing(parent, parent.uri, self._manifest(parent.uri) if parent.uri else None)
 
     def _places(self, parent: Parent, child: str) -> list[str]:
-        """Where it may lie: its address, the index, this machine's store, its child's store."""
-        places = [parent.uri] if parent.uri else []
+        """Where it may lie: its child's store, its address, the index, this machine's store."""
+        places = [place_in_store(parent, child), parent.uri]
         places += [p.uri for p in self.index.with_digest(parent.digest)]
         places.append(str(artifact_path(parent.kind, parent.digest)))
-        if child.count("/") >= 2:
-            store = child.rstrip("/").rsplit("/", 2)[0]
+        if store := _store_of(child):
             places.append(f"{store}/{parent.kind}/{parent.digest[:16]}")
         places.append(child)  # a model version's own files are a copy of its artifact
-        return list(dict.fromkeys(places))
+        return [place for place in dict.fromkeys(places) if place]
 
     def _manifest(self, uri: str) -> Manifest | None:
         """Read a manifest once; None where there is none, or none that can be read."""
@@ -254,6 +249,32 @@ class GraphBuilder:
             except LineageError:
                 self._read[uri] = None
         return self._read[uri]
+
+
+def place_in_store(parent: Parent, child: str) -> str:
+    """Where a parent lies in the store of the artifact at `child`, by the end of its address.
+
+    Empty where its recorded address is no place of an artifact with its digest.
+    """
+    above, _, name = parent.uri.rstrip("/").rpartition("/")
+    if above.rpartition("/")[2] != parent.kind or name.partition("-")[0] != parent.digest[:16]:
+        return ""
+    store = _store_of(child)
+    return f"{store}/{parent.kind}/{name}" if store else ""
+
+
+def _store_of(artifact: str) -> str:
+    """The folder of the folder of an artifact; empty where it has none."""
+    return artifact.rstrip("/").rsplit("/", 2)[0] if artifact.count("/") >= 2 else ""
+
+
+def _missing(parent: Parent, where: str, existing: Manifest | None) -> ArtifactNode:
+    why = f"{parent.kind} {parent.digest[:12]} is missing: it is not at "
+    why += where or "any store that was searched"
+    if existing is not None:
+        why += f", where {existing.kind} {existing.digest[:12]} is now"
+    key = f"{parent.kind}:{parent.digest}:missing"
+    return ArtifactNode(key, parent.kind, parent.digest, where, missing=why)
 
 
 def artifact_node(place: StoredArtifact) -> ArtifactNode:

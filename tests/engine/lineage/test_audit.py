@@ -120,6 +120,35 @@ def test_a_child_edited_to_accept_a_forged_parent_is_found_one_further_down(run:
     assert str(run.rl) in fault
 
 
+@pytest.fixture
+def copied(run: Run, tmp_path: Path) -> Callable[[Path], Path]:
+    """The run's store, copied beside the original, which stays as it is."""
+    store = shutil.copytree(run.rl.parents[1], tmp_path / "copy" / "artifacts")
+    return lambda original: store / original.parent.name / original.name
+
+
+def test_an_edit_in_a_copied_store_shows_though_the_original_is_whole(
+    run: Run, copied: Callable[[Path], Path]
+) -> None:
+    assert faults(copied(run.rl)) == []
+    edit(copied(run.dataset), metrics={"rows_train": 8.0})
+    for asked in (run.rl, run.dataset):
+        (fault,) = faults(copied(asked))
+        assert f"{copied(run.dataset)}/manifest.json is of SHA-256" in fault
+        assert "recorded" in fault
+        assert faults(asked) == [], "the original"
+
+
+def test_another_artifact_in_a_copied_store_is_not_the_parent(
+    run: Run, copied: Callable[[Path], Path]
+) -> None:
+    forged = make("dataset", "poison")
+    shutil.rmtree(copied(run.dataset))
+    shutil.copytree(forged, copied(run.dataset))
+    (fault,) = faults(copied(run.rl))
+    assert f"is missing: it is not at {copied(run.dataset)}, where dataset" in fault
+
+
 def test_missing_parents_and_changed_sources(run: Run) -> None:
     shutil.rmtree(run.sft)
     run.raw.write_text("changed")
