@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -94,21 +95,23 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     if (base := adapter_base_path(path)) is not None:
         return _load_merged(Path(path), load_model(base, dtype))
     name, revision = split_revision(path)
+    where = f"model.path={str(path)!r}"
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, revision=revision or "main", dtype=_DTYPES[dtype], output_loading_info=True
         )
+    except pickle.UnpicklingError as error:
+        raise _unsafe_pickle(where) from error
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(
-            f"model.path={str(path)!r} can't be loaded as a causal language model: "
-            f"{_first_line(error)}"
+            f"{where} can't be loaded as a causal language model: {_first_line(error)}"
         ) from error
     model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would fill them with random numbers and continue
         raise ModelError(
-            f"model.path={str(path)!r} lacks {len(missing)} of the model's weights, first "
-            f"{missing[0]!r}; give the folder of a whole causal language model"
+            f"{where} lacks {len(missing)} of the model's weights, first {missing[0]!r}; give "
+            "the folder of a whole causal language model"
         )
     if revision is not None:  # for adapters, which say what they belong to
         model.name_or_path = str(path)
@@ -145,6 +148,8 @@ def _load_merged(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
         adapted: Any = PeftModel(base, config)
         missing = adapted.load_adapter(str(folder), "default").missing_keys
         merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
+    except pickle.UnpicklingError as error:
+        raise _unsafe_pickle(f"the adapter in {folder}") from error
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(
             f"the adapter in {folder} can't be merged into {base.name_or_path}: "
@@ -260,6 +265,14 @@ def load_model_config(path: str | Path) -> Any:
         raise ModelError(
             f"model.path={str(path)!r} has no configuration that can be read: {_first_line(error)}"
         ) from error
+
+
+def _unsafe_pickle(where: str) -> ModelError:
+    """What to say of a `.bin` file that torch refuses; its own words name the way to run it."""
+    return ModelError(
+        f"{where} has weights in a .bin file (a pickle) that is damaged or holds more than "
+        "tensors, which could run code on this machine; give the model's .safetensors"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -98,6 +98,27 @@ def test_cut_weights_file(copy: Path) -> None:
         load_model(copy)
 
 
+class Code:
+    def __reduce__(self) -> tuple[object, ...]:
+        return print, ("this ran",)
+
+
+def test_a_pickle_of_tensors_loads_and_one_with_code_is_refused(
+    copy: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    torch.save(tensors, copy / "pytorch_model.bin")
+    load_model(copy)
+    torch.save(tensors | {"more": Code()}, copy / "pytorch_model.bin")
+    with pytest.raises(
+        ModelError, match=r"could run code.*give the model's .safetensors"
+    ) as caught:
+        load_model(copy)
+    assert "weights_only" not in str(caught.value)
+    assert "this ran" not in capfd.readouterr().out
+
+
 def test_weights_of_only_a_part_are_not_filled_with_noise(copy: Path) -> None:
     tensors = load_file(copy / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
