@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.errors import LineageError
+from engine.errors import EngineError, LineageError
 from engine.storage.filesystem import CHUNK, Files, as_path, is_remote, translated
 
 MANIFEST = "manifest.json"
@@ -88,6 +88,14 @@ def hash_files(folder: str | Path) -> dict[str, FileEntry]:
             except OSError as error:
                 raise LineageError(f"can't read {path}: {error.strerror or error}") from error
     return entries
+
+
+def require_inside(names: Iterable[str], where: str, refused: type[EngineError]) -> None:
+    """Raise `refused` for a file name that leads out of its folder, which none of ours does."""
+    for name in names:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or path == PurePosixPath("."):
+            raise refused(f"{where} names a file {name!r} outside of its folder; it was forged")
 
 
 def content_digest(files: Mapping[str, FileEntry]) -> str:

@@ -30,10 +30,12 @@ from engine.storage.hashing import (
     FileEntry,
     content_digest,
     hash_files,
+    require_inside,
 )
 
 SCHEMA_VERSION = 2
 READABLE = (1, 2)  # 1 has no digests of the parents' manifests
+NAME = r"^[a-z][a-z0-9_]*$"  # of a kind
 SOURCE = "source"  # kind of data that was made elsewhere and has no manifest
 
 
@@ -45,8 +47,9 @@ class Parent(_Frozen):
     """What an artifact was made from."""
 
     name: str = Field(min_length=1, description="Its role, e.g. `warm_start`")
-    kind: str = Field(min_length=1, description="e.g. `sft`; `source` for data made elsewhere")
-    digest: str = Field(min_length=1, description="Content digest, hex")
+    # Both are parts of the path at which it is looked for.
+    kind: str = Field(pattern=NAME, description="e.g. `sft`; `source` for data made elsewhere")
+    digest: str = Field(pattern=r"^[^/\\]+$", description="Content digest, hex")
     uri: str = Field("", description="Folder or address; empty for what has none")
     manifest: str = Field("", description="SHA-256 of its manifest.json; empty for a source")
 
@@ -54,7 +57,7 @@ class Parent(_Frozen):
 class Draft(_Frozen):
     """What a stage says of its artifact; `write_manifest` adds the rest."""
 
-    kind: str = Field(pattern=r"^[a-z][a-z0-9_]*$", description="e.g. dataset, sft, rl, evaluation")
+    kind: str = Field(pattern=NAME, description="e.g. dataset, sft, rl, evaluation")
     parents: tuple[Parent, ...] = ()
     config: dict[str, object] = Field(default_factory=dict, description="JSON values only")
     metrics: dict[str, float] = Field(default_factory=dict)
@@ -159,6 +162,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the whole"
         raise LineageError(f"{where} is not a manifest: {field}: {first['msg']}") from None
+    require_inside(manifest.files, where, LineageError)
     manifest._own_digest = hashlib.sha256(data).hexdigest()
     return manifest
 

@@ -12,12 +12,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from engine.console import Progress, progress
 from engine.errors import StorageError
 from engine.storage.filesystem import CHUNK
-from engine.storage.hashing import FileEntry, hash_file
+from engine.storage.hashing import FileEntry, hash_file, require_inside
 from engine.storage.multipart import PARALLEL, Uploader
 from engine.storage.objects import SHA256_KEY, Objects
 
@@ -33,7 +33,7 @@ def upload(folder: Path, uri: str, files: Mapping[str, FileEntry], label: str = 
     sent are then deleted.
     """
     objects = Objects(uri)
-    _require_inside(uri, files)
+    require_inside(files, uri, StorageError)
     with ThreadPoolExecutor(PARALLEL, thread_name_prefix="upload") as pool:
         missing = _missing(objects, files, pool)
         total = sum(entry.size for entry in missing.values())
@@ -59,7 +59,7 @@ def download(
     Raises StorageError when S3 refuses to the end, or a file is missing or too short.
     """
     objects = Objects(uri)
-    _require_inside(uri, files)
+    require_inside(files, uri, StorageError)
     ranges: list[tuple[str, int, int]] = []
     for name, entry in files.items():
         path = folder / name
@@ -160,14 +160,6 @@ def _check_sizes(objects: Objects, files: Mapping[str, FileEntry]) -> None:
                 f"{objects.uri}/{name} has {found or 'no'} bytes after its upload, not "
                 f"{entry.size}; somebody else writes there, upload it again"
             )
-
-
-def _require_inside(uri: str, files: Mapping[str, FileEntry]) -> None:
-    """Refuse names that lead out of the folder, which no manifest of ours has."""
-    for name in files:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or path == PurePosixPath("."):
-            raise StorageError(f"{uri} names a file {name!r} outside of it; it was forged")
 
 
 class _Moved:

@@ -193,6 +193,24 @@ def test_unreadable_manifests_are_sentences(tmp_path: Path, text: str, message: 
         read_manifest(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["../../.ssh/authorized_keys", "/etc/passwd", "a/../../b", "."])
+def test_a_manifest_that_names_files_outside_of_its_folder_is_refused(name: str) -> None:
+    folder = make("sft", "weights")
+    entry = read_manifest(folder).files["content.txt"].model_dump()
+    edit(folder, files={"content.txt": entry, name: entry})
+    with pytest.raises(LineageError, match=rf"names a file '{name}' outside of its folder"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(("field", "value"), [("kind", "../sft"), ("digest", "../../home")])
+def test_a_manifest_whose_parent_leads_out_of_the_store_is_refused(field: str, value: str) -> None:
+    folder = make("sft", "weights", parent("dataset", make("dataset", "rows")))
+    (above,) = read_manifest(folder).parents
+    edit(folder, parents=[above.model_dump() | {field: value}])
+    with pytest.raises(LineageError, match=rf"is not a manifest: parents\.0\.{field}"):
+        read_manifest(folder)
+
+
 def test_a_manifest_of_the_first_schema_is_still_read() -> None:
     old = make("sft", "weights", parent("dataset", make("dataset", "rows")))
     parents = [
