@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -140,6 +141,26 @@ def test_what_is_set_stays_and_the_token_is_not_shown() -> None:
     assert "c0ffee" not in output
 
 
+def test_the_temporary_folder_is_the_jobs_alone(tmp_path: Path) -> None:
+    outputs = [dry_run("--dry-run", "--nodes", "a", SLURM_JOB_ID="7") for _ in range(2)]
+    first, second = (re.findall(r" TMPDIR=(\S+)", output)[0] for output in outputs)
+    assert first != second, "nobody can be there before"
+    assert re.fullmatch(r"/tmp/hf-7-[0-9a-f]{8}", first)
+    step = shlex.split(next(x for x in outputs[0].splitlines() if x.startswith("srun ")))
+    prepare = step[step.index("-c") + 1]
+
+    def prepared(folder: Path) -> int:
+        command = ["bash", "-c", prepare, "node", "true"]
+        return subprocess.run(command, env={**os.environ, "TMPDIR": str(folder)}).returncode
+
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "open")
+    assert prepared(tmp_path / "link") == 1
+    for folder in (tmp_path / "open", tmp_path / "new"):
+        assert prepared(folder) == 0
+        assert stat_mode(folder) == 0o700
+
+
 @pytest.mark.parametrize(
     ("arguments", "prefix"),
     [
@@ -228,7 +249,8 @@ class Slurm:
         found = []
         for process in psutil.process_iter():
             try:
-                mine = process.environ().get("HYBRIDFLYTE_TMP") == str(self.temporary)
+                its = process.environ().get("HYBRIDFLYTE_TMP", "")
+                mine = its.startswith(str(self.temporary))
                 if mine and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except psutil.Error:
@@ -289,20 +311,20 @@ def test_ray_comes_up_the_program_is_told_to_save_and_the_job_comes_back(slurm: 
     report = json.loads(line[1:])
     assert report["arguments"] == ["a=b c", "d"]
     assert report["all"]["CPU"] == 2
-    number = slurm.environment["SLURM_JOB_ID"]
+    (folder,) = slurm.temporary.glob(f"hf-{slurm.environment['SLURM_JOB_ID']}-*")
     assert report["worker"] == {
         "NCCL_DEBUG": "WARN",
         "NCCL_MIN_NCHANNELS": "112",
-        "TMPDIR": f"{slurm.temporary}/hf-{number}",
+        "TMPDIR": str(folder),
         "ROCR_VISIBLE_DEVICES": None,
     }
-    assert stat_mode(slurm.temporary / f"hf-{number}") == 0o700
+    assert stat_mode(folder) == 0o700
 
     job.send_signal(signal.SIGTERM)
     assert job.wait(60) == 7, slurm.everything()
     assert (slurm.folder / "saved").exists()
     assert slurm.requeued()
-    assert not (slurm.temporary / f"hf-{number}").exists()
+    assert not folder.exists()
     gone(slurm)
 
 
@@ -316,11 +338,12 @@ def gone(slurm: Slurm) -> None:
 
 
 def test_a_head_that_can_t_start_ends_the_job_with_its_log(slurm: Slurm) -> None:
-    (slurm.temporary / f"hf-{slurm.environment['SLURM_JOB_ID']}").write_text("in the way")
+    (slurm.temporary / "file").write_text("in the way")
+    slurm.environment["HYBRIDFLYTE_TMP"] += "/file"
     job = slurm.start("--gpu-vendor", "none", "--module", "probe")
     assert job.wait(60) == 1, slurm.everything()
     assert "Ray on localhost ended with status 1, 3 times; its log: " in slurm.output()
-    assert "File exists" in slurm.output(), "the end of that log"
+    assert "mkdir: " in slurm.output(), "the end of that log"
     assert not slurm.requeued()
     gone(slurm)
 
