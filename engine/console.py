@@ -1,6 +1,7 @@
-"""Terminal output: quiet libraries, progress, tables, and numbers with units.
+"""Terminal output: quiet libraries, lines, progress, tables, and numbers with units.
 
-Progress goes to stderr and tables to stdout, so that a pipe gets the tables alone.
+Progress goes to stderr and tables to stdout, so that a pipe gets the tables alone. Whatever is
+printed or logged passes `engine.redaction.presentable`: it may come from configurations and data.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any, Generic, Self, TextIO, TypeVar
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
+
+from engine.redaction import presentable
 
 T = TypeVar("T")
 
@@ -78,6 +81,19 @@ def quiet() -> None:
     for name in NOISY:
         logger = logging.getLogger(name)
         logger.setLevel(max(logger.level, logging.ERROR))
+    logging.setLogRecordFactory(_PresentableRecord)
+
+
+class _PresentableRecord(logging.LogRecord):
+    """A log record whose message is presentable."""
+
+    def getMessage(self) -> str:
+        return presentable(super().getMessage())
+
+
+def say(line: str, *, error: bool = False) -> None:
+    """Print a line to stdout, or to stderr for an `error`."""
+    print(presentable(line), file=sys.stderr if error else sys.stdout, flush=True)
 
 
 class Progress(Generic[T]):
@@ -99,7 +115,7 @@ class Progress(Generic[T]):
             self.total: int | None = source
         else:
             self.total = len(source) if isinstance(source, Sized) else None
-        self.label = label
+        self.label = label = presentable(label)
         self.unit = unit
         self.count = 0
         self._stream = stream or sys.stderr
@@ -115,7 +131,8 @@ class Progress(Generic[T]):
         """Count `step` more; `notes` are shown behind, e.g. `loss=0.31`."""
         self.count += step
         if notes:
-            self._notes = " ".join(f"{key}={_short(value)}" for key, value in notes.items())
+            shown = " ".join(f"{key}={_short(value)}" for key, value in notes.items())
+            self._notes = presentable(shown)
         if self._bar is not None:
             if notes:
                 self._bar.set_postfix_str(self._notes, refresh=False)
@@ -177,13 +194,15 @@ def progress(
 
 def table(title: str, rows: Sequence[Mapping[str, Any]], stream: TextIO | None = None) -> None:
     """Print rows as a table whose columns are the keys of the first one; nothing is cut off."""
-    grid = Table(title=title, title_justify="left", title_style="bold")
+    grid = Table(title=presentable(title), title_justify="left", title_style="bold")
     columns = list(rows[0]) if rows else []
     for column in columns:
         numeric = all(isinstance(row.get(column), int | float) for row in rows)
-        grid.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        grid.add_column(
+            presentable(column), justify="right" if numeric else "left", overflow="fold"
+        )
     for row in rows:
-        grid.add_row(*(_short(row.get(column, "")) for column in columns))
+        grid.add_row(*(presentable(_short(row.get(column, ""))) for column in columns))
     out = stream or sys.stdout
     # Without a terminal there is no width to keep to, and a path must stay on one line.
     Console(file=out, width=None if out.isatty() else 200, highlight=False, markup=False).print(

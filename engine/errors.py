@@ -1,12 +1,18 @@
 """Every error that the engine raises on purpose, under one base.
 
-A message is one sentence or two: what is wrong, where (field, file, row), and what to do.
+A message is one sentence or two: what is wrong, where (field, file, row), and what to do. It holds
+no credentials and no control characters, whatever it quotes.
 `tasks/` turns these into failed Flyte tasks.
 """
+
+from engine.redaction import presentable
 
 
 class EngineError(Exception):
     """Base of all errors raised by HybridFlyte on purpose."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(presentable(a) if isinstance(a, str) else a for a in arguments))
 
 
 class ConfigError(EngineError):

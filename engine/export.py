@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from engine.console import quiet
+from engine.console import quiet, say
 from engine.errors import EngineError
 
 STATUS = "exit status: 0 written; 1 not, and nothing is left; 2 wrong usage"
@@ -32,12 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         source = export_policy(options.checkpoint, options.out, options.model)
     except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", error=True)
         return FAILED
     except KeyboardInterrupt:
-        print("interrupted; nothing is left", file=sys.stderr)
+        say("interrupted; nothing is left", error=True)
         return INTERRUPTED
-    print(f"{options.out}: the policy of {source}")
+    say(f"{options.out}: the policy of {source}")
     return 0
 
 

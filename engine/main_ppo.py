@@ -15,7 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from engine.cli.failures import INPUT_ERRORS, short_message
-from engine.console import quiet
+from engine.console import quiet, say
 from engine.errors import ConfigError, EngineError
 
 FAILED, WRONG_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _sigterm_as_exception():
             return _run(sys.argv[1:] if arguments is None else arguments)
     except EngineError as error:
-        print(f"error: {short_message(error)}", file=sys.stderr)
+        say(f"error: {short_message(error)}", error=True)
         return WRONG_INPUT if isinstance(error, INPUT_ERRORS) else FAILED
     except KeyboardInterrupt:
         print("interrupted; workers are stopped", file=sys.stderr)
@@ -54,7 +54,7 @@ def _run(arguments: Sequence[str]) -> int:
         return 0
     resolved = resolve(options.config, options.settings)
     for notice in resolved.notices:
-        print(f"note: {notice}", file=sys.stderr)
+        say(f"note: {notice}", error=True)
     if options.print_config:
         print(config_text(resolved.config), end="")
         return 0

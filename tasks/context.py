@@ -14,7 +14,7 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from pydantic import BaseModel, ConfigDict
 
-from engine.console import quiet
+from engine.console import quiet, say
 from engine.errors import (
     EngineError,
     PlacementError,
@@ -23,6 +23,7 @@ from engine.errors import (
     TrackingError,
     WorkerError,
 )
+from engine.redaction import redact_causes
 from tasks.images import image
 from tasks.literal_types import cache_literal_types
 
@@ -65,6 +66,7 @@ def user_facing_errors() -> Iterator[None]:
     try:
         yield
     except EngineError as error:
+        redact_causes(error)  # which Flyte shows as a traceback
         if on_cluster() and isinstance(error, _RETRYABLE):
             raise FlyteRecoverableException(str(error)) from error
         raise StageError(str(error)) from error
@@ -122,5 +124,5 @@ def as_output(path: Path) -> FlyteDirectory:
 
 
 def echo(line: str) -> None:
-    """Print a line and flush."""
-    print(line, flush=True)
+    """Print a line."""
+    say(line)

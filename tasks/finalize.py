@@ -99,13 +99,14 @@ def finalize(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
 def finalize_skipped(run: RunContext, reason: str) -> FlyteFile:
     """End a run that had nothing to do: the reason goes to MLflow and into `summary.json`."""
+    from engine.redaction import redact
     from engine.tracking import Tracker
     from tasks.report import write_summary
 
     with user_facing_errors():
         tracker = Tracker(experiment=run.experiment)
         with tracker.translated("record why a run was skipped"):
-            tracker.client.set_tag(run.mlflow_run, SKIPPED_TAG, reason)
+            tracker.client.set_tag(run.mlflow_run, SKIPPED_TAG, redact(reason))
         tracker.finish_pipeline(run.mlflow_run, "FINISHED")
         path = write_summary(run, {"run_id": run.run_id, "skipped": reason})
         echo(f"run {run.run_id}: skipped: {reason}")

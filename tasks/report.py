@@ -176,7 +176,8 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
 
 
 def tracking_uri() -> str:
-    """Where MLflow keeps this run."""
+    """Where MLflow keeps this run, without its password."""
+    from engine.redaction import redact
     from engine.tracking.connection import default_uri
 
-    return default_uri()
+    return redact(default_uri())

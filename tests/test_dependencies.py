@@ -142,9 +142,9 @@ def test_the_hybrid_actor_is_above_its_parts_and_below_the_controller() -> None:
 ABOVE = {
     "checkpoint": ("errors", "storage"),
     "planner": ("errors", "parallel", "controller.placement", "controller.launch"),
-    "storage": ("errors", "console"),
-    "tracking": ("errors", "storage"),
-    "lineage": ("errors", "storage", "tracking", "checkpoint", "html_templates"),
+    "storage": ("errors", "console", "redaction"),
+    "tracking": ("errors", "redaction", "storage"),
+    "lineage": ("errors", "redaction", "storage", "tracking", "checkpoint", "html_templates"),
     "promotion": (
         *(
             "errors",
@@ -157,7 +157,7 @@ ABOVE = {
             "data.rows",
         ),
     ),
-    "health": ("errors", "console", "storage", "tracking.connection"),
+    "health": ("errors", "console", "redaction", "storage", "tracking.connection"),
 }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.errors import ConfigError, DataError, EngineError, ModelError, PlacementError
+from engine.redaction import presentable
 
 INPUT_ERRORS = (ConfigError, DataError, ModelError, PlacementError)
 DETAILS = "error.txt"
@@ -30,6 +31,6 @@ def error_details_file(folder: Path) -> Iterator[None]:
         if isinstance(error, INPUT_ERRORS):
             raise
         with contextlib.suppress(OSError):  # a full disk may be the very cause
-            path.write_text("".join(traceback.format_exception(error)))
+            path.write_text(presentable("".join(traceback.format_exception(error))))
         where = f" (tracebacks: {path})" if path.exists() else ""
         raise type(error)(f"{short_message(error)}{where}") from error

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from engine.cli.step_line import step_line
 from engine.config import LoRAConfig, RLConfig
+from engine.console import say
 from engine.data.loader import PromptLoader
 from engine.trainers.attempts import run_with_retries
 from engine.trainers.resume import SCORE
@@ -57,7 +58,7 @@ class RunLog:
 
     def say(self, line: str) -> None:
         """Print a line."""
-        print(line, flush=True)
+        say(line)
 
     def validated_first(self, score: float) -> None:
         """The reward on the validation rows before the first step."""

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from engine.config.pipeline import PipelineConfig
 from engine.errors import ConfigError
+from engine.redaction import presentable
 
 
 def digest(section: BaseModel) -> str:
@@ -61,4 +62,4 @@ def explain(error: ValidationError) -> str:
             lines.append(f"{field}={item['input']!r}: {item['msg']}")
         else:
             lines.append(item["msg"])
-    return "; ".join(lines)
+    return presentable("; ".join(lines))

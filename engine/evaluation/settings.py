@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import DataConfig, EvaluateConfig
 from engine.errors import LineageError
+from engine.redaction import redact_values
 
 if TYPE_CHECKING:
     from engine.storage.manifest import Manifest
@@ -20,7 +21,7 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig) -> Settings:
     """
     return {
         "data": {"max_response_length": data.max_response_length},
-        "evaluate": config.model_dump(mode="json"),
+        "evaluate": redact_values(config.model_dump(mode="json")),
     }
 
 

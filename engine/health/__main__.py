@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from engine.console import quiet, table
+from engine.console import quiet, say, table
 from engine.errors import ConfigError
 from engine.health.cluster import ray_nodes
 from engine.health.libraries import check_imports, check_versions
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         expected, as_json = expectation(arguments)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", error=True)
         return WRONG_USAGE
     # As an exception, so that the probe processes end as well.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -94,12 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faults = [finding.fault for finding in findings if finding.fault]
     if as_json:
         listed = [dataclasses.asdict(finding) for finding in findings]
-        print(json.dumps({"healthy": not faults, "findings": listed}, indent=2))
+        say(json.dumps({"healthy": not faults, "findings": listed}, indent=2))
         return UNHEALTHY if faults else HEALTHY
     rows = [{"": "FAULT" if x.fault else "ok", "what": x.what, "found": x.found} for x in findings]
     table("Health", rows)
     for fault in faults:
-        print(f"fault: {fault}", file=sys.stderr)
+        say(f"fault: {fault}", error=True)
     return UNHEALTHY if faults else HEALTHY
 
 

@@ -6,17 +6,16 @@ No check leaves a file behind, and each network request has a deadline.
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from engine.console import human_bytes
 from engine.errors import ConfigError
 from engine.health.report import HealthFinding
+from engine.redaction import without_credentials
 from engine.storage.filesystem import ENDPOINTS
 from engine.storage.locations import HOME_VARIABLE, STORE_VARIABLE, home, shared_store
 from engine.tracking.connection import URI_VARIABLE, cause, default_uri
@@ -73,7 +72,7 @@ def _unwritable(folder: Path) -> tuple[str, str]:
 def mlflow(deadline_s: float) -> HealthFinding:
     """Whether the server answers as MLflow does, or the folder of a SQLite store is writable."""
     uri = default_uri()
-    shown, way_out = _without_password(uri), f"check {URI_VARIABLE}"
+    shown, way_out = without_credentials(uri), f"check {URI_VARIABLE}"
     if uri.startswith("sqlite:///"):
         file = Path(uri.removeprefix("sqlite:///")).absolute()
         above = next(path for path in (file.parent, *file.parents) if path.exists())
@@ -116,7 +115,7 @@ def s3(deadline_s: float) -> Iterator[HealthFinding]:
     if variable is None:
         return
     endpoint = os.environ[variable]
-    shown = _without_password(endpoint)
+    shown = without_credentials(endpoint)
     # Without credentials an S3 server refuses (403), and that is an answer.
     answer, fault = _ask(endpoint, deadline_s, {})
     if not fault and answer is not None and answer >= 500:
@@ -159,10 +158,3 @@ def _within(deadline_s: float, action: Callable[[], int]) -> int:
     if isinstance(done[0], Exception):
         raise done[0]
     return done[0]
-
-
-def _without_password(address: str) -> str:
-    parts = urlsplit(address)
-    if "@" not in parts.netloc:
-        return address
-    return urlunsplit(parts._replace(netloc=re.sub(r"^[^@]*@", "", parts.netloc)))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from engine.console import say
 from engine.errors import EngineError
 from engine.lineage.audit import Audit, audit
 from engine.lineage.compare import ArtifactComparison, compare
@@ -20,6 +21,7 @@ from engine.lineage.differences import lines
 from engine.lineage.page import render_page, write_page
 from engine.lineage.review import Review, review
 from engine.lineage.terminal import as_json, trees
+from engine.redaction import presentable
 
 COMMANDS = ("show", "diff", "verify")
 REFERENCE = (
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", error=True)
         return 1
     except BrokenPipeError:  # `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -59,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.html:
         write_page(options.html, render_page(found, checked, comparison))
     if options.json:
-        print(json.dumps(as_json(found, checked, comparison), indent=2))
+        say(json.dumps(as_json(found, checked, comparison), indent=2))
     else:
         _print(options.command, found, comparison)
     return _conclude(found, checked)
@@ -70,7 +72,7 @@ def _print(command: str, found: Review, comparison: ArtifactComparison | None) -
     console = Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
     if comparison is not None:
         for line in lines(comparison):
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(presentable(line), markup=False, soft_wrap=True)
     elif command == "show":
         for tree in trees(found):
             console.print(tree)
@@ -79,16 +81,16 @@ def _print(command: str, found: Review, comparison: ArtifactComparison | None) -
 def _conclude(found: Review, checked: Audit | None) -> int:
     """Say on stderr what was found wrong and what was not looked at."""
     for note in checked.notes if checked else ():
-        print(f"note: {note.text}", file=sys.stderr)
+        say(f"note: {note.text}", error=True)
     if checked is None:
         for text in found.notes:
-            print(f"note: {text}", file=sys.stderr)
+            say(f"note: {text}", error=True)
         return 0
     for fault in checked.faults:
-        print(f"error: {fault.text}", file=sys.stderr)
+        say(f"error: {fault.text}", error=True)
     if checked.faults:
         return 1
-    print(f"verified: {checked.checked} artifacts and sources are as recorded", file=sys.stderr)
+    say(f"verified: {checked.checked} artifacts and sources are as recorded", error=True)
     return 0
 
 

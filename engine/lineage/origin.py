@@ -32,7 +32,7 @@ def write_origin(folder: str | Path, draft: Draft) -> Origin:
     Raises LineageError when it can't be written, StorageError when a store doesn't answer.
     """
     origin = Origin(
-        **dict(draft),
+        **dict(draft.redacted()),
         code_version=code_version(),
         sources_digest=sources_digest(),
         created_at=datetime.now(UTC).replace(microsecond=0),

@@ -13,6 +13,7 @@ from engine.lineage.compare import ArtifactComparison, Change
 from engine.lineage.graph import ArtifactNode, Edge, Graph
 from engine.lineage.review import Review
 from engine.lineage.rows import RowChange
+from engine.redaction import presentable
 
 SHOWN_METRICS = 4
 
@@ -32,7 +33,7 @@ def _tree(graph: Graph, root: ArtifactNode, up: bool) -> Tree:
     edges: dict[str, list[Edge]] = {}
     for edge in graph.edges.values():
         edges.setdefault(edge.child if up else edge.parent, []).append(edge)
-    tree = Tree(label(root) if up else f"[bold]what came of {escape(root.name)}[/bold]")
+    tree = Tree(label(root) if up else f"[bold]what came of {_shown(root.name)}[/bold]")
     shown = {root.key}
     todo = [(tree, root.key)]
     while todo:
@@ -52,19 +53,19 @@ def _tree(graph: Graph, root: ArtifactNode, up: bool) -> Tree:
 
 def label(node: ArtifactNode, part: str = "", repeated: bool = False) -> str:
     """Return one or two lines: part, kind and digest; then what made it and how well it did."""
-    head = f"[bold]{escape(node.kind)}[/bold] [cyan]{escape(node.digest[:12])}[/cyan]"
+    head = f"[bold]{_shown(node.kind)}[/bold] [cyan]{_shown(node.digest[:12])}[/cyan]"
     if node.label and node.manifest is None and node.kind != "source":
-        head = f"[bold]{escape(node.label)}[/bold] [cyan]{escape(node.digest[:12])}[/cyan]"
+        head = f"[bold]{_shown(node.label)}[/bold] [cyan]{_shown(node.digest[:12])}[/cyan]"
     if part and part != node.kind:
-        head = f"{escape(part)}: {head}"
+        head = f"{_shown(part)}: {head}"
     if node.missing:
-        return f"{head} [red]missing[/red] [dim]{escape(node.uri)}[/dim]"
+        return f"{head} [red]missing[/red] [dim]{_shown(node.uri)}[/dim]"
     if repeated:
         return f"{head} [dim]shown elsewhere[/dim]"
     if node.manifest is None:
         aliases = node.facts.get("aliases", "")
-        named = f" [green]@{escape(aliases)}[/green]" if aliases else ""
-        return f"{head}{named} [dim]{escape(node.uri)}[/dim]"
+        named = f" [green]@{_shown(aliases)}[/green]" if aliases else ""
+        return f"{head}{named} [dim]{_shown(node.uri)}[/dim]"
     manifest = node.manifest
     facts = [
         f"{manifest.created_at:%Y-%m-%d %H:%M}",
@@ -74,7 +75,12 @@ def label(node: ArtifactNode, part: str = "", repeated: bool = False) -> str:
     if manifest.mlflow_run:
         facts.append(f"run {manifest.mlflow_run[:12]}")
     facts += [f"{k}={v:.4g}" for k, v in list(manifest.metrics.items())[:SHOWN_METRICS]]
-    return f"{head} [dim]{escape(node.uri)}[/dim]\n{escape(' · '.join(facts))}"
+    return f"{head} [dim]{_shown(node.uri)}[/dim]\n{_shown(' · '.join(facts))}"
+
+
+def _shown(text: str) -> str:
+    """Text of a manifest, which is neither markup nor a terminal's control sequence."""
+    return escape(presentable(text))
 
 
 def _short_version(version: str) -> str:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from engine.console import say
 from engine.errors import EngineError
 from engine.planner import Cluster, Machine, explain
 from engine.planner.hardware import GIB, gpu
@@ -19,9 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; return 0, or 2 with one sentence where there is none."""
     options = _parser().parse_args(arguments)
     try:
-        print(_plan(options))
+        say(_plan(options))
     except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", error=True)
         return 2
     return 0
 

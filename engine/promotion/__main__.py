@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from engine.console import say
 from engine.errors import EngineError, TrackingError
 from engine.promotion.champions import Champions
 from engine.promotion.lock import WAIT_SECONDS, LockTimeouts
@@ -38,13 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ),
             )
     except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", error=True)
         return 1
     if options.json:
-        print(json.dumps([asdict(move) for move in moves], indent=2))
+        say(json.dumps([asdict(move) for move in moves], indent=2))
     else:
         for move in moves:
-            print(move.sentence())
+            say(move.sentence())
     return 0
 
 

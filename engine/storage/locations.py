@@ -33,13 +33,14 @@ def artifact_path(kind: str, digest: str) -> Path:
 def shared_store() -> str:
     """Return the address of the shared store, $HYBRIDFLYTE_STORE; empty where there is none.
 
-    Raises ConfigError for anything but s3://bucket or s3://bucket/prefix.
+    Raises ConfigError for anything but s3://bucket or s3://bucket/prefix, without credentials.
     """
     root = os.environ.get(STORE_VARIABLE, "").rstrip("/")
-    if root and not re.fullmatch(r"s3://[^/\s]+(/[^/\s]+)*", root):
+    if root and not re.fullmatch(r"s3://[^/\s:@]+(/[^/\s]+)*", root):
         raise ConfigError(
-            f"{STORE_VARIABLE}={root!r} is no address in S3; set it to s3://bucket/prefix, or "
-            f"unset it to keep artifacts in {HOME_VARIABLE} alone"
+            f"{STORE_VARIABLE}={root!r} is no address in S3; set it to s3://bucket/prefix, with "
+            "credentials in AWS's own variables, or unset it to keep artifacts in "
+            f"{HOME_VARIABLE} alone"
         )
     return root
 

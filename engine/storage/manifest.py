@@ -17,10 +17,12 @@ import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from engine.errors import LineageError
+from engine.redaction import redact, redact_values
 from engine.storage.atomic import write_atomically
 from engine.storage.code_version import code_version, sources_digest
 from engine.storage.filesystem import read_file
@@ -70,6 +72,12 @@ class Draft(_Frozen):
         parents = sorted((p.name, p.kind, p.digest) for p in self.parents)
         return json_digest({"kind": self.kind, "parents": parents, "config": self.config})
 
+    def redacted(self) -> Self:
+        """Return it without credentials in its configuration and in its parents' addresses."""
+        parents = tuple(p.model_copy(update={"uri": redact(p.uri)}) for p in self.parents)
+        config = redact_values(self.config)
+        return self.model_copy(update={"config": config, "parents": parents})
+
 
 class Manifest(Draft):
     """All of `manifest.json`."""
@@ -106,9 +114,10 @@ def json_digest(values: Mapping[str, object]) -> str:
 def write_manifest(folder: str | Path, draft: Draft) -> Manifest:
     """Hash a local `folder`, write its manifest.json in one step, and return it.
 
-    Raises LineageError when the configuration is not JSON.
+    What the draft says is written without credentials. Raises LineageError when the configuration
+    is not JSON.
     """
-    folder = Path(folder)
+    folder, draft = Path(folder), draft.redacted()
     files = hash_files(folder)
     try:
         config_digest = json_digest(draft.config)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from engine.errors import TrackingError
+from engine.redaction import without_credentials
 from engine.tracking.values import shorten
 
 if TYPE_CHECKING:
@@ -112,11 +113,12 @@ class Connection:
         return str(found.experiment_id)
 
     def run_url(self, run_id: str) -> str:
-        """Return the page of a run for people; empty for a store that has no pages."""
+        """Return the page of a run for people, without credentials; empty for a store without."""
         root = os.environ.get(PAGES_VARIABLE) or self.uri
         if not root.startswith(("http://", "https://")):
             return ""
-        return f"{root.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{run_id}"
+        root = without_credentials(root).rstrip("/")
+        return f"{root}/#/experiments/{self.experiment_id}/runs/{run_id}"
 
     def check(self, timeout_s: float = 5.0) -> None:
         """Raise TrackingError within about `timeout_s` seconds when the store does not answer."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import TrackingError
+from engine.redaction import redact
 from engine.storage.locations import home
 from engine.tracking import values
 from engine.tracking.connection import Connection
@@ -88,7 +89,7 @@ class StageRun:
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        source = uri or ("" if hasattr(data, "columns") else str(data))
+        source = redact(uri) or ("" if hasattr(data, "columns") else redact(str(data)))
         schema, rows = _describe(data)
         profile = {"digest": digest} | ({} if rows is None else {"num_rows": rows})
         dataset = Dataset(

@@ -1,10 +1,15 @@
-"""What MLflow accepts: flat parameters, bounded texts, and a small alphabet in names."""
+"""What MLflow accepts: flat parameters, bounded texts, and a small alphabet in names.
+
+Credentials are left out of what it is told.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+
+from engine.redaction import redact_values
 
 MAX_KEY = 250  # characters; the limits are those of MLflow 3's own validation
 MAX_PARAMETER = 6000
@@ -32,13 +37,14 @@ def parameters(values: Mapping[str, object], by_section: bool = False) -> dict[s
 
     One a setting, with dotted names, or one a section, as JSON.
     """
+    values = redact_values(values)
     flat = _as_json(values) if by_section else flatten(values)
     return {name(k): shorten(_text(v), MAX_PARAMETER) for k, v in flat.items()}
 
 
 def tags(values: Mapping[str, object]) -> dict[str, str]:
     """Return texts that MLflow takes as tags."""
-    return {name(k): shorten(_text(v), MAX_TAG) for k, v in values.items()}
+    return {name(k): shorten(_text(v), MAX_TAG) for k, v in redact_values(values).items()}
 
 
 def name(text: str) -> str:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from transformers import PretrainedConfig
 
 from engine.config import LoRAConfig, ParallelConfig, PoolConfig, RLConfig
+from engine.console import say
 from engine.controller.launch import Pool
 from engine.controller.placement import require_capacity
 from engine.dataflows import choose_dataflow
@@ -72,7 +73,7 @@ def resolve_auto(
         max_model_len=max_model_len,
     )
     plan = plan_for(config, work, roles, (cluster or read_cluster)(), lora)
-    print(explain(plan), flush=True)
+    say(explain(plan))
     return apply_candidate(config, plan.chosen.candidate, plan.chosen.allocation, roles)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pty
 import subprocess
@@ -12,7 +13,7 @@ import time
 import pytest
 
 from engine import console
-from engine.console import human_bytes, human_time, progress, table
+from engine.console import human_bytes, human_time, progress, say, table
 
 
 class Terminal(io.StringIO):
@@ -108,6 +109,23 @@ def test_progress_without_work_prints_nothing_and_a_total_is_no_loop() -> None:
     assert out.getvalue() == ""
     with pytest.raises(TypeError, match=r"update\(\)"):
         list(progress(3, "rows", stream=out))
+
+
+def test_what_is_printed_and_logged_holds_no_control_sequence_and_no_password(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    data = "row \x1b[2J of http://me:hunter2@host"
+    shown = "row \\x1b[2J of http://me:***@host"
+    say(data)
+    say(data, error=True)
+    out = io.StringIO()
+    table(data, [{data: data}], out)
+    list(progress([1], data, stream=out))
+    console.quiet()
+    logging.getLogger("engine.x").warning("%s", data)
+    assert capsys.readouterr() == (f"{shown}\n", f"{shown}\n")
+    assert out.getvalue().count(shown) == 4
+    assert caplog.messages == [shown]
 
 
 def test_a_terminal_gets_a_bar() -> None:

@@ -30,7 +30,7 @@ from engine.promotion.lock import LockTimeouts
 from engine.storage.artifacts import publish, staging
 from engine.storage.manifest import Draft, verify
 from engine.tracking import Tracker
-from engine.tracking.values import flatten, name, parameters
+from engine.tracking.values import flatten, name, parameters, tags
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +93,15 @@ def history(tracker: Tracker, run_id: str, key: str) -> list[tuple[int, float]]:
 
 
 # Values
+
+
+def test_mlflow_is_told_no_credentials() -> None:
+    options = {"options": {"api_key": "hunter2", "url": "http://a:hunter2@b"}}
+    shown = {"rl.options.api_key": "***", "rl.options.url": "http://a:***@b"}
+    assert parameters({"rl": options}) == shown
+    assert tags({"error": "ConfigError: url='http://a:hunter2@b'"}) == {
+        "error": "ConfigError: url='http://a:***@b'"
+    }
 
 
 def test_nested_settings_become_dotted_parameters() -> None:
@@ -280,6 +289,8 @@ def test_the_page_of_a_run_is_known_where_there_is_one(
     assert local.run_url("r") == ""
     monkeypatch.setenv("HYBRIDFLYTE_MLFLOW_URL", "https://mlflow.example.com/")
     assert remote.run_url(run) == "https://mlflow.example.com" + page
+    monkeypatch.setenv("HYBRIDFLYTE_MLFLOW_URL", "https://me:hunter2@mlflow.example.com/")
+    assert remote.run_url(run) == "https://mlflow.example.com" + page
 
 
 # The store
@@ -328,6 +339,7 @@ def test_the_variable_names_the_store(database: str, monkeypatch: pytest.MonkeyP
     [
         ("http://127.0.0.1:9", "connection refused"),
         ("http://no-such-host.invalid:5000", "its host name is unknown"),
+        ("http://me:hunter2@127.0.0.1:9", "connection refused"),
         ("file:./mlruns", "filesystem tracking backend"),
         ("sqlite:////proc/none/mlflow.db", "No such file or directory"),
     ],
@@ -339,6 +351,7 @@ def test_an_unreachable_store_is_one_sentence_in_seconds(uri: str, reason: str) 
     with pytest.raises(TrackingError, match=reason) as caught:
         Tracker(uri).check(timeout_s=2)
     assert time.monotonic() - start < 4
+    uri = uri.replace("hunter2", "***")
     assert uri in str(caught.value)
     assert "MLFLOW_TRACKING_URI" in str(caught.value)
     assert "\n" not in str(caught.value)

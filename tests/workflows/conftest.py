@@ -11,18 +11,27 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from flyte_runs import ON_RAY, WORKFLOW, Finished, Outcome, Place, settings
+from flyte_runs import ON_RAY, SECRET, WORKFLOW, Finished, Outcome, Place, settings
 from once import MakeOnce
 from protobufs import Registered, serialised
 
 
 @pytest.fixture(scope="session")
 def finished_run(make_once: MakeOnce) -> Finished:
-    config = settings(ON_RAY)
+    # Credentials where a person has them: test_rlhf_end_to_end looks for them in all that is left.
+    config = settings(ON_RAY, {"retrain": {"path": f"s3://key:{SECRET}@bucket/new"}})
+    secrets = {
+        "HYBRIDFLYTE_MLFLOW_URL": f"http://reader:{SECRET}@mlflow.example:5000",
+        "MLFLOW_TRACKING_USERNAME": "writer",
+        "MLFLOW_TRACKING_PASSWORD": SECRET,
+        "AWS_ACCESS_KEY_ID": "writer",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+    }
 
     def write(folder: Path) -> None:
         started = time.monotonic()
-        outcome = Place(folder).pyflyte("run", str(WORKFLOW), "rlhf", "--config", config)
+        command = ("run", str(WORKFLOW), "rlhf", "--config", config)
+        outcome = Place(folder).pyflyte(*command, variables=secrets)
         assert outcome.code == 0, outcome.text
         facts = asdict(outcome) | {"seconds": time.monotonic() - started}
         folder.with_suffix(".json").write_text(json.dumps(facts))

@@ -42,6 +42,7 @@ TINY: dict[str, Any] = {
     },
     "evaluate": {"samples": 2, "k": 2, "bootstrap_samples": 200},
 }
+SECRET = "hunter2hunter2"
 ON_RAY = {"rl": {"trainer": {"placement": "ray"}}}
 
 

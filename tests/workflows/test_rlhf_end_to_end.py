@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from flyte_runs import REPOSITORY, STAGES, TINY, WORKFLOW, Finished
+from flyte_runs import REPOSITORY, SECRET, STAGES, TINY, WORKFLOW, Finished
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
@@ -43,6 +43,15 @@ def runs(finished: Finished, client: MlflowClient) -> dict[str, Run]:
     names = {run.info.run_name: run for run in nested}
     assert len(names) == len(nested), "a stage has two runs"
     return {"pipeline": parent, **names}
+
+
+def test_nothing_that_a_run_leaves_or_prints_holds_a_credential(finished: Finished) -> None:
+    assert SECRET in finished.config
+    assert SECRET not in finished.outcome.text
+    assert "MLflow run http://mlflow.example:5000/#/experiments/" in finished.outcome.out
+    files = [path for path in finished.place.root.rglob("*") if path.is_file()]
+    assert {"summary.json", "manifest.json", "mlflow.db"} <= {path.name for path in files}
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
 def test_the_summary_holds_what_was_promised(finished: Finished) -> None:
@@ -212,7 +221,7 @@ def test_the_table_says_where_everything_is(finished: Finished) -> None:
         str(finished.artifact("rl")),
         summary["report"],
         summary["mlflow"]["run_id"],
-        f"mlflow ui --backend-store-uri {finished.place.tracking_uri}",
+        summary["mlflow"]["url"],
         "python -m engine.lineage",
     ):
         assert text in table

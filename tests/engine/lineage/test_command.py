@@ -42,6 +42,16 @@ def test_show_prints_what_made_it_and_what_came_of_it(run: Run, capsys, command:
     assert "as policy: evaluation" in out
 
 
+def test_control_sequences_of_a_manifest_are_not_sent_to_the_terminal(run: Run, capsys) -> None:
+    edit(run.sft, code_version="\x1b[2Jforged", metrics={"loss\x1b]0;x\x07": 1.0})
+    assert main(["show", str(run.rl), "--verify"]) == 1
+    shown = capsys.readouterr()
+    assert "\x1b" not in shown.out + shown.err
+    assert "code \\x1b[2Jforged" in shown.out
+    assert main(["diff", str(run.sft), str(run.rl)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
 def test_show_as_json(run: Run, capsys) -> None:
     assert main(["show", str(run.rl), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)

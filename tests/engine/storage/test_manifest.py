@@ -16,11 +16,19 @@ from lineage_store import edit, make, parent
 from engine.config import PipelineConfig
 from engine.config import digest as config_digest_of
 from engine.errors import LineageError
+from engine.lineage.origin import write_origin
 from engine.storage.artifacts import publish, staging
 from engine.storage.code_version import code_version, git_version, sources_digest
 from engine.storage.hashing import FileEntry, content_digest, tree_digest
 from engine.storage.locations import home
-from engine.storage.manifest import Draft, differences, read_manifest, verify, write_manifest
+from engine.storage.manifest import (
+    Draft,
+    Parent,
+    differences,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +60,23 @@ def test_content_digest_ignores_order_and_sees_every_change(files: dict[str, byt
         other = entries | {name: FileEntry(size=0, sha256="0" * 64)}
         assert content_digest(other) != digest
         assert content_digest({k: v for k, v in entries.items() if k != name}) != digest
+
+
+def test_a_manifest_and_an_origin_hold_no_credentials(tmp_path: Path) -> None:
+    folder = tmp_path / "artifact"
+    folder.mkdir()
+    (folder / "x").write_text("x")
+    source = Parent(name="log", kind="source", digest="ab", uri="https://me:hunter2@host/log")
+    config = {"reward": {"api_key": "hunter2", "urls": ["http://a:hunter2@b"], "name": "judge"}}
+    draft = Draft(kind="rl", parents=(source,), config=config)
+    manifest = write_manifest(folder, draft)
+    origin = write_origin(tmp_path / "checkpoints", draft)
+    for path in (folder / "manifest.json", tmp_path / "checkpoints" / "origin.json"):
+        assert "hunter2" not in path.read_text()
+        assert "https://me:***@host/log" in path.read_text()
+    assert verify(folder).inputs_digest == manifest.inputs_digest == origin.inputs_digest
+    plain = Draft(kind="rl", config={"lr": 0.1, "path": "s3://bucket/x", "betas": [0.9, 1e-8]})
+    assert plain.redacted() == plain
 
 
 def test_config_digest_equals_that_of_the_section(tmp_path: Path) -> None:
