@@ -116,6 +116,9 @@ class RewardConfig(Section):
     )
     options: Options = Field({}, description="Options that the reward declares, by name")
     timeout_s: float = Field(30.0, gt=0, description="Deadline for scoring one batch")
+    isolation: Literal["process", "none"] = Field(
+        "process", description="Where a reward of yours runs: a process of its own, or the role's"
+    )
     weights: dict[str, float] = Field({}, description="Weights of named components; 1 unless given")
     on_error: Literal["drop", "zero", "fail"] = Field(
         "drop", description="A sample whose reward fails: leave it out, score 0, or end the run"

@@ -8,11 +8,12 @@ parameters with defaults; `reward.options` sets them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from engine.errors import ConfigError
+from engine.plugins import import_plugins
 from engine.registry import Options, Registry
 from engine.rewards.protocol import RewardFunction, RewardResult
 
@@ -74,6 +75,24 @@ def declared_components(reward: str | RewardFunction) -> tuple[str, ...] | None:
     """
     registered = _registry.registered(resolve_reward(reward) if isinstance(reward, str) else reward)
     return None if registered is None else registered.components
+
+
+def reward_module(name: str) -> str:
+    """The module of a reward, e.g. "my_rewards"; one that is named by its path isn't imported.
+
+    Raises ConfigError for a name that is not registered.
+    """
+    if ":" in name:
+        return name.partition(":")[0]
+    return str(getattr(_registry.get(name).function, "__module__", ""))
+
+
+def import_reward(name: str, modules: Iterable[str]) -> None:
+    """Import modules in turn until one of them has registered `name`."""
+    for module in modules:
+        import_plugins([module])
+        if name in _registry.names():
+            return
 
 
 def _with_options(function: RewardFunction, options: Mapping[str, Any]) -> RewardFunction:

@@ -8,25 +8,38 @@ from __future__ import annotations
 
 import math
 import reprlib
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from engine.errors import RewardError
 
-Cause: TypeAlias = Literal["raised", "deadline", "malformed", "not_finite"]
+Cause: TypeAlias = Literal["raised", "deadline", "malformed", "not_finite", "crashed"]
+_LONGEST_TRACEBACK = 8000  # characters
 _LARGEST = 3.4028234e38  # of float32, in which scores travel
+
+
+class RewardTraceback(Exception):
+    """Stands for an exception of another process; its text is that one's traceback."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 class RewardFailure(RewardError):
     """Why a completion has no score; `__cause__` is the reward's own exception, if it raised."""
 
-    def __init__(self, cause: Cause, message: str) -> None:
+    def __init__(self, cause: Cause, message: str, traceback_text: str = "") -> None:
         super().__init__(message)
         self.cause: Cause = cause
+        if traceback_text:
+            self.__cause__ = RewardTraceback(traceback_text)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.cause, str(self))
+        raised = self.__cause__
+        text = "" if raised is None else "".join(traceback.format_exception(raised))
+        return type(self), (self.cause, str(self), text[-_LONGEST_TRACEBACK:])
 
 
 @dataclass(slots=True)
@@ -124,6 +137,13 @@ def _check_names(
             f"reward {name!r} returned a mapping with keys {list(names)}; "
             "it must have at least one component, each named by a string",
         )
+    require_components(name, names, expected)
+
+
+def require_components(
+    name: str, names: tuple[object, ...] | None, expected: tuple[str, ...] | None
+) -> None:
+    """Raise RewardFailure where reward `name` returned other components than `expected`, if any."""
     if expected is not None and names != expected:
         had, wanted = (
             f"components {list(some)}" if some else "a plain list" for some in (names, expected)

@@ -17,7 +17,7 @@ from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError
 from engine.models import require_model_folder
 from engine.plugins import import_plugins
-from engine.rewards import declared_components, resolve_reward
+from engine.rewards import open_reward
 from engine.rollout.protocol import check_engine_settings, engine_capabilities
 from engine.trainers.rollout_sources import get_rollout_source, sampler_count
 from engine.trainers.unused_settings import unused_settings
@@ -46,7 +46,6 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     check_kind(config.actor.kl_loss_type)
     check_kind(algorithm.kl_penalty)
     check_engine_settings(config.rollout)
-    resolve_reward(config.reward.name, config.reward.options)
     _check_rewards(config, max_response_length)
     _check_correction(config)
     _check_mode(config)
@@ -95,7 +94,11 @@ def _check_rewards(config: RLConfig, max_response_length: int | None) -> None:
             f"reward.overlong_buffer.len={buffer.len} is more than the longest completion of "
             f"{max_response_length} tokens (data.max_response_length); lower it"
         )
-    components = declared_components(reward.name)
+    opened = open_reward(
+        reward.name, reward.options, isolation=reward.isolation, plugins=config.plugins
+    )
+    opened.close()
+    components = opened.components
     if config.algorithm.adv_estimator == "gdpo" and components == ():
         raise ConfigError(
             f"algorithm.adv_estimator=gdpo normalises each component of a reward, and "

@@ -106,7 +106,11 @@ def _teacher(spec: RunSpec) -> RoleSpec:
 def _reward(spec: RunSpec) -> RoleSpec:
     from engine.workers.reward import RewardWorker
 
-    options = {"model_path": spec.model_path, "config": spec.config.reward}
+    options = {
+        "model_path": spec.model_path,
+        "config": spec.config.reward,
+        "plugins": spec.config.plugins,
+    }
     return RoleSpec("reward", RewardWorker, options)
 
 

@@ -12,10 +12,9 @@ from engine.data.templates import decode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.rewards import (
     Scores,
-    declared_components,
     has_format,
+    open_reward,
     ordered_weights,
-    resolve_reward,
     score,
 )
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
@@ -38,11 +37,21 @@ class RewardWorker(Worker):
     Raises ConfigError for weights of components that the reward is known not to have.
     """
 
-    def __init__(self, context: WorkerContext, *, model_path: str, config: RewardConfig) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        model_path: str,
+        config: RewardConfig,
+        plugins: tuple[str, ...] = (),
+    ) -> None:
+        """`plugins` are the modules that may register the reward."""
         super().__init__(context)
         self.config = config
-        self.function = resolve_reward(config.name, config.options)
-        self.components = declared_components(config.name)
+        self.reward = open_reward(
+            config.name, config.options, isolation=config.isolation, plugins=plugins
+        )
+        self.components = self.reward.components
         if self.components is not None:
             ordered_weights(config.name, self.components, config.weights)
         self.tokenizer = load_tokenizer(model_path)
@@ -58,8 +67,8 @@ class RewardWorker(Worker):
         of them with on_error=drop.
 
         Columns added: `completion` (text), `has_format` (it ends in an answer line),
-        `reward_error_cause` ("" or one of raised, deadline, malformed, not_finite) and, with
-        components, `reward_component_names` (the K names in order, the same in each row).
+        `reward_error_cause` ("" or one of raised, deadline, malformed, not_finite, crashed)
+        and, with components, `reward_component_names` (the K names in order, the same in each row).
         """
         return self._score(batch, whole=True)
 
@@ -72,10 +81,14 @@ class RewardWorker(Worker):
         """
         return self._score(batch, whole=False)
 
+    def close(self) -> None:
+        """End the reward's process and what it left behind."""
+        self.reward.close()
+
     def _score(self, batch: Batch, whole: bool) -> Batch:
         texts = self._completions(batch)
         scores = score(
-            self.function,
+            self.reward,
             [message[-1]["content"] for message in batch.columns["prompt"]],
             texts,
             {name: list(values) for name, values in batch.columns.items() if name != "prompt"},

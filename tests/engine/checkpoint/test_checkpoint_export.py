@@ -223,7 +223,7 @@ def trainer(folder: Path, **settings: Any) -> RLTrainer:
     values: dict[str, Any] = {
         "actor": {"optim": {"lr": 5e-3}},
         "rollout": {"n": 2},
-        "reward": {"name": "tiny_engine:digit_share"},
+        "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
     }
     values["trainer"] = {
         "total_training_steps": 3,

@@ -8,7 +8,7 @@ import pytest
 
 from engine.cli.reward_file import reward_name
 from engine.errors import ConfigError
-from engine.rewards import resolve_reward, score
+from engine.rewards import RewardThreads, resolve_reward, score
 
 VERLS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -48,7 +48,7 @@ def test_each_kind_scores_through_the_reward_runner(
         "extra_info": [{"bonus": 0.5}, {"bonus": 0.25}],
     }
     function = resolve_reward(reward_name(str(file), name))
-    scores = score(function, ["6", "8"], ["7", "88"], columns, 20.0)
+    scores = score(RewardThreads(function), ["6", "8"], ["7", "88"], columns, 20.0)
     assert scores.failures == {}
     assert [list(row) for row in scores.rows] == rows
 

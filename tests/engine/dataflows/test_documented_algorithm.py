@@ -28,7 +28,7 @@ def test_best_of(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             "algorithm": {"dataflow": "best_of:best_of"},
             "actor": {"policy_loss": {"loss_mode": "reinforce"}, "optim": {"lr": 1e-2}},
             "rollout": {"n": 8},
-            "reward": {"name": "tiny_engine:sometimes_right"},
+            "reward": {"name": "tiny_engine:sometimes_right", "isolation": "none"},
             "trainer": {
                 "total_training_steps": 3,
                 "train_batch_size": 4,

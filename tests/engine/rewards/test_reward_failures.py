@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from engine.errors import RewardError
 from engine.rewards import runner
 from engine.rewards.result import RewardFailure, Scores
+from engine.rewards.threads import AT_ONCE, RewardThreads
 
 Reward = Callable[..., Any]
 RELEASE = threading.Event()  # ends what hangs, after each test
@@ -33,7 +35,8 @@ def release() -> Iterator[None]:
 def run(reward: Reward, texts: list[str], timeout_s: float = 5.0, **options: Any) -> Scores:
     options = {"on_error": "drop"} | options
     columns = {"ground_truth": list(range(len(texts)))}
-    return runner.score(reward, ["p"] * len(texts), texts, columns, timeout_s, **options)
+    scorer = RewardThreads(reward)
+    return runner.score(scorer, ["p"] * len(texts), texts, columns, timeout_s, **options)
 
 
 def by_text(prompts: Any, completions: Any, *, ground_truth: Any, **columns: Any) -> list[float]:
@@ -91,6 +94,38 @@ def test_all_kinds_at_once_are_told_apart() -> None:
     assert isinstance(scores.failures[6].__cause__, ValueError)
 
 
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("no text either")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (NoText(), r"raised NoText: \(its text can't be made: SystemExit\)$"),
+        (ValueError("long\n" * 1000), r"raised ValueError: (long ){20,60}.{0,5}…$"),
+        (RewardError("r" * 5000), r"^r{300}…$"),
+    ],
+)
+def test_any_exception_is_one_cut_sentence(error: Exception, text: str) -> None:
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        raise error
+
+    [failure] = run(reward, ["1"]).failures.values()
+    assert re.search(text, str(failure))
+    assert failure.cause == "raised"
+
+
+def test_a_result_that_can_t_be_read_costs_its_rows() -> None:
+    class Unreadable(list[float]):
+        def __len__(self) -> int:
+            raise KeyError("no length")
+
+    [failure] = run(lambda *args, **columns: Unreadable(), ["1"]).failures.values()
+    assert failure.cause == "malformed"
+    assert "returned Unreadable, which can't be read (KeyError: 'no length')" in str(failure)
+
+
 def test_components_fail_together() -> None:
     scores = run(in_parts, ["11", "raise", "nan"])
     assert scores.components == ("digits", "length")
@@ -142,12 +177,12 @@ def test_declared_names_are_held_to() -> None:
 
 
 def test_many_that_hang_don_t_starve_the_others() -> None:
-    texts = ["hang"] * (runner._AT_ONCE * 2) + ["1"] * 20
+    texts = ["hang"] * (AT_ONCE * 2) + ["1"] * 20
     start = time.monotonic()
     scores = run(by_text, texts, 0.8)
     assert time.monotonic() - start < 10
     assert {text for i, text in enumerate(texts) if i in scores.failures} == {"hang"}
-    assert len(scores.failures) == runner._AT_ONCE * 2
+    assert len(scores.failures) == AT_ONCE * 2
     assert scores.rows[-20:] == [[1.0]] * 20
 
 
@@ -168,7 +203,7 @@ def test_single_rows_run_side_by_side_on_a_bounded_number_of_threads() -> None:
 
     scores = run(reward, ["1"] * 40, 20.0)
     assert scores.failures == {}
-    assert 2 <= most <= runner._AT_ONCE
+    assert 2 <= most <= AT_ONCE
 
 
 def test_slow_single_rows_end_at_one_common_deadline() -> None:

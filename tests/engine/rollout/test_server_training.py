@@ -49,7 +49,7 @@ def trainer(folder: Path, mode: str, **rollout: Any) -> RLTrainer:
             "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
             "actor": {"optim": {"lr": 5e-3, "warmup_ratio": 0.0}},
             "rollout": {"n": 4} | rollout,
-            "reward": {"name": "tiny_engine:digit_share"},
+            "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
             "trainer": {
                 "total_training_steps": 3,
                 "train_batch_size": 4,

@@ -41,7 +41,7 @@ def trainer(folder: str, mode: str) -> RLTrainer:
         "actor": {"optim": {"lr": 5e-3}, "ppo_mini_batch_size": 5},
         "critic": {"ppo_mini_batch_size": 5},
         "rollout": {"n": 2},
-        "reward": {"name": "tiny_engine:digit_share"},
+        "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
         "trainer": {
             "mode": mode,
             "total_training_steps": STEPS,

@@ -29,7 +29,7 @@ def settings(**sections: Any) -> RLConfig:
     values: dict[str, Any] = {
         "actor": {"optim": {"lr": 5e-3, "weight_decay": 0.0, "warmup_ratio": 0.0}},
         "rollout": {"n": 2},
-        "reward": {"name": "tiny_engine:digit_share"},
+        "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
         "trainer": {
             "total_training_steps": 3,
             "train_batch_size": 4,

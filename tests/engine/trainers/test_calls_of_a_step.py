@@ -53,7 +53,7 @@ def trainer(folder: Path, mode: str, steps: int, **sections: Any) -> RLTrainer:
 def test_steps_without_a_pair_stop_nobody_and_age_nothing(tiny_folder: Path, mode: str) -> None:
     sections = {
         "algorithm": {"dataflow": "online_dpo"},
-        "reward": {"name": "tiny_engine:always_one"},
+        "reward": {"name": "tiny_engine:always_one", "isolation": "none"},
         "trainer": {"delta_sync": mode != "sync"},
     }
     with trainer(tiny_folder, mode, steps=5, **sections) as run:
@@ -68,7 +68,7 @@ def test_a_refill_beside_a_sampler_is_of_the_prompts_that_it_asked_for(tiny_fold
     learned: list[Batch] = []
     sections = {
         "algorithm": {"filter_groups": {"enable": True, "max_num_gen_batches": 3}},
-        "reward": {"name": "tiny_engine:sometimes_right"},
+        "reward": {"name": "tiny_engine:sometimes_right", "isolation": "none"},
     }
     with trainer(tiny_folder, "one_step_off", steps=2, **sections) as run:
         step, more = run.dataflow.step, run.algo.more_prompts
@@ -102,7 +102,7 @@ def test_a_refill_beside_a_sampler_is_of_the_prompts_that_it_asked_for(tiny_fold
 def test_a_baseline_in_async_has_completions_and_scores_of_its_own(tiny_folder: Path) -> None:
     sections = {
         "algorithm": {"adv_estimator": "remax"},
-        "reward": {"name": "tiny_engine:digit_share"},
+        "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
     }
     with trainer(tiny_folder, "async", steps=2, **sections) as run:
         metrics = run.fit()

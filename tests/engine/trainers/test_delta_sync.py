@@ -65,7 +65,7 @@ class Run:
         settings: dict[str, Any] = {
             "actor": {"optim": {"lr": 1e-3, "weight_decay": 0.0, "warmup_ratio": 0.0}},
             "rollout": {"n": 4} | changes.pop("rollout", {}),
-            "reward": {"name": "tiny_engine:digit_share"},
+            "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
             "trainer": {
                 "mode": mode,
                 "total_training_steps": STEPS,

@@ -40,7 +40,7 @@ def two_steps(folder: Path, **changes: Any) -> list[dict[str, float]]:
             "max_tokens_per_micro_batch": 128,
         },
         "rollout": {"n": 4},
-        "reward": {"name": "tiny_engine:digit_share"},
+        "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
         "trainer": {
             "total_training_steps": 2,
             "train_batch_size": 4,
@@ -66,7 +66,7 @@ def two_steps(folder: Path, **changes: Any) -> list[dict[str, float]]:
 def test_every_advantage_estimator(tiny_folder: Path, name: str) -> None:
     changes: dict[str, Any] = {"algorithm": {"adv_estimator": name}}
     if name == "gdpo":
-        changes["reward"] = {"name": "tiny_engine:digits_and_brevity"}
+        changes["reward"] = {"name": "tiny_engine:digits_and_brevity", "isolation": "none"}
     metrics = two_steps(tiny_folder, **changes)[-1]
     assert ("critic/grad_norm" in metrics) == (name == "gae")
     assert ("reward/brevity" in metrics) == (name == "gdpo")
@@ -167,7 +167,7 @@ def test_distillation_comes_closer_to_its_teacher(tiny_folder: Path, tmp_path: P
         (
             {
                 "algorithm": {"adv_estimator": "gdpo", "gdpo_reward_weights": [1.0, 0.5]},
-                "reward": {"name": "tiny_engine:digits_and_brevity"},
+                "reward": {"name": "tiny_engine:digits_and_brevity", "isolation": "none"},
             },
             "reward/brevity",
         ),

@@ -43,7 +43,7 @@ def extensions() -> Iterator[None]:
 BASE: dict[str, Any] = {
     "plugins": [EXTENSIONS],
     "rollout": {"n": 4},
-    "reward": {"name": "tiny_engine:digit_share"},
+    "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
     "trainer": {
         "total_training_steps": 1,
         "train_batch_size": 4,
@@ -78,7 +78,7 @@ ONE_OF_EACH = {
     },
     "actor": {"policy_loss": {"loss_mode": "tempered", "options": {"power": 2}}},
     "rollout": {"engine": "counting", "options": {"label": "first"}},
-    "reward": {"name": "vowels", "options": {"letters": ["1", "2"]}},
+    "reward": {"name": "vowels", "options": {"letters": ["1", "2"]}, "isolation": "none"},
 }
 CALLED = [
     ("counting", "first"),
@@ -138,7 +138,7 @@ def test_options_come_from_files_and_the_command_line(tmp_path: Path, suffix: st
             "algorithm.dataflow_options.notes: dataflow 'my_grpo' doesn't read 'notes'",
         ),
         (
-            {"reward": {"name": "vowels", "options": {"letter": "a"}}},
+            {"reward": {"name": "vowels", "options": {"letter": "a"}, "isolation": "none"}},
             "reward.options.letter: reward 'vowels' doesn't read 'letter'",
         ),
         (

@@ -31,7 +31,7 @@ def trainer(folder: Path, lora: int = 0, **sections: Any) -> RLTrainer:
     values: dict[str, Any] = {
         "actor": {"optim": {"lr": 5e-3, "weight_decay": 0.0, "warmup_ratio": 0.0}},
         "rollout": {"n": 2},
-        "reward": {"name": "tiny_engine:digit_share"},
+        "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
         "trainer": {"total_training_steps": 4, "train_batch_size": 4, "threads": 2},
     }
     for section, content in sections.items():

@@ -182,7 +182,7 @@ def trainer(folder: Path, lora: LoRAConfig = LORA, **changes: Any) -> RLTrainer:
         "algorithm": {"adv_estimator": "grpo"},
         "actor": {"optim": {"lr": 3e-2, "weight_decay": 0.0, "warmup_ratio": 0.0}},
         "rollout": {"n": 8},
-        "reward": {"name": "tiny_engine:digit_share"},
+        "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
         "trainer": {
             "total_training_steps": 8,
             "train_batch_size": 8,

@@ -55,7 +55,7 @@ def trainer(folder: Path, settings: LoRAConfig, **changes: Any) -> RLTrainer:
         "algorithm": {"adv_estimator": "grpo"},
         "actor": {"optim": {"lr": 3e-2, "weight_decay": 0.0, "warmup_ratio": 0.0}},
         "rollout": {"n": 4},
-        "reward": {"name": "tiny_engine:digit_share"},
+        "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
     }
     run = {"total_training_steps": 3, "train_batch_size": 4, "placement": "local", "threads": 1}
     config = RLConfig.model_validate(values | {"trainer": run | changes})

@@ -42,7 +42,7 @@ def trainer(folder: Path, placement: str = "local", longest: int = 6, **changes:
         "actor": {"optim": {"lr": 5e-3}, "ppo_mini_batch_size": 5},
         "critic": {"ppo_mini_batch_size": 5},
         "rollout": {"n": 4},
-        "reward": {"name": "tiny_engine:digit_share"},
+        "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
     }
     for section, content in changes.items():
         values[section] = values.get(section, {}) | content
@@ -261,7 +261,7 @@ def test_dynamic_sampling_resumes_where_its_refills_ended(
             "filter_groups": {"enable": True, "max_num_gen_batches": 3},
         },
         "critic": {"ppo_mini_batch_size": 0},
-        "reward": {"name": "tiny_engine:sometimes_right"},
+        "reward": {"name": "tiny_engine:sometimes_right", "isolation": "none"},
     }
     with trainer(tiny_folder, **flow) as whole:
         whole.fit(checkpoint_dir=tmp_path / "a")

@@ -216,7 +216,13 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
             "dapo",
         ),
         ({"rollout": {"engine": "vllm", "kv_cache_memory_mb": 999, "vllm": {"sleep": 1}}}, "grpo"),
-        ({"algorithm": GDPO, "reward": {"name": "tiny_engine:digits_and_brevity"}}, "grpo"),
+        (
+            {
+                "algorithm": GDPO,
+                "reward": {"name": "tiny_engine:digits_and_brevity", "isolation": "none"},
+            },
+            "grpo",
+        ),
     ],
 )
 def test_accepted(changes: dict[str, Any], dataflow: str) -> None:

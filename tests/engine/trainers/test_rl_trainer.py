@@ -31,7 +31,7 @@ def config(placement: str = "local", **changes: Any) -> RLConfig:
         "algorithm": {"adv_estimator": "grpo"},
         "actor": {"optim": {"lr": 5e-3, "weight_decay": 0.0, "warmup_ratio": 0.0}},
         "rollout": {"n": 4},
-        "reward": {"name": "tiny_engine:digit_share"},
+        "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
         "trainer": {
             "total_training_steps": 2,
             "train_batch_size": 4,
@@ -114,7 +114,7 @@ def test_recomputed_log_probs_serve_truncated_sampling(tiny_folder: Path) -> Non
 
 
 def test_a_failing_reward_costs_its_sample(tiny_folder: Path) -> None:
-    settings = config(reward={"name": "tiny_engine:sometimes_broken"})
+    settings = config(reward={"name": "tiny_engine:sometimes_broken", "isolation": "none"})
     with trainer(tiny_folder, settings) as subject:
         metrics = subject.fit(1)
     assert 0 < metrics["reward/errors"] < 1
@@ -172,7 +172,7 @@ def test_a_reward_that_raises_is_named_and_workers_are_closed(
 ) -> None:
     import ray
 
-    settings = config(placement, reward={"name": "tiny_engine:broken_reward"})
+    settings = config(placement, reward={"name": "tiny_engine:broken_reward", "isolation": "none"})
     subject = trainer(tiny_folder, settings)
     message = "ZeroDivisionError: the judge is out"
     with subject, pytest.raises(RewardError, match=message):

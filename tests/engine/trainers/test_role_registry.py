@@ -81,7 +81,7 @@ def test_a_role_from_outside_is_placed_called_and_saved(
             "algorithm": {"dataflow": "judged"},
             "actor": {"use_kl_loss": False, "optim": {"warmup_ratio": 0.0}},
             "rollout": {"n": 2},
-            "reward": {"name": "tiny_engine:digit_share"},
+            "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
             "trainer": {
                 "total_training_steps": 1,
                 "train_batch_size": 4,

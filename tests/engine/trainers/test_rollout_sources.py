@@ -24,7 +24,7 @@ def run(
     base: dict[str, Any] = {
         "actor": {"optim": {"lr": 1e-2, "weight_decay": 0.0, "warmup_ratio": 0.0}},
         "rollout": {"n": 4},
-        "reward": {"name": "tiny_engine:digit_share"},
+        "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
         "trainer": {
             "mode": mode,
             "total_training_steps": steps,
@@ -86,7 +86,7 @@ def test_finished_parts_are_scored_while_the_rest_decodes(tiny_folder: Path) -> 
         steps=2,
         longest=40,
         rollout={"n": 128, "max_num_seqs": 128, "parts": 4},
-        reward={"name": "tiny_engine:slow_reward"},
+        reward={"name": "tiny_engine:slow_reward", "isolation": "none"},
     )
     parts = between(spans, "rollout", "next_part")
     scores = between(spans, "reward", "score_part")
@@ -125,7 +125,7 @@ def test_roles_placed_apart_work_side_by_side(tiny_folder: Path) -> None:
         algorithm={"adv_estimator": "gae"},
         rollout={"n": 32},
         trainer={"pools": pools},
-        reward={"name": "tiny_engine:slow_reward"},
+        reward={"name": "tiny_engine:slow_reward", "isolation": "none"},
     )
     scores = between(spans, "reward", "score")
     assert together(scores, between(spans, "reference", "log_probs")) >= 1

@@ -29,7 +29,7 @@ def trainer(folder: Path, mode: str = "async", **settings: Any) -> RLTrainer:
     config = RLConfig.model_validate(
         {
             "rollout": {"n": 4},
-            "reward": {"name": "tiny_engine:digit_share"},
+            "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
             "trainer": {
                 "mode": mode,
                 "total_training_steps": 10,

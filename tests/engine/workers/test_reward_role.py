@@ -56,7 +56,7 @@ def completions(folder: Path, texts: Sequence[str] = TEXTS) -> Batch:
 
 
 def worker(folder: Path, name: str = "answer_match", **changes: Any) -> RewardWorker:
-    config = RewardConfig.model_validate({"name": name} | changes)
+    config = RewardConfig.model_validate({"name": name, "isolation": "none"} | changes)
     return RewardWorker(WorkerContext("reward"), model_path=str(folder), config=config)
 
 
@@ -124,6 +124,25 @@ def test_with_fail_one_sample_ends_the_call(tiny_folder: Path) -> None:
     with pytest.raises(RewardError, match="'flaky' raised ValueError: no judge for 3"):
         role.score(completions(tiny_folder))
     assert not role.score(completions(tiny_folder, ["#### 1", "x"]))["reward_error"].any()
+
+
+def test_a_reward_that_ends_its_process_costs_its_sample_alone(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "exiting_reward.py").write_text(
+        "import os\n"
+        "def reward(prompts, completions, **columns):\n"
+        "    return [os._exit(3) if '3' in text else 0.5 for text in completions]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    role = worker(tiny_folder, "exiting_reward:reward", isolation="process")
+    try:
+        out = role.score(completions(tiny_folder))
+    finally:
+        role.close()
+    assert totals(out) == [0.5, 0.0, 0.5]
+    assert out["reward_failed"].tolist() == [False, True, False]
+    assert list(out.columns["reward_error_cause"]) == ["", "crashed", ""]
 
 
 @pytest.mark.parametrize("on_error", ["drop", "zero", "fail"])

@@ -1,0 +1,251 @@
+"""Rewards in processes of their own: what they do there costs no more than their samples."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.errors import ConfigError, RewardError
+from engine.plugins import import_plugins
+from engine.rewards import RewardThreads, Scores, open_reward, registry, resolve_reward, score
+from engine.rewards.process import RewardProcess
+
+MODULE = '''
+import ctypes, os, random, re, subprocess, sys, time
+
+def by_text(prompts, completions, *, ground_truth, **columns):
+    """Score digits; a text says what else happens."""
+    for text in completions:
+        if text == "exit": os._exit(3)
+        if text == "crash": ctypes.string_at(0)
+        if text == "kill": os.kill(0, 9)
+        if text == "raise": raise ValueError("no judge")
+        if text == "spin": re.match("(a+)+$", "a" * 60 + "b")
+        if text == "child": subprocess.Popen(["sleep", "987"], start_new_session=True)
+        if text == "pid": return [float(os.getpid())] * len(completions)
+        if text == "torch": return [float("torch" in sys.modules)] * len(completions)
+    return [float(text.isdigit()) for text in completions]
+
+def draws(prompts, completions, **columns):
+    import numpy
+    return [random.random() + numpy.random.rand() for _ in completions]
+
+def draws_or_fails(prompts, completions, **columns):
+    found = draws(prompts, completions)
+    if "raise" in completions: raise ValueError
+    return found
+
+async def later(prompts, completions, *, scale: float = 1.0, **columns):
+    return {"length": [scale * len(text) for text in completions]}
+'''
+PLUGIN = """
+from engine.rewards import register_reward
+from rewards_of_a_process import draws, later
+register_reward("later_of_a_plugin", components=("length",))(later)
+"""
+BAD_IMPORT = "import os\nos._exit(4)"
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "rewards_of_a_process.py").write_text(MODULE)
+    (folder / "plugin_of_a_process.py").write_text(PLUGIN)
+    (folder / "rewards_that_exit.py").write_text(BAD_IMPORT)
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+
+
+Open = Callable[..., RewardProcess]
+
+
+@pytest.fixture(scope="module")
+def opened(modules: Path) -> Iterator[Open]:
+    """Opens each reward once."""
+    found: dict[str, RewardProcess] = {}
+
+    def open_once(name: str, **options: Any) -> RewardProcess:
+        if name not in found:
+            reward = open_reward(f"rewards_of_a_process:{name}", options)
+            assert isinstance(reward, RewardProcess)
+            found[name] = reward
+        return found[name]
+
+    yield open_once
+    for reward in found.values():
+        reward.close()
+
+
+def run(reward: Any, texts: list[str], timeout_s: float = 20.0, on_error: Any = "drop") -> Scores:
+    columns = {"ground_truth": texts}
+    return score(reward, ["p"] * len(texts), texts, columns, timeout_s, on_error=on_error)
+
+
+def below(process: int) -> list[psutil.Process]:
+    return psutil.Process(process).children(recursive=True)
+
+
+def wait_until(done: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_only_what_ends_the_process_has_no_score(opened: Open) -> None:
+    texts = ["1", "exit", "a", "crash", "raise", "kill", "2"]
+    scores = run(opened("by_text"), texts)
+    assert [row for (row,) in scores.rows] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert {texts[row]: failure.cause for row, failure in scores.failures.items()} == {
+        "exit": "crashed",
+        "crash": "crashed",
+        "raise": "raised",
+        "kill": "crashed",
+    }
+    assert "ended with exit status 3 while it scored a completion" in str(scores.failures[1])
+    assert "was ended by SIGSEGV" in str(scores.failures[3])
+    assert "no judge" in str(scores.failures[4].__cause__), "the traceback"
+    with pytest.raises(RewardError, match="ended with exit status 3 while it scored 2 completions"):
+        run(opened("by_text"), ["1", "exit"], on_error="fail")
+    assert run(opened("by_text"), ["7"]).rows == [[1.0]]
+
+
+def test_one_process_keeps_its_state_and_has_no_torch(opened: Open) -> None:
+    reward = opened("by_text")
+    assert run(reward, ["pid"]).rows == run(reward, ["pid"]).rows != [[float(os.getpid())]]
+    assert run(reward, ["torch"]).rows == [[0.0]]
+
+
+def test_what_spins_in_c_ends_within_twice_the_deadline(opened: Open) -> None:
+    reward = opened("by_text")
+    start = time.monotonic()
+    scores = run(reward, ["1", "spin", "2"], 0.5)
+    assert time.monotonic() - start < 1.0 + 3.0, "a busy machine"
+    assert scores.failures[1].cause == "deadline"
+    assert run(reward, ["1"]).rows == [[1.0]]
+
+
+@pytest.mark.slow
+def test_what_spins_in_c_costs_its_sample_alone(opened: Open) -> None:
+    scores = run(opened("by_text"), ["1"] * 5 + ["spin"] + ["2"] * 5, 16.0)
+    assert list(scores.failures) == [5]
+
+
+def test_children_that_it_leaves_behind_are_ended(modules: Path) -> None:
+    reward = open_reward("rewards_of_a_process:by_text")
+    try:
+        run(reward, ["child"])
+        [pid] = run(reward, ["pid"]).rows[0]
+        [child] = below(int(pid))
+        run(reward, ["exit"])
+        assert not child.is_running()
+        run(reward, ["child"])
+        left = below(reward._guard.pid)  # type: ignore[attr-defined]
+        assert len(left) == 2
+    finally:
+        reward.close()
+    assert not any(process.is_running() for process in left)
+
+
+KILLED = """
+import os, signal, sys
+from engine.rewards import open_reward, score
+reward = open_reward("rewards_of_a_process:by_text")
+score(reward, ["p"], ["child"], {"ground_truth": [1]}, 20.0)
+print(reward._guard.pid, flush=True)
+if sys.argv[1] == "spin":
+    score(reward, ["p"], ["spin"], {"ground_truth": [1]}, 500.0)
+signal.pause()
+"""
+
+
+def test_nothing_outlives_a_run_that_is_killed(modules: Path) -> None:
+    paths = os.pathsep.join([str(modules), *sys.path])
+    program = subprocess.Popen(
+        [sys.executable, "-c", KILLED, "spin"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert program.stdout is not None
+    guard = psutil.Process(int(program.stdout.readline()))
+    left = [guard, *guard.children(recursive=True)]
+    assert len(left) == 3
+    program.send_signal(signal.SIGKILL)
+    program.wait()
+    wait_until(lambda: not any(process.is_running() for process in left))
+    program.stdout.close()
+
+
+def test_a_guard_that_is_killed_is_replaced(opened: Open) -> None:
+    reward = opened("later")
+    assert reward._guard is not None
+    reward._guard.kill()
+    reward._guard.wait()
+    assert run(reward, ["a", "bb"]).rows == [[1.0], [2.0]]
+
+
+def test_draws_are_those_of_the_rows(modules: Path, opened: Open) -> None:
+    reward = opened("draws")
+    first, other = run(reward, ["a", "b"]), run(reward, ["c", "b"])
+    again = open_reward("rewards_of_a_process:draws")
+    try:
+        assert run(again, ["c", "b"]).rows == other.rows
+        assert run(again, ["a", "b"]).rows == first.rows != other.rows
+    finally:
+        again.close()
+
+
+def test_draws_on_single_rows_are_repeatable_too(opened: Open) -> None:
+    texts = [str(i) for i in range(20)] + ["raise"]
+    first = run(opened("draws_or_fails"), texts)
+    assert list(first.failures) == [20]
+    assert run(opened("draws_or_fails"), texts).rows == first.rows
+
+
+def test_results_are_those_of_the_runs_own_process(opened: Open) -> None:
+    reward = opened("later")
+    texts = ["", "a", "\ud800", "ccc" * 1000]
+    inside = RewardThreads(resolve_reward("rewards_of_a_process:later"))
+    assert run(reward, texts) == run(inside, texts)
+    assert run(reward, texts).components == ("length",)
+
+
+def test_what_can_t_be_loaded_is_said_before_any_call(modules: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rewards_of_a_process.* has no 'nothing'"):
+        open_reward("rewards_of_a_process:nothing")
+    with pytest.raises(ConfigError, match=r"reward.options.scal: .*did you mean 'scale'"):
+        open_reward("rewards_of_a_process:later", {"scal": 1})
+    with pytest.raises(RewardError, match="ended with exit status 4 while it imported"):
+        open_reward("rewards_that_exit:reward")
+    with pytest.raises(ConfigError, match=r"set reward.isolation=none"):
+        open_reward("__main__:reward")
+    assert "rewards_that_exit" not in sys.modules
+
+
+def test_a_reward_that_a_plugin_registers(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry._registry, "_entries", dict(registry._registry._entries))
+    plugin = ("plugin_of_a_process",)
+    import_plugins(plugin)
+    reward = open_reward("later_of_a_plugin", {"scale": 2}, plugins=plugin)
+    try:
+        assert reward.components == ("length",)
+        assert run(reward, ["a", "bb"]).rows == [[2.0], [4.0]]
+    finally:
+        reward.close()
+
+
+def test_the_engines_own_rewards_stay_in_the_process(modules: Path) -> None:
+    assert isinstance(open_reward("answer_match"), RewardThreads)
+    outside = open_reward("rewards_of_a_process:by_text", isolation="none")
+    assert isinstance(outside, RewardThreads)
