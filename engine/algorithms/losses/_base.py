@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.algorithms.aggregation import check_mode
 from engine.algorithms.masked import at_least_float, mask_out, masked_mean
 from engine.algorithms.metrics import MeanAccumulator, accumulate_mean
+from engine.algorithms.plugin_loss import require_finite_loss
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry, keyword_defaults
 
@@ -77,7 +78,8 @@ class PolicyLoss:
         """Loss of one micro-batch. All tensors `[B, T]`; gradient flows into `log_probs` only.
 
         Options include the tensors that `prepare` made. Entries outside the mask may be NaN.
-        Raises ConfigError for unknown or contradictory options, DataError for unequal shapes.
+        Raises ConfigError for unknown or contradictory options, DataError for unequal shapes, and
+        EngineError for a plugin's loss that is not finite.
         """
         tensors = {k: v for k, v in options.items() if k in self.prepared}
         self.check_options({k: v for k, v in options.items() if k not in self.prepared})
@@ -94,6 +96,8 @@ class PolicyLoss:
         own = {k: v for k, v in options.items() if k in read or k in tensors}
         out = self.formula(*clean.values(), mask, **own)
         loss = out.loss
+        owner = f"policy loss {self.name!r}"
+        require_finite_loss(owner, self.formula, loss, *clean.values(), mask=mask)
         if rollout_is_weights is not None:
             loss = loss * self._weights(rollout_is_weights.detach().to(loss.dtype), mask)
         kl = accumulate_mean(clean["old_log_probs"] - clean["log_probs"], mask)

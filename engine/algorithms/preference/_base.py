@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.algorithms.masked import at_least_float, masked_sum
 from engine.algorithms.metrics import MeanAccumulator, accumulate_mean
+from engine.algorithms.plugin_loss import require_finite_loss
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry
 
@@ -70,10 +72,19 @@ class PairLoss:
     def __call__(self, pairs: Pairs, **options: Any) -> PreferenceOutput:
         """Loss of B pairs; gradient flows into the policy's log-probs only.
 
-        Raises ConfigError for wrong options, DataError for missing or ill-shaped inputs.
+        Raises ConfigError for wrong options, DataError for missing or ill-shaped inputs, and
+        EngineError for a plugin's loss that is not finite.
         """
         self.check_options(options)
-        return self.formula(self._checked(pairs), **options)
+        given = self._checked(pairs)
+        out = self.formula(given, **options)
+        owner, inputs = (
+            f"preference loss {self.name!r}",
+            (given.policy_chosen, given.policy_rejected),
+        )
+        mask = torch.ones_like(given.policy_chosen, dtype=torch.bool)
+        require_finite_loss(owner, self.formula, out.loss, *inputs, mask=mask)
+        return out
 
     def check_options(self, options: Mapping[str, object]) -> None:
         """Raise ConfigError for options that this loss doesn't read or that are out of range."""
