@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from engine.controller.launch import DASHBOARD_VARIABLE
+from engine.controller.launch import Placement, init_options, init_ray
 from engine.errors import PlacementError, StorageError
 
 PROBE_SECONDS = 60.0  # for the first task on each machine
@@ -30,16 +28,11 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
         return
     address = os.environ.get("RAY_ADDRESS")
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    here: dict[str, Any] = {
-        "include_dashboard": os.environ.get(DASHBOARD_VARIABLE, "0") not in ("", "0"),
-        "object_store_memory": object_store_memory,
-    }
+    options = init_options(Placement(()), os.environ)
+    if options["address"] == "local":
+        options["object_store_memory"] = object_store_memory
     try:
-        ray.init(
-            **({"address": address} if address else here),
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        init_ray(options)
         # Ray's own handler would end the process at once, without closing what is open.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)

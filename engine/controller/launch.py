@@ -107,7 +107,7 @@ def _launch_ray(
     from engine.controller.ray_groups import RayGroup, RayHost, stop_actors, wait_all
 
     if not ray.is_initialized():
-        ray.init(**init_options(placement, os.environ))
+        init_ray(init_options(placement, os.environ))
     require_capacity(placement.pools, _nodes(), placement.strategy)
     options = iter(_reserve(placement, closing))
     run = f"hybridflyte-{placement.run}{'-' if placement.run else ''}{uuid.uuid4().hex[:6]}"
@@ -161,7 +161,24 @@ def init_options(placement: Placement, environ: Mapping[str, str]) -> dict[str, 
     if address := environ.get("RAY_ADDRESS"):
         return {"address": address, **quiet}
     wanted = placement.dashboard or environ.get(DASHBOARD_VARIABLE, "0") not in ("", "0")
-    return {"include_dashboard": wanted, **quiet}
+    # "local", for without an address Ray joins whatever cluster /tmp names.
+    return {"address": "local", "include_dashboard": wanted, **quiet}
+
+
+def init_ray(options: Mapping[str, Any]) -> None:
+    """Call `ray.init`; a Ray that is started here listens on the loopback address alone."""
+    import ray
+    from ray._private import ray_constants
+
+    multi_node = ray_constants.ENABLE_RAY_CLUSTER
+    if options["address"] == "local":
+        # Ray has no argument for this: it takes this machine's address in place of 127.0.0.1,
+        # unless it is told, by a variable at its import, that there is no cluster of machines.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        ray.init(**options)
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = multi_node
 
 
 def _nodes() -> list[ClusterNode]:

@@ -207,10 +207,10 @@ def read_cluster() -> Cluster:
     """
     import ray
 
-    from engine.controller.launch import Placement, init_options
+    from engine.controller.launch import Placement, init_options, init_ray
 
     if not ray.is_initialized():
-        ray.init(**init_options(Placement(()), os.environ))
+        init_ray(init_options(Placement(()), os.environ))
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = {
         node["NodeID"]: ClusterNode(

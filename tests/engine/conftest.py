@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,15 +38,11 @@ def ray_cluster(_ray_stopped_at_the_end: None) -> None:
     """A local Ray of two CPUs, started once for the session."""
     import ray
 
+    from engine.controller.launch import Placement, init_options, init_ray
+
     if not ray.is_initialized():
-        ray.init(
-            address="local",  # whatever else runs on this machine
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=200 << 20,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        options = init_options(Placement(()), {})  # whatever else runs on this machine
+        init_ray(options | {"num_cpus": 2, "object_store_memory": 200 << 20})
 
 
 @pytest.fixture(scope="session")

@@ -284,6 +284,8 @@ def test_a_signal_stops_the_workers_and_ray(
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
     assert any("Host" in p.name() or "raylet" in p.name() for p in of(ray_home))
+    listening = [c for p in of(ray_home) for c in p.net_connections("inet") if c.status == "LISTEN"]
+    assert {c.laddr.ip.removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     assert process.wait(60) == status
     assert log.read_text().endswith("workers are stopped\n")

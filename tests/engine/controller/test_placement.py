@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from probe_worker import Probe
@@ -163,12 +165,27 @@ def test_how_ray_is_started() -> None:
         return init_options(Placement((Pool(("a",)),), dashboard=dashboard), environ)
 
     assert options()["include_dashboard"] is False
+    assert options()["address"] == "local", "never a cluster that somebody else started"
     assert options(dashboard=True)["include_dashboard"] is True
     assert options(HYBRIDFLYTE_RAY_DASHBOARD="1")["include_dashboard"] is True
     assert options(HYBRIDFLYTE_RAY_DASHBOARD="0")["include_dashboard"] is False
     joined = options(RAY_ADDRESS="10.0.0.1:6379", dashboard=True)
     assert joined["address"] == "10.0.0.1:6379"
     assert "include_dashboard" not in joined
+
+
+def test_a_ray_that_is_started_here_listens_on_the_loopback_address_alone(
+    ray_cluster: None,
+) -> None:
+    listening = {
+        (process.name(), one.laddr.ip)
+        for process in psutil.Process().children(recursive=True)
+        for one in process.net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    }
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
+    assert {ip.removeprefix("::ffff:") for _, ip in listening} <= {"127.0.0.1", "::1"}
+    assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
 # A real cluster of two unlike nodes.
