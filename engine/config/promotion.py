@@ -46,6 +46,12 @@ class PromoteConfig(Section):
     minimum_gain: float = Field(
         0.0, ge=0, lt=1, description="Lower end of the interval must top it"
     )
+    bootstrap: bool = Field(
+        False, description="Let the first champion in without a gain over the warm start"
+    )
+    minimum_score: float | None = Field(
+        None, ge=0, le=1, description="Greedy pass@1 of the new model; lower end of the interval"
+    )
     guards: tuple[GuardConfig, ...] = Field((), description="Where it must not be worse")
     max_kl: float | None = Field(
         None, gt=0, description="Mean KL to the reference over the last tenth of RL's steps"

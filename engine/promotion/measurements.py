@@ -13,7 +13,7 @@ import pandas as pd
 from engine.config import EvaluateConfig, GuardConfig, PromoteConfig
 from engine.data.rows import prompt_text
 from engine.errors import DataError
-from engine.evaluation.metrics import Interval, paired_bootstrap
+from engine.evaluation.metrics import Interval, paired_bootstrap, wilson_interval
 from engine.evaluation.rows import check_paired
 from engine.promotion.contamination import share_trained_on
 from engine.promotion.rules import Measurements
@@ -47,9 +47,9 @@ def measure(
 
     guards: dict[str, Interval | None] = {}
     for guard in rules.guards:
-        old, new = _guarded(before, guard), _guarded(after, guard)
+        was, is_now = _guarded(before, guard), _guarded(after, guard)
         # One problem has no spread, so its interval would claim certainty.
-        guards[guard.name] = change(old, new) if len(new) > 1 else None
+        guards[guard.name] = change(was, is_now) if len(is_now) > 1 else None
     ratio = None
     if rules.max_length_ratio is not None:
         ratio = length_ratio(
@@ -59,11 +59,11 @@ def measure(
             evaluate.bootstrap_samples,
             seed,
         )
+    old, new = (rows["greedy_correct"].to_numpy(float) for rows in (before, after))
     return Measurements(
         against=against,
-        gain=change(
-            before["greedy_correct"].to_numpy(float), after["greedy_correct"].to_numpy(float)
-        ),
+        gain=change(old, new),
+        score=wilson_interval(new, evaluate.confidence),
         guards=guards,
         kl=last_kl(policy) if rules.max_kl is not None else None,
         length_ratio=ratio,

@@ -24,6 +24,7 @@ class Measurements:
 
     against: Literal["champion", "warm_start"]  # what it was compared with
     gain: Interval | None  # of greedy pass@1, a fraction, e.g. Interval(0.1, 0.05, 0.15)
+    score: Interval | None = None  # the new model's greedy pass@1, e.g. Interval(0.5, 0.4, 0.6)
     guards: Mapping[str, Interval | None] = field(default_factory=dict)  # change by guard's name
     kl: float | None = None  # nats a token, to the reference, e.g. 0.02
     length_ratio: Interval | None = None  # mean response length, new over old
@@ -76,7 +77,9 @@ def decide(measurements: Measurements, rules: PromoteConfig) -> Decision:
 
 
 def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[RuleOutcome]:
-    yield _gain(measurements, rules.minimum_gain)
+    yield _gain(measurements, rules)
+    if rules.minimum_score is not None:
+        yield _score(measurements.score, rules.minimum_score)
     for guard in rules.guards:
         yield _guard(measurements, guard)
     if rules.max_kl is not None:
@@ -90,22 +93,35 @@ def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[Rule
         yield RuleOutcome(APPROVAL, bool(by), by or None, "required", text)
 
 
-def _gain(measurements: Measurements, minimum: float) -> RuleOutcome:
-    """The interval's lower end must be above the minimum; a first champion needs no gain."""
-    gain = measurements.gain
+def _gain(measurements: Measurements, rules: PromoteConfig) -> RuleOutcome:
+    """The interval's lower end must be above the minimum, or `bootstrap` lets a first one in."""
+    gain, minimum = measurements.gain, rules.minimum_gain
     if gain is None or not _is_change(gain):
         return _unreadable("gain", gain, minimum, "the gain in pass@1")
     shown = (
         f"pass@1 gain {_points_of(gain)} points over the {measurements.against.replace('_', ' ')}"
     )
-    if measurements.against == "warm_start":
-        return RuleOutcome("gain", True, _three(gain), None, f"there is no champion yet; {shown}")
+    if measurements.against == "warm_start" and rules.bootstrap:
+        sentence = f"{shown}, of which promote.bootstrap asks nothing for the first champion"
+        return RuleOutcome("gain", True, _three(gain), None, sentence)
     bound = f"the required gain of {_points(minimum)} points"
     if gain.low > minimum:
         sentence = f"{shown}, its lower end above {bound}"
         return RuleOutcome("gain", True, _three(gain), minimum, sentence)
     sentence = f"{shown}; its lower end must be above {bound}"
     return RuleOutcome("gain", False, _three(gain), minimum, sentence)
+
+
+def _score(score: Interval | None, minimum: float) -> RuleOutcome:
+    if score is None or not _is_rate(score):
+        return _unreadable("score", score, minimum, "pass@1")
+    passed = score.low >= minimum
+    must = "is" if passed else "must be"
+    sentence = (
+        f"pass@1 is {score.mean:.2%} [{score.low:.2%}, {score.high:.2%}]; its lower end {must} at "
+        f"or above the required {minimum:.2%}"
+    )
+    return RuleOutcome("score", passed, _three(score), minimum, sentence)
 
 
 def _guard(measurements: Measurements, guard: GuardConfig) -> RuleOutcome:
@@ -162,6 +178,10 @@ def _at_most(passed: bool, comma: str = " ") -> str:
 def _is_change(interval: Interval) -> bool:
     """Tell a difference of two rates from numbers that can't be one."""
     return _in_order(interval) and interval.low >= -1 and interval.high <= 1
+
+
+def _is_rate(interval: Interval) -> bool:
+    return _in_order(interval) and interval.low >= 0 and interval.high <= 1
 
 
 def _in_order(interval: Interval) -> bool:

@@ -41,6 +41,7 @@ TINY: dict[str, Any] = {
         "trainer": {"total_training_steps": 3, "train_batch_size": 8, "placement": "local"},
     },
     "evaluate": {"samples": 2, "k": 2, "bootstrap_samples": 200},
+    "promote": {"bootstrap": True},  # it learns next to nothing
 }
 SECRET = "hunter2hunter2"
 ON_RAY = {"rl": {"trainer": {"placement": "ray"}}}

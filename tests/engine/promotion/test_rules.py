@@ -18,6 +18,7 @@ from engine.promotion.rules import Measurements, decide
 GUARD = GuardConfig(data_source="gsm8k", tolerance=0.02)
 RULES = PromoteConfig(
     minimum_gain=0.1,
+    minimum_score=0.3,
     guards=(GUARD,),
     max_kl=0.5,
     max_length_ratio=1.5,
@@ -27,6 +28,7 @@ RULES = PromoteConfig(
 GOOD = Measurements(
     against="champion",
     gain=Interval(0.3, 0.2, 0.4),
+    score=Interval(0.5, 0.4, 0.6),
     guards={GUARD.name: Interval(0.0, -0.01, 0.01)},
     kl=0.2,
     length_ratio=Interval(1.1, 1.0, 1.2),
@@ -35,13 +37,14 @@ GOOD = Measurements(
 )
 BAD: dict[str, dict[str, Any]] = {
     "gain": {"gain": Interval(0.15, 0.1, 0.2)},  # at the bound is not above it
+    "score": {"score": Interval(0.4, 0.29, 0.5)},
     f"guard {GUARD.name}": {"guards": {GUARD.name: Interval(0.0, -0.03, 0.03)}},
     "kl": {"kl": 0.51},
     "length": {"length_ratio": Interval(1.4, 1.3, 1.6)},
     "contamination": {"contamination": 0.2},
     "approval": {"approved_by": " "},
 }
-FIELDS = ("gain", "kl", "length_ratio", "contamination")
+FIELDS = ("gain", "score", "kl", "length_ratio", "contamination")
 UNIT = st.floats(0, 1)
 
 
@@ -67,6 +70,7 @@ def test_each_rule_alone_stops_a_promotion(rule: str) -> None:
 def test_values_at_their_bounds_pass() -> None:
     at = replace(
         GOOD,
+        score=Interval(0.4, 0.3, 0.5),
         guards={GUARD.name: Interval(0.0, -0.02, 0.0)},
         kl=0.5,
         length_ratio=Interval(1.4, 1.3, 1.5),
@@ -92,12 +96,25 @@ def test_what_is_no_number_promotes_nothing(field: str, number: Any) -> None:
     assert "can't be" in decision.reason
 
 
-def test_a_first_champion_needs_no_gain_but_keeps_the_other_rules() -> None:
+def test_a_first_champion_needs_a_gain_over_the_warm_start() -> None:
+    first = replace(GOOD, against="warm_start", gain=Interval(0.1, 0.01, 0.2), contamination=0.0)
+    assert decide(first, PromoteConfig()).promote
+    nothing = replace(first, gain=Interval(0.0, 0.0, 0.0))
+    decision = decide(nothing, PromoteConfig())
+    assert not decision.promote
+    assert "+0.00 [+0.00, +0.00] points over the warm start; its lower end" in decision.reason
+    assert not decide(first, PromoteConfig(minimum_gain=0.05)).promote
+
+
+def test_bootstrap_lets_a_first_champion_in_by_the_other_rules_alone() -> None:
+    rules = RULES.model_copy(update={"bootstrap": True})
     worse = replace(GOOD, against="warm_start", gain=Interval(-0.1, -0.2, 0.0))
-    assert "there is no champion yet" in decide(worse, RULES).reason
-    assert decide(worse, RULES).promote
-    assert not decide(replace(worse, kl=0.6), RULES).promote
-    assert not decide(replace(worse, gain=None), RULES).promote
+    assert "promote.bootstrap asks nothing for the first champion" in decide(worse, rules).reason
+    assert decide(worse, rules).promote
+    assert not decide(replace(worse, kl=0.6), rules).promote
+    assert not decide(replace(worse, score=Interval(0.4, 0.2, 0.5)), rules).promote
+    assert not decide(replace(worse, gain=None), rules).promote
+    assert not decide(replace(worse, against="champion"), rules).promote
 
 
 def test_rules_that_are_not_set_ask_for_nothing() -> None:
