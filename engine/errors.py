@@ -51,6 +51,10 @@ class TrackingError(EngineError):
     """The MLflow server or registry can't be reached, or refused a write."""
 
 
+class ChampionChangedError(TrackingError):
+    """Another version became champion since a promotion was decided; deciding again repairs it."""
+
+
 class LineageError(EngineError):
     """A manifest is missing, unreadable, or does not match its artifact's content."""
 

@@ -30,6 +30,8 @@ def rollback(
     to: str = "",
     expected: str = "",
     alias: str = "champion",
+    force: bool = False,
+    approved_by: str = "",
     request: str = "",
 ) -> FlyteDirectory:
     """Restore a champion.
@@ -40,6 +42,8 @@ def rollback(
         to: The version to restore; empty: the one that the present champion replaced.
         expected: Refuse unless this version is the champion; empty: whichever is.
         alias: The alias to move.
+        force: Take `to` even if it never was champion; recorded as forced, not as a rollback.
+        approved_by: Who agrees, where approval is required and the version has none.
         request: A second call with this id changes nothing; empty: the Flyte execution.
     """
     from engine.promotion import Champions
@@ -52,7 +56,13 @@ def rollback(
         request = request or execution or f"local-{uuid.uuid4().hex[:12]}"
         tracker = Tracker()
         move = Champions(tracker, model_name, alias).rollback(
-            reason, to=to, expected=expected, request=request, by=execution or "local"
+            reason,
+            to=to,
+            expected=expected,
+            request=request,
+            by=execution or "local",
+            force=force,
+            approved_by=approved_by,
         )
         echo(f"rollback: {model_name} {alias}: {move.sentence()}")
         parents = [

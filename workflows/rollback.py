@@ -18,8 +18,10 @@ def rollback(
     to: str = "",
     expected: str = "",
     alias: str = "champion",
+    force: bool = False,
+    approved_by: str = "",
 ) -> FlyteDirectory:
-    """Restore the previous champion, or a version that is named.
+    """Restore the previous champion, or a former one that is named.
 
     Args:
         reason: Why; it is recorded with the move.
@@ -27,10 +29,18 @@ def rollback(
         to: The version to restore; empty: the one that the present champion replaced.
         expected: Refuse unless this version is the champion; empty: whichever is.
         alias: The alias to move.
+        force: Take `to` even if it never was champion; recorded as forced, not as a rollback.
+        approved_by: Who agrees, where approval is required and the version has none.
 
     Returns:
         The rollback artifact: rollback.json.
     """
     return rollback_task(
-        model_name=model_name, reason=reason, to=to, expected=expected, alias=alias
+        model_name=model_name,
+        reason=reason,
+        to=to,
+        expected=expected,
+        alias=alias,
+        force=force,
+        approved_by=approved_by,
     )

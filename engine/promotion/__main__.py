@@ -22,7 +22,10 @@ STATUS = "exit status: 0 done; 1 refused or no answer, and nothing was moved; 2 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command == "rollback" and options.force and not options.to:
+        parser.error("--force needs --to VERSION")
     try:
         champions = _champions(options)
         if options.command == "history":
@@ -36,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     request=options.request,
                     by=getpass.getuser(),
                     verify=not options.no_verify,
+                    force=options.force,
+                    approved_by=options.approved_by,
                 ),
             )
     except EngineError as error:
@@ -73,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="rollback|history")
     rollback = commands.add_parser(
         "rollback", help="restore the previous champion", epilog=STATUS,
-        description="Put the alias back on the champion before, or on a version that is named, "
+        description="Put the alias back on the champion before, or on a former one that is named, "
         "and record why.",
     )  # fmt: skip
     history = commands.add_parser(
@@ -96,6 +101,14 @@ def _parser() -> argparse.ArgumentParser:
     rollback.add_argument(
         "--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS",
         help=f"for another process's lock (default: {WAIT_SECONDS:g})",
+    )  # fmt: skip
+    rollback.add_argument(
+        "--force", action="store_true",
+        help="take --to even if it never was champion; recorded as forced, not as a rollback",
+    )  # fmt: skip
+    rollback.add_argument(
+        "--approved-by", default="", metavar="NAME",
+        help="who agrees, where promote.approval is required and the version has no approval",
     )  # fmt: skip
     rollback.add_argument(
         "--no-verify", action="store_true", help="don't re-hash MLflow's copy of what is restored"

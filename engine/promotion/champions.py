@@ -1,4 +1,4 @@
-"""Moving a model's alias: compare and set under the model's lock, and rollback.
+"""Moving a model's alias: compare and set under the model's lock, rollback, and a forced move.
 
 Every call ends in one of: moved and recorded, moved before by the same request, or an error and
 nothing moved. Whether a model should be promoted is for `rules`.
@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from engine.errors import TrackingError
+from engine.errors import ChampionChangedError, TrackingError
 from engine.promotion.checks import require_intact_copy
 from engine.promotion.history import (
+    Action,
     AliasMove,
     previous_version,
     read_moves,
@@ -49,12 +50,20 @@ class Champions:
         return _find(self.history(), request)
 
     def promote(
-        self, version: str, expected: str | None, reason: str, *, request: str, by: str = ""
+        self,
+        version: str,
+        expected: str | None,
+        reason: str,
+        *,
+        request: str,
+        by: str = "",
+        approved_by: str = "",
     ) -> AliasMove:
         """Move the alias to `version` if it still points to `expected` (None: to no version).
 
-        request: what makes a second call with it the same request, which changes nothing. Raises
-        TrackingError, naming the present champion, when the alias points elsewhere.
+        request: what makes a second call with it the same request, which changes nothing.
+        approved_by: who agreed, where the gate asked. Raises ChampionChangedError, naming the
+        present champion, when the alias points elsewhere.
         """
         with lock_model(self.registry, self.model_name, self.timeouts) as lock:
             moves = self._reconcile(lock)
@@ -63,9 +72,10 @@ class Champions:
                 return done
             current = moves[-1].version if moves else None
             if current != expected:
-                raise TrackingError(self._conflict(moves, version, expected))
-            number = _next(moves)
-            move = AliasMove(number, "promote", version, current, reason, _now(), by, request)
+                raise ChampionChangedError(self._conflict(moves, version, expected))
+            move = AliasMove(
+                _next(moves), "promote", version, current, reason, _now(), by, request, approved_by
+            )
             return self._apply(lock, move)
 
     def rollback(
@@ -77,12 +87,17 @@ class Champions:
         request: str = "",
         by: str = "",
         verify: bool = True,
+        force: bool = False,
+        approved_by: str = "",
     ) -> AliasMove:
-        """Put the alias back on the previous champion, or on version `to`.
+        """Put the alias back on the previous champion, or on version `to`, which was one.
 
         expected: the version to replace; empty: whichever the alias points to. verify: re-hash
-        MLflow's copy of what is restored. A request that was done changes nothing, nor does one
-        whose `to` is the champion already. Raises TrackingError when there is no previous one.
+        MLflow's copy of what is restored. force: `to` need not have been champion; the move is
+        recorded as forced. approved_by: who agrees, for a model whose champions need approval and
+        a version that has none. A request that was done changes nothing, nor does one whose `to`
+        is the champion already. Raises TrackingError for a version that none of this allows, and
+        when there is no previous one.
         """
         if not reason.strip():
             raise TrackingError("reason is empty; say why the champion is rolled back")
@@ -114,11 +129,49 @@ class Champions:
                     "there is no previous one; name a version to go to"
                 )
             found = self.registry.model_version(f"models:/{self.model_name}/{target}")
+            action = self._allowed(moves, target, force, approved_by)
             if verify:
                 require_intact_copy(self.registry, found)
             why, number = reason.strip(), _next(moves)
-            move = AliasMove(number, "rollback", target, last.version, why, _now(), by, request)
+            agreed = approved_by.strip()
+            move = AliasMove(number, action, target, last.version, why, _now(), by, request, agreed)
             return self._apply(lock, move)
+
+    def record_approval_rule(self, rule: str) -> None:
+        """Note on the model whether its champions need approval, which `rollback` holds to."""
+        if self.registry.require_model(self.model_name).tags.get(self._approval_tag) != rule:
+            with self.registry.translated("tag a model"):
+                self.registry.client.set_registered_model_tag(
+                    self.model_name, self._approval_tag, rule
+                )
+
+    @property
+    def _approval_tag(self) -> str:
+        return values.name(f"approval.{self.alias}")
+
+    def _allowed(
+        self, moves: Sequence[AliasMove], version: str, force: bool, approved_by: str
+    ) -> Action:
+        """What a move to `version` is; TrackingError where it may not be made."""
+        was = list(dict.fromkeys(move.version for move in moves if move.version))
+        if version not in was and not force:
+            raise TrackingError(
+                f"version {version} of {self.model_name!r} never was {self.alias}, so that this is "
+                f"no rollback; nothing was moved; name one that was ({', '.join(was)}), "
+                "promote it through the gate, or force it (--force)"
+            )
+        agreed = [move.approved_by for move in moves if move.version == version]
+        # A rule that can't be read counts as the stricter one.
+        asked = (
+            self.registry.require_model(self.model_name).tags.get(self._approval_tag, "none")
+            != "none"
+        )
+        if asked and not any(agreed) and not approved_by.strip():
+            raise TrackingError(
+                f"{self.model_name!r} has promote.approval=required, and nobody approved of "
+                f"version {version}; nothing was moved; say who does (--approved-by NAME)"
+            )
+        return "rollback" if version in was else "forced"
 
     def _read(self) -> tuple[list[AliasMove], str | None]:
         """The record as it is written, and the version that the alias points to."""

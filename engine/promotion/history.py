@@ -18,7 +18,8 @@ from engine.tracking import values
 
 MAX_REASON = 2000  # characters; a tag of MLflow's registry holds 5,000 in some databases
 
-Action = Literal["promote", "rollback", "by hand"]
+# forced: to a version that never was champion, past the gate
+Action = Literal["promote", "rollback", "forced", "by hand"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class AliasMove:
     at: str  # UTC, e.g. "2026-11-21T02:00:00Z"
     by: str = ""  # run, execution or person
     request: str = ""  # the same request is not done twice
+    approved_by: str = ""  # who agreed; empty: nobody
     done: bool = True
 
     def sentence(self) -> str:
@@ -40,6 +42,8 @@ class AliasMove:
         where = f"version {self.version}" if self.version else "nowhere"
         was = f"version {self.replaced}" if self.replaced else "nowhere"
         by = f" by {self.by}" if self.by else ""
+        if self.approved_by not in ("", self.by):
+            by += f", approved by {self.approved_by}"
         return f"{self.at} {self.action}: {was} → {where}{by}: {self.reason}"
 
 

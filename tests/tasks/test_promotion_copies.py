@@ -32,7 +32,7 @@ def test_a_champion_whose_copy_in_mlflow_was_replaced_is_not_compared_with(
     with pytest.raises(StageError, match=said):  # where it would be evaluated now
         other.promote(model, other.evaluation(model, 36))
     assert champion() == digest(current_champion)
-    Champions(Tracker(), NAME).rollback("the champion's files were replaced", to="2")
+    Champions(Tracker(), NAME).rollback("the champion's files were replaced", to="2", force=True)
     assert champion() == digest(model)
 
 

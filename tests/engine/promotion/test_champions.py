@@ -121,6 +121,44 @@ def test_rollback_goes_back_step_by_step_and_ends_at_the_first(
     assert points_to() == "3"
 
 
+def test_a_version_that_never_was_champion_is_no_rollback(
+    champions: Champions, points_to: PointsTo
+) -> None:
+    champions.promote("1", None, "first", request="a")
+    champions.promote("2", "1", "better", request="b")
+    with pytest.raises(TrackingError, match=r"3 of .* never was champion.*name one .*\(1, 2\)"):
+        champions.rollback("why", to="3")
+    with pytest.raises(TrackingError, match="reason is empty"):
+        champions.rollback("", to="3", force=True)
+    assert points_to() == "2"
+    forced = champions.rollback("the only whole one", to="3", force=True, by="ada")
+    assert (forced.action, forced.replaced, points_to()) == ("forced", "2", "3")
+    assert "forced: version 2 → version 3 by ada: the only whole one" in forced.sentence()
+    assert champions.rollback("worse").version == "2"
+    assert champions.rollback("it was one by now", to="3").action == "rollback"
+
+
+def test_approval_is_asked_for_of_a_rollback_and_of_a_forced_move(
+    champions: Champions, tracker: Tracker, model: str, points_to: PointsTo
+) -> None:
+    champions.promote("1", None, "first", request="a")
+    champions.promote("2", "1", "better", request="b", approved_by="ada")
+    champions.record_approval_rule("required")
+    for to, force in (("", False), ("3", True)):
+        with pytest.raises(TrackingError, match=r"approval=required, and nobody approved of vers"):
+            champions.rollback("why", to=to, force=force, approved_by=" ")
+    assert points_to() == "2"
+    forced = champions.rollback("why", to="3", force=True, by="bob", approved_by="eve")
+    assert "by bob, approved by eve: why" in forced.sentence()
+    assert champions.history()[-1].approved_by == "eve"
+    assert champions.rollback("why").version == "2", "ada approved of it"
+    tracker.client.set_registered_model_tag(model, "approval.champion", "?")
+    with pytest.raises(TrackingError, match="nobody approved of version 1"):
+        champions.rollback("why")
+    champions.record_approval_rule("none")
+    assert champions.rollback("why").version == "1"
+
+
 def test_a_promoter_that_died_before_or_after_the_alias_is_told_apart(
     champions: Champions, tracker: Tracker, model: str, points_to: PointsTo
 ) -> None:
@@ -247,6 +285,12 @@ def test_the_command(
     assert [(m["version"], m["reason"]) for m in moves] == [
         ("1", "first"), ("2", "better"), ("1", "drift"),
     ]  # fmt: skip
+    assert main([*words[:4], "drift", "--to", "3"]) == 1
+    assert "--force" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words[:4], "drift", "--force"])
+    assert main([*words[:4], "drift", "--to", "3", "--force"]) == 0
+    assert "forced: version 1 → version 3" in capsys.readouterr().out
     for command in (["history"], ["rollback", "--reason", "r"]):
         assert main([*command, "--model", "nobody"]) == 1
         assert "has no model 'nobody'" in capsys.readouterr().err
