@@ -55,8 +55,7 @@ def evaluate(
     from engine.evaluation.settings import comparable_settings
     from engine.evaluation.summary import summarise
 
-    settings = {**comparable_settings(data, config), "seed": seed}
-    with stage("evaluation", run, settings) as this:
+    with stage("evaluation", run, comparable_settings(data, config, seed)) as this:
         test_file = this.load_parent("dataset", dataset) / "test.parquet"
         test = pd.read_parquet(test_file)
         check_held_out(test_file.parent)

@@ -58,11 +58,11 @@ def open_promotion(
         set_current_run(None)
         folders = [local_artifact(artifact) for artifact in (dataset, policy, evaluation)]
         digest = check_evidence(*folders)
-        require_same_settings(read_manifest(folders[2]), config.data, config.evaluate)
+        seed = seed if seed >= 0 else config.seed
+        require_same_settings(read_manifest(folders[2]), config.data, config.evaluate, seed)
         Tracker(experiment=config.tracking.experiment).check()
         run = open_run(config, (digest, ""), "promote_only")
         set_current_run(run)
-    seed = seed if seed >= 0 else config.seed
     approval = config.promote.approval == "required"
     return PromotionPlan(run, config.data, config.evaluate, config.promote, seed, approval)
 

@@ -18,6 +18,7 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, EvaluateConfig, PromoteConfig
+from engine.errors import ChampionChangedError
 from tasks.context import (
     IMAGE,
     LARGE,
@@ -31,11 +32,12 @@ from tasks.context import (
 from tasks.stage import Stage, stage
 
 if TYPE_CHECKING:
-    from engine.promotion import Decision
-    from engine.storage.manifest import Manifest
+    from engine.promotion import Champions, Decision
+    from engine.storage.manifest import Manifest, Parent
     from engine.tracking import Tracker
     from engine.tracking.registry import ModelVersion
 
+DECISIONS = 5  # of one promotion, while others promote in between
 CHAMPION_ROWS = "rows_champion.parquet"
 
 
@@ -58,7 +60,6 @@ def promote(
     """
     from engine.evaluation.settings import require_same_settings
     from engine.promotion import Champions
-    from engine.promotion.champion_evaluation import champion_to_compare
     from engine.promotion.checks import check_evidence, require_intact_copy, require_unmodified
     from engine.storage.manifest import read_manifest
     from engine.tracking import Tracker
@@ -70,35 +71,21 @@ def promote(
         model = this.load_parent("policy", policy)
         evidence = this.load_parent("evaluation", evaluation)
         check_evidence(test, model, evidence)
-        require_same_settings(read_manifest(evidence), data, evaluate)
+        require_same_settings(read_manifest(evidence), data, evaluate, seed)
         datasets = require_unmodified([this.parents[1].uri, this.parents[2].uri])
         tracker = Tracker(experiment=run.experiment)
         new = read_manifest(model)
         version = register_model(tracker, this, model, new, run, config.model_name)
         require_intact_copy(tracker, version)
-        name = f"{config.model_name} version {version.version}"
         champions = Champions(tracker, config.model_name, config.alias)
-        request = f"{run.run_id}:{new.digest[:16]}"
-        case = PromotionCase(this, test, model, evidence, datasets, data, evaluate, config, seed)
-        former = champion_to_compare(tracker, champions, request)
-        if former is not None and former.tags.get("artifact_digest") == new.digest:
-            echo(f"promotion: {name} is the {config.alias} already")
-            reason = f"{name} is the {config.alias} already"
-            return publish_decision(case, version, former, None, False, reason)
-        decision, gain = compare_and_decide(case, tracker, former, approved_by)
-        if decision.promote:
-            champions.promote(
-                version.version,
-                former.version if former else None,
-                decision.reason,
-                request=request,
-                by=approved_by or run.run_id,
-            )
-        done = "is now" if decision.promote else "was not made"
-        echo(f"promotion: {name} {done} {config.alias}: {decision.reason}")
-        return publish_decision(
-            case, version, former, decision, decision.promote, decision.reason, gain
+        champions.record_approval_rule(config.approval)
+        case = PromotionCase(
+            this, test, model, evidence, datasets, data, evaluate, config, seed, approved_by
         )
+        comparison = decide_and_move(
+            case, tracker, champions, version, f"{run.run_id}:{new.digest[:16]}", run.run_id
+        )
+        return publish_decision(case, version, comparison)
 
 
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
@@ -142,6 +129,17 @@ class PromotionCase:
     evaluate: EvaluateConfig
     config: PromoteConfig
     seed: int
+    approved_by: str  # empty: nobody
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What was decided against which champion."""
+
+    former: ModelVersion | None  # the champion; None: there was none
+    decision: Decision
+    gain: list[float] | None = None  # mean and ends of the interval
+    recorded: Parent | None = None  # the champion's evaluation, where it was there already
 
 
 def register_model(
@@ -165,34 +163,88 @@ def register_model(
     return tracker.model_version(f"models:/{name}/{number}")
 
 
+def decide_and_move(
+    case: PromotionCase,
+    tracker: Tracker,
+    champions: Champions,
+    version: ModelVersion,
+    request: str,
+    by: str,
+) -> Comparison:
+    """Decide against the present champion, and move the alias if the rules allow.
+
+    Another promotion may come in between; then the decision is made again, against its champion.
+    """
+    from engine.promotion import Decision
+    from engine.promotion.champion_evaluation import champion_to_compare
+
+    name, alias = f"{version.name} version {version.version}", champions.alias
+    for left in reversed(range(DECISIONS)):
+        former = champion_to_compare(tracker, champions, request)
+        digest = version.tags["artifact_digest"]
+        if former is not None and former.tags.get("artifact_digest") == digest:
+            reason = f"{name} is the {alias} already"
+            echo(f"promotion: {reason}")
+            return Comparison(former, Decision(False, reason, ()))
+        comparison = compare_and_decide(case, tracker, former)
+        decision = comparison.decision
+        if not decision.promote:
+            break
+        try:
+            champions.promote(
+                version.version,
+                former.version if former else None,
+                decision.reason,
+                request=request,
+                by=case.approved_by or by,
+                approved_by=case.approved_by,
+            )
+            break
+        except ChampionChangedError as error:
+            if not left:
+                raise
+            echo(f"promotion: decided again: {error}")
+    done = "is now" if decision.promote else "was not made"
+    echo(f"promotion: {name} {done} {alias}: {decision.reason}")
+    return comparison
+
+
 def compare_and_decide(
-    case: PromotionCase, tracker: Tracker, former: ModelVersion | None, approved_by: str
-) -> tuple[Decision, list[float] | None]:
+    case: PromotionCase, tracker: Tracker, former: ModelVersion | None
+) -> Comparison:
     """Compare the new model with the champion (without one, the warm start), and decide."""
     import pandas as pd
 
     from engine.promotion import decide
     from engine.promotion.champion_evaluation import Evaluated, champion_evaluation
     from engine.promotion.measurements import measure
+    from engine.storage.manifest import read_manifest
 
     after = pd.read_parquet(case.evaluation / "rows_rl.parquet")
     against: Literal["champion", "warm_start"] = "champion" if former else "warm_start"
     if former is None:
-        before = pd.read_parquet(case.evaluation / "rows_warm_start.parquet")
+        before, recorded = pd.read_parquet(case.evaluation / "rows_warm_start.parquet"), None
     else:
         champion = champion_evaluation(
             tracker,
             former,
             case.config.alias,
-            Evaluated(case.dataset, after, case.data, case.evaluate, case.seed),
+            Evaluated(
+                case.dataset,
+                after,
+                read_manifest(case.evaluation),
+                case.data,
+                case.evaluate,
+                case.seed,
+            ),
             scratch=case.this.folder.parent,
             notify=lambda text: echo(f"promotion: {text}"),
         )
-        before = champion.rows
-        if champion.recorded is not None:
-            case.this.parents.append(champion.recorded)
-        else:
-            before.to_parquet(case.this.folder / CHAMPION_ROWS, index=False)
+        before, recorded = champion.rows, champion.recorded
+    rows = case.this.folder / CHAMPION_ROWS
+    rows.unlink(missing_ok=True)  # of a decision that is made again
+    if former is not None and recorded is None:
+        before.to_parquet(rows, index=False)
     measurements = measure(
         before,
         after,
@@ -202,45 +254,37 @@ def compare_and_decide(
         rules=case.config,
         evaluate=case.evaluate,
         seed=case.seed,
-        approved_by=approved_by,
+        approved_by=case.approved_by,
     )
     text = json.dumps(measurements.to_dict(), indent=2, sort_keys=True)
     (case.this.folder / "evidence.json").write_text(text)
     gain = measurements.gain
     interval = [gain.mean, gain.low, gain.high] if gain is not None else None
-    return decide(measurements, case.config), interval
+    return Comparison(former, decide(measurements, case.config), interval, recorded)
 
 
 def publish_decision(
-    case: PromotionCase,
-    version: ModelVersion,
-    former: ModelVersion | None,
-    decision: Decision | None,
-    promoted: bool,
-    reason: str,
-    gain: list[float] | None = None,
+    case: PromotionCase, version: ModelVersion, comparison: Comparison
 ) -> FlyteDirectory:
     """Write the decision with the champion that it was made against, and publish the artifact."""
     from engine.promotion.champion_evaluation import version_parent
     from engine.storage.manifest import read_manifest
 
-    this = case.this
-    parent = version_parent(former, "champion") if former else None
-    if parent is not None:
-        this.parents.append(parent)
+    this, former, decision = case.this, comparison.former, comparison.decision
+    parents = [comparison.recorded, version_parent(former, "champion") if former else None]
+    this.parents += [parent for parent in parents if parent is not None]
     record: dict[str, Any] = {
-        "promoted": promoted,
-        "reason": reason,
+        "promoted": decision.promote,
+        "reason": decision.reason,
         "model_name": version.name,
         "model_version": version.version,
         "alias": case.config.alias,
         "previous_champion": former.version if former else None,
-        "gain": gain,
+        "gain": comparison.gain,
         "evaluation_digest": read_manifest(case.evaluation).digest,
-        "waits_for_approval": bool(decision and decision.waits_for_approval),
+        "waits_for_approval": decision.waits_for_approval,
     }
     this.tracked.set_tags({k: str(v) for k, v in record.items()})
-    outcomes = decision.to_dict()["outcomes"] if decision else []
-    text = json.dumps({**record, "outcomes": outcomes}, indent=2)
+    text = json.dumps({**record, "outcomes": decision.to_dict()["outcomes"]}, indent=2)
     (this.folder / "decision.json").write_text(text)
-    return this.publish({"promoted": float(promoted)})
+    return this.publish({"promoted": float(decision.promote)})

@@ -1,7 +1,11 @@
-"""The settings that decide whether two evaluations can be compared."""
+"""What two evaluations must share to be comparable: settings, seed, scorer and code.
+
+The problems themselves are compared by `rows.prompt_digest`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine.config import DataConfig, EvaluateConfig
@@ -11,42 +15,69 @@ from engine.redaction import redact_values
 if TYPE_CHECKING:
     from engine.storage.manifest import Manifest
 
-Settings = dict[str, dict[str, Any]]  # section → key → JSON value
+SCORER = "answer_match"  # module of engine.rewards that tells right answers from wrong ones
+KEYS = ("data", "evaluate", "seed", "scorer")
+
+Settings = dict[str, Any]  # JSON values by key
 
 
-def comparable_settings(data: DataConfig, config: EvaluateConfig) -> Settings:
+def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> Settings:
     """The settings that two evaluations must share to be comparable, as manifests record them.
 
-    Of `data` only the token budget counts; the problems themselves are compared by digest.
+    Of `data` only the token budget counts.
     """
     return {
         "data": {"max_response_length": data.max_response_length},
         "evaluate": redact_values(config.model_dump(mode="json")),
+        "seed": seed,
+        "scorer": SCORER,
     }
 
 
 def recorded_settings(evaluation: Manifest) -> Settings:
     """`comparable_settings` as an evaluation's manifest records them; LineageError if missing."""
-    found: Settings = {}
-    for key in ("data", "evaluate"):
-        value = evaluation.config.get(key)
-        if not isinstance(value, dict):
+    for key in KEYS:
+        if key not in evaluation.config:
             raise LineageError(
                 f"the evaluation {evaluation.digest[:12]} has no record of its settings {key!r}, "
                 "so nothing can be compared with it; evaluate the model again"
             )
-        found[key] = value
-    return found
+    return {key: evaluation.config[key] for key in KEYS}
 
 
-def require_same_settings(evaluation: Manifest, data: DataConfig, config: EvaluateConfig) -> None:
+def require_same_settings(
+    evaluation: Manifest, data: DataConfig, config: EvaluateConfig, seed: int
+) -> None:
     """Raise LineageError where an evaluation was made under other settings than these."""
-    found = recorded_settings(evaluation)
-    for section, wanted in comparable_settings(data, config).items():
-        for key in sorted(wanted.keys() | found[section].keys()):
-            here, there = wanted.get(key), found[section].get(key)
-            if here != there:
-                raise LineageError(
-                    f"{section}.{key} is {here!r}, and the evaluation {evaluation.digest[:12]} was "
-                    f"made with {there!r}; give the settings of that run, or evaluate again"
-                )
+    wanted, found = comparable_settings(data, config, seed), recorded_settings(evaluation)
+    for key, (here, there) in _differences(wanted, found).items():
+        raise LineageError(
+            f"{key} is {here!r}, and the evaluation {evaluation.digest[:12]} was made with "
+            f"{there!r}; give the settings of that run, or evaluate again"
+        )
+
+
+def incomparable(one: Manifest, other: Manifest) -> list[str]:
+    """What two evaluations don't share, e.g. `["evaluate.temperature", "the code"]`.
+
+    Code is compared by its sources, which tell apart what one commit with edits has in common.
+    """
+    found = list(_differences(recorded_settings(one), recorded_settings(other)))
+    return found + ["the code"] * (one.sources_digest != other.sources_digest)
+
+
+def _differences(one: Settings, other: Settings) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ, e.g. `{"evaluate.k": (4, 8)}`, in order."""
+    first, second = _flat(one), _flat(other)
+    keys = sorted(first.keys() | second.keys())
+    return {
+        key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)
+    }
+
+
+def _flat(settings: Settings) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        below = value if isinstance(value, Mapping) else {"": value}
+        flat |= {f"{key}.{name}".rstrip("."): entry for name, entry in below.items()}
+    return flat

@@ -13,10 +13,11 @@ import pandas as pd
 from engine.config import DataConfig, EvaluateConfig
 from engine.errors import EngineError, LineageError
 from engine.evaluation.rows import prompt_digest
-from engine.evaluation.settings import comparable_settings, recorded_settings
+from engine.evaluation.settings import incomparable
 from engine.promotion.checks import require_intact_copy
 from engine.storage.artifacts import local_path
-from engine.storage.manifest import Parent, verify
+from engine.storage.code_version import sources_digest
+from engine.storage.manifest import Manifest, Parent, verify
 
 if TYPE_CHECKING:
     from engine.promotion.champions import Champions
@@ -30,6 +31,7 @@ class Evaluated:
 
     dataset: Path  # folder with test.parquet
     rows: pd.DataFrame  # of the new model
+    manifest: Manifest  # of its evaluation
     data: DataConfig
     evaluate: EvaluateConfig
     seed: int
@@ -81,8 +83,9 @@ def champion_evaluation(
     """Read the champion's recorded evaluation, or evaluate it now in the folder `scratch`.
 
     A recorded evaluation counts only when its artifact is intact, is the recorded one, is of this
-    champion, and has the same problems and settings. MLflow's copy of the champion must match its
-    tags in both cases; LineageError otherwise.
+    champion, has the same problems, and was made as the new model's was. MLflow's copy of the
+    champion must match its tags in both cases, and what is evaluated now needs an evaluation of
+    the new model by this code; LineageError otherwise.
     """
     try:
         require_intact_copy(tracker, champion)
@@ -90,14 +93,18 @@ def champion_evaluation(
         raise LineageError(
             f"the present {alias} can't be compared with: {error}; to put a whole version in its "
             f"place: python -m engine.promotion rollback --model {champion.name} --to VERSION "
-            "--reason …"
+            "--reason … (and --force for one that never was champion)"
         ) from error
     try:
-        found = _recorded(champion, new)
-        if found is not None:
-            return found
+        return _recorded(champion, new)
     except (EngineError, OSError) as error:
         notify(f"the champion's recorded evaluation can't be used ({error})")
+    if new.manifest.sources_digest != sources_digest():
+        raise LineageError(
+            f"the evaluation {new.manifest.digest[:12]} was made by other code "
+            f"({new.manifest.code_version}) than would evaluate the champion now; nothing was "
+            "moved; evaluate the model again with this code, then promote it"
+        )
     notify(f"evaluating the champion (version {champion.version}) on these problems")
     from engine.evaluation.evaluate import evaluate_model  # torch takes seconds
 
@@ -114,15 +121,15 @@ def champion_evaluation(
     return ChampionEvaluation(rows, None)
 
 
-def _recorded(champion: ModelVersion, new: Evaluated) -> ChampionEvaluation | None:
-    """The champion's own evaluation; None when it is of other problems or settings.
+def _recorded(champion: ModelVersion, new: Evaluated) -> ChampionEvaluation:
+    """The champion's own evaluation.
 
-    Raises LineageError or StorageError when it is gone, not what was recorded, or has no record of
-    its settings.
+    Raises LineageError or StorageError when there is none, it is gone, not what was recorded, of
+    other problems, or made in another way.
     """
     uri = champion.tags.get("evaluation_uri", "")
     if not uri:
-        return None
+        raise LineageError("its version has no tag evaluation_uri")
     folder = local_path(uri)
     manifest = verify(folder)
     if manifest.own_digest != champion.tags.get("evaluation_manifest"):
@@ -130,9 +137,9 @@ def _recorded(champion: ModelVersion, new: Evaluated) -> ChampionEvaluation | No
     of = {parent.name: parent.digest for parent in manifest.parents}
     if of.get("policy") != champion.tags.get("artifact_digest"):
         raise LineageError(f"{uri} is of another model")
-    if recorded_settings(manifest) != comparable_settings(new.data, new.evaluate):
-        return None
+    if different := incomparable(manifest, new.manifest):
+        raise LineageError(f"it differs from the new model's in {', '.join(different)}")
     rows = pd.read_parquet(folder / "rows_rl.parquet")
     if prompt_digest(rows) != prompt_digest(new.rows):
-        return None
+        raise LineageError("it is of other problems")
     return ChampionEvaluation(rows, manifest.as_parent("champion_evaluation", uri))

@@ -56,12 +56,18 @@ class Bench:
             return publish(folder, draft)
 
     def evaluation(
-        self, model: Path, correct: int, length: float = 4.0, recorded: bool = True
+        self,
+        model: Path,
+        correct: int,
+        length: float = 4.0,
+        recorded: bool = True,
+        changed: dict[str, Any] | None = None,
     ) -> Path:
         """Publish an evaluation in which the first `correct` greedy answers are right.
 
         length: tokens of each response.
         recorded: whether it says which budget of tokens it was made with.
+        changed: settings that it says it was made with, other than these.
         """
         test = pd.read_parquet(self.dataset / "test.parquet")
         before = evaluate_model(
@@ -82,10 +88,11 @@ class Bench:
                 read_manifest(artifact).as_parent(name, artifact)
                 for name, artifact in (("dataset", self.dataset), ("policy", model))
             )
-            settings = comparable_settings(self.data, EVALUATE)
+            settings = comparable_settings(self.data, EVALUATE, 0)
             if not recorded:
                 del settings["data"]
-            return publish(folder, Draft(kind="evaluation", parents=parents, config=settings))
+            config = settings | (changed or {})
+            return publish(folder, Draft(kind="evaluation", parents=parents, config=config))
 
     def promote(
         self,

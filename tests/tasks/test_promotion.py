@@ -19,12 +19,26 @@ from promotion_bench import NAME, Bench, champion, digest, spoil
 
 import tasks.promote
 from engine.config import GuardConfig, PromoteConfig
+from engine.errors import TrackingError
 from engine.promotion import Champions
 from engine.storage.artifacts import publish, staging
 from engine.storage.manifest import Draft, read_manifest
 from engine.tracking import Tracker
 from tasks.context import RunContext, StageError
 from tasks.promote import waits_for_approval
+
+
+def test_a_first_model_without_a_gain_or_below_the_required_score_is_no_champion(
+    bench: Bench,
+) -> None:
+    model = bench.model(seed=1)
+    useless, good = bench.evaluation(model, 0), bench.evaluation(model, 20)
+    assert not bench.promote(model, useless)["promoted"]
+    decision = bench.promote(model, good, PromoteConfig(minimum_score=0.4))
+    assert "pass@1 is 50.00% [35.20%, 64.80%]; its lower end must be" in decision["reason"]
+    assert champion() is None
+    assert bench.promote(model, useless, PromoteConfig(bootstrap=True))["promoted"]
+    assert champion() == digest(model)
 
 
 def test_a_worse_model_is_not_promoted_and_told_why(bench: Bench, current_champion: Path) -> None:
@@ -135,26 +149,39 @@ def test_a_retry_after_the_alias_moved_says_the_same(bench: Bench, current_champ
     assert moves[-1].reason == first["reason"]
 
 
-def test_a_champion_that_came_during_the_evaluation_stays(
-    bench: Bench, current_champion: Path, monkeypatch: pytest.MonkeyPatch
+def test_against_a_champion_that_came_during_the_evaluation_it_is_decided_again(
+    bench: Bench,
+    current_champion: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     rival, model = bench.model(seed=3), bench.model(seed=2)
     evidence = bench.evaluation(model, 36)
     rivals = bench.promote(rival, bench.evaluation(rival, 0))["model_version"]
     compare = tasks.promote.compare_and_decide
+    champions = Champions(Tracker(), NAME)
+    others = [(rivals, "1"), ("1", rivals)]  # who promote in between, and whom they replace
 
     def slow(*arguments: Any) -> Any:
         """Decide; meanwhile somebody else promotes."""
         decided = compare(*arguments)
-        Champions(Tracker(), NAME).promote(rivals, "1", "a rival", request="rival", by="ada")
+        for version, former in others[:1]:
+            champions.promote(version, former, "a rival", request=version, by="ada")
+        del others[:1]
         return decided
 
     monkeypatch.setattr(tasks.promote, "compare_and_decide", slow)
-    with pytest.raises(StageError, match=r"on version 2 now, .* by ada: a rival"):
-        bench.promote(model, evidence)
+    with monkeypatch.context() as once:
+        once.setattr(tasks.promote, "DECISIONS", 1)
+        with pytest.raises(StageError, match=r"on version 2 now, .* by ada: a rival"):
+            bench.promote(model, evidence)
     assert champion() == digest(rival)
-    monkeypatch.setattr(tasks.promote, "compare_and_decide", compare)
-    assert bench.promote(model, evidence)["previous_champion"] == rivals
+    decision = bench.promote(model, evidence)
+    assert (decision["promoted"], decision["previous_champion"]) == (True, "1")
+    assert "on version 1 now" in capsys.readouterr().out
+    parents = [parent.name for parent in read_manifest(bench.folder).parents]
+    assert parents.count("champion_evaluation") == parents.count("champion") == 1
+    assert [move.version for move in champions.history()] == ["1", "2", "1", "3"]
 
 
 def test_longer_answers_and_a_regression_are_not_promoted(
@@ -205,8 +232,13 @@ def test_an_approval_is_waited_for_and_then_taken(bench: Bench, current_champion
     assert champion() == digest(model)
     assert Champions(Tracker(), NAME).history()[-1].by == "ada"
     worse = bench.model(seed=3)
-    bench.promote(worse, bench.evaluation(worse, 0), rules)
+    declined = bench.promote(worse, bench.evaluation(worse, 0), rules)["model_version"]
     assert waits_for_approval(promotion=FlyteDirectory(str(bench.folder))) is False
+    with pytest.raises(TrackingError, match=r"never was champion"):
+        Champions(Tracker(), NAME).rollback("why", to=declined)
+    with pytest.raises(TrackingError, match=r"nobody approved of version 3; nothing was moved"):
+        Champions(Tracker(), NAME).rollback("why", to=declined, force=True)
+    assert champion() == digest(model)
 
 
 def test_an_evaluation_of_another_model_promotes_nobody(

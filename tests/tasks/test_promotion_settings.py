@@ -10,7 +10,10 @@ import pytest
 from flytekit.types.directory import FlyteDirectory
 from promotion_bench import EVALUATE, NAME, Bench, champion, digest, make_bench, new_run, spoil
 
-from engine.evaluation.settings import comparable_settings
+import engine.storage.manifest
+from engine.config import PromoteConfig
+from engine.evaluation.settings import comparable_settings, incomparable
+from engine.promotion import Champions
 from engine.storage.manifest import read_manifest
 from engine.tracking import Tracker
 from tasks.context import StageError
@@ -64,14 +67,55 @@ def test_a_champion_of_another_budget_of_tokens_is_evaluated_under_this_one(
 def test_a_champion_whose_evaluation_has_no_record_of_its_budget_is_evaluated_anew(
     bench: Bench, current_champion: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old = bench.evaluation(current_champion, 20, recorded=False)
-    client = Tracker().client
-    client.set_model_version_tag(NAME, "1", "evaluation_uri", str(old))
-    client.set_model_version_tag(NAME, "1", "evaluation_manifest", read_manifest(old).own_digest)
+    record(bench.evaluation(current_champion, 20, recorded=False))
     model = bench.model(seed=2)
     decision = bench.promote(model, bench.evaluation(model, 12))
     assert "has no record of its settings 'data'" in capsys.readouterr().out
     assert decision["gain"][0] == pytest.approx(12 / 40)
+
+
+def record(evidence: Path) -> None:
+    """Make this the recorded evaluation of version 1."""
+    client, own = Tracker().client, read_manifest(evidence).own_digest
+    client.set_model_version_tag(NAME, "1", "evaluation_uri", str(evidence))
+    client.set_model_version_tag(NAME, "1", "evaluation_manifest", own)
+
+
+def test_a_champion_judged_by_another_seed_scorer_or_code_is_evaluated_anew(
+    bench: Bench,
+    current_champion: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = bench.model(seed=2)
+    evidence = bench.evaluation(model, 36)
+    with monkeypatch.context() as before:
+        before.setattr(engine.storage.manifest, "sources_digest", lambda: "0" * 64)
+        record(bench.evaluation(current_champion, 20, changed={"seed": 1, "scorer": "judge"}))
+        old = bench.evaluation(model, 35)
+    decision = bench.promote(model, evidence)
+    said = "it differs from the new model's in scorer, seed, the code"
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert decision["gain"][0] == pytest.approx(36 / 40), "not 16 of 40 by another measure"
+    Champions(Tracker(), NAME).rollback("judged again")
+    with pytest.raises(StageError, match=r"made by other code .* evaluate the model again"):
+        bench.promote(model, old)
+    assert champion() == digest(current_champion)
+
+
+def test_what_two_evaluations_must_share(bench: Bench) -> None:
+    one = read_manifest(bench.evaluation(bench.model(seed=1), 20))
+    assert incomparable(one, one) == []
+    for key, value, said in (
+        ("seed", 1, "seed"),
+        ("scorer", "judge", "scorer"),
+        ("data", {"max_response_length": 8}, "data.max_response_length"),
+        ("evaluate", {**EVALUATE.model_dump(), "temperature": 0.5}, "evaluate.temperature"),
+        ("evaluate", {**EVALUATE.model_dump(), "engine": "vllm"}, "evaluate.engine"),
+    ):
+        other = one.model_copy(update={"config": {**one.config, key: value}})
+        assert incomparable(one, other) == [said]
+    assert incomparable(one, one.model_copy(update={"sources_digest": "0"})) == ["the code"]
 
 
 def test_an_evaluation_with_other_settings_than_the_promotion_promotes_nobody(
@@ -98,6 +142,8 @@ def test_an_evaluation_with_other_settings_than_the_promotion_promotes_nobody(
     with pytest.raises(StageError, match=r"evaluate\.\w+ is .* was made with"):
         open_promotion(config=RLHFConfig(data=bench.data), **given)
     same = RLHFConfig(data=bench.data, evaluate=EVALUATE)
+    with pytest.raises(StageError, match=r"seed is 1, and the evaluation \w+ was made with 0"):
+        open_promotion(config=same, **{**given, "seed": 1})
     assert open_promotion(config=same, **given).evaluate == EVALUATE
 
 
@@ -113,6 +159,8 @@ def test_the_evaluation_of_a_run_records_what_it_is_compared_by(bench: Bench) ->
         seed=0,
     )
     config = read_manifest(output.path).config
-    assert config == {**comparable_settings(bench.data, EVALUATE), "seed": 0}
+    assert config == comparable_settings(bench.data, EVALUATE, 0)
+    assert (config["seed"], config["scorer"]) == (0, "answer_match")
     assert config["data"] == {"max_response_length": 4}
-    assert bench.promote(model, Path(output.path))["promoted"], "the first needs no gain"
+    rules = PromoteConfig(bootstrap=True)
+    assert bench.promote(model, Path(output.path), rules)["promoted"]
