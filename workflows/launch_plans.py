@@ -58,6 +58,7 @@ promote = launch_plan(
     "promote",
     default_inputs={"config": settings("full")},
     notify_on=TERMINAL_PHASES,
+    one_at_a_time=True,
 )
 
 # At 2 in the morning, UTC. Files written until then belong to this run.
@@ -67,6 +68,7 @@ nightly_retraining = launch_plan(
     default_inputs={"config": settings("nightly"), "profile": ProfileName.A100_8},
     schedule=CronSchedule(schedule="0 2 * * *", kickoff_time_input_arg="kickoff"),
     notify_on=TERMINAL_PHASES,
+    one_at_a_time=True,
 )
 
 rollback = launch_plan(rollback_workflow, "rollback", notify_on=TERMINAL_PHASES)

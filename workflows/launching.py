@@ -88,10 +88,12 @@ def launch_plan(
     schedule: CronSchedule | FixedRate | None = None,
     notify_on: Sequence[int] = FAILED,
     labels: Mapping[str, str] | None = None,
+    one_at_a_time: bool = False,
 ) -> Launch:
     """Make a launch plan and note it in `LAUNCH_PLANS`.
 
-    One execution at a time: a second one is skipped, as two would promote over each other. The
+    one_at_a_time: skip an execution while another one runs. Two that promote are no harm, as moves
+    of the alias are serialised; it is for those of which a second has nothing to do. The
     addresses of HYBRIDFLYTE_NOTIFY get a mail in the phases `notify_on`.
     """
     addresses = notification_addresses()
@@ -106,7 +108,7 @@ def launch_plan(
         else [],
         labels=Labels({"app": "hybridflyte", "launch-plan": name, **(labels or {})}),
         max_parallelism=MAX_PARALLELISM,
-        concurrency=ConcurrencyPolicy(1, ConcurrencyLimitBehavior.SKIP),
+        concurrency=ConcurrencyPolicy(1, ConcurrencyLimitBehavior.SKIP) if one_at_a_time else None,
     )
     assert isinstance(made, Launch)
     LAUNCH_PLANS[name] = made

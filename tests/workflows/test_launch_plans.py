@@ -58,10 +58,14 @@ def test_all_are_registered(registered: Registered) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_one_at_a_time_and_labelled(registered: Registered, name: str) -> None:
+def test_all_are_labelled_and_only_what_promotes_runs_one_at_a_time(
+    registered: Registered, name: str
+) -> None:
     spec = registered.launch_plan(name)
-    assert spec.concurrency_policy.max == 1
-    assert spec.concurrency_policy.behavior == CONCURRENCY_LIMIT_BEHAVIOR_SKIP
+    assert spec.HasField("concurrency_policy") is (name in ("promote", "nightly_retraining"))
+    if spec.HasField("concurrency_policy"):
+        assert spec.concurrency_policy.max == 1
+        assert spec.concurrency_policy.behavior == CONCURRENCY_LIMIT_BEHAVIOR_SKIP
     assert spec.max_parallelism == 8
     assert dict(spec.labels.values) == {"app": "hybridflyte", "launch-plan": name}
 
