@@ -30,7 +30,7 @@ def rollback(
     to: str = "",
     expected: str = "",
     alias: str = "champion",
-    force: bool = False,
+    forced: bool = False,
     approved_by: str = "",
     request: str = "",
 ) -> FlyteDirectory:
@@ -42,7 +42,7 @@ def rollback(
         to: The version to restore; empty: the one that the present champion replaced.
         expected: Refuse unless this version is the champion; empty: whichever is.
         alias: The alias to move.
-        force: Take `to` even if it never was champion; recorded as forced, not as a rollback.
+        forced: Take `to` even if it never was champion; recorded as forced, not as a rollback.
         approved_by: Who agrees, where approval is required and the version has none.
         request: A second call with this id changes nothing; empty: the Flyte execution.
     """
@@ -61,7 +61,7 @@ def rollback(
             expected=expected,
             request=request,
             by=execution or "local",
-            force=force,
+            force=forced,
             approved_by=approved_by,
         )
         echo(f"rollback: {model_name} {alias}: {move.sentence()}")

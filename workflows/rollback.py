@@ -18,7 +18,7 @@ def rollback(
     to: str = "",
     expected: str = "",
     alias: str = "champion",
-    force: bool = False,
+    forced: bool = False,  # pyflyte run has a --force of its own
     approved_by: str = "",
 ) -> FlyteDirectory:
     """Restore the previous champion, or a former one that is named.
@@ -29,7 +29,7 @@ def rollback(
         to: The version to restore; empty: the one that the present champion replaced.
         expected: Refuse unless this version is the champion; empty: whichever is.
         alias: The alias to move.
-        force: Take `to` even if it never was champion; recorded as forced, not as a rollback.
+        forced: Take `to` even if it never was champion; recorded as forced, not as a rollback.
         approved_by: Who agrees, where approval is required and the version has none.
 
     Returns:
@@ -41,6 +41,6 @@ def rollback(
         to=to,
         expected=expected,
         alias=alias,
-        force=force,
+        forced=forced,
         approved_by=approved_by,
     )
