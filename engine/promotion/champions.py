@@ -162,11 +162,8 @@ class Champions:
             )
         agreed = [move.approved_by for move in moves if move.version == version]
         # A rule that can't be read counts as the stricter one.
-        asked = (
-            self.registry.require_model(self.model_name).tags.get(self._approval_tag, "none")
-            != "none"
-        )
-        if asked and not any(agreed) and not approved_by.strip():
+        rule = self.registry.require_model(self.model_name).tags.get(self._approval_tag, "none")
+        if rule != "none" and not any(agreed) and not approved_by.strip():
             raise TrackingError(
                 f"{self.model_name!r} has promote.approval=required, and nobody approved of "
                 f"version {version}; nothing was moved; say who does (--approved-by NAME)"
