@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +19,10 @@ from engine.errors import DataError
 from engine.storage.filesystem import Files, as_path, is_remote, read_file, translated
 
 SUFFIXES = (".jsonl", ".parquet")
+DEEPEST = 64  # lists and objects in each other; JSON, Parquet and pickle take several times that
+
+_TOO_DEEP = f"has lists or objects nested more than {DEEPEST} levels deep; flatten them"
+_MAYBE_LONE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of a surrogate, in a pair or alone
 
 
 def read_rows(uri: str | Path) -> list[dict[str, Any]]:
@@ -64,30 +70,78 @@ def list_files(folder: str | Path) -> dict[str, int]:
 
 
 def _parse_jsonl(data: bytes, name: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{name}, line {number}: not valid JSON ({error}); each line must be one object"
-            ) from None
-        if not isinstance(row, dict):
-            raise DataError(
-                f"{name}, line {number}: a JSON {type(row).__name__}, not an object with columns"
-            )
-        rows.append(row)
-    return rows
+    lines = enumerate(data.split(b"\n"), start=1)
+    return [_parse_line(line, f"{name}, line {n}") for n, line in lines if line.strip()]
+
+
+def _parse_line(line: bytes, where: str) -> dict[str, Any]:
+    """Parse one object whose values can be written again: as UTF-8, as JSON, and to Parquet."""
+    try:
+        text = line.decode("utf-8-sig")
+        row = json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{where}: not valid JSON ({error}); each line must be one object"
+        ) from None
+    except RecursionError:
+        raise DataError(f"{where}: {_TOO_DEEP}") from None
+    except ValueError:
+        column = _column_with_long_number(text)
+        raise DataError(
+            f"{where}: column {column!r} has a whole number of more than "
+            f"{sys.get_int_max_str_digits()} digits; write it as text"
+        ) from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a JSON {type(row).__name__}, not an object with columns")
+    if line.count(b"[") + line.count(b"{") > DEEPEST:
+        for column, value in row.items():
+            if _is_too_deep(value):
+                raise DataError(f"{where}: column {column!r} {_TOO_DEEP}")
+    if _MAYBE_LONE.search(text):
+        for column, value in row.items():
+            if _has_lone_surrogate({column: value}):
+                raise DataError(
+                    f"{where}: column {column!r} has half of a UTF-16 surrogate pair, such as "
+                    '"\\ud83d", which is no character; write the pair, or leave it out'
+                )
+    return row
+
+
+def _is_too_deep(value: Any) -> bool:
+    """Whether lists and objects lie in each other more than `DEEPEST` levels; doesn't recurse."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [v for v in level if isinstance(v, list | dict)]
+        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
+        if not level:
+            return False
+    return any(isinstance(v, list | dict) for v in level)
+
+
+def _has_lone_surrogate(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _column_with_long_number(text: str) -> str:
+    """The column of a JSON object that holds a number too long for Python."""
+    limit, mark = sys.get_int_max_str_digits(), "\ud800"  # which no digits contain
+    row = json.loads(text, parse_int=lambda digits: mark if len(digits) > limit else digits)
+    columns = row.items() if isinstance(row, dict) else []
+    return next((column for column, value in columns if _has_lone_surrogate(value)), "")
 
 
 def _parse_parquet(data: bytes, name: str) -> list[dict[str, Any]]:
     try:
         return pq.read_table(io.BytesIO(data)).to_pylist()
-    except (pa.ArrowException, OSError) as error:
+    # ValueError: dates outside Python's years and text that isn't UTF-8, found as values are made.
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"{name} is not a readable Parquet file ({error}); write it again"
+            f"{name} is not a readable Parquet file ({reason}); write it again"
         ) from None
 
 
