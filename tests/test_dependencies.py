@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -252,3 +253,11 @@ def test_ray_groups_load_only_when_ray_is_asked_for() -> None:
         if "engine.controller.ray_groups" in imports(path, at_import_time=True)
     }
     assert users == set()
+
+
+def test_no_link_is_a_part_of_the_repository() -> None:
+    """A worktree's link to an environment, once merged, takes the place of the environment."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert [line for line in listed.stdout.splitlines() if line.startswith("120000")] == []
