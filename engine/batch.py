@@ -66,6 +66,16 @@ FIELDS: dict[str, Field] = {
     "truncated": Field("B", torch.bool, "the completion hit the length limit before its end token"),
 }
 
+COLUMNS: dict[str, str] = {
+    "prompt_ids": "tokens of the prompt, not yet padded",
+    "partial_group": "what rollout has decoded of a group that is continued, or None",
+    "completion": "text of the response",
+    "completions": "argument of reward functions",
+    "has_format": "the completion ends in an answer line",
+    "reward_error_cause": 'why the reward failed, or ""',
+    "reward_component_names": "names of the parts of the score, the same in each row",
+}
+"""Columns that roles add to those of the data, whose own must have other names."""
 
 # The fields that a forward pass over completions reads.
 TOKENS = ("input_ids", "attention_mask", "responses")

@@ -7,7 +7,6 @@ champion's own, byte for byte.
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,23 +14,16 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, RetrainConfig
-from tasks.context import IMAGE, SMALL, RunContext, echo, local_artifact
-from tasks.preprocess import SPLITS, check_contract, write_splits
+from tasks.context import RunContext, echo, local_artifact
+from tasks.preprocess import DATASET_TASK, SPLITS, check_contract, write_splits
 from tasks.retraining_trigger import NewData, read_ledger, write_ledger
-from tasks.stage import stage, stage_cache
+from tasks.stage import stage
 
 if TYPE_CHECKING:
     from engine.data.sources import Splits
 
 
-@task(
-    cache=stage_cache(),
-    requests=SMALL,
-    container_image=IMAGE,
-    retries=3,
-    interruptible=True,
-    timeout=timedelta(hours=2),
-)
+@task(**DATASET_TASK)
 def ingest(
     run: RunContext,
     champion: FlyteDirectory,

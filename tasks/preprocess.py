@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
 
     from engine.data.sources import Splits
 
+DATASET_TASK: dict[str, Any] = {
+    "cache": stage_cache(),
+    "requests": SMALL,
+    "container_image": IMAGE,
+    "retries": 3,
+    "interruptible": True,
+    "timeout": timedelta(hours=2),
+}
 SPLITS = ("sft_train", "sft_validation", "train", "validation", "test")
 
 
-@task(
-    cache=stage_cache(),
-    requests=SMALL,
-    container_image=IMAGE,
-    retries=3,
-    interruptible=True,
-    timeout=timedelta(hours=2),
-)
+@task(**DATASET_TASK)
 def preprocess(
     run: RunContext,
     data: DataConfig,
@@ -101,7 +102,7 @@ def write_split(frame: pd.DataFrame, path: Path) -> None:
 
     try:
         frame.to_parquet(path, index=False)
-    except (pa.ArrowException, OverflowError) as error:
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
         words = str(error).splitlines()[0]
         raise DataError(
             f"{path.stem} can't be written as Parquet ({words}); give each column, and each field "
@@ -138,29 +139,36 @@ def fit_to_context(
     """Drop rows whose prompt is over `data.max_prompt_length` (if set), then check the context.
 
     Returns the splits and the longest prompt in tokens. Raises ModelError when prompt and response
-    don't fit the context, DataError when a split loses all its rows.
+    don't fit the context, DataError when a prompt alone doesn't, when the chat template refuses
+    one, and when a split loses all its rows.
     """
     from dataclasses import replace
 
-    from engine.data.templates import encode_prompt
+    from engine.data.rows import row_numbers
+    from engine.data.templates import encode_short_prompts
     from engine.errors import DataError
     from engine.models import check_context
 
+    limit = data.max_prompt_length or context
     longest, kept = 0, {}
     for name in SPLITS:
         frame = getattr(splits, name)
-        lengths = [len(encode_prompt(tokenizer, prompt)) for prompt in frame["prompt"]]
-        limit = data.max_prompt_length or max(lengths)
-        fits = [length <= limit for length in lengths]
-        if not any(fits):
+        encoded = encode_short_prompts(tokenizer, frame["prompt"], limit, name)
+        long = [row for row, ids in enumerate(encoded) if ids is None]
+        if long and not data.max_prompt_length:
             raise DataError(
-                f"data.max_prompt_length={limit} leaves no row of {name}: its shortest prompt has "
-                f"{min(lengths)} tokens; raise it"
+                f"{name}: {len(long)} prompts are longer than the model's context of {context} "
+                f"tokens ({row_numbers(long)}); set data.max_prompt_length to leave them out"
             )
-        if not all(fits):
-            echo(f"dataset: {name}: {fits.count(False)} prompts over {limit} tokens left out")
-        kept[name] = frame[fits].reset_index(drop=True)
-        longest = max(longest, max(n for n in lengths if n <= limit))
+        if len(long) == len(frame):
+            raise DataError(
+                f"data.max_prompt_length={limit} leaves no row of {name}: all its prompts are "
+                "longer; raise it"
+            )
+        if long:
+            echo(f"dataset: {name}: {len(long)} prompts over {limit} tokens left out")
+        kept[name] = frame[[ids is not None for ids in encoded]].reset_index(drop=True)
+        longest = max(longest, *(len(ids) for ids in encoded if ids is not None))
     check_context(longest, data.max_response_length, context)
     return replace(splits, **kept), {"max_prompt_length": longest}
 

@@ -95,11 +95,12 @@ def read_examples(data: Path, split: str, tokenizer: PreTrainedTokenizerBase) ->
     """Encode the pairs of a split of the dataset."""
     import pandas as pd
 
-    from engine.data.templates import encode_prompt, encode_response
+    from engine.data.templates import encode_prompts, encode_response
     from engine.trainers.sft import SFTExample
 
     frame = pd.read_parquet(data / f"sft_{split}.parquet")
+    prompts = encode_prompts(tokenizer, frame["prompt"], f"sft_{split}")
     return [
-        SFTExample(encode_prompt(tokenizer, prompt), encode_response(tokenizer, response))
-        for prompt, response in zip(frame["prompt"], frame["response"], strict=True)
+        SFTExample(prompt_ids, encode_response(tokenizer, response))
+        for prompt_ids, response in zip(prompts, frame["response"], strict=True)
     ]

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from engine.cli.settings import RunConfig
-from engine.data.loader import PromptLoader, make_rl_data_loader
+from engine.data.loader import PromptLoader, add_prompt_ids, frame_of
+from engine.data.rl_rows import Row, read_rl_rows
 from engine.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Row = dict[str, Any]
-_ALL = 2**31  # a batch size that takes all rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +26,12 @@ class Prompts:
     left_out: int  # rows that were longer than data.max_prompt_length
 
 
-def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    """Read all files; raise DataError or ConfigError for rows and settings that don't fit."""
-    train, dropped = _rows(config, config.data.train_files, tokenizer, "data.train_files")
+def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> Prompts:
+    """Read all files; raise DataError or ConfigError for rows and settings that don't fit.
+
+    `context` is the model's limit in tokens.
+    """
+    train, dropped = _rows(config, config.data.train_files, tokenizer, context, "data.train_files")
     batch = config.rl.trainer.train_batch_size
     if batch > len(train):
         raise ConfigError(
@@ -41,36 +40,55 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Promp
         )
     validation: list[Row] = []
     if config.data.val_files:
-        validation, more = _rows(config, config.data.val_files, tokenizer, "data.val_files")
+        files = config.data.val_files
+        validation, more = _rows(config, files, tokenizer, context, "data.val_files")
         dropped += more
     longest = max(len(row.pop("prompt_ids")) for row in [*train, *validation])
-    loader = PromptLoader(pd.DataFrame(train), batch, config.seed, config.data.shuffle)
+    loader = PromptLoader(frame_of(train), batch, config.seed, config.data.shuffle)
     return Prompts(loader, validation, longest, dropped)
 
 
 def _rows(
-    config: RunConfig, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, key: str
+    config: RunConfig,
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    key: str,
 ) -> tuple[list[Row], int]:
     if not files:
         raise ConfigError(f"{key} is missing; give one Parquet or JSONL file, or a list of them")
-    limit, lenient = config.data.max_prompt_length, config.data.filter_overlong_prompts
+    limit, way_out = config.data.max_prompt_length, "raise data.max_prompt_length"
+    if limit and config.data.filter_overlong_prompts:
+        way_out = ""
+    if not limit:
+        limit = context
+        way_out = "leave them out with data.max_prompt_length and data.filter_overlong_prompts"
     rows: list[Row] = []
     for file in files:
         path = file if "://" in file else str(Path(file).expanduser())
-        hard_limit = 0 if lenient else limit
-        some = make_rl_data_loader(
-            path, tokenizer, _ALL, shuffle=False, max_prompt_length=hard_limit
-        ).next_batch()
-        if rows and some[0].keys() != rows[0].keys():
-            raise DataError(
-                f"{path} has other columns than the file before it in {key}: "
-                f"{sorted(some[0].keys() ^ rows[0].keys())} are in one only; make them equal"
-            )
+        some = read_rl_rows(path)
+        _check_alike(rows or some, some, path, key)
+        add_prompt_ids(some, tokenizer, limit, path, way_out)
         rows += some
-    kept = [row for row in rows if not (lenient and 0 < limit < len(row["prompt_ids"]))]
+    kept = [row for row in rows if row["prompt_ids"] is not None]
     if not kept:
         raise DataError(
             f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit} "
             "tokens; raise it"
         )
     return kept, len(rows) - len(kept)
+
+
+def _check_alike(before: Sequence[Row], rows: Sequence[Row], path: str, key: str) -> None:
+    """Raise DataError where a file has other columns than those before it."""
+    if other := (before[0].keys() ^ rows[0].keys()) - {"prompt_ids"}:
+        raise DataError(
+            f"{path} has other columns than the file before it in {key}: "
+            f"{sorted(other)} are in one only; make them equal"
+        )
+    has, had = (some[0]["reward_model"]["ground_truth"] is not None for some in (rows, before))
+    if has != had:
+        raise DataError(
+            f"{path} has {'' if has else 'no '}ground truths and the file before it in {key} has "
+            f"{'some' if had else 'none'}; give reward_model.ground_truth in all files or in none"
+        )

@@ -17,6 +17,7 @@ from engine.cli.settings import RunConfig
 from engine.console import human_time
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError
+from engine.models import vocabulary_and_context
 from engine.storage.locations import home
 from engine.trainers.rl_checks import check_config
 
@@ -36,7 +37,8 @@ def run(config: RunConfig) -> Path:
     check_config(config.rl, config.data.max_response_length)
     folder = make_output_folder(output_folder(config))
     model = _local(config.model.path)
-    prompts = read_prompts(config, load_tokenizer(model))
+    context = vocabulary_and_context(model)[1]
+    prompts = read_prompts(config, load_tokenizer(model), context)
     config = _with_steps(config, len(prompts.loader))
     placement = config.rl.trainer.placement
     with error_details_file(folder), _tracked(config) as tracked, ray_session(placement):

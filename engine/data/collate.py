@@ -13,23 +13,38 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.data.rl_rows import check_names, reward_model
 from engine.errors import DataError
 
 
 def collate_prompts(rows: Sequence[dict[str, Any]], prompt_ids: Sequence[list[int]]) -> Batch:
     """Make the batch of prompts that a step starts from: one row a prompt, tokens not yet padded.
 
-    Columns: `prompt_ids` (list of int), and every key of the rows, with `reward_model`'s
-    `ground_truth` (None where it has none) lifted to a column of its own. Raises DataError when
-    there are no rows.
+    Columns: `prompt_ids` (list of int), every key of the rows, and `ground_truth` (None where a row
+    has none), from a key of that name or `reward_model`. Raises DataError when there are no rows,
+    when they differ in their keys or a row in its ground truths, and for a key that the engine
+    fills; `prompt_ids` may be there with the same tokens.
     """
     if not rows:
         raise DataError("a step got no prompts; give at least one row")
-    columns: dict[str, list[Any]] = {"prompt_ids": list(prompt_ids)}
-    for key in rows[0]:
-        columns[key] = [row[key] for row in rows]
-    if "ground_truth" not in columns and "reward_model" in columns:
-        columns["ground_truth"] = [m.get("ground_truth") for m in columns["reward_model"]]
+    names = rows[0].keys()
+    for row, ids in zip(rows, prompt_ids, strict=True):
+        if row.keys() != names:
+            raise DataError(
+                f"the rows of a step differ in their columns: {sorted(row.keys() ^ names)} are in "
+                "some only; give them in all"
+            )
+        check_names([name for name in row if name != "prompt_ids"], "the rows of a step")
+        if list(row.get("prompt_ids", ids)) != list(ids):
+            raise DataError(
+                "the rows of a step have 'prompt_ids' that are not the tokens of their prompts; "
+                "remove that column"
+            )
+    columns = {name: [row[name] for row in rows] for name in names}
+    if "ground_truth" in names or "reward_model" in names:
+        rules = [reward_model(row, f"row {i} of a step") for i, row in enumerate(rows)]
+        columns["ground_truth"] = [rule["ground_truth"] for rule in rules]
+    columns["prompt_ids"] = list(prompt_ids)
     return Batch({"group_ids": torch.arange(len(rows))}, columns)
 
 

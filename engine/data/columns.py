@@ -12,6 +12,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from engine.data.rows import is_missing
+
 EXTRA, RULE, TRUTH = "extra_info", "reward_model", "ground_truth"
 
 
@@ -24,7 +26,7 @@ def uniform_columns(frame: pd.DataFrame) -> pd.DataFrame:
     """
     extras = frame[EXTRA].tolist() if EXTRA in frame else [None] * len(frame)
     columns: dict[str, list[object]] = {
-        EXTRA: [{} if _is_missing(cell) else cell for cell in extras]
+        EXTRA: [{} if is_missing(cell) else cell for cell in extras]
     }
     if RULE in frame:
         columns[RULE] = [_with_text(cell) for cell in frame[RULE]]
@@ -39,7 +41,7 @@ def uniform_columns(frame: pd.DataFrame) -> pd.DataFrame:
 def truth_of(rule: object) -> str | None:
     """The ground truth in a cell of `reward_model`, as text; None where it holds none."""
     truth = rule.get(TRUTH) if isinstance(rule, dict) else None
-    return None if _is_missing(truth) else _as_text(truth)
+    return None if is_missing(truth) else as_text(truth)
 
 
 def _with_text(rule: object) -> object:
@@ -56,7 +58,7 @@ def _with_one_type(cells: Sequence[object]) -> list[object]:
     mixed = {name for name in names if not _is_one_type([row.get(name) for row in rows])}
     return [
         {
-            name: _as_text(value) if name in mixed and value is not None else value
+            name: as_text(value) if name in mixed and value is not None else value
             for name, value in row.items()
         }
         for row in rows
@@ -71,11 +73,7 @@ def _is_one_type(values: list[object]) -> bool:
     return not (pa.types.is_struct(kind) and kind.num_fields == 0)  # Parquet has no such column
 
 
-def _is_missing(value: object) -> bool:
-    return value is None or value is pd.NA or (isinstance(value, float) and value != value)
-
-
-def _as_text(value: object) -> str:
+def as_text(value: object) -> str:
     """Text as it is, whole numbers without a point, all else as JSON: 7.0 is "7"."""
     if isinstance(value, str):
         return value

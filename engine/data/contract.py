@@ -7,7 +7,7 @@ sentence that names split, column, problem and rows (counted from 0).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,18 @@ import pandas as pd
 import pandera.pandas as pa
 from pandera.errors import SchemaError, SchemaErrors
 
-from engine.data.rows import normalise, prompt_text
+from engine.data.rows import (
+    SHOWN,
+    brief,
+    has_words,
+    is_messages,
+    is_missing,
+    is_utf8,
+    normalise,
+    prompt_text,
+    row_numbers,
+)
 from engine.errors import DataError
-
-_SHOWN = 5  # rows that a message names
 
 
 def _rule(holds: Callable[[Any], bool], error: str) -> pa.Check:
@@ -31,28 +39,9 @@ def _column(*rules: pa.Check, required: bool = True) -> pa.Column:
     return pa.Column(checks=list(rules), nullable=True, required=required)
 
 
-def _is_missing(value: Any) -> bool:
-    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
-
-
-def _is_messages(value: Any) -> bool:
-    """Chat messages: a sequence of {"role": str, "content": str}; Parquet gives it as an array."""
-    return isinstance(value, list | tuple | np.ndarray) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in value
-    )
-
-
-def _has_words(value: Any) -> bool:
-    """False for an empty text or prompt; other rules check the type."""
-    if _is_messages(value):
-        return len(value) > 0 and bool(str(value[-1]["content"]).strip())
-    return bool(value.strip()) if isinstance(value, str) else True
-
-
 def _has_ground_truth(value: Any) -> bool:
     truth = value.get("ground_truth") if isinstance(value, dict) else ""
-    return not _is_missing(truth) and (not isinstance(value, dict) or bool(str(truth).strip()))
+    return not is_missing(truth) and (not isinstance(value, dict) or bool(str(truth).strip()))
 
 
 def _is_count(value: Any) -> bool:
@@ -68,15 +57,15 @@ def _is_amount(value: Any) -> bool:
 
 
 _TEXT = _rule(lambda v: isinstance(v, str), "must be text")
-_FILLED = _rule(_has_words, "must not be empty")
-_MESSAGES = _rule(_is_messages, 'must be chat messages [{"role": "user", "content": text}]')
+_FILLED = _rule(has_words, "must not be empty")
+_MESSAGES = _rule(is_messages, 'must be chat messages [{"role": "user", "content": text}]')
 _DICT = _rule(lambda v: isinstance(v, dict), "must be a dictionary")
 _TRUTH = _rule(_has_ground_truth, "must hold a ground_truth")
 _FLAG = _rule(lambda v: isinstance(v, bool | np.bool_), "must be true or false")
 _COUNT = _rule(_is_count, "must be a whole number, 0 or more")
 _AMOUNT = _rule(_is_amount, "must be a finite number, 0 or more")
 _SHARE = _rule(lambda v: not _is_amount(v) or float(v) <= 1, "must be at most 1")
-_ANSWER = _rule(lambda v: isinstance(v, str) or _is_missing(v), "must be text or missing")
+_ANSWER = _rule(lambda v: isinstance(v, str) or is_missing(v), "must be text or missing")
 _ANSWERS = _rule(lambda v: isinstance(v, list | np.ndarray), "must be a list")
 
 _PROMPT = _column(_MESSAGES, _FILLED)
@@ -144,6 +133,10 @@ def check(frame: pd.DataFrame, schema: pa.DataFrameSchema, name: str) -> None:
     if len(frame) == 0:
         raise DataError(f"{name} has no rows; give a source with at least one for each split")
     frame = frame.reset_index(drop=True)  # so that an index label is a row number
+    for column in frame:  # pandera can't show what UTF-8 can't hold
+        if rows := [row for row, cell in enumerate(frame[column]) if not is_utf8(cell)]:
+            rule = "must hold whole characters, not half of a surrogate pair"
+            raise DataError(_cells(frame, name, column, rule, rows))
     try:
         schema.validate(frame, lazy=True)
     except SchemaErrors as errors:
@@ -164,11 +157,16 @@ def _sentence(
     first = errors[0]
     rule = first.check.error if isinstance(first.check, pa.Check) else str(first)
     rows = sorted({int(row) for row in first.failure_cases["index"]})
-    where = f"{len(rows)} of {len(frame)} rows ({_rows(rows)})"
-    column = first.schema.name
+    return _cells(frame, name, first.schema.name, rule, rows)
+
+
+def _cells(
+    frame: pd.DataFrame, name: str, column: Hashable, rule: str | None, rows: Sequence[int]
+) -> str:
+    where = f"{len(rows)} of {len(frame)} rows ({row_numbers(rows)})"
     if column not in frame.columns:  # a rule about the whole table
         return f"{name}: {rule}, but not so in {where}; correct or remove them"
-    value = _brief(frame[column].iloc[rows[0]])
+    value = brief(frame[column].iloc[rows[0]])
     return (
         f"{name}: column {column!r} {rule}, but not so in {where}: row {rows[0]} has {value}; "
         "correct or remove them"
@@ -188,9 +186,9 @@ def check_disjoint(splits: Mapping[str, pd.DataFrame]) -> None:
             (at, rows[other][text]) for text, at in rows[held_out].items() if text in rows[other]
         )
         if shared:
-            pairs = ", ".join(f"{a} and {b}" for a, b in shared[:_SHOWN])
-            more = ", …" if len(shared) > _SHOWN else ""
-            prompt = _brief(prompt_text(splits[held_out]["prompt"].iloc[shared[0][0]]))
+            pairs = ", ".join(f"{a} and {b}" for a, b in shared[:SHOWN])
+            more = ", …" if len(shared) > SHOWN else ""
+            prompt = brief(prompt_text(splits[held_out]["prompt"].iloc[shared[0][0]]))
             raise DataError(
                 f"{len(shared)} prompts are in both {held_out} and {other} (rows {pairs}{more}; "
                 f"the first is {prompt}); remove them from one of the two"
@@ -210,13 +208,3 @@ def _rows_by_prompt(frame: pd.DataFrame) -> dict[str, int]:
     for row, prompt in enumerate(frame["prompt"]):
         first.setdefault(normalise(prompt_text(prompt)), row)
     return first
-
-
-def _rows(numbers: Sequence[int]) -> str:
-    shown = ", ".join(str(number) for number in numbers[:_SHOWN])
-    return f"row{'s' if len(numbers) > 1 else ''} {shown}{', …' if len(numbers) > _SHOWN else ''}"
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"

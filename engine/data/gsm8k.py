@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from engine.config import DataConfig
-from engine.data.rows import normalise, rl_row, sft_row
+from engine.data.rows import brief, normalise, rl_row, sft_row
 from engine.data.sources import Splits, register_source
 from engine.errors import DataError
 from engine.storage.readers import list_files, parse_rows, read_bytes
@@ -150,7 +150,7 @@ def _problems(files: list[tuple[str, bytes]]) -> list[dict[str, Any]]:
                 if not isinstance(row.get(column), str) or not row[column].strip():
                     raise DataError(
                         f"{uri}, row {number}: column {column!r} must be text, got "
-                        f"{row.get(column)!r}; its columns are {sorted(row)}"
+                        f"{brief(row.get(column))}; its columns are {sorted(row)}"
                     )
             truth = row["answer"].rpartition("####")[2].strip().replace(",", "")
             if "####" not in row["answer"] or not truth:

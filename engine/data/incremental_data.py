@@ -23,6 +23,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from engine.data.rl_rows import canonical_rows
 from engine.errors import ConfigError, DataError
 from engine.storage.filesystem import Entry, Files, as_path, is_remote, translated
 from engine.storage.readers import SUFFIXES, parse_rows, read_bytes
@@ -93,10 +94,10 @@ def find_new_files(
 
 
 def read_new_files(new_files: NewFiles) -> list[dict[str, Any]]:
-    """Read the rows of all new files, in the order of their paths.
+    """Read the rows of all new files in canonical form, in the order of their paths.
 
-    Raises DataError when a file is unreadable, or has changed since it was found, StorageError
-    when the store doesn't answer.
+    Raises DataError when a file is unreadable, or has changed since it was found, and for a row
+    without a canonical form or a ground truth; StorageError when the store doesn't answer.
     """
     rows: list[dict[str, Any]] = []
     for file in new_files.files:
@@ -106,7 +107,7 @@ def read_new_files(new_files: NewFiles) -> list[dict[str, Any]]:
             raise DataError(
                 f"{uri} was written again while this run ingested it; start the run again"
             )
-        rows += parse_rows(data, uri)
+        rows += canonical_rows(parse_rows(data, uri), uri, need_truth=True)
     return rows
 
 

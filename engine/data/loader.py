@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from engine.data.rows import prompt_text, user_message
-from engine.data.templates import encode_prompt
+from engine.data.rl_rows import Row, read_rl_rows
+from engine.data.rows import row_numbers
+from engine.data.templates import encode_prompts, encode_short_prompts
 from engine.errors import ConfigError, DataError
-from engine.storage.readers import read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,67 +125,46 @@ def make_rl_data_loader(
 ) -> PromptLoader:
     """Read RL rows from a JSONL or Parquet file and return their loader.
 
-    `prompt` may be chat messages or a plain string (one user message). Of the other columns of the
-    contract, missing ones are filled in; `ground_truth` may be a column of its own, or be absent
-    from all rows where the reward needs none. With a tokenizer, rows also get `prompt_ids`
-    (list[int]), and a prompt above `max_prompt_length` tokens (0: no limit) is refused. Raises
-    DataError that names the file and the first wrong rows.
+    Rows are in canonical form (`engine.data.rl_rows`); a ground truth may be absent from all of
+    them where the reward needs none. With a tokenizer, rows also get `prompt_ids` (list[int]), and
+    a prompt above `max_prompt_length` tokens (0: no limit) is refused. Raises DataError that names
+    the file and the first wrong rows.
     """
-    raw = read_rows(path)
-    rows = [_contract_row(row, f"{path}, row {i}") for i, row in enumerate(raw, start=1)]
-    missing = [i for i, r in enumerate(rows, 1) if r["reward_model"].get("ground_truth") is None]
-    if missing and len(missing) < len(rows):
-        raise DataError(
-            f"{path}: {len(missing)} of {len(rows)} rows have no ground truth (rows "
-            f"{_first(missing)}); give reward_model.ground_truth in all rows or in none"
-        )
+    rows = read_rl_rows(path)
     if tokenizer is not None:
-        _add_prompt_ids(rows, tokenizer, max_prompt_length, str(path))
-    return PromptLoader(pd.DataFrame(rows), batch_size, seed, shuffle)
+        add_prompt_ids(rows, tokenizer, max_prompt_length, str(path))
+    return PromptLoader(frame_of(rows), batch_size, seed, shuffle)
 
 
-def _contract_row(row: dict[str, Any], where: str) -> dict[str, Any]:
-    prompt = row.get("prompt")
-    if isinstance(prompt, str):
-        prompt = user_message(prompt)
-    is_chat = isinstance(prompt, list) and all(
-        isinstance(m, dict) and isinstance(m.get("content"), str) and isinstance(m.get("role"), str)
-        for m in prompt
-    )
-    if not is_chat or not prompt_text(prompt or []).strip():
-        raise DataError(
-            f"{where}: column 'prompt' is {row.get('prompt')!r}; give a string that is not empty, "
-            'or messages [{"role": "user", "content": …}]'
-        )
-    reward_model = row.get("reward_model") or {
-        "style": "rule",
-        "ground_truth": row.get("ground_truth"),
-    }
-    if not isinstance(reward_model, dict):
-        raise DataError(
-            f"{where}: column 'reward_model' is {reward_model!r}; give "
-            '{"style": "rule", "ground_truth": …}'
-        )
-    defaults = {"data_source": "file", "ability": "", "extra_info": {}}
-    return {**defaults, **row, "prompt": prompt, "reward_model": reward_model}
-
-
-def _add_prompt_ids(
-    rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, limit: int, path: str
+def add_prompt_ids(
+    rows: list[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    path: str,
+    way_out: str = "raise max_prompt_length",
 ) -> None:
-    for row in rows:
-        row["prompt_ids"] = encode_prompt(tokenizer, row["prompt"])
-    long = [i for i, row in enumerate(rows, 1) if 0 < limit < len(row["prompt_ids"])]
-    if long:
+    """Give each row `prompt_ids`; refuse prompts of more than `limit` tokens (0: no limit).
+
+    With an empty `way_out` their `prompt_ids` are None instead.
+    """
+    prompts = [row["prompt"] for row in rows]
+    if not limit:
+        ids: Sequence[list[int] | None] = encode_prompts(tokenizer, prompts, path, first_row=1)
+    else:
+        ids = encode_short_prompts(tokenizer, prompts, limit, path, first_row=1)
+    long = [i for i, tokens in enumerate(ids, start=1) if tokens is None]
+    if long and way_out:
         raise DataError(
-            f"{path}: {len(long)} prompts are longer than {limit} tokens (rows {_first(long)}); "
-            "shorten or remove them, or raise max_prompt_length"
+            f"{path}: {len(long)} prompts are longer than {limit} tokens ({row_numbers(long)}); "
+            f"shorten or remove them, or {way_out}"
         )
+    for row, tokens in zip(rows, ids, strict=True):
+        row["prompt_ids"] = tokens
 
 
-def _first(numbers: list[int]) -> str:
-    shown = ", ".join(str(number) for number in numbers[:5])
-    return shown + (", …" if len(numbers) > 5 else "")
+def frame_of(rows: Sequence[Row]) -> pd.DataFrame:
+    """A table whose cells are the rows' values as they are: no number becomes another type."""
+    return pd.DataFrame(rows, dtype=object)
 
 
 def _digest_prompts(rows: list[dict[str, Any]]) -> str:

@@ -15,7 +15,6 @@ import pandas as pd
 from engine.data.columns import RULE, truth_of
 from engine.data.incremental_data import NewFiles, read_new_files
 from engine.data.rows import normalise, prompt_text
-from engine.errors import DataError
 
 HELD_OUT = ("test", "validation", "sft_validation")
 
@@ -36,24 +35,17 @@ class NewRows:
 def find_new_rows(dataset: Path, new_files: NewFiles) -> NewRows:
     """Read the files of `new_files` and keep the rows that are new to the dataset folder `dataset`.
 
-    Raises DataError where a row has no prompt, and as `incremental_data.read_new_files` does.
+    Raises as `incremental_data.read_new_files` does.
     """
     arrived = pd.DataFrame(read_new_files(new_files))
     if arrived.empty:
         return NewRows(arrived, 0)
-    try:
-        keys = prompt_keys(arrived)
-    except (KeyError, TypeError) as error:
-        raise DataError(
-            f"a row of the new data in {new_files.prefix} has no prompt that can be read "
-            f"({error!r}); its columns must be those of RL data"
-        ) from None
+    keys = prompt_keys(arrived)
     seen = {key for name in HELD_OUT for key in prompt_keys(_read_split(dataset, name))}
     train = _read_split(dataset, "train")
     trained = set(zip(prompt_keys(train), map(truth_of, train[RULE]), strict=True))
-    rules = arrived[RULE] if RULE in arrived else [None] * len(arrived)
     kept = []
-    for key, rule in zip(keys, rules, strict=True):
+    for key, rule in zip(keys, arrived[RULE], strict=True):
         kept.append(key not in seen and (key, truth_of(rule)) not in trained)
         if kept[-1]:
             seen.add(key)

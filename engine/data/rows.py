@@ -1,9 +1,18 @@
-"""One row of each kind in the data contract, and when two prompts count as the same."""
+"""One row of each kind in the data contract, and what its cells are: missing, messages, empty.
+
+Also when two prompts count as the same, and how messages show cells and rows. Tables are checked in
+`contract`; rows of files get this form in `rl_rows`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+import pandas as pd
+
+SHOWN = 5  # rows that a message names
 
 
 def rl_row(
@@ -43,3 +52,49 @@ def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 def normalise(text: str) -> str:
     """Return `text` without case and spacing, for telling whether two prompts are the same."""
     return " ".join(text.casefold().split())
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell holds nothing: None, NaN (JSON's, or a null of Parquet) or pandas' NA."""
+    if value is None or value is pd.NA:
+        return True
+    return isinstance(value, float | np.floating) and bool(value != value)
+
+
+def is_messages(value: Any) -> bool:
+    """Chat messages: a sequence of {"role": str, "content": str}; Parquet gives it as an array."""
+    return isinstance(value, list | tuple | np.ndarray) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in value
+    )
+
+
+def has_words(value: Any) -> bool:
+    """False for an empty text or prompt, whose last message counts; True for other types."""
+    if is_messages(value):
+        return len(value) > 0 and bool(str(value[-1]["content"]).strip())
+    return bool(value.strip()) if isinstance(value, str) else True
+
+
+def is_utf8(value: Any) -> bool:
+    """False for a text, or messages, with half of a surrogate pair; True for other types."""
+    texts = [value] if isinstance(value, str) else []
+    if is_messages(value):
+        texts = [text for m in value for text in (m["role"], m["content"])]
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def brief(value: Any) -> str:
+    """A value as a message shows it, in 80 characters at most."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def row_numbers(numbers: Sequence[int]) -> str:
+    """Rows for a message, the first few of them: "rows 2, 3"."""
+    shown = ", ".join(str(number) for number in numbers[:SHOWN])
+    return f"row{'s' * (len(numbers) > 1)} {shown}{', …' * (len(numbers) > SHOWN)}"

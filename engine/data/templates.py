@@ -5,10 +5,13 @@ Padding and batching are elsewhere; training a tokenizer is in `tokenizer`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ModelError
+from jinja2 import TemplateSyntaxError
+
+from engine.errors import DataError, EngineError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +37,86 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     if ids and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
     return [int(i) for i in ids]
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Iterable[Sequence[Message]],
+    name: str,
+    first_row: int = 0,
+) -> list[list[int]]:
+    """Encode the prompts of the table `name` as `encode_prompt` does.
+
+    Raises DataError that names the first row which the chat template refuses, and ModelError for a
+    template that is wrong by itself. Rows are counted from `first_row`.
+    """
+    return [
+        _encode_row(tokenizer, prompt, f"{name}, row {i}")
+        for i, prompt in enumerate(prompts, first_row)
+    ]
+
+
+def encode_short_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Iterable[Sequence[Message]],
+    limit: int,
+    name: str,
+    first_row: int = 0,
+) -> list[list[int] | None]:
+    """As `encode_prompts`, but None for a prompt of more than `limit` tokens.
+
+    A text of four times the characters that `limit` of the longest token have isn't encoded at
+    all, as megabytes would take minutes.
+    """
+    most = 4 * limit * max(map(len, tokenizer.get_vocab()), default=1)
+    encoded: list[list[int] | None] = []
+    for i, prompt in enumerate(prompts, first_row):
+        where = f"{name}, row {i}"
+        written = sum(len(message["content"]) for message in prompt)
+        too_long = written > most and _length(tokenizer, prompt, where) > most
+        ids = [] if too_long else _encode_row(tokenizer, prompt, where)
+        encoded.append(None if too_long or len(ids) > limit else ids)
+    return encoded
+
+
+def _encode_row(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], where: str
+) -> list[int]:
+    with _refusals(tokenizer, where):
+        ids = encode_prompt(tokenizer, prompt)
+        if not ids:
+            raise ValueError("it makes no tokens of it")
+        return ids
+
+
+def _length(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], where: str) -> int:
+    """Characters of the prompt as the template writes it; it may leave messages out."""
+    if not tokenizer.chat_template:
+        return len(_plain_text(prompt))
+    with _refusals(tokenizer, where):
+        chat = [dict(message) for message in prompt]
+        return len(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
+
+@contextmanager
+def _refusals(tokenizer: PreTrainedTokenizerBase, where: str) -> Iterator[None]:
+    """Turn whatever a template raises into an error of ours."""
+    name = tokenizer.name_or_path or "given"
+    try:
+        yield
+    except EngineError as error:
+        raise type(error)(f"{where}: {error}") from error
+    except TemplateSyntaxError as error:
+        raise ModelError(
+            f"the chat template of the tokenizer {name!r} is no valid template (line "
+            f"{error.lineno}: {error.message}); correct chat_template in its folder"
+        ) from error
+    except Exception as error:  # a template is code of the model's authors
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise DataError(
+            f"{where}: the chat template of the tokenizer {name!r} refuses the prompt "
+            f"({type(error).__name__}: {reason}); change its messages, or remove the row"
+        ) from error
 
 
 def _plain_text(messages: Sequence[Message]) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from engine.config import EvaluateConfig
 from engine.data.rows import prompt_text
-from engine.data.templates import decode_response, encode_prompt, stop_token_ids
+from engine.data.templates import decode_response, encode_prompts, stop_token_ids
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import DataError
 from engine.evaluation.rows import Completions, ModelName, Problems, build_rows
@@ -46,7 +46,7 @@ def evaluate_model(
     torch.set_num_threads(os.cpu_count() or 1)
     tokenizer = load_tokenizer(folder)
     model = load_model(folder).eval()
-    prompts = [encode_prompt(tokenizer, prompt) for prompt in frame["prompt"]]
+    prompts = encode_prompts(tokenizer, frame["prompt"], "test")
     engine = create_engine(
         config.engine,
         model,

@@ -30,6 +30,10 @@ class RewardRows:
     columns: Mapping[str, Sequence[Any]]
 
     def __post_init__(self) -> None:
+        for name in {"prompts", "completions"} & self.columns.keys():
+            raise RewardError(
+                f"column {name!r} has the name of an argument of every reward; rename the column"
+            )
         for name, values in {"prompts": self.prompts, **self.columns}.items():
             if len(values) != len(self):
                 raise RewardError(

@@ -13,7 +13,7 @@ from engine.checkpoint.state_dict import StateDict
 from engine.controller.timeline import span
 from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
-from engine.data.templates import encode_prompt
+from engine.data.templates import encode_prompts
 from engine.rollout.partial_groups import PartialGroup, take_partial_groups, with_partial_groups
 from engine.trainers.rollout_state import to_json_values
 
@@ -30,7 +30,8 @@ class PromptStream:
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Batch:
         """Collate data rows into a batch of prompts."""
-        return collate_prompts(rows, [encode_prompt(self._tokenizer, r["prompt"]) for r in rows])
+        prompts = [row["prompt"] for row in rows]
+        return collate_prompts(rows, encode_prompts(self._tokenizer, prompts, "rows of a step"))
 
     def next_batch(self) -> Batch:
         """The next batch of prompts, for a step or a DAPO refill."""

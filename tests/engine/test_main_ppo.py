@@ -184,6 +184,63 @@ def test_long_prompts_are_an_error_or_left_out(
     assert "4 prompts (4 too long, left out)" in capsys.readouterr().out
 
 
+NESTED = '{"prompt": "1+1=", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+WRONG_ROWS = {
+    "lone surrogate": ('{"prompt": "\\ud83d"}', "line 2: column 'prompt' has half of a UTF-16"),
+    "nested": (NESTED, "line 2: has lists or objects nested more than 64 levels deep"),
+    "digits": (
+        '{"prompt": "1+1=", "ground_truth": ' + "7" * 5000 + "}",
+        "line 2: column 'ground_truth' has a whole number of more than 4300 digits",
+    ),
+    "megabytes": (
+        json.dumps({"prompt": "1+1=" * 2_500_000, "ground_truth": 2}),
+        ": 1 prompts are longer than 64 tokens (row 2); shorten or remove them",
+    ),
+    "NaN": ('{"prompt": "1+1=", "ground_truth": NaN}', "1 of 2 rows have no ground truth (row 2)"),
+    "prompts": ('{"prompt": "1+1=", "prompts": 1}', "row 2: column 'prompts' has the name of a"),
+    "prompt_ids": ('{"prompt": "1+1=", "prompt_ids": [5]}', "row 2: column 'prompt_ids' has the"),
+    "two truths": (
+        '{"prompt": "1+1=", "ground_truth": 2, "reward_model": {"ground_truth": 3}}',
+        "row 2: column 'ground_truth' is 2, but reward_model.ground_truth is 3",
+    ),
+    "template": (
+        '{"prompt": [{"role": "critic", "content": "1+1="}], "ground_truth": 2}',
+        "row 2: the chat template of the tokenizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_ROWS)
+def test_a_wrong_row_is_one_sentence_with_its_file_and_number(
+    kind: str, place: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row, words = WRONG_ROWS[kind]
+    model = tiny_folder
+    if kind == "template":
+        model = shutil.copytree(tiny_folder, place / "model")
+        tokenizer = load_tokenizer(model)
+        picky = "{% if messages[0].role == 'critic' %}{{ raise_exception('no critic') }}{% endif %}"
+        tokenizer.chat_template = picky + str(tokenizer.chat_template)
+        tokenizer.save_pretrained(model)
+    (place / "wrong.jsonl").write_text(f'{{"prompt": "1+1=", "ground_truth": 2}}\n{row}\n')
+    assert main(arguments(place, model, f"data.train_files={place / 'wrong.jsonl'}")) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {place / 'wrong.jsonl'}")
+    assert words in error
+    assert error.count("\n") == 1
+    assert len(error) < 500
+
+
+def test_files_of_a_run_all_have_ground_truths_or_none(
+    place: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, row in (("a", {"prompt": "1+1=", "ground_truth": 2}), ("b", {"prompt": "1+2="})):
+        (place / f"{name}.jsonl").write_text(json.dumps(row))
+    files = f"data.train_files=[{place / 'a.jsonl'},{place / 'b.jsonl'}]"
+    assert main(arguments(place, tiny_folder, files)) == 2
+    assert "b.jsonl has no ground truths and the file before it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

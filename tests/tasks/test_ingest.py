@@ -146,7 +146,7 @@ def test_what_parquet_can_not_hold_is_a_sentence(tmp_path: Path) -> None:
 
 def test_rows_that_break_the_contract_are_named(former: Path, tmp_path: Path) -> None:
     rows = [row(q, extra_info=1 if n == 3 else {"a": 1}) for n, q in enumerate(QUESTIONS)]
-    with pytest.raises(DataError, match=r"'extra_info' must be a dictionary.* row 3 has 1"):
+    with pytest.raises(DataError, match=r"/0\.jsonl, row 4: column 'extra_info' is 1; give a dict"):
         ingest(former, arrive(tmp_path, rows))
 
 
@@ -189,5 +189,22 @@ def test_the_count_is_what_the_dataset_keeps(former: Path, tmp_path: Path) -> No
 
 def test_a_row_without_a_prompt_is_named(former: Path, tmp_path: Path) -> None:
     for number, rows in enumerate(([{"text": "?"}], [row("one"), row("two", prompt=None)])):
-        with pytest.raises(DataError, match=r"a row of the new data in .* has no prompt"):
+        message = rf"2099-12-31/0\.jsonl, row {number + 1}: column 'prompt' is None; give"
+        with pytest.raises(DataError, match=message):
             find_new_rows(former, arrive(tmp_path / str(number), rows))
+
+
+def test_rows_of_other_forms_are_ingested_as_on_the_command_line(
+    former: Path, tmp_path: Path
+) -> None:
+    rows = [row(q) for q in QUESTIONS]
+    rows[1] = {"prompt": QUESTIONS[1], "ground_truth": 7}
+    train = ingest(former, arrive(tmp_path / "one", rows), RetrainConfig(replay=0.0))
+    assert [rule["ground_truth"] for rule in train["reward_model"]] == ["7"] * 10
+    assert list(train["prompt"][1]) == [{"role": "user", "content": QUESTIONS[1]}]
+    rows[1]["reward_model"] = {"ground_truth": "8"}
+    with pytest.raises(DataError, match=r"/0\.jsonl, row 2: column 'ground_truth' is 7, but rew"):
+        ingest(former, arrive(tmp_path / "two", rows))
+    rows[1] = {"prompt": QUESTIONS[1], "ground_truth": float("nan")}
+    with pytest.raises(DataError, match=r"/0\.jsonl: 1 of 10 rows have no ground truth \(row 2\)"):
+        ingest(former, arrive(tmp_path / "three", rows))

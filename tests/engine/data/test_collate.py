@@ -33,6 +33,30 @@ def test_prompts_without_a_ground_truth() -> None:
     assert list(collate_prompts(rows, [[1]]).columns["ground_truth"]) == [None]
 
 
+def test_a_truth_comes_from_either_place_and_from_one() -> None:
+    row = {"prompt": [], "reward_model": {"ground_truth": "5"}, "ground_truth": float("nan")}
+    assert list(collate_prompts([row], [[1]]).columns["ground_truth"]) == ["5"]
+    with pytest.raises(DataError, match=r"row 1 of a step: column 'ground_truth' is '6', but"):
+        collate_prompts([row, {**row, "ground_truth": "6"}], [[1], [2]])
+
+
+@pytest.mark.parametrize("name", ["prompts", "input_ids", "completion", "partial_group"])
+def test_a_column_with_the_name_of_a_field_is_refused(name: str) -> None:
+    with pytest.raises(DataError, match=f"column '{name}' has the name of a field that the engine"):
+        collate_prompts([{"prompt": [], name: 1}], [[1]])
+
+
+def test_tokens_in_a_column_don_t_replace_the_prompt() -> None:
+    assert collate_prompts([{"prompt_ids": [1, 2]}], [[1, 2]]).columns["prompt_ids"][0] == [1, 2]
+    with pytest.raises(DataError, match="'prompt_ids' that are not the tokens of their prompts"):
+        collate_prompts([{"prompt_ids": [7]}], [[1, 2]])
+
+
+def test_rows_with_other_columns_are_refused() -> None:
+    with pytest.raises(DataError, match=r"differ in their columns: \['level'\] are in some only"):
+        collate_prompts([{"prompt": []}, {"prompt": [], "level": 1}], [[1], [2]])
+
+
 def test_nothing_to_collate_is_refused() -> None:
     with pytest.raises(DataError, match="no prompts"):
         collate_prompts([], [])

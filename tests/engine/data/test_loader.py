@@ -125,8 +125,15 @@ def test_a_tokenizer_adds_tokens_and_a_limit(
     loader = make_rl_data_loader(path, tokenizer, batch_size=2, shuffle=False)
     row = loader.next_batch()[1]
     assert row["prompt_ids"] == encode_prompt(tokenizer, row["prompt"])
-    with pytest.raises(DataError, match=r"1 prompts are longer than 6 tokens \(rows 2\)"):
+    with pytest.raises(DataError, match=r"1 prompts are longer than 6 tokens \(row 2\)"):
         make_rl_data_loader(path, tokenizer, max_prompt_length=6)
+
+
+def test_numbers_stay_whole_where_a_row_has_none(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"prompt": "a", "level": 1}, {"prompt": "b"}]
+    path = write(tmp_path / "d.jsonl", rows)
+    batch = make_rl_data_loader(path, batch_size=2, shuffle=False).next_batch()
+    assert [repr(row["level"]) for row in batch] == ["1", "None"]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +144,7 @@ def test_a_tokenizer_adds_tokens_and_a_limit(
         ({"prompt": [{"role": "user"}]}, "row 2: column 'prompt'"),
         ({"prompt": []}, "row 2: column 'prompt'"),
         ({"prompt": "x", "reward_model": "5"}, "row 2: column 'reward_model' is '5'"),
-        ({"prompt": "x"}, r"1 of 2 rows have no ground truth \(rows 2\)"),
+        ({"prompt": "x"}, r"1 of 2 rows have no ground truth \(row 2\)"),
     ],
 )
 def test_wrong_rows_are_named(tmp_path: Path, row: dict[str, object], message: str) -> None:

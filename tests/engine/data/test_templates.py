@@ -1,16 +1,21 @@
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from engine.data import templates
 from engine.data.templates import (
+    Message,
     decode_response,
     encode_prompt,
+    encode_prompts,
     encode_response,
+    encode_short_prompts,
     stop_token_ids,
 )
 from engine.data.tokenizer import train_tokenizer
-from engine.errors import ModelError
+from engine.errors import DataError, ModelError
 
 USER = {"role": "user", "content": "Tom has 23 apples."}
 
@@ -58,6 +63,56 @@ def test_the_end_token_comes_once_and_last(tokenizer: PreTrainedTokenizerFast, t
     assert ids[-1] == tokenizer.eos_token_id
     assert ids.count(tokenizer.eos_token_id) == 1
     assert decode_response(tokenizer, ids) == text.replace("<|end|>", "")
+
+
+def templated(template: str) -> PreTrainedTokenizerFast:
+    tokenizer = train_tokenizer(["Question: Answer:"], vocab_size=280)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "message"),
+    [
+        ("{{ raise_exception('no ' + messages[0].role) }}", "5", r"\(TemplateError: no user\); ch"),
+        ("{{ messages[0].nothing.at_all }}", "5", r"refuses the prompt \(UndefinedError: "),
+        ("{{ messages[0].content }}", "\ud83d", r"refuses the prompt \(TypeError: "),
+        ("{{ '' }}", "5", r"refuses the prompt \(ValueError: it makes no tokens of it\)"),
+    ],
+)
+def test_a_prompt_that_the_template_refuses_is_named(
+    template: str, content: str, message: str
+) -> None:
+    prompts = [[{"role": "user", "content": content}]]
+    with pytest.raises(DataError, match=rf"^train, row 3: the chat template of .*{message}"):
+        encode_prompts(templated(template), prompts, "train", first_row=3)
+
+
+def test_a_template_that_is_wrong_by_itself_is_the_model_s_fault() -> None:
+    with pytest.raises(ModelError, match=r"is no valid template \(line 2: .*correct chat_template"):
+        encode_prompts(templated("\n{% if %}"), [[USER]], "train")
+
+
+def test_long_prompts_are_told_without_encoding_megabytes(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = {"role": "user", "content": "7" * 60}
+    huge = {"role": "user", "content": "7" * 10_000_000}
+    encoded = []
+
+    def recorded(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+        encoded.append(messages)
+        return encode_prompt(tokenizer, messages)
+
+    monkeypatch.setattr(templates, "encode_prompt", recorded)
+    prompts = [[USER], [long], [huge], [USER, huge]]
+    ids = encode_short_prompts(tokenizer, prompts, 40, "train")
+    assert ids == [encode_prompt(tokenizer, [USER]), None, None, None]
+    assert encoded == [[USER], [long]]
+    last = templated("{{ messages[-1].content }}")
+    assert encode_short_prompts(last, [[huge, long]], 60, "train") == [
+        last.encode(long["content"], add_special_tokens=False)
+    ]
 
 
 def test_decoding_removes_special_tokens_and_nothing_else(

@@ -24,6 +24,8 @@ def test_rows_must_fit_each_other() -> None:
         RewardRows(["p"], ["a", "b"], {})
     with pytest.raises(RewardError, match="kind has 3 entries for 2 completions"):
         RewardRows(["p"] * 2, ["a", "b"], {"kind": [1, 2, 3]})
+    with pytest.raises(RewardError, match="column 'prompts' has the name of an argument of every"):
+        RewardRows(["p"], ["a"], {"prompts": [1]})
     assert ROWS.row(1) == RewardRows(["q"], ["bb"], {"ground_truth": ["2"]})
 
 
