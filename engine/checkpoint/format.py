@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import safetensors.torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from engine.checkpoint.dcp_metadata import file_metadata, name_prefix, shard_offsets
@@ -66,6 +67,9 @@ class Marker:
     sequence: int  # counts the commits under one root; the newest checkpoint has the highest
     checksums: str  # SHA-256 of checksums.json
     metrics: dict[str, float] = field(default_factory=dict)  # by which the best are kept
+
+
+_MARKER = TypeAdapter(Marker)
 
 
 def rank_file_prefix(role: str, rank: int, world_size: int) -> str:
@@ -159,9 +163,10 @@ def write_marker(folder: Folder, marker: Marker) -> None:
 def read_marker(folder: Folder) -> Marker:
     """Read COMPLETE; DamagedCheckpointError where there is none."""
     try:
-        return Marker(**_parse(folder, MARKER, folder.read(MARKER)))
-    except TypeError as error:
-        raise DamagedCheckpointError(f"{folder}/{MARKER} is not a marker: {error}") from error
+        return _MARKER.validate_python(_parse(folder, MARKER, folder.read(MARKER)))
+    except ValidationError as error:
+        what = "; ".join(f"{e['loc'][0]}: {e['msg']}" for e in error.errors())
+        raise DamagedCheckpointError(f"{folder}/{MARKER} is not a marker: {what}") from error
 
 
 def read_checksums(folder: Folder, marker: Marker) -> dict[str, FileEntry]:
@@ -215,7 +220,7 @@ def _compare(folder: Folder, name: str, found: FileEntry, checksums: dict[str, F
 def _parse(folder: Folder, name: str, data: bytes) -> dict[str, Any]:
     try:
         values = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{folder}/{name} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise DamagedCheckpointError(f"{folder}/{name} is not a JSON object")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import socket
 import time
 import uuid
@@ -19,7 +20,7 @@ from engine.storage.folder import Folder
 
 log = logging.getLogger(__name__)
 
-DRAFT = ".writing-"
+_DRAFT = re.compile(r"\.writing-step_\d+-(?P<host>[^-]+)-(?P<pid>\d+)-[0-9a-f]+")
 _ABANDONED_AFTER_S = 24 * 3600.0  # a draft of another machine counts as abandoned after this
 
 
@@ -71,26 +72,29 @@ def remove_checkpoint(folder: Folder) -> None:
 
 def draft_name(step: int) -> str:
     """A folder name for an uncommitted checkpoint, with its host and process."""
-    return f"{DRAFT}step_{step}-{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    return f".writing-step_{step}-{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def abandoned_drafts(root: Folder, names: Iterable[str], own: Iterable[str]) -> list[str]:
-    """Drafts whose process has died here, or that another machine left a day ago."""
+    """Drafts whose process has died here, or that another machine left a day ago.
+
+    What is named otherwise is nobody's draft, and stays.
+    """
     return [
         name
         for name in names
-        if name.startswith(DRAFT) and name not in own and _is_abandoned(root, name)
+        if name not in own and (draft := _DRAFT.fullmatch(name)) and _is_abandoned(root, draft)
     ]
 
 
-def _is_abandoned(root: Folder, name: str) -> bool:
-    host, pid = name.removeprefix(DRAFT).split("-")[1:3]
+def _is_abandoned(root: Folder, draft: re.Match[str]) -> bool:
+    pid = int(draft["pid"])
     # A restarted container may give its process the number of the one that died.
-    if host == _host() and (int(pid) == os.getpid() or not process_is_alive(int(pid))):
+    if draft["host"] == _host() and (pid == os.getpid() or not process_is_alive(pid)):
         return True
     try:
-        age = time.time() - os.stat(f"{root.path}/{name}").st_mtime
-    except FileNotFoundError:
+        age = time.time() - os.stat(f"{root.path}/{draft[0]}").st_mtime
+    except OSError:  # it is gone, or not ours to look at
         return False
     return age > _ABANDONED_AFTER_S
 

@@ -6,10 +6,9 @@ What lives here: opening, committing and finding checkpoints. What does not: fil
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -97,11 +96,11 @@ class CheckpointStore:
     """The checkpoints of one run, under a local folder or an address such as `s3://bucket/run`.
 
     >>> store = CheckpointStore("/runs/7", keep_last=2, keep_best=1, metric="validation/reward")
-    >>> with store.writing(step=500) as draft:
-    ...     roles.actor.save_state(draft.folder).result()
-    ...     roles.actor.wait_saved().result()
-    ...     draft.state = {"loader": loader.state_dict()}
-    >>> store.latest().folder
+    >>> draft = store.begin(step=500)
+    >>> roles.actor.save_state(draft.folder).result()
+    >>> roles.actor.wait_saved().result()
+    >>> draft.state = {"loader": loader.state_dict()}
+    >>> store.commit(draft).folder
     '/runs/7/step_500'
     """
 
@@ -112,22 +111,17 @@ class CheckpointStore:
         keep_best: int = 1,
         metric: str = "",
         mode: Literal["max", "min"] = "max",
+        *,
+        begin_anew: bool = False,
     ) -> None:
-        """Raise ConfigError for a retention that keeps nothing, CheckpointError for a bad root."""
+        """`begin_anew`: checkpoints that are all damaged count as none, and are replaced.
+
+        Raises ConfigError for a retention that keeps nothing, CheckpointError for a bad root.
+        """
         self.retention = RetentionPolicy(keep_last, keep_best, metric, mode)
+        self.begin_anew = begin_anew
         self.root = Folder(root)
         self._damaged: set[str] = set()  # names of folders that `latest` has refused
-
-    @contextlib.contextmanager
-    def writing(self, step: int) -> Iterator[CheckpointDraft]:
-        """Yield a draft; leaving the block commits it, an error in it leaves nothing behind."""
-        draft = self.begin(step)
-        try:
-            yield draft
-            self.commit(draft)
-        except BaseException:
-            self.abandon(draft)
-            raise
 
     def begin(self, step: int) -> CheckpointDraft:
         """Open a draft that has to be committed or abandoned."""
@@ -167,17 +161,26 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint whose every file verifies; None where there is none.
 
-        Damaged ones are skipped with a warning that says why. Raises CheckpointError when the
-        root can't be reached: falling back to an older one would lose work for nothing.
+        Damaged ones are skipped with a warning that says why. Raises DamagedCheckpointError when
+        all are damaged, unless the run may `begin_anew`, and CheckpointError when the root can't
+        be reached: falling back to an older one would lose work for nothing.
         """
-        markers = self._markers(warn=True)
+        faults: list[DamagedCheckpointError] = []
+        markers = self._markers(faults)
         for name in sorted(markers, key=lambda name: -markers[name].sequence):
             folder = self.root / name
             try:
                 return Checkpoint(folder.uri, verify(folder))
             except DamagedCheckpointError as error:
                 self._damaged.add(name)
+                faults.insert(0, error)
                 log.warning("checkpoint %s is passed over for an older one: %s", folder, error)
+        if faults and not self.begin_anew:
+            raise DamagedCheckpointError(
+                f"every checkpoint in {self.root} is damaged: {faults[0]}; restore one from a "
+                "copy, or let the run begin again at step 1 and replace them "
+                "(on_damaged_checkpoints=begin_anew in rl.trainer or sft)"
+            )
         return None
 
     def complete(self) -> list[str]:
@@ -224,15 +227,23 @@ class CheckpointStore:
             name = f"step_{step}.{attempt}"
         return name
 
-    def _markers(self, warn: bool = False) -> dict[str, Marker]:
-        """The markers of all checkpoints by folder name; torn ones are left out."""
+    def _markers(self, faults: list[DamagedCheckpointError] | None = None) -> dict[str, Marker]:
+        """The markers of all checkpoints by folder name; torn ones are left out.
+
+        With `faults` they are warned of, and those that were complete once are added to it.
+        """
         markers = {}
         for name in filter(_STEP.fullmatch, self.root.folders()):
+            folder = self.root / name
             try:
-                markers[name] = read_marker(self.root / name)
+                markers[name] = read_marker(folder)
             except DamagedCheckpointError as error:
-                if warn and f"{self.root}/{name}" not in _open_drafts:
-                    log.warning("checkpoint %s/%s is torn: %s", self.root, name, error)
+                if faults is None or folder.uri in _open_drafts:
+                    continue
+                log.warning("checkpoint %s is torn: %s", folder, error)
+                # On a disk a checkpoint appears with its marker; in an object store that is last.
+                if (CHECKSUMS if self.root.is_local else MARKER) in folder.sizes():
+                    faults.append(error)
         return markers
 
     def _remove_old(self, others: Mapping[str, Marker], name: str, marker: Marker) -> None:

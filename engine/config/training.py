@@ -37,6 +37,9 @@ class SFTConfig(Section):
     )
     save_freq: int = Field(50, ge=1, description="Steps between checkpoints, where a run has them")
     max_checkpoints_to_keep: int = Field(2, ge=1, description="The newest ones")
+    on_damaged_checkpoints: Literal["stop", "begin_anew"] = Field(
+        "stop", description="Where every checkpoint is damaged: stop, or replace them from step 1"
+    )
     preemption_grace_s: float = Field(
         20.0, gt=0, description="Deadline after SIGTERM to finish the step and save it"
     )

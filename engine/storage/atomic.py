@@ -44,7 +44,7 @@ def process_is_alive(pid: int) -> bool:
     """Tell whether a process of this machine still runs."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # no process has a number that large
         return False
     except PermissionError:
         return True

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.checkpoint import find_latest
 from engine.controller.attempts import RetryBudget
-from engine.errors import WorkerError
+from engine.errors import DamagedCheckpointError, WorkerError
 from engine.trainers.rl import RLTrainer
 
 log = logging.getLogger(__name__)
@@ -31,12 +31,20 @@ def run_with_retries(
                 work(trainer)
             return
         except WorkerError as error:
-            found = find_latest(checkpoint_dir)
-            at = found.step if found else 0
+            at = _newest_step(checkpoint_dir)
             budget = budget.after_failure(at)
             if not budget.may_retry:
                 raise
             log.warning("a worker was lost (%s); resuming from step %d", _first(error), at)
+
+
+def _newest_step(checkpoint_dir: str | Path) -> int:
+    """The step that the next attempt begins after; 0 where it has to say that all are damaged."""
+    try:
+        found = find_latest(checkpoint_dir)
+    except DamagedCheckpointError:
+        return 0
+    return found.step if found else 0
 
 
 def _first(error: Exception) -> str:

@@ -28,7 +28,12 @@ _MAY_DIFFER: dict[str, bool | set[str]] = {
 def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
     """The saver of a run's roles under `folder` (local or s3://)."""
     settings = spec.config.trainer
-    store = CheckpointStore(folder, keep_last=settings.max_checkpoints_to_keep, metric=SCORE)
+    store = CheckpointStore(
+        folder,
+        keep_last=settings.max_checkpoints_to_keep,
+        metric=SCORE,
+        begin_anew=settings.on_damaged_checkpoints == "begin_anew",
+    )
     stateful = sorted(r for r in roles if issubclass(roles[r].worker_class, StatefulWorker))
     groups = {
         role: roles[role] for role in dict.fromkeys((*_LOAD_ORDER, *stateful)) if role in roles

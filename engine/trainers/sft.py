@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.batch import Batch
-from engine.checkpoint import Checkpoint, CheckpointStore, Saver, find_latest
+from engine.checkpoint import Checkpoint, CheckpointStore, Saver
 from engine.checkpoint.rank_state import RankState
 from engine.checkpoint.rng import process_rng, set_process_rng
 from engine.config import ParallelConfig, SFTConfig
@@ -96,11 +96,9 @@ class SFTTrainer:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # dropout, where the model has any
             state = ShardedTrainState(self.sharded, self.config.optim, total, self.seed)
-            keep = self.config.max_checkpoints_to_keep
-            store = checkpoint_dir and CheckpointStore(checkpoint_dir, keep_last=keep)
-            saver = Saver(store, {}) if store else None
+            saver = Saver(self._store(checkpoint_dir), {}) if checkpoint_dir else None
             run = _Run(state, saver, self._settings(len(train)))
-            begin, metrics = run.resume(resume_from)
+            begin, metrics = run.resume(self._store(resume_from) if resume_from else None)
             if begin >= total:
                 log.warning("the warm start is at step %d of %d already", begin, total)
             grace_s = self.config.preemption_grace_s
@@ -142,9 +140,20 @@ class SFTTrainer:
                 raise_preempted(run.saver, step)
         return metrics
 
+    def _store(self, folder: str | Path) -> CheckpointStore:
+        config = self.config
+        anew = config.on_damaged_checkpoints == "begin_anew"
+        return CheckpointStore(folder, config.max_checkpoints_to_keep, begin_anew=anew)
+
     def _settings(self, rows: int) -> str:
         """A digest of what a resumed run must share with the one that saved."""
-        may_differ = {"save_freq", "max_checkpoints_to_keep", "preemption_grace_s", "threads"}
+        may_differ = {
+            "save_freq",
+            "max_checkpoints_to_keep",
+            "on_damaged_checkpoints",
+            "preemption_grace_s",
+            "threads",
+        }
         config = self.config.model_dump_json(exclude=may_differ)
         settings = f"{config} seed {self.seed} rows {rows} start {self.start}"
         return hashlib.sha256(settings.encode()).hexdigest()
@@ -207,13 +216,13 @@ class _Run:
     saver: Saver | None  # None: nothing is saved
     settings: str  # digest of what a resumed run must share with the one that saved
 
-    def resume(self, elsewhere: str | Path | None) -> tuple[int, dict[str, float]]:
+    def resume(self, elsewhere: CheckpointStore | None) -> tuple[int, dict[str, float]]:
         """Load the newest checkpoint, own or `elsewhere`; return its step and metrics (0, {})."""
         if self.saver is None:
             return 0, {}
         found, own = self.saver.store.latest(), True
         if found is None and elsewhere is not None:
-            found, own = find_latest(elsewhere), False
+            found, own = elsewhere.latest(), False
         if found is None:
             return 0, {}
         metrics = self._load(found)

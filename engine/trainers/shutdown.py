@@ -32,7 +32,7 @@ def ensure_last_save(saver: Saver | None, save: Callable[[], None]) -> None:
             "handed over all the same; a run that is started again trains once more from %s. Look "
             "at %s before it is needed",
             saver.unsaved_step,
-            "the beginning" if saver.last is None else saver.last.folder,
+            _next_start(saver),
             saver.store.root,
         )
 
@@ -45,11 +45,9 @@ def raise_preempted(saver: Saver | None, step: int) -> NoReturn:
             "the beginning"
         )
     _is_durable(saver)
+    saved = "" if saver.unsaved_step is None else ", which was not saved"
     raise PreemptedError(
-        f"pre-empted after step {step}; the run continues from {saver.last.folder}"
-        if saver.last is not None
-        else f"pre-empted after step {step}, which was not saved; the run continues from the "
-        f"newest checkpoint in {saver.store.root}, or from the beginning where there is none"
+        f"pre-empted after step {step}{saved}; the run continues from {_next_start(saver)}"
     )
 
 
@@ -62,6 +60,16 @@ def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Itera
         if saver is not None:
             saver.drain(notice.seconds_left())
         raise
+
+
+def _next_start(saver: Saver) -> str:
+    """Where a run that is started again begins: a look at the folder itself, and not at what this
+    process has saved, for it may have resumed with another saver."""
+    try:
+        newest = saver.store.latest()
+    except CheckpointError as error:
+        return f"the newest good checkpoint in {saver.store.root}, which can't be read now: {error}"
+    return "the beginning" if newest is None else newest.folder
 
 
 def _is_durable(saver: Saver) -> bool:

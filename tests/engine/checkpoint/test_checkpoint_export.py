@@ -71,11 +71,12 @@ def checkpoint(
     start = {"model": str(folder), "dtype": "float32", "lora": {}} | model
     world, out = Layout(**parallel or {}).world_size, root / "saved"
     store = CheckpointStore(root / "run")
-    with store.writing(1) as draft:
-        draft.roles = {"actor": world}
-        given = (str(folder), draft.folder, str(out), parallel or {}, start)
-        weights = run_ranks(world, trained, *given)[0] if parallel else trained(*given)
-        draft.state = {"step": 1, "policy": start}
+    draft = store.begin(1)
+    draft.roles = {"actor": world}
+    given = (str(folder), draft.folder, str(out), parallel or {}, start)
+    weights = run_ranks(world, trained, *given)[0] if parallel else trained(*given)
+    draft.state = {"step": 1, "policy": start}
+    store.commit(draft)
     return str(root / "run" / "step_1"), out, weights
 
 
@@ -157,8 +158,10 @@ def test_a_folder_that_is_taken_stays(saved: str, tmp_path: Path) -> None:
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is no complete checkpoint and holds none"):
         export_policy(tmp_path / "nothing", tmp_path / "out")
-    with CheckpointStore(tmp_path).writing(1) as draft:
-        draft.state = {"model": {"weight": torch.zeros(3)}}
+    store = CheckpointStore(tmp_path)
+    draft = store.begin(1)
+    draft.state = {"model": {"weight": torch.zeros(3)}}
+    store.commit(draft)
     with pytest.raises(CheckpointError, match=r"step_1 has no policy of an RL run; a warm start"):
         export_policy(tmp_path / "step_1", tmp_path / "out")
 

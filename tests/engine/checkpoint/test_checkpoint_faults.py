@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from engine.checkpoint import CheckpointStore, find_latest
 from engine.config import SFTConfig
-from engine.errors import CheckpointError, PreemptedError
+from engine.errors import CheckpointError, DamagedCheckpointError, PreemptedError
 from engine.storage.folder import Folder
 from engine.trainers.sft import SFTExample, SFTTrainer
 
@@ -206,6 +206,18 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
     assert f"checkpoint {tmp_path}/step_5 is passed over for an older one" in caplog.text
     assert done == list(range(5, STEPS + 1))
     assert torch.equal(final, undisturbed)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_stops_unless_told(tmp_path: Path) -> None:
+    stop_after(tmp_path, 2)
+    for folder in tmp_path.iterdir():
+        flip(folder)
+    before = {path: path.read_bytes() for path in tmp_path.glob("*/*")}
+    with pytest.raises(DamagedCheckpointError, match=f"every checkpoint in {tmp_path} is damaged"):
+        run(tmp_path)
+    assert before == {path: path.read_bytes() for path in tmp_path.glob("*/*")}
+    _, done = run(tmp_path, on_damaged_checkpoints="begin_anew", max_steps=STEPS)
+    assert done[0] == 1
 
 
 def stop_after(root: Path, step: int) -> None:

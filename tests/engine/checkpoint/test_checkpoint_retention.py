@@ -77,8 +77,9 @@ def test_only_drafts_of_the_dead_are_abandoned(tmp_path: Path) -> None:
     parent = f".writing-step_3-{host}-{os.getppid()}-ab"
     reborn = f".writing-step_3-{host}-{os.getpid()}-ab"  # a restarted container's process id
     young, old = ".writing-step_3-elsewhere-1-ab", ".writing-step_4-elsewhere-1-ab"
-    names = [own, dead, parent, reborn, young, old, "step_3"]
+    huge = f".writing-step_3-{host}-{10**30}-ab"
+    names = [own, dead, parent, reborn, young, old, huge, ".writing-x", "step_3"]
     for name in names:
         (tmp_path / name).mkdir()
     os.utime(tmp_path / old, (0, time.time() - 2 * 24 * 3600))
-    assert abandoned_drafts(Folder(tmp_path), names, [own]) == [dead, reborn, old]
+    assert abandoned_drafts(Folder(tmp_path), names, [own]) == [dead, reborn, old, huge]

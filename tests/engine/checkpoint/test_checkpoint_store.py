@@ -35,14 +35,12 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def save(store: CheckpointStore, step: int, ranks: int = 2, **metrics: float) -> str:
     """A checkpoint whose every tensor is filled with its step."""
-    with store.writing(step) as draft:
-        for rank in range(ranks):
-            write_rank(draft.folder, rank, ranks, step)
-        draft.state = {"step": step, "generator": torch.full((5,), step)}
-        draft.metrics = metrics
-    found = store.latest()
-    assert found is not None
-    return found.folder
+    draft = store.begin(step)
+    for rank in range(ranks):
+        write_rank(draft.folder, rank, ranks, step)
+    draft.state = {"step": step, "generator": torch.full((5,), step)}
+    draft.metrics = metrics
+    return store.commit(draft).folder
 
 
 def write_rank(folder: str, rank: int, ranks: int, step: int) -> None:
@@ -71,6 +69,11 @@ def flip(folder: str, name: str, at: int = -1) -> None:
 def cut(folder: str, name: str) -> None:
     fs, path = fsspec.core.url_to_fs(f"{folder}/{name}")
     fs.pipe_file(path, fs.cat_file(path)[:-1])
+
+
+def put(folder: str, name: str, data: bytes) -> None:
+    fs, path = fsspec.core.url_to_fs(f"{folder}/{name}")
+    fs.pipe_file(path, data)
 
 
 def delete(folder: str, name: str) -> None:
@@ -111,6 +114,14 @@ DAMAGE: dict[str, tuple[Callable[[str], None], str]] = {
     "deleted checksums": (lambda f: delete(f, "checksums.json"), r"checksums\.json is missing"),
     "no marker": (lambda f: delete(f, "COMPLETE"), r"is torn: .*COMPLETE is missing"),
     "cut marker": (lambda f: cut(f, "COMPLETE"), r"is torn: .*COMPLETE is not JSON"),
+    "deep marker": (
+        lambda f: put(f, "COMPLETE", b"[" * 200_000),
+        r"is torn: .*COMPLETE is not JSON: maximum recursion",
+    ),
+    "other marker": (
+        lambda f: put(f, "COMPLETE", b'{"step": "two", "sequence": 2, "checksums": ""}'),
+        r"is torn: .*COMPLETE is not a marker: step: Input should be a valid integer",
+    ),
 }
 
 
@@ -143,6 +154,23 @@ def test_damage_falls_back_to_the_one_before_aloud(
     assert open_checkpoint(bad).folder == again.folder
 
 
+@pytest.mark.parametrize("damage", ["flipped shard", "deep marker", "no marker"])
+def test_checkpoints_that_are_all_damaged_are_not_replaced_unasked(root: str, damage: str) -> None:
+    act, match = DAMAGE[damage]
+    bad = [save(CheckpointStore(root, keep_last=2), step) for step in (1, 2)]
+    if damage == "no marker" and "://" in root:
+        pytest.skip("in an object store that is a save which was broken off")
+    for folder in bad:
+        act(folder)
+    with pytest.raises(DamagedCheckpointError, match=r"is damaged: .*; restore one") as caught:
+        find_latest(root)
+    assert re.search(match.removeprefix("is torn: "), str(caught.value))
+    anew = CheckpointStore(root, keep_last=2, begin_anew=True)
+    assert anew.latest() is None
+    save(anew, 1)
+    assert names(root) == ["step_1.1"]
+
+
 def test_the_last_written_is_the_latest_whatever_its_step(root: str) -> None:
     store = CheckpointStore(root, keep_last=3)
     for step in (10, 20, 30):
@@ -163,15 +191,28 @@ def test_the_best_stays(root: str) -> None:
     assert open_checkpoint(f"{root}/step_2").metrics == {"reward": 0.9}
 
 
+@pytest.mark.parametrize("stray", [".writing-x", ".writing-step_1-host-x-1", "step_x", "notes"])
+def test_a_stray_folder_costs_no_checkpoint_and_stays(tmp_path: Path, stray: str) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    (tmp_path / stray).mkdir()
+    save(store, 1)
+    save(store, 2)
+    assert names(str(tmp_path)) == sorted([stray, "step_2"])
+
+
 def test_a_commit_without_all_ranks_is_refused_and_leaves_nothing(root: str) -> None:
     store = CheckpointStore(root)
     save(store, 1)
 
     def write(ranks: list[int], **roles: int) -> None:
-        with store.writing(2) as draft:
-            draft.roles = roles
-            for rank in ranks:
-                write_rank(draft.folder, rank, 3, 2)
+        draft = store.begin(2)
+        draft.roles = roles
+        for rank in ranks:
+            write_rank(draft.folder, rank, 3, 2)
+        try:
+            store.commit(draft)
+        finally:
+            store.abandon(draft)
 
     with pytest.raises(CheckpointError, match=r"ranks \[2\] of 3 of role 'actor' have written not"):
         write([0, 1])
@@ -184,27 +225,12 @@ def test_a_commit_without_all_ranks_is_refused_and_leaves_nothing(root: str) -> 
 
 def test_a_file_that_changed_before_the_commit_is_noticed(root: str) -> None:
     store = CheckpointStore(root)
-
-    def write() -> None:
-        with store.writing(1) as draft:
-            write_rank(draft.folder, 0, 1, 1)
-            cut(draft.folder, "actor-00000-of-00001.model.safetensors")
-
+    draft = store.begin(1)
+    write_rank(draft.folder, 0, 1, 1)
+    cut(draft.folder, "actor-00000-of-00001.model.safetensors")
     with pytest.raises(DamagedCheckpointError, match=r"has \d+ bytes where \d+ were written"):
-        write()
-    assert names(root) == []
-
-
-def test_an_error_in_the_block_leaves_nothing(root: str) -> None:
-    store = CheckpointStore(root)
-
-    def write() -> None:
-        with store.writing(1) as draft:
-            write_rank(draft.folder, 0, 1, 1)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write()
+        store.commit(draft)
+    store.abandon(draft)
     assert names(root) == []
 
 

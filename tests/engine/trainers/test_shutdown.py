@@ -51,6 +51,18 @@ def test_the_last_save_is_tried_twice_and_costs_nothing_but_itself(
     assert all(f"trains once more from {tmp_path}/step_2" in e for e in errors)
 
 
+def test_a_checkpoint_of_the_attempt_before_is_where_the_next_one_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = saver(tmp_path)
+    before.save(2, {})
+    before.wait()
+    saving = saver(tmp_path, 4, 4)
+    saving.save(4, {})
+    ensure_last_save(saving, lambda: saving.save(4, {}))
+    assert f"is started again trains once more from {tmp_path}/step_2" in caplog.text
+
+
 def test_nothing_asked_for_is_nothing_to_settle(tmp_path: Path) -> None:
     ensure_last_save(saver(tmp_path), lambda: pytest.fail("saved"))
     ensure_last_save(None, lambda: pytest.fail("saved"))
@@ -60,11 +72,8 @@ def test_nothing_asked_for_is_nothing_to_settle(tmp_path: Path) -> None:
     ("refused", "match"),
     [
         ((), r"after step 4; the run continues from .*/step_4$"),
-        ((4,), r"after step 4; the run continues from .*/step_2$"),
-        (
-            (2, 4),
-            r"after step 4, which was not saved; the run continues from the newest checkpoint",
-        ),
+        ((4,), r"after step 4, which was not saved; the run continues from .*/step_2$"),
+        ((2, 4), r"after step 4, which was not saved; the run continues from the beginning$"),
     ],
 )
 def test_who_leaves_says_where_the_run_goes_on(

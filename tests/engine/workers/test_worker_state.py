@@ -68,12 +68,10 @@ def steps(worker: Any, batches: list[Batch]) -> list[dict[str, float]]:
 
 def saved(worker: StatefulWorker, root: Path, step: int = 2) -> Checkpoint:
     store = CheckpointStore(root)
-    with store.writing(step) as draft:
-        worker.save_state(draft.folder)
-        worker.wait_saved()
-    found = store.latest()
-    assert found is not None
-    return found
+    draft = store.begin(step)
+    worker.save_state(draft.folder)
+    worker.wait_saved()
+    return store.commit(draft)
 
 
 def assert_same_state(one: Any, other: Any, path: str = "state") -> None:
@@ -126,13 +124,12 @@ torch.save(results, sys.argv[3])
 def test_another_process_goes_on_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     workers = {role: make(folder) for role, make in ROLES.items()}
     store = CheckpointStore(tmp_path / "root")
-    with store.writing(2) as draft:
-        for worker in workers.values():
-            steps(worker, BATCHES[:2])
-            worker.save_state(draft.folder)
-            worker.wait_saved()
-    found = store.latest()
-    assert found is not None
+    draft = store.begin(2)
+    for worker in workers.values():
+        steps(worker, BATCHES[:2])
+        worker.save_state(draft.folder)
+        worker.wait_saved()
+    found = store.commit(draft)
     paths = [str(Path(__file__).parent), os.environ["PYTHONPATH"]]
     out = tmp_path / "out.pt"
     subprocess.run(
@@ -152,13 +149,12 @@ def test_updates_during_the_write_are_not_in_the_checkpoint(folder: Path, tmp_pa
     worker.update(BATCHES[0])
     before = {k: v.detach().clone() for k, v in worker.state_dict()["model"].items()}
     store = CheckpointStore(tmp_path)
-    with store.writing(1) as draft:
-        worker.save_state(draft.folder)
-        steps(worker, BATCHES[1:3])
-        worker.wait_saved()
+    draft = store.begin(1)
+    worker.save_state(draft.folder)
+    steps(worker, BATCHES[1:3])
+    worker.wait_saved()
     loaded = actor(folder)
-    found = store.latest()
-    assert found is not None
+    found = store.commit(draft)
     loaded.load_state(found.folder)
     assert_same_state({k: v.detach() for k, v in loaded.state_dict()["model"].items()}, before)
     assert loaded.context.process.policy.version == 1
@@ -275,17 +271,16 @@ def test_the_rollout_draws_what_it_would_have_drawn(tiny: Path, tmp_path: Path) 
     lead.update(BATCHES[0])
     rollout.generate(prompts)
     store = CheckpointStore(tmp_path)
-    with store.writing(1) as draft:
-        for worker in (lead, rollout):
-            worker.save_state(draft.folder)
-            worker.wait_saved()
+    draft = store.begin(1)
+    for worker in (lead, rollout):
+        worker.save_state(draft.folder)
+        worker.wait_saved()
     wanted = rollout.generate(prompts)
     new_lead, new_rollout = sampling(tiny)
     # As many updates on other data: only an engine that is notified drops what it has cached.
     new_lead.update(BATCHES[3])
     new_rollout.generate(prompts)
-    found = store.latest()
-    assert found is not None
+    found = store.commit(draft)
     new_lead.load_state(found.folder)
     new_rollout.load_state(found.folder)
     got = new_rollout.generate(prompts)
