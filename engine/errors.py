@@ -31,6 +31,14 @@ class RolloutError(EngineError):
     """A rollout engine can't serve: stale or half-written weights, dead engine, bad request."""
 
 
+class DivergedError(EngineError):
+    """Training has diverged: weights, gradients or logits are not finite."""
+
+
+class DivergedRolloutError(DivergedError, RolloutError):
+    """A rollout engine's logits are NaN: the weights that it was given have diverged."""
+
+
 class WeightSyncError(RolloutError):
     """A rollout process can't apply the weights that it received; a full sync repairs it."""
 
@@ -69,6 +77,10 @@ class CheckpointError(EngineError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint is incomplete or was changed: a file is missing or differs from its checksum."""
+
+
+class LockedCheckpointsError(EngineError):
+    """Another run writes into the same folder of checkpoints."""
 
 
 class PreemptedError(EngineError):

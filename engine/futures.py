@@ -27,8 +27,11 @@ class Future(ABC, Generic[R_co]):
     fields: frozenset[str] = frozenset()  # of the batch that it results in; empty: unknown
 
     @abstractmethod
-    def result(self) -> R_co:
-        """Wait (up to the group's deadline) and return the value, or raise WorkerError."""
+    def result(self, until: float | None = None) -> R_co:
+        """Wait (up to the group's deadline) and return the value, or raise WorkerError.
+
+        `until` is an earlier deadline, of `time.monotonic`, that several futures may share.
+        """
 
     @abstractmethod
     def done(self) -> bool:
@@ -41,7 +44,7 @@ class Ready(Future[R_co]):
     def __init__(self, value: R_co) -> None:
         self._value = value
 
-    def result(self) -> R_co:
+    def result(self, until: float | None = None) -> R_co:
         return self._value
 
     def done(self) -> bool:
@@ -55,9 +58,9 @@ class ConcatFuture(Future[Batch]):
         self.parts = tuple(parts)
         self.fields = self.parts[0].fields
 
-    def result(self) -> Batch:
+    def result(self, until: float | None = None) -> Batch:
         """Wait for all parts."""
-        return Batch.concat([part.result() for part in self.parts])
+        return Batch.concat([part.result(until) for part in self.parts])
 
     def done(self) -> bool:
         return all(part.done() for part in self.parts)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, EngineError
 from engine.storage.folder import CheckpointStorageError
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Background:
         threading.Thread(target=run, name=self.name, daemon=True).start()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is under way; raise CheckpointError, once, if that went wrong."""
+        """Wait until nothing is under way; raise an EngineError, once, if that went wrong."""
         if self._done is None:
             return
         limit = self.timeout_s if timeout_s is None else timeout_s
@@ -57,7 +57,7 @@ class Background:
                 "or give it a longer timeout"
             ) from None
         self._done = None
-        if isinstance(error, CheckpointError):
+        if isinstance(error, EngineError):
             raise error
         if error is not None:
             raise CheckpointError(

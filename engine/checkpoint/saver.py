@@ -23,6 +23,8 @@ from engine.storage.folder import CheckpointStorageError, Folder
 
 log = logging.getLogger(__name__)
 
+_ANSWER_S = 2.0  # for a rank to tell that its write has passed its deadline
+
 
 @dataclass(frozen=True, slots=True)
 class SaveStats:
@@ -47,8 +49,8 @@ class SaveStats:
 class GroupCall(Protocol):
     """A call on all ranks of a group, under way."""
 
-    def result(self) -> object:
-        """Wait for it; raise its error."""
+    def result(self, until: float | None = None) -> object:
+        """Wait for it, up to a deadline of `time.monotonic` at most; raise its error."""
 
 
 class StatefulGroup(Protocol):
@@ -128,13 +130,14 @@ class Saver:
         self._wait_for_previous(step)
         draft = self.store.begin(step)
         draft.metrics, draft.roles = dict(metrics or {}), self._ranks()
+        until = time.monotonic() + self._timeout_s  # one deadline over all roles
         try:
             draft.state = insert_tensors(*self._stager.stage(state))
             answers = [group.save_state(draft.folder) for group in self.groups.values()]
             for answer in answers:
-                answer.result()
+                answer.result(until)
         except Exception:
-            self._wait_for_writers()  # no rank may write into a deleted folder
+            self._wait_for_writers(until)  # no rank may write into a deleted folder
             self.store.abandon(draft)
             raise
         self._cancelled.clear()
@@ -149,7 +152,8 @@ class Saver:
         """
         if self._in_flight:
             self._in_flight = False
-            if error := self._wait_for_writers():
+            # A rank whose write hangs says so itself at the deadline.
+            if error := self._wait_for_writers(time.monotonic() + self._timeout_s + _ANSWER_S):
                 self._cancelled.set()
                 with contextlib.suppress(CheckpointError):  # the consequence of `error`
                     self._commit.wait()
@@ -192,12 +196,12 @@ class Saver:
     def _ranks(self) -> dict[str, int]:
         return {role: group.world_size for role, group in self.groups.items()}
 
-    def _wait_for_writers(self) -> EngineError | None:
-        """Wait until no rank writes; return the first error."""
+    def _wait_for_writers(self, until: float) -> EngineError | None:
+        """Wait until no rank writes, or until a deadline over all roles; return the first error."""
         first = None
         for answer in [group.wait_saved(self._timeout_s) for group in self.groups.values()]:
             try:
-                answer.result()
+                answer.result(until)
             except EngineError as error:
                 first = first or error
         return first

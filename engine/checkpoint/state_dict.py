@@ -7,17 +7,19 @@ of safetensors files. What does not: names and checksums of files (`format`).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, DivergedError
 
 StateDict = dict[str, Any]  # keys are strings; leaves tensors, str, int, float, bool, None or lists
 Tensors = dict[str, Tensor]
 
+WEIGHTS = "model"  # the part of a state that holds a model's weights
 _MARK = "$tensor"
 _DTYPES = {
     torch.float64: "F64",
@@ -44,8 +46,13 @@ class CpuStager:
         self._buffers: Tensors = {}
 
     def stage(self, state: StateDict) -> tuple[StateDict, dict[str, Tensors]]:
-        """Extract copies of the tensors of `state`, to be written while the originals change."""
+        """Extract copies of the tensors of `state`, to be written while the originals change.
+
+        Raises DivergedError for weights that are not finite: they are never saved.
+        """
         values, groups = extract_tensors(state)
+        weights = groups.get(WEIGHTS, {})
+        sums = {name: _total(weight) for name, weight in weights.items()}
         buffers, moving = {}, False
         for group, tensors in groups.items():
             for name, tensor in tensors.items():
@@ -60,7 +67,20 @@ class CpuStager:
         if moving:
             torch.cuda.synchronize()
         self._buffers = buffers
+        for name, total in sums.items():
+            # A sum of finite values may overflow, so only the values themselves are a proof.
+            if not math.isfinite(total) and not bool(weights[name].isfinite().all()):
+                raise DivergedError(
+                    f"{name} has values that are not finite: training has diverged; lower optim.lr "
+                    "or look for bad rewards or data"
+                )
         return values, groups
+
+
+def _total(weight: Tensor) -> Tensor:
+    """The sum of a tensor, on its device: finite only if all values are, and cheap to take."""
+    flat = weight.detach()
+    return flat.sum(dtype=torch.float32 if flat.element_size() < 4 else None)
 
 
 def extract_tensors(state: StateDict) -> tuple[StateDict, dict[str, Tensors]]:

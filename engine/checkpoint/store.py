@@ -31,6 +31,7 @@ from engine.checkpoint.format import (
     write_marker,
     write_state,
 )
+from engine.checkpoint.lock import check_lock
 from engine.checkpoint.retention import (
     RetentionPolicy,
     abandoned_drafts,
@@ -137,8 +138,10 @@ class CheckpointStore:
     def commit(self, draft: CheckpointDraft) -> Checkpoint:
         """Check what the ranks wrote, write the marker, and delete old checkpoints.
 
-        Raises CheckpointError when a rank is missing or a file isn't what its rank reported.
+        Raises CheckpointError when a rank is missing or a file isn't what its rank reported, and
+        LockedCheckpointsError when another run has taken the root over.
         """
+        check_lock(self.root)
         folder = Folder(draft.folder)
         checksums = self._collect(folder, draft)
         check_sizes(folder, checksums)

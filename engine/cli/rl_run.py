@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from engine.checkpoint.lock import hold_lock
 from engine.cli.step_line import step_line
 from engine.config import LoRAConfig, RLConfig
 from engine.console import say
@@ -132,7 +133,8 @@ def train_policy(run: RLRun, log: RunLog) -> tuple[Path, list[Metrics]]:
         model, history = run.save_model(trainer), trainer.history
         trainer.write_timeline(run.folder / "timeline.json")
 
-    run_with_retries(make, attempt, run.checkpoints, run.config.trainer.max_attempts)
+    with hold_lock(run.checkpoints):  # before any worker starts
+        run_with_retries(make, attempt, run.checkpoints, run.config.trainer.max_attempts)
     return model, history
 
 

@@ -126,7 +126,7 @@ def _metrics_file(config: RunConfig, folder: Path) -> Iterator[TextIO | None]:
     if "file" not in config.run.logger:
         yield None
         return
-    resumes = checkpoint_folder(config, folder).exists()
+    resumes = any(checkpoint_folder(config, folder).glob("step_*"))
     with (folder / "metrics.jsonl").open("a" if resumes else "w") as file:
         yield file
 

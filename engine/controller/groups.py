@@ -8,6 +8,7 @@ Both give equal results.
 from __future__ import annotations
 
 import itertools
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -101,6 +102,11 @@ class WorkerGroup(ABC):
         sources: Sequence[Future[object]],
     ) -> Future[object]:
         """Start a call on the first `len(collecting)` ranks; those that collect give its value."""
+
+
+def seconds_left(timeout_s: float, until: float | None) -> float:
+    """How long a call is waited for: `timeout_s`, or less where a shared deadline comes before."""
+    return timeout_s if until is None else max(0.0, min(timeout_s, until - time.monotonic()))
 
 
 def timeout_error(what: str, timeout_s: float) -> WorkerError:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from engine.batch import Batch
-from engine.controller.groups import WorkerGroup, timeout_error
+from engine.controller.groups import WorkerGroup, seconds_left, timeout_error
 from engine.controller.row_sharding import merge_results
 from engine.controller.timeline import Recorder, Span, span
 from engine.controller.worker_host import RemoteCall, RoleSpec, WorkerHost
@@ -94,12 +94,12 @@ class LocalFuture(Future[object]):
         self._timeout_s = timeout_s
         self._values: list[object] = []  # one, once it is there
 
-    def result(self) -> object:
+    def result(self, until: float | None = None) -> object:
         """Wait for all ranks; raise WorkerError, or the EngineError of a rank."""
         if self._values:
             return self._values[0]
         with span(self._span_name):
-            return self.value()
+            return self.value(until)
 
     def done(self) -> bool:
         """Whether all ranks are done, or one has failed."""
@@ -107,11 +107,11 @@ class LocalFuture(Future[object]):
             p.done() and p.exception() for p in self._parts
         )
 
-    def value(self) -> object:
+    def value(self, until: float | None = None) -> object:
         """As `result`, without a line in the controller's timeline."""
         if not self._values:
-            first = futures.FIRST_EXCEPTION
-            done, not_done = futures.wait(self._parts, self._timeout_s, return_when=first)
+            first, limit = futures.FIRST_EXCEPTION, seconds_left(self._timeout_s, until)
+            done, not_done = futures.wait(self._parts, limit, return_when=first)
             if not any(part.exception() for part in done) and not_done:
                 rank = next(r for r, part in enumerate(self._parts) if part in not_done)
                 raise timeout_error(self._rank_label.format(rank), self._timeout_s)

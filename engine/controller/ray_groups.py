@@ -18,7 +18,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from engine.batch import Batch
-from engine.controller.groups import WorkerGroup, timeout_error
+from engine.controller.groups import WorkerGroup, seconds_left, timeout_error
 from engine.controller.row_sharding import merge_results
 from engine.controller.timeline import Recorder, span
 from engine.controller.worker_host import RemoteCall, RoleSpec, WorkerHost, rendezvous_address
@@ -62,12 +62,12 @@ class RayFuture(Future[object]):
         self._sources = [source for source in sources if isinstance(source, RayFuture)]
         self._values: list[object] = []  # one, once it is there
 
-    def result(self) -> object:
+    def result(self, until: float | None = None) -> object:
         """Wait for all ranks; raise WorkerError with role, rank, method and the remote traceback,
         or the EngineError that a rank raised."""
         if not self._values:
             with span(f"wait for {self._name}"):
-                wait_all(self.statuses, self._timeout_s, self._ancestors())
+                wait_all(self.statuses, self._timeout_s, self._ancestors(), until)
                 self._values = [merge_results([_get(ref, self._name, 60.0) for ref in self.refs])]
             self._sources = []  # a success needs no cause, and the arguments may be freed
         return self._values[0]
@@ -137,14 +137,17 @@ class RayGroup(WorkerGroup):
 
 
 def wait_all(
-    refs: Mapping[ObjectRef[T], str], timeout_s: float, ancestors: Sequence[RayFuture] = ()
+    refs: Mapping[ObjectRef[T], str],
+    timeout_s: float,
+    ancestors: Sequence[RayFuture] = (),
+    until: float | None = None,
 ) -> list[T]:
     """Return the values of all `refs`, or raise as soon as one of them, or of the calls that they
     take data from, has failed: Ray itself would wait for the other arguments first.
 
     `refs` maps each reference to its name in a WorkerError.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + seconds_left(timeout_s, until)
     above = {ref: name for ancestor in ancestors for ref, name in ancestor.statuses.items()}
     pending = above | dict(refs)  # causes come before what they lead to
     values: dict[ObjectRef[T], T] = {}

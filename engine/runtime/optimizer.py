@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine.config import OptimConfig
-from engine.errors import CheckpointError, EngineError
+from engine.errors import CheckpointError, DivergedError
 from engine.parallel import fsdp, gradients
 from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
@@ -90,14 +90,14 @@ class Optimizer:
     def step(self) -> float:
         """Clip, update, clear gradients; return the global gradient norm before clipping.
 
-        Raises EngineError, on all ranks alike, when the norm is not finite: the weights are left as
-        they were.
+        Raises DivergedError, on all ranks alike, when the norm is not finite: the weights are left
+        as they were.
         """
         self.lr = self._next_lr()
         norm = self._clip_gradients()
         if not math.isfinite(norm):
             self.clear_gradients()
-            raise EngineError(
+            raise DivergedError(
                 f"the gradient norm is {norm}: training has diverged; lower optim.lr "
                 f"(now {self.lr:.2e}) or look for bad rewards or data"
             )

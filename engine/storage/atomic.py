@@ -49,3 +49,15 @@ def process_is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def process_start(pid: int) -> str | None:
+    """When a process of this machine began, as a text to compare; None for one that has ended.
+
+    Together with its number this names a process: numbers come again. A zombie has ended.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "" if not Path("/proc/self/stat").exists() and process_is_alive(pid) else None
+    return None if fields[0] in ("Z", "X") else fields[19]

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from engine.checkpoint import Checkpoint, Saver, open_checkpoint
+from engine.checkpoint.lock import hold_lock
 from engine.checkpoint.rng import process_rng, set_process_rng
 from engine.checkpoint.state_dict import StateDict
 from engine.config import LoRAConfig, RLConfig
@@ -25,7 +25,7 @@ from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo
 from engine.dataflows.required_passes import RequiredPasses
-from engine.errors import CheckpointError, PreemptedError, WorkerError
+from engine.errors import CheckpointError
 from engine.futures import LazyBatch
 from engine.models import resolve_lora, text_config
 from engine.trainers.auto_placement import resolve_auto
@@ -33,11 +33,17 @@ from engine.trainers.export import start_model_info
 from engine.trainers.layouts import check_layouts
 from engine.trainers.preemption import PreemptionNotice
 from engine.trainers.prompts import PromptStream
-from engine.trainers.resume import SCORE, check_settings, make_saver, run_settings
+from engine.trainers.resume import MAY_CHANGE, SCORE, make_saver, run_settings
 from engine.trainers.rl_checks import check_config, check_teacher
 from engine.trainers.rl_setup import RunSpec, check_lora, effective_config, placement_of, role_specs
 from engine.trainers.rollout_sources import SourceInputs, get_rollout_source
-from engine.trainers.shutdown import ensure_last_save, finish_save_on_error, raise_preempted
+from engine.trainers.run_settings import changed_settings
+from engine.trainers.shutdown import (
+    ensure_last_save,
+    finish_save_on_error,
+    lost_workers_explained,
+    raise_preempted,
+)
 from engine.trainers.step_metrics import staleness_metrics, step_metrics
 
 log = logging.getLogger(__name__)
@@ -114,6 +120,7 @@ class RLTrainer:
         self.source = source_class(SourceInputs(self.spec, self.roles, prompts, self.algo))
         self.step = 0
         self.history: list[Metrics] = []  # a row a step, since step 1
+        self.changed_settings: list[StateDict] = []  # when this run was resumed, see `run_settings`
         self.spans: list[Span] = []
 
     def fit(
@@ -128,11 +135,15 @@ class RLTrainer:
         With `checkpoint_dir` (a folder or s3://…) a checkpoint is written every
         `trainer.save_freq` steps, at the end and on a pre-emption notice (SIGTERM), and a run
         that has just begun resumes from the newest one there, or else from the newest one in
-        `resume_from`. Raises CheckpointError when that is of other settings, PreemptedError after
-        a notice.
+        `resume_from`. Raises CheckpointError when that is of other settings, LockedCheckpointsError
+        while another run uses the folder, PreemptedError after a notice.
         """
+        with hold_lock(checkpoint_dir):
+            saver = self._open_checkpoints(checkpoint_dir, resume_from)
+            return self._train(saver, num_steps)
+
+    def _train(self, saver: Saver | None, num_steps: int | None) -> Metrics:
         settings, source = self.config.trainer, self.source
-        saver = self._open_checkpoints(checkpoint_dir, resume_from)
         stop = settings.total_training_steps if num_steps is None else self.step + num_steps
         if self.step >= stop:
             log.warning("this run is at step %d of %d already; nothing to train", self.step, stop)
@@ -140,7 +151,7 @@ class RLTrainer:
         with PreemptionNotice(settings.preemption_grace_s) as notice:
             with finish_save_on_error(saver, notice), source.running(stop):
                 while self.step < stop:
-                    with self._lost_workers_explained(notice):
+                    with lost_workers_explained(notice, self.step + 1):
                         start = time.perf_counter()
                         self.roles.begin_step(self.step + 1)
                         source.update_weights(self.step)
@@ -207,6 +218,7 @@ class RLTrainer:
             {
                 "step": self.step,
                 "settings": self._settings(),
+                "changed_settings": self.changed_settings,
                 "policy": start_model_info(self.spec),
                 "algo": self.algo.state_dict(),
                 "history": self.history,
@@ -246,19 +258,6 @@ class RLTrainer:
             self.spans += [*self.roles.timeline(), *self.source.take_spans()]
         return metrics
 
-    @contextmanager
-    def _lost_workers_explained(self, notice: PreemptionNotice) -> Iterator[None]:
-        """After a notice, workers may be stopped before this process: that is a pre-emption."""
-        try:
-            yield
-        except WorkerError as error:
-            if not notice.received:
-                raise
-            raise PreemptedError(
-                f"pre-empted in step {self.step + 1}, whose workers are gone; the run continues "
-                "from its last checkpoint"
-            ) from error
-
     def _open_checkpoints(
         self, checkpoint_dir: str | Path | None, resume_from: str | Path | None
     ) -> Saver | None:
@@ -275,8 +274,9 @@ class RLTrainer:
         return run_settings(self.config, self.spec.max_response_length, self.spec.seed)
 
     def _restore(self, saver: Saver, checkpoint: Checkpoint) -> None:
-        check_settings(checkpoint, self._settings())
+        changed = changed_settings(checkpoint, self._settings(), MAY_CHANGE)
         self.load_state_dict(saver.restore(checkpoint))
+        self.changed_settings = changed
 
     def __enter__(self) -> Self:
         return self

@@ -7,13 +7,12 @@ quantised base or not, only these are trained. The caller reads rows and saves t
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,8 +21,10 @@ from transformers import PreTrainedModel
 
 from engine.batch import Batch
 from engine.checkpoint import Checkpoint, CheckpointStore, Saver
+from engine.checkpoint.lock import hold_lock
 from engine.checkpoint.rank_state import RankState
 from engine.checkpoint.rng import process_rng, set_process_rng
+from engine.checkpoint.state_dict import StateDict
 from engine.config import ParallelConfig, SFTConfig
 from engine.data.collate import collate_completions
 from engine.errors import CheckpointError, DataError
@@ -34,6 +35,7 @@ from engine.runtime.sharded_model import Metrics, ShardedModel
 from engine.runtime.sharded_train_state import ShardedTrainState
 from engine.runtime.token_outputs import LogProbReader, Outputs
 from engine.trainers.preemption import PreemptionNotice
+from engine.trainers.run_settings import changed_settings, flat
 from engine.trainers.shutdown import ensure_last_save, finish_save_on_error, raise_preempted
 
 log = logging.getLogger(__name__)
@@ -87,13 +89,14 @@ class SFTTrainer:
         at the end and on a pre-emption notice (SIGTERM), and training continues from the newest one
         there, or else from the newest one in `resume_from`. Raises DataError when there is nothing
         to train on, EngineError when training diverges, CheckpointError for a checkpoint of other
-        settings or another `start`, PreemptedError after a notice.
+        settings or another `start`, LockedCheckpointsError while another run uses the folder,
+        PreemptedError after a notice.
         """
         if not train:
             raise DataError("the warm start has no rows; check data.sft_size and the source")
         torch.set_num_threads(self.config.threads or os.cpu_count() or 1)
         total = self.total_steps(len(train))
-        with torch.random.fork_rng(devices=[]):
+        with hold_lock(checkpoint_dir), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # dropout, where the model has any
             state = ShardedTrainState(self.sharded, self.config.optim, total, self.seed)
             saver = Saver(self._store(checkpoint_dir), {}) if checkpoint_dir else None
@@ -145,8 +148,8 @@ class SFTTrainer:
         anew = config.on_damaged_checkpoints == "begin_anew"
         return CheckpointStore(folder, config.max_checkpoints_to_keep, begin_anew=anew)
 
-    def _settings(self, rows: int) -> str:
-        """A digest of what a resumed run must share with the one that saved."""
+    def _settings(self, rows: int) -> dict[str, object]:
+        """What a checkpoint records: a resumed run must share it, but for the optimizer's."""
         may_differ = {
             "save_freq",
             "max_checkpoints_to_keep",
@@ -154,9 +157,9 @@ class SFTTrainer:
             "preemption_grace_s",
             "threads",
         }
-        config = self.config.model_dump_json(exclude=may_differ)
-        settings = f"{config} seed {self.seed} rows {rows} start {self.start}"
-        return hashlib.sha256(settings.encode()).hexdigest()
+        config = self.config.model_dump(mode="json", exclude=may_differ)
+        data = {"rows": rows}
+        return flat({"sft": config, "seed": self.seed, "data": data, "start": self.start})
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps that the configuration asks for over `rows` examples."""
@@ -214,7 +217,8 @@ class _Run:
 
     train_state: ShardedTrainState
     saver: Saver | None  # None: nothing is saved
-    settings: str  # digest of what a resumed run must share with the one that saved
+    settings: dict[str, object]  # that a checkpoint records
+    changed_settings: list[StateDict] = field(default_factory=list)  # when it was resumed
 
     def resume(self, elsewhere: CheckpointStore | None) -> tuple[int, dict[str, float]]:
         """Load the newest checkpoint, own or `elsewhere`; return its step and metrics (0, {})."""
@@ -235,7 +239,12 @@ class _Run:
         """Begin to write a checkpoint; a failure is logged, and training continues."""
         if self.saver is None:
             return
-        plain = {"settings": self.settings, "metrics": metrics, "process_rng": process_rng()}
+        plain = {
+            "settings": self.settings,
+            "changed_settings": self.changed_settings,
+            "metrics": metrics,
+            "process_rng": process_rng(),
+        }
         try:
             self.saver.save(step, plain | self.train_state.state_dict())
         except CheckpointError as error:
@@ -243,17 +252,14 @@ class _Run:
 
     def _load(self, checkpoint: Checkpoint) -> dict[str, float]:
         state = checkpoint.state
-        if state.get("settings") != self.settings:
-            raise CheckpointError(
-                f"{checkpoint.folder} was written under other settings, data or start weights; "
-                "resume with its own, or give another checkpoint folder"
-            )
+        changed = changed_settings(checkpoint, self.settings, ("sft.optim",))
         own = RankState.of(state)
         try:
             self.train_state.load(own, [own])
         except CheckpointError as error:
             raise CheckpointError(f"{checkpoint.folder}: {error}") from error
         set_process_rng(state["process_rng"])
+        self.changed_settings[:] = changed
         return dict(state["metrics"])
 
 

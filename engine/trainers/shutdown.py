@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from engine.checkpoint import Saver
-from engine.errors import CheckpointError, PreemptedError
+from engine.errors import CheckpointError, DivergedError, PreemptedError, WorkerError
 from engine.trainers.preemption import PreemptionNotice
 
 log = logging.getLogger(__name__)
@@ -53,13 +53,36 @@ def raise_preempted(saver: Saver | None, step: int) -> NoReturn:
 
 @contextmanager
 def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Iterator[None]:
-    """On any exception, give the save in flight as long as a pre-emption notice would."""
+    """On any exception, give the save in flight as long as a pre-emption notice would.
+
+    A DivergedError gets the name of the checkpoint to go on from.
+    """
     try:
         yield
-    except BaseException:
-        if saver is not None:
-            saver.drain(notice.seconds_left())
+    except BaseException as error:
+        if saver is None:
+            raise
+        saver.drain(notice.seconds_left())
+        if isinstance(error, DivergedError):
+            raise DivergedError(
+                f"{error}; the last good step is that of {_next_start(saver)}: a run that is "
+                "started again with a lower learning rate goes on from there"
+            ) from error
         raise
+
+
+@contextmanager
+def lost_workers_explained(notice: PreemptionNotice, step: int) -> Iterator[None]:
+    """After a notice, workers may be stopped before this process: that is a pre-emption."""
+    try:
+        yield
+    except WorkerError as error:
+        if not notice.received:
+            raise
+        raise PreemptedError(
+            f"pre-empted in step {step}, whose workers are gone; the run continues from its last "
+            "checkpoint"
+        ) from error
 
 
 def _next_start(saver: Saver) -> str:

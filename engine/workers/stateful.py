@@ -14,7 +14,7 @@ from engine.checkpoint.format import rank_file_prefix, write_state
 from engine.checkpoint.rank_state import RankState, read_role_states, state_of_rank
 from engine.checkpoint.rng import process_rng, set_process_rng
 from engine.checkpoint.state_dict import CpuStager, StateDict
-from engine.errors import CheckpointError, DamagedCheckpointError
+from engine.errors import CheckpointError, DamagedCheckpointError, DivergedError
 from engine.runtime.sharded_train_state import ShardedTrainState
 from engine.storage.folder import Folder
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
@@ -49,12 +49,16 @@ class StatefulWorker(Worker, ABC):
     def save_state(self, folder: str) -> float:
         """Copy the state, write it in the background, and return the seconds that the copy took.
 
-        Raises CheckpointError if the write before this one failed.
+        Raises CheckpointError if the write before this one failed, DivergedError for weights that
+        are not finite.
         """
         begin = time.perf_counter()
         self._writing.wait()
-        values, groups = self._stager.stage(self.state_dict() | {"process_rng": process_rng()})
-        stem = self._stem()
+        stem, context = self._stem(), self.context
+        try:
+            values, groups = self._stager.stage(self.state_dict() | {"process_rng": process_rng()})
+        except DivergedError as error:
+            raise DivergedError(f"{context.role} rank {context.rank}: {error}") from error
 
         def write() -> None:
             write_state(Folder(folder), stem, values, groups)

@@ -13,7 +13,7 @@ class Counted(Ready[Batch]):
 
     waits = 0
 
-    def result(self) -> Batch:
+    def result(self, until: float | None = None) -> Batch:
         self.waits += 1
         return super().result()
 

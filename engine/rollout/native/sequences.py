@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.errors import RolloutError
+from engine.errors import DivergedRolloutError
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.sampling import noise_keys
 from engine.rollout.stream import PartialCompletion, PartialRequest
@@ -120,7 +120,7 @@ class SequenceTable:
     def record(self, rows: Tensor, column: Tensor, token: Tensor, log_prob: Tensor) -> Tensor:
         """Store a token at `column` of each of `rows`, all `[R]`; return which ended, bool `[R]`.
 
-        Raises RolloutError if a row's log-prob is NaN.
+        Raises DivergedRolloutError if a row's log-prob is NaN.
         """
         self._tokens[rows, column] = token
         self._log_probs[rows, column] = log_prob
@@ -135,7 +135,7 @@ class SequenceTable:
         ended, wrong = torch.stack((done.sum(), bad.sum())).tolist()
         if wrong:
             request, index = self._owners[int(rows[bad][0])]
-            raise RolloutError(
+            raise DivergedRolloutError(
                 f"the model gave NaN logits for {wrong} rows, the first being completion {index} "
                 f"of {request.name}; its weights have diverged: go back to a checkpoint and lower "
                 f"the learning rate"

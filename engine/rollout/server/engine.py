@@ -20,7 +20,7 @@ from torch import nn
 
 from engine.config.parse import explain
 from engine.config.server import ServerConfig
-from engine.errors import ConfigError, RolloutError
+from engine.errors import ConfigError, DivergedRolloutError, RolloutError
 from engine.rollout.protocol import (
     Completion,
     EngineCapabilities,
@@ -245,7 +245,7 @@ class ServerEngine:
         length = next((i + 1 for i, t in enumerate(drawn.token_ids) if t in stops), None)
         tokens, log_probs = drawn.token_ids[:length], drawn.log_probs[:length]
         if any(map(math.isnan, log_probs)):
-            raise RolloutError(
+            raise DivergedRolloutError(
                 f"the model gave NaN logits for a completion of prompt {index}; its weights have "
                 f"diverged: go back to a checkpoint and lower the learning rate"
             )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.errors import RolloutError
+from engine.errors import DivergedRolloutError, RolloutError
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.requests import RolloutStats
 from engine.rollout.sampling import noise_keys
@@ -111,7 +111,7 @@ class LLMRequests:
         if any(map(math.isnan, log_probs)):
             # A NaN left in a cache block would outlast its request: 0 times NaN is NaN.
             self._llm.collective_rpc(_clear_kv_cache)
-            raise RolloutError(
+            raise DivergedRolloutError(
                 f"the model gave NaN logits for a completion of prompt {index}; its weights have "
                 f"diverged: go back to a checkpoint and lower the learning rate"
             )

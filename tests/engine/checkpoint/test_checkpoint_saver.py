@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,8 +26,9 @@ from engine.checkpoint.background import Background
 from engine.checkpoint.rank_state import read_role_states
 from engine.controller.launch import Placement, Pool, launch
 from engine.controller.worker_host import RoleSpec
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, WorkerError
 from engine.storage.folder import CheckpointStorageError
+from engine.workers.base import Dispatch, dispatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -285,6 +287,31 @@ def test_a_rank_that_never_reports_ends_in_a_sentence(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"critic-00000-of-00001\.json has not come in"):
             saving.wait()
         assert list(tmp_path.iterdir()) == []
+
+
+class StuckWorker(CountingWorker):
+    """Answers no call, as a process that is stopped."""
+
+    awake = threading.Event()
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def save_state(self, folder: str) -> float:
+        self.awake.wait(20)
+        return 0.0
+
+
+def test_roles_that_are_stopped_cost_one_deadline_together(tmp_path: Path) -> None:
+    specs = [RoleSpec(role, StuckWorker) for role in ("actor", "critic", "rollout")]
+    pool = Pool(("actor", "critic", "rollout"))
+    with launch(Placement((pool,), kind="local", call_timeout_s=1.0), specs, 1) as roles:
+        groups = {role: roles[role] for role in roles}
+        begin = time.monotonic()
+        with pytest.raises(
+            WorkerError, match=r"actor rank 0: save_state gave no result within 1 s"
+        ):
+            Saver(CheckpointStore(tmp_path), groups, timeout_s=1.0).save(1, {})
+        assert time.monotonic() - begin < 2.0
+        StuckWorker.awake.set()
 
 
 def test_background_work_has_a_deadline_and_gives_its_error_once() -> None:

@@ -19,7 +19,7 @@ from engine.checkpoint.state_dict import (
     insert_tensors,
     safetensors_bytes,
 )
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, DivergedError
 from engine.storage.folder import Folder
 
 DTYPES = [
@@ -129,3 +129,21 @@ def test_a_stager_keeps_its_values_and_its_memory() -> None:
 def test_what_can_t_be_held_is_named(tree: dict[str, Any], match: str) -> None:
     with pytest.raises(CheckpointError, match=match):
         extract_tensors(tree)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_never_copied(dtype: torch.dtype, value: float) -> None:
+    weight = torch.ones(7, dtype=dtype)
+    weight[3] = value
+    with pytest.raises(DivergedError, match=r"^head\.weight has values that are not finite: train"):
+        CpuStager().stage({"model": {"wte.weight": torch.ones(2), "head.weight": weight}})
+    CpuStager().stage({"best": {"score": weight}})  # a state that holds no weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+def test_large_weights_are_finite_though_their_sum_is_not(dtype: torch.dtype) -> None:
+    largest = (torch.iinfo if dtype == torch.int8 else torch.finfo)(dtype).max
+    weight = torch.full((9,), largest, dtype=dtype)
+    _, groups = CpuStager().stage({"model": {"weight": weight}})
+    assert torch.equal(groups["model"]["weight"], weight)

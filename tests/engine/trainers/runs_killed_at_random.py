@@ -69,7 +69,7 @@ def train(folder: str, out: Path, mode: str, told: Callable[[int], None]) -> Non
 
 
 def torn(root: Path) -> bool:
-    folders = list(root.iterdir()) if root.exists() else []
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.exists() else []
     return any(not (folder / "COMPLETE").exists() for folder in folders)
 
 

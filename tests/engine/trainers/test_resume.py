@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
+import re
 import shutil
 import signal
 import time
@@ -21,8 +23,16 @@ from transformers import AutoModelForCausalLM
 from engine.checkpoint import Checkpoint, CheckpointDraft, CheckpointStore, find_latest
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
-from engine.errors import CheckpointError, PreemptedError, WorkerError
+from engine.errors import (
+    CheckpointError,
+    DivergedError,
+    LockedCheckpointsError,
+    PreemptedError,
+    WorkerError,
+)
 from engine.rollout.partial_groups import take_partial_groups
+from engine.storage.atomic import process_start
+from engine.storage.folder import Folder
 from engine.trainers.attempts import run_with_retries
 from engine.trainers.prompts import PromptStream
 from engine.trainers.rl import RLTrainer
@@ -309,6 +319,55 @@ def test_a_checkpoint_of_other_settings_is_refused(tiny_folder: Path, tmp_path: 
         pytest.raises(CheckpointError, match=r"data.max_response_length is 6 there and 5 here;"),
     ):
         other.fit(checkpoint_dir=tmp_path)
+
+
+def test_a_diverged_run_is_not_saved_and_goes_on_with_a_lower_learning_rate(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(lr: float, **changes: Any) -> RLTrainer:
+        actor = {"optim": {"lr": lr}, "ppo_mini_batch_size": 0} | changes
+        length = {"save_freq": 1, "total_training_steps": 3}
+        return trainer(tiny_folder, trainer=length, actor=actor)
+
+    with run(5e-3) as first:
+        first.fit(1, checkpoint_dir=tmp_path)
+    good = re.escape(f"the last good step is that of {tmp_path}/step_1:")
+    with (
+        run(1e39) as second,
+        pytest.raises(DivergedError, match=rf"^actor rank 0: .* not finite: .*; {good}"),
+    ):
+        second.fit(checkpoint_dir=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_1"}
+    with run(1e-4, clip_ratio=0.1) as third:
+        third.fit(checkpoint_dir=tmp_path)
+        assert [row["actor/lr"] for row in third.history] == [5e-3, 1e-4, 1e-4]
+    found = find_latest(tmp_path)
+    assert found is not None
+    assert found.step == 3
+    assert found.state["changed_settings"] == [
+        {"step": 1, "setting": "rl.actor.clip_ratio", "before": None, "after": 0.1},
+        {"step": 1, "setting": "rl.actor.optim.lr", "before": 5e-3, "after": 1e-4},
+    ]
+    assert "rl.actor.optim.lr is 0.005 there and 0.0001 here" in caplog.text
+
+
+def test_a_second_run_in_the_folder_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    root, seen = Folder(tmp_path), list[dict[str, Any]]()
+
+    def look(step: int, total: int, metrics: dict[str, float]) -> None:
+        [lock] = [name for name in root.names() if name.startswith(".lock")]
+        seen.append(json.loads(root.read(lock)))
+
+    with trainer(tiny_folder, trainer={"total_training_steps": 1}) as subject:
+        subject.on_step = look
+        subject.fit(checkpoint_dir=tmp_path)
+        assert [lock["pid"] for lock in seen] == [os.getpid()]
+        other = seen[0] | {"pid": 1, "started": process_start(1)}
+        root.write(".lock-other.json", [json.dumps(other).encode()])
+        with pytest.raises(
+            LockedCheckpointsError, match=r"is in use by another run \(process 1 on"
+        ):
+            subject.fit(checkpoint_dir=tmp_path)
 
 
 def test_a_checkpoint_of_another_start_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

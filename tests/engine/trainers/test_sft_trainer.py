@@ -15,8 +15,15 @@ import torch
 from tiny_engine import random_completions, tiny_model
 from transformers import PreTrainedModel
 
+from engine.checkpoint import find_latest
 from engine.config import SFTConfig
-from engine.errors import CheckpointError, DataError, EngineError, PreemptedError
+from engine.errors import (
+    CheckpointError,
+    DataError,
+    DivergedError,
+    LockedCheckpointsError,
+    PreemptedError,
+)
 from engine.trainers.sft import SFTExample, SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,8 +132,56 @@ def test_divergence_stops_the_run() -> None:
     model = tiny_model("qwen2")
     with torch.no_grad():
         model.get_input_embeddings().weight[3:] = float("nan")
-    with pytest.raises(EngineError, match="diverged"):
+    with pytest.raises(DivergedError, match="diverged"):
         trainer(model, max_steps=3).fit(examples(4), [])
+
+
+def test_a_diverged_run_is_not_saved_and_goes_on_with_a_lower_learning_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = examples(6)
+    first = trainer(tiny_model("qwen2"), **SAVING)
+
+    def diverge() -> None:
+        with torch.no_grad():
+            next(first.model.parameters())[0, 0] = float("inf")
+
+    stopped(first, 4, diverge)
+    with pytest.raises(
+        DivergedError, match=rf"not finite: .*the last good step is .*{tmp_path}/step_2"
+    ):
+        first.fit(rows, [], tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_2"}
+    again = trainer(tiny_model("qwen2"), **SAVING | {"optim": {"lr": 1e-3}})
+    assert again.fit(rows, [], tmp_path)["sft/lr"] == 1e-3
+    assert "step_2: settings changed: sft.optim.lr is 0.01 there and 0.001 here" in caplog.text
+    found = find_latest(tmp_path)
+    assert found is not None
+    assert found.state["changed_settings"] == [
+        {"step": 2, "setting": "sft.optim.lr", "before": 0.01, "after": 0.001}
+    ]
+
+
+def test_a_folder_that_another_run_has_is_refused(tmp_path: Path) -> None:
+    rows = examples(6)
+    first = trainer(tiny_model("qwen2"), **SAVING)
+    refused: list[int] = []
+
+    def run_beside() -> None:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                trainer(first.model, **SAVING).fit(rows, [], tmp_path)
+            except LockedCheckpointsError:
+                status = 0
+            finally:
+                os._exit(status)
+        refused.append(os.waitpid(child, 0)[1])
+
+    stopped(first, 3, run_beside)
+    first.fit(rows, [], tmp_path)
+    assert refused == [0]
 
 
 def stopped(subject: SFTTrainer, at: int, act: Callable[[], None]) -> None:
@@ -210,12 +265,16 @@ def test_the_deadline_after_sigterm_ends_a_step_that_hangs(tmp_path: Path) -> No
     assert time.monotonic() - begin < 10.0
 
 
-@pytest.mark.parametrize("change", [{"optim": {"lr": 2e-2}}, {"max_steps": 9}])
-def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     rows = examples(6)
     trainer(tiny_model("qwen2"), **SAVING).fit(rows, [], tmp_path)
-    with pytest.raises(CheckpointError, match="other settings, data or start"):
-        trainer(tiny_model("qwen2"), **SAVING | change).fit(rows, [], tmp_path)
+    changes = {"max_steps": 9, "optim": {"lr": 2e-2}}
+    with pytest.raises(
+        CheckpointError, match=r"settings: sft.max_steps is 8 there and 9 here; res"
+    ):
+        trainer(tiny_model("qwen2"), **SAVING | changes).fit(rows, [], tmp_path)
+    with pytest.raises(CheckpointError, match=r"data.rows is 6 there and 5 here; res"):
+        trainer(tiny_model("qwen2"), **SAVING).fit(rows[:5], [], tmp_path)
 
 
 def test_a_checkpoint_of_other_start_weights_is_refused(tmp_path: Path) -> None:
@@ -223,5 +282,5 @@ def test_a_checkpoint_of_other_start_weights_is_refused(tmp_path: Path) -> None:
     first, other = (trainer(tiny_model("qwen2"), **SAVING) for _ in range(2))
     first.start, other.start = "a" * 64, "b" * 64
     first.fit(rows, [], tmp_path)
-    with pytest.raises(CheckpointError, match="other settings, data or start weights"):
+    with pytest.raises(CheckpointError, match=r"other settings: start is 'a+' there"):
         other.fit(rows, [], tmp_path)
