@@ -6,15 +6,16 @@ printed or logged passes `engine.redaction.presentable`: it may come from config
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TextIO, TypeVar
+from typing import Any, Generic, ParamSpec, Self, TextIO, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +24,7 @@ from tqdm import tqdm
 from engine.redaction import presentable
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 PIPED_SECONDS = 5.0  # between the plain lines of progress in a log file
 NOISY = (
@@ -67,6 +69,23 @@ SILENCE = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+INTERRUPTED = 130  # exit status after Ctrl-C, as a shell has it
+
+
+def exit_130_on_ctrl_c(main: Callable[P, int]) -> Callable[P, int]:
+    """Decorator of a command's `main`: Ctrl-C is a word and status 130, and no traceback."""
+
+    @functools.wraps(main)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except KeyboardInterrupt:
+            say("interrupted", error=True)
+            return INTERRUPTED
+
+    return run
 
 
 def quiet() -> None:
@@ -229,6 +248,13 @@ def human_bytes(size: float) -> str:
     while abs(size) >= 1024 and power < 4:
         size, power = size / 1024, power + 1
     return f"{size:.1f} {('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}" if power else f"{size:.0f} B"
+
+
+def points(change: float, low: float, high: float, digits: int = 1) -> str:
+    """A difference of two fractions with its interval: `+12.5 percentage points [+9.1, +15.8]`."""
+    # + 0.0 turns a negative zero into a plain one.
+    mean, first, last = (f"{100 * value + 0.0:+.{digits}f}" for value in (change, low, high))
+    return f"{mean} percentage points [{first}, {last}]"
 
 
 def display_path(path: Path) -> str:

@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Sequence
 
-from engine.console import quiet, say
+from engine.console import INTERRUPTED, quiet, say
 from engine.errors import EngineError
 
 STATUS = "exit status: 0 written; 1 not, and nothing is left; 2 wrong usage"
-FAILED, INTERRUPTED = 1, 130
+FAILED = 1
 _CLEANUP_S = 5.0
 
 

@@ -15,10 +15,10 @@ from types import FrameType
 from typing import NoReturn
 
 from engine.cli.failures import INPUT_ERRORS, short_message
-from engine.console import quiet, say
+from engine.console import INTERRUPTED, quiet, say
 from engine.errors import ConfigError, EngineError
 
-FAILED, WRONG_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+FAILED, WRONG_INPUT, TERMINATED = 1, 2, 143
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    from engine.cli.check_names import check_names
     from engine.cli.help_text import config_text, help_text
     from engine.cli.resolve import resolve
 
@@ -58,9 +59,10 @@ def _run(arguments: Sequence[str]) -> int:
     if options.print_config:
         print(config_text(resolved.config), end="")
         return 0
-    from engine.cli.run import run  # torch and ray take seconds; a wrong key needs neither
-
     try:
+        check_names(resolved.config)
+        from engine.cli.run import run  # torch and ray take seconds; a wrong name needs neither
+
         run(resolved.config)
     except EngineError as error:
         raise type(error)(resolved.with_typed_keys(str(error))) from error

@@ -25,6 +25,7 @@ from engine.errors import (
 )
 from engine.redaction import redact_causes
 from tasks.images import image
+from tasks.interrupts import set_ctrl_c_status
 from tasks.literal_types import cache_literal_types
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 quiet()
 cache_literal_types()
+set_ctrl_c_status()
 
 IMAGE = image()
 

@@ -48,7 +48,7 @@ def evaluate(
     """Compare the two models by greedy pass@1, pass@k, majority vote, format and length."""
     import pandas as pd
 
-    from engine.console import progress
+    from engine.console import points, progress
     from engine.data.contract import EVALUATION_ROWS, check
     from engine.evaluation.evaluate import evaluate_model
     from engine.evaluation.report import render_report
@@ -106,8 +106,8 @@ def evaluate(
         Deck("Evaluation", page)
         echo(
             f"evaluation: pass@1 {comparison.before.pass_at_1.mean:.1%} → "
-            f"{comparison.after.pass_at_1.mean:.1%}, gain {comparison.gain.mean:+.1%} "
-            f"[{comparison.gain.low:+.1%}, {comparison.gain.high:+.1%}]"
+            f"{comparison.after.pass_at_1.mean:.1%}, gain "
+            f"{points(comparison.gain.mean, comparison.gain.low, comparison.gain.high)}"
         )
         return this.publish(
             {

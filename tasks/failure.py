@@ -119,11 +119,11 @@ def record_failure(workflow: str, config: RLHFConfig, error: FlyteError | None) 
 
 def _mlflow_run(workflow: str, config: RLHFConfig) -> str:
     """The MLflow run of this execution; empty where there is none."""
-    from engine.tracking import Tracker
-
     execution = os.environ.get(EXECUTION_VARIABLE)
     if not execution:
         return _current_run[0].mlflow_run if _current_run else ""
+    from engine.tracking import Tracker
+
     tracker = Tracker(experiment=config.tracking.experiment)
     return tracker.start_pipeline(
         f"{workflow}-{execution}",

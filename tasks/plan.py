@@ -82,10 +82,10 @@ def plan(
         set_current_run(None)
         if evicted := evict_missing():
             echo(f"plan: results that were deleted from the disk are made again ({evicted})")
-        merged = pin_model_commit(
-            apply_profile(with_overrides(config, source, path, model, seed), profile.value)
-        )
-        digests = check_inputs(merged)
+        named = with_overrides(config, source, path, model, seed)
+        data_digest = check_names(named)
+        merged = pin_model_commit(apply_profile(named, profile.value))
+        digests = data_digest, check_inputs(merged)
         context = context_length(merged.model)
         run = open_run(merged, digests, workflow)
         set_current_run(run)
@@ -148,20 +148,35 @@ def check_settings(config: RLHFConfig) -> None:
     check_engine(config.evaluate.engine)
 
 
-def check_inputs(config: RLHFConfig) -> tuple[str, str]:
-    """Check names, files and the tracking server; return the digests of data and start model."""
+def check_names(config: RLHFConfig) -> str:
+    """Check that model, reward and data are there, before seconds go into loading torch.
+
+    Returns the data's digest.
+    """
     from engine.data.sources import source_digest
+    from engine.plugins import import_plugins
+    from engine.rewards import resolve_reward
+    from engine.storage.hub import require_model_name
+
+    require_model_name(config.model.path)
+    require_model_name(config.rl.algorithm.teacher, "rl.algorithm.teacher")
+    import_plugins(config.rl.plugins)
+    resolve_reward(config.rl.reward.name, config.rl.reward.options)
+    return source_digest(config.data, config.seed)
+
+
+def check_inputs(config: RLHFConfig) -> str:
+    """Check settings, the model's folder and the tracking server; return the model's digest."""
     from engine.models import require_model_folder
     from engine.tracking import Tracker
 
     check_settings(config)
-    data = source_digest(config.data, config.seed)
     model = ""
     if config.model.path:
         require_model_folder(config.model.path)
         model = model_digest(config.model.path)
     Tracker(experiment=config.tracking.experiment).check()
-    return data, model
+    return model
 
 
 def context_length(model: ModelConfig) -> int:

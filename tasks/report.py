@@ -29,6 +29,8 @@ from tasks.context import (
 )
 from tasks.pages import run_folder, write_pages
 
+NEAR_ZERO = 0.02  # pass@1, a fraction
+
 
 @task(
     cache=False,
@@ -71,6 +73,7 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
     from tasks.evaluate import read_comparison
 
     manifests = {name: read_manifest(folder) for name, folder in folders.items()}
+    start = manifests["sft"].config.get("model")
     comparison = read_comparison(folders["evaluation"])
     decision = json.loads((folders["promotion"] / "decision.json").read_text())
     gain, execution = comparison["gain"], execution_name(run)
@@ -82,6 +85,8 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
     before, after = passed("before"), passed("after")
     return {
         "run_id": run.run_id,
+        # Folder or hub id; empty: from scratch; null where the warm start does not say.
+        "start_model": start["path"] if isinstance(start, dict) else None,
         "pass_at_1": {"warm_start": before["value"], "rl": after["value"]},
         "pass_at_1_interval": {"warm_start": before["interval"], "rl": after["interval"]},
         "gain": gain["mean"],
@@ -139,7 +144,7 @@ def finish_run(run: RunContext, facts: dict[str, Any], path: Path) -> None:
 
 def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -> None:
     """Print the summary table and where to look further."""
-    from engine.console import human_time, table
+    from engine.console import human_time, points, table
 
     def rate(name: str) -> str:
         low, high = facts["pass_at_1_interval"][name]
@@ -156,8 +161,9 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
     rows = {
         "pass@1 warm start": rate("warm_start"),
         "pass@1 after RL": rate("rl"),
-        "gain": f"{facts['gain']:+.1%}  [{low:+.1%}, {high:+.1%}]  on {facts['problems']} problems",
-        "promotion": f"version {decision['model_version']}: {decision['reason']}",
+        "gain": f"{points(facts['gain'], low, high)} on {facts['problems']} problems",
+        "promotion": f"version {decision['model_version']} "
+        f"{'promoted' if decision['promoted'] else 'not promoted'} (why: below)",
         "time": f"{human_time(facts['seconds']['total'])} ({times})",
         "model": display_path(folders["rl"]),
         "report (Deck)": display_path(Path(facts["report"])),
@@ -168,11 +174,24 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
         "lineage": f"python -m engine.lineage {display_path(folders['rl'])}",
     }
     table("RLHF run " + facts["run_id"], [{"": k, "result": v} for k, v in rows.items()])
-    if facts["pass_at_1"]["rl"] < 0.02:
-        echo(
+    echo(f"promotion: {decision['reason']}")  # too long for a table's column
+    if max(facts["pass_at_1"].values()) < NEAR_ZERO:
+        echo(near_zero_advice(facts["start_model"]))
+
+
+def near_zero_advice(start_model: str | None) -> str:
+    """What to do where neither model solves anything."""
+    if start_model == "":
+        return (
             "Both models are near 0: a model this small, from scratch, can't solve these problems. "
             "Start from a pretrained one with --model FOLDER."
         )
+    name = f"the start model {start_model}" if start_model else "the model that RL started from"
+    return (
+        f"Both models are near 0: {name} solves almost none of these problems, so RL has next to "
+        "nothing to learn from. Look at its answers in the report, and start from a stronger model "
+        "with --model FOLDER."
+    )
 
 
 def tracking_uri() -> str:

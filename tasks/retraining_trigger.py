@@ -221,8 +221,12 @@ def skip_reason(
 ) -> str:
     """Why there is too little new data to train on; empty when there is enough."""
     since = f"since version {champion.version} became champion"
+    waiting = {0: "", 1: "; 1 file written after the kick-off waits for a later one"}.get(
+        new_files.waiting,
+        f"; {new_files.waiting} files written after the kick-off wait for a later one",
+    )
     if not new_files.files:
-        return f"nothing new in {new_files.prefix} {since}"
+        return f"nothing new in {new_files.prefix} {since}{waiting}"
     count = len(found.rows)
     if count >= config.minimum_rows:
         return ""
@@ -231,4 +235,5 @@ def skip_reason(
         f"{count} new problems {since}{left_out if found.dropped else ''}, fewer than "
         f"retrain.minimum_rows={config.minimum_rows}"
         + ("; they wait for the next run" if count else "")
+        + waiting
     )

@@ -81,6 +81,9 @@ def sft(
                 )
 
             trainer.on_step = report
+            trainer.on_resume = lambda folder, step: echo(
+                f"sft: continues from {folder}, step {step}"
+            )
             checkpoints = this.checkpoints()
             this.record_origin(checkpoints)
             final = trainer.fit(train, validation, checkpoints.folder, checkpoints.previous)

@@ -54,6 +54,9 @@ def evaluate_only(
         profile=profile,
         workflow="evaluate_only",
     )
+    # First: whether they are there is known before the data are made.
+    warm_start = fetch(run=p.run, reference=baseline, name="baseline")
+    policy = fetch(run=p.run, reference=candidate, name="candidate")
     dataset = preprocess(
         run=p.run,
         data=p.data,
@@ -67,8 +70,8 @@ def evaluate_only(
         p.profile,
         run=p.run,
         dataset=dataset,
-        warm_start=fetch(run=p.run, reference=baseline, name="baseline"),
-        policy=fetch(run=p.run, reference=candidate, name="candidate"),
+        warm_start=warm_start,
+        policy=policy,
         data=p.data,
         config=p.evaluate,
         seed=p.seed,

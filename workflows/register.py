@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 from click.core import ParameterSource
 
-from engine.console import quiet
+from engine.console import INTERRUPTED, quiet
 from engine.errors import EngineError
 from engine.storage.code_version import project_root
 from tasks.images import VARIABLES
@@ -223,6 +223,9 @@ def _sentences() -> Iterator[None]:
         yield
     except EngineError as error:
         raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -36,15 +36,25 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
         # Ray's own handler would end the process at once, without closing what is open.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
-    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-        raise PlacementError(
-            f"Ray could not be started{f' at RAY_ADDRESS={address}' if address else ''}: "
-            f"{str(error).splitlines()[0]}; check the address, or unset RAY_ADDRESS"
-        ) from error
+    except Exception as error:  # Ray's own time limit is an Exception and no more
+        raise _not_started(address, error) from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _not_started(address: str | None, error: Exception) -> PlacementError:
+    cause = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".;")
+    if address:
+        return PlacementError(
+            f"Ray could not be started at RAY_ADDRESS={address}: {cause}; check the address, or "
+            "unset RAY_ADDRESS"
+        )
+    return PlacementError(
+        f"Ray could not be started: {cause}; run again when this machine has less to do, or set "
+        "rl.trainer.placement=local to do without Ray"
+    )
 
 
 def require_shared(folders: Sequence[str]) -> None:

@@ -61,6 +61,10 @@ class RunLog:
         """Print a line."""
         say(line)
 
+    def resumed(self, folder: str, step: int) -> None:
+        """The run goes on after `step`, from a checkpoint of this attempt or of one before it."""
+        self.say(f"rl: continues from {folder}, step {step}")
+
     def validated_first(self, score: float) -> None:
         """The reward on the validation rows before the first step."""
         self.say(f"rl: validation {score:.3f} before training")
@@ -122,9 +126,8 @@ def train_policy(run: RLRun, log: RunLog) -> tuple[Path, list[Metrics]]:
             if step < total and run.save_freq > 0 and step % run.save_freq == 0:
                 log.say(f"rl: saved {run.save_model(trainer)}")
 
-        if found := trainer.resume(run.checkpoints):
-            log.say(f"rl: continues from {found.folder}, step {trainer.step}")
-        elif run.validation and run.validate_first:
+        trainer.on_resume = log.resumed
+        if not trainer.resume(run.checkpoints) and run.validation and run.validate_first:
             log.validated_first(trainer.validate(run.validation))
         trainer.on_step = on_step
         if not trainer.fit(checkpoint_dir=run.checkpoints, resume_from=run.previous_checkpoints):

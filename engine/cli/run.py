@@ -16,7 +16,6 @@ from engine.cli.rl_run import RLRun, RunLog, headline, train_policy
 from engine.cli.settings import RunConfig
 from engine.console import human_time
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import ConfigError
 from engine.models import vocabulary_and_context
 from engine.storage.locations import home
 from engine.trainers.rl_checks import check_config
@@ -28,12 +27,9 @@ if TYPE_CHECKING:
 def run(config: RunConfig) -> Path:
     """Train, validate, save; return the folder of the last model.
 
-    Raises an EngineError; what is wrong with the input is found before any worker starts.
+    Raises an EngineError; what is wrong with the input is found before any worker starts, and what
+    it names by `check_names` before this module is loaded.
     """
-    if not config.model.path:
-        raise ConfigError(
-            "actor_rollout_ref.model.path is missing; give a Hugging Face folder or hub id"
-        )
     check_config(config.rl, config.data.max_response_length)
     folder = make_output_folder(output_folder(config))
     model = _local(config.model.path)

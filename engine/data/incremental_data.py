@@ -51,6 +51,7 @@ class NewFiles:
     files: tuple[DataFile, ...] = ()  # by path
     late: int = 0  # those of them whose day is before that of a file that was already ingested
     known: int = 0  # files in the lookback that were ingested before, under this name or another
+    waiting: int = 0  # files that were written after the kick-off: for a later one
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,12 @@ def find_new_files(
     by_path = {file.path: file for file in ledger}
     contents = {file.sha256 for file in ledger}
     newest = max((day for path in by_path if (day := _day_of(path))), default=date.min)
-    known, late, new = 0, 0, []
+    known, late, waiting, new = 0, 0, 0, []
     for file in _listed(prefix):
-        if file.written > kickoff or not _within(file.day, kickoff, lookback_days):
+        if file.written > kickoff:
+            waiting += 1
+            continue
+        if not _within(file.day, kickoff, lookback_days):
             continue
         data_file = _hashed(file, by_path.get(file.path))
         if data_file.sha256 in contents:
@@ -90,7 +94,7 @@ def find_new_files(
         contents.add(data_file.sha256)
         new.append(data_file)
         late += file.day < newest
-    return NewFiles(prefix.rstrip("/"), tuple(new), late, known)
+    return NewFiles(prefix.rstrip("/"), tuple(new), late, known, waiting)
 
 
 def read_new_files(new_files: NewFiles) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.errors import ConfigError, ModelError
-from engine.storage.hub import split_revision
+from engine.storage.hub import require_model_name, split_revision
 
 PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, END, USER, ASSISTANT)
@@ -80,8 +80,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"folder {path} has no tokenizer (no {' or '.join(names[:2])}); save one there with "
             "tokenizer.save_pretrained, or give another folder"
         )
-    if not folder.exists() and (folder.is_absolute() or str(path).startswith(".")):
-        raise ModelError(f"tokenizer folder {path} does not exist; check the path")
+    require_model_name(path, "the tokenizer's folder")
     try:
         name, revision = split_revision(path)
         tokenizer = _loader(folder).from_pretrained(name, revision=revision or "main")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from engine.console import quiet, say, table
+from engine.console import exit_130_on_ctrl_c, quiet, say, table
 from engine.errors import ConfigError
 from engine.health.cluster import ray_nodes
 from engine.health.libraries import check_imports, check_versions
@@ -80,6 +80,7 @@ def expectation(arguments: Sequence[str] | None) -> tuple[Expectation, bool]:
     return expected, given.json
 
 
+@exit_130_on_ctrl_c
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status: 0 healthy, 1 not, 2 wrong usage."""
     quiet()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from engine.console import say
+from engine.console import exit_130_on_ctrl_c, say
 from engine.errors import EngineError
 from engine.lineage.audit import Audit, audit
 from engine.lineage.compare import ArtifactComparison, compare
@@ -31,6 +31,7 @@ REFERENCE = (
 STATUS = "exit status: 0 fine; 1 something is missing, unreadable or not as recorded; 2 wrong usage"
 
 
+@exit_130_on_ctrl_c
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)

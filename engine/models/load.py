@@ -26,7 +26,7 @@ from transformers import (
 
 from engine.config import ModelConfig
 from engine.errors import ConfigError, ModelError
-from engine.storage.hub import is_hub_id, split_revision
+from engine.storage.hub import is_hub_id, require_model_name, split_revision
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -172,13 +172,9 @@ def require_model_folder(path: str | Path, setting: str = "model.path") -> None:
     whether the hub has it is found out by loading it.
     """
     folder = Path(path)
+    require_model_name(path, setting)
     if not folder.exists():
-        if is_hub_id(path):
-            return
-        raise ModelError(
-            f"{setting}={str(path)!r} does not exist; give a folder written by save_pretrained, "
-            "a hub id (owner/name), or leave it empty for a model from scratch"
-        )
+        return
     if (base := adapter_base_path(folder)) is not None:
         if not any(folder.glob("adapter_model.*")):
             raise ModelError(
@@ -258,6 +254,7 @@ def text_config(path: str | Path) -> Any:
 
 def load_model_config(path: str | Path) -> Any:
     """The transformers configuration of a model's folder or hub id; ModelError as `text_config`."""
+    require_model_name(path)
     name, revision = split_revision(path)
     try:
         return AutoConfig.from_pretrained(name, revision=revision or "main")

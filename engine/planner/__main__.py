@@ -10,15 +10,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from engine.console import say
+from engine.console import exit_130_on_ctrl_c, quiet, say
 from engine.errors import EngineError
 from engine.planner import Cluster, Machine, explain
 from engine.planner.hardware import GIB, gpu
+from engine.storage.hub import pin_revision
 
 
+@exit_130_on_ctrl_c
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; return 0, or 2 with one sentence where there is none."""
     options = _parser().parse_args(arguments)
+    quiet()
     try:
         say(_plan(options))
     except EngineError as error:
@@ -28,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plan(options: argparse.Namespace) -> str:
+    model = pin_revision(options.model, "--model")  # what follows loads torch
     # Above this room; needed by the command alone.
     from engine.config import LoRAConfig, parse_config
     from engine.dataflows import choose_dataflow
@@ -44,7 +48,7 @@ def _plan(options: argparse.Namespace) -> str:
         config,
         roles,
         needs,
-        text_config(options.model),
+        text_config(model),
         lora=lora,
         dtype=options.dtype,
         max_response_length=options.response_length,

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from engine.console import say
+from engine.console import exit_130_on_ctrl_c, say
 from engine.errors import EngineError, TrackingError
 from engine.promotion.champions import Champions
 from engine.promotion.lock import WAIT_SECONDS, LockTimeouts
@@ -20,6 +20,7 @@ from engine.promotion.lock import WAIT_SECONDS, LockTimeouts
 STATUS = "exit status: 0 done; 1 refused or no answer, and nothing was moved; 2 wrong usage"
 
 
+@exit_130_on_ctrl_c
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = _parser()

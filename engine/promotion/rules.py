@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from engine.config import GuardConfig, PromoteConfig
+from engine.console import points
 from engine.evaluation.metrics import Interval
 
 APPROVAL = "approval"
@@ -98,13 +99,12 @@ def _gain(measurements: Measurements, rules: PromoteConfig) -> RuleOutcome:
     gain, minimum = measurements.gain, rules.minimum_gain
     if gain is None or not _is_change(gain):
         return _unreadable("gain", gain, minimum, "the gain in pass@1")
-    shown = (
-        f"pass@1 gain {_points_of(gain)} points over the {measurements.against.replace('_', ' ')}"
-    )
+    over = measurements.against.replace("_", " ")
+    shown = f"pass@1 gain {points(gain.mean, gain.low, gain.high, 2)} over the {over}"
     if measurements.against == "warm_start" and rules.bootstrap:
         sentence = f"{shown}, of which promote.bootstrap asks nothing for the first champion"
         return RuleOutcome("gain", True, _three(gain), None, sentence)
-    bound = f"the required gain of {_points(minimum)} points"
+    bound = f"the required gain of {_points(minimum)} percentage points"
     if gain.low > minimum:
         sentence = f"{shown}, its lower end above {bound}"
         return RuleOutcome("gain", True, _three(gain), minimum, sentence)
@@ -132,8 +132,8 @@ def _guard(measurements: Measurements, guard: GuardConfig) -> RuleOutcome:
     passed = change.low >= -guard.tolerance
     must = "is" if passed else "must be"
     sentence = (
-        f"{guard.name} changes by {_points_of(change)} points; its lower end {must} at or above "
-        f"{_points(-guard.tolerance)}"
+        f"{guard.name} changes by {points(change.mean, change.low, change.high, 2)}; its lower end "
+        f"{must} at or above {_points(-guard.tolerance)}"
     )
     return RuleOutcome(rule, passed, _three(change), -guard.tolerance, sentence)
 
@@ -196,10 +196,6 @@ def _is_finite(value: object) -> bool:
 
 def _three(interval: Interval) -> list[float]:
     return [interval.mean, interval.low, interval.high]
-
-
-def _points_of(change: Interval) -> str:
-    return f"{_points(change.mean)} [{_points(change.low)}, {_points(change.high)}]"
 
 
 def _points(fraction: float) -> str:

@@ -22,6 +22,19 @@ def is_hub_id(path: str | Path) -> bool:
     return looks and not Path(path).exists()
 
 
+def require_model_name(path: str | Path, setting: str = "model.path") -> None:
+    """Raise ModelError for a value that is neither a folder here nor looks like a hub id.
+
+    transformers would take the name of a folder that is missing for a hub id, and ask the hub for
+    a minute.
+    """
+    if not Path(path).exists() and not is_hub_id(path):
+        raise ModelError(
+            f"{setting}={str(path)!r} does not exist; give a folder written by save_pretrained, "
+            "a hub id (owner/name), or leave it empty for a model from scratch"
+        )
+
+
 def split_revision(path: str | Path) -> tuple[str, str | None]:
     """A hub id and its revision, None for the newest; a folder's path as it is.
 
@@ -38,11 +51,12 @@ def pin_revision(path: str, setting: str = "model.path") -> str:
     """A hub id with the commit that it means now, `owner/name@commit`; a folder as it is.
 
     Without the hub, that of the newest copy in the hub's local cache. Raises ModelError where
-    neither has it.
+    neither has it, and for a folder that is missing.
     """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HFValidationError, HTTPError
 
+    require_model_name(path, setting)
     name, revision = split_revision(path)
     if not is_hub_id(path) or _COMMIT.fullmatch(revision or ""):
         return path

@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 OnStep = Callable[[int, int, Metrics], None]  # step (1-based), total steps, metrics
+OnResume = Callable[[str, int], None]  # the checkpoint's address, its step
 Row = dict[str, Any]  # of a data set
 
 
@@ -59,7 +60,7 @@ class RLTrainer:
     A context manager: leaving it stops the workers. `on_step(step, total_steps, metrics)` is
     called after every step; every `trainer.test_freq` steps and after the last one the metrics
     have `validation/reward`, the mean reward on the rows `validation`. Raises ConfigError or
-    PlacementError before any worker starts.
+    PlacementError before any worker starts. `on_resume(folder, step)` is called after a resumption.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class RLTrainer:
         )
         check_layouts(config, lora, text_config(model_path))
         self.config, self.on_step, self.validation = effective_config(config), on_step, validation
+        self.on_resume: OnResume = lambda folder, step: None
         self.tokenizer = load_tokenizer(model_path)
         if "teacher" in self.dataflow.roles:
             check_teacher(config.algorithm.teacher, self.tokenizer)
@@ -192,7 +194,7 @@ class RLTrainer:
         found = saver.store.latest()
         if found is not None:
             self._restore(saver, found)
-            log.info("resumed from %s, step %d", found.folder, self.step)
+            self.on_resume(found.folder, self.step)
         return found
 
     def load_checkpoint(self, folder: str | Path) -> None:

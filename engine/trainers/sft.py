@@ -50,6 +50,7 @@ class SFTExample:
 
 
 OnStep = Callable[[int, int, dict[str, float]], None]  # step (1-based), total steps, metrics
+OnResume = Callable[[str, int], None]  # the checkpoint's address, its step
 
 
 class SFTTrainer:
@@ -57,7 +58,8 @@ class SFTTrainer:
 
     `on_step(step, total_steps, metrics)` is called after every optimizer step with `sft/loss`
     (mean negative log-likelihood a response token, nats), `sft/lr`, `sft/grad_norm`,
-    `sft/tokens_per_s`, and, where one was taken, `sft/validation_loss`.
+    `sft/tokens_per_s`, and, where one was taken, `sft/validation_loss`. `on_resume(folder, step)`
+    is called after a resumption.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class SFTTrainer:
         self.sharded = ShardedModel(model, Ranks(Layout()), parallel)
         self.model, self.config, self.seed, self.start = model, config, seed, start
         self.pad_token_id, self.on_step = pad_token_id, on_step
+        self.on_resume: OnResume = lambda folder, step: None
 
     def fit(
         self,
@@ -100,7 +103,7 @@ class SFTTrainer:
             torch.manual_seed(self.seed)  # dropout, where the model has any
             state = ShardedTrainState(self.sharded, self.config.optim, total, self.seed)
             saver = Saver(self._store(checkpoint_dir), {}) if checkpoint_dir else None
-            run = _Run(state, saver, self._settings(len(train)))
+            run = _Run(state, saver, self._settings(len(train)), self.on_resume)
             begin, metrics = run.resume(self._store(resume_from) if resume_from else None)
             if begin >= total:
                 log.warning("the warm start is at step %d of %d already", begin, total)
@@ -218,6 +221,7 @@ class _Run:
     train_state: ShardedTrainState
     saver: Saver | None  # None: nothing is saved
     settings: dict[str, object]  # that a checkpoint records
+    on_resume: OnResume
     changed_settings: list[StateDict] = field(default_factory=list)  # when it was resumed
 
     def resume(self, elsewhere: CheckpointStore | None) -> tuple[int, dict[str, float]]:
@@ -230,7 +234,7 @@ class _Run:
         if found is None:
             return 0, {}
         metrics = self._load(found)
-        log.info("resumed from %s, step %d", found.folder, found.step)
+        self.on_resume(found.folder, found.step)
         if not own:
             self.save(found.step, metrics)  # where this attempt's successor looks
         return found.step, metrics

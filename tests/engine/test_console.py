@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import os
@@ -13,7 +14,7 @@ import time
 import pytest
 
 from engine import console
-from engine.console import human_bytes, human_time, progress, say, table
+from engine.console import human_bytes, human_time, points, progress, say, table
 
 
 class Terminal(io.StringIO):
@@ -173,3 +174,34 @@ def test_a_table_shows_brackets_as_they_are_and_fits_a_terminal() -> None:
     os.close(leader)
     assert b"[0.1, 0.3]" in text
     assert text.count(b"x") == 99
+
+
+def test_a_difference_is_in_percentage_points() -> None:
+    assert points(0.125, -0.0, 0.2) == "+12.5 percentage points [+0.0, +20.0]"
+    assert points(0.0012, -0.01, 0.01, digits=2).startswith("+0.12 percentage points [-1.00,")
+
+
+@pytest.mark.parametrize(
+    ("command", "inner", "arguments"),
+    [
+        ("engine.planner.__main__", "_plan", ["--model", "x"]),
+        ("engine.health.__main__", "check", []),
+        ("engine.lineage.__main__", "_run", ["show", "x"]),
+        ("engine.promotion.__main__", "_champions", ["history", "--model", "x"]),
+        ("engine.main_ppo", "_run", []),
+    ],
+)
+def test_ctrl_c_ends_every_command_with_130(
+    command: str,
+    inner: str,
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    module = importlib.import_module(command)
+    monkeypatch.setattr(module, inner, interrupted)
+    assert module.main(arguments) == 130
+    assert capsys.readouterr().err.startswith("interrupted")

@@ -248,6 +248,7 @@ def test_files_of_a_run_all_have_ground_truths_or_none(
         ("data.train_files=null", "data.train_files is missing"),
         ("data.train_batch_size=100", "data.train_batch_size=100 is more than the 24 rows"),
         ("actor_rollout_ref.model.path=null", "actor_rollout_ref.model.path is missing"),
+        ("actor_rollout_ref.model.path=nope", "actor_rollout_ref.model.path='nope' does not exist"),
         ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name='sglang'"),
         ("algorithm.adv_estimator=grp", "did you mean 'grpo'?"),
         ("critic.ppo_epochs=3", "critic.ppo_epochs=3 has no effect"),
@@ -272,6 +273,28 @@ def test_bad_input_is_one_sentence_and_status_2(
     assert captured.err.count("\n") == 1
     assert "Traceback" not in captured.err
     assert not (place / "out" / "step_2").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("data.val_files=/nowhere/a.parquet", "/nowhere/a.parquet does not exist"),
+        ("actor_rollout_ref.model.path=/nope", "path='/nope' does not exist"),
+        ("custom_reward_function.name=missing", "has no function 'missing'"),
+        ("algorithm.teacher=nope", "algorithm.teacher='nope' does not exist"),
+    ],
+)
+def test_a_wrong_name_is_known_before_torch_is_loaded(
+    place: Path,
+    tiny_folder: Path,
+    more: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "engine.cli.run", None)  # an ImportError where it is reached
+    assert main(arguments(place, tiny_folder, more)) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_a_failed_run_is_one_sentence_with_the_tracebacks_in_a_file(

@@ -12,6 +12,7 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 from s3_server import environment, s3_bucket
 
+from engine.cli.ray_session import ray_session
 from engine.config import DataConfig
 from engine.data.incremental_data import find_new_files
 from engine.data.sources import load_splits
@@ -52,6 +53,24 @@ def test_s3_away_is_tried_again(pod: None, step: str) -> None:
         user_facing_errors(),
     ):
         STEPS[step]()
+
+
+def test_a_ray_that_does_not_start_is_tried_again(
+    pod: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    def init(**options: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with (
+        pytest.raises(FlyteRecoverableException, match="Ray could not be started: The current"),
+        user_facing_errors(),
+        ray_session("ray"),
+    ):
+        pass
 
 
 def test_what_s3_does_not_hold_is_not(pod: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def facts(tracking_uri: str, url: str) -> dict[str, Any]:
         "seconds": {"dataset": 1.0, "total": 2.0},
         "cached": [],
         "report": "outputs/runs/20261121-024512-3f9a/report.html",
-        "promotion": {"model_version": "1", "reason": "better"},
+        "start_model": "",
+        "promotion": {"model_version": "1", "promoted": True, "reason": "better"},
         "mlflow": {
             "tracking_uri": tracking_uri,
             "experiment": "hybridflyte",
@@ -102,3 +104,49 @@ def test_the_report_of_a_run_names_the_verdict_the_model_and_its_lineage_page(
     lineage = (folder / "lineage.html").read_text()
     for artifact in (model, evaluation, bench.folder):
         assert digest(artifact) in lineage
+
+
+REASON = (
+    "Not promoted: pass@1 gain +0.21 percentage points [-0.40, +0.80] over the champion; its lower "
+    "end must be above the required gain of +0.00 percentage points."
+)
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_sentence_on_promotion_is_whole_and_all_gains_are_in_points(
+    width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    told = facts("sqlite:////w/mlflow.db", "")
+    told["promotion"] |= {"promoted": False, "reason": REASON}
+    print_summary(told, tmp_path / "summary.json", {"rl": tmp_path, "evaluation": tmp_path})
+    out = capsys.readouterr().out
+    assert f"promotion: {REASON}" in out.splitlines()
+    assert "+50.0 percentage points [+40.0, +60.0]" in out
+    assert "version 1 not promoted" in out
+
+
+@pytest.mark.parametrize(
+    ("rates", "start", "said", "unsaid"),
+    [
+        ((0.0, 0.01), "", "a model this small, from scratch", "percent"),
+        ((0.0, 0.01), "/models/big", "the start model /models/big solves almost none", "scratch"),
+        ((0.0, 0.01), None, "the model that RL started from solves almost none", "scratch"),
+        ((0.5, 0.01), "", "promotion: better", "near 0"),
+    ],
+)
+def test_models_near_0_are_called_what_they_are(
+    rates: tuple[float, float],
+    start: str | None,
+    said: str,
+    unsaid: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = facts("sqlite:////w/mlflow.db", "") | {"start_model": start}
+    told["pass_at_1"] = dict(zip(("warm_start", "rl"), rates, strict=True))
+    print_summary(told, tmp_path / "summary.json", {"rl": tmp_path, "evaluation": tmp_path})
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert said in last
+    assert unsaid not in last

@@ -6,13 +6,18 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta, timezone
 
+import pandas as pd
 import pytest
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.interaction.click_types import DateTimeType
 
+from engine.config import RetrainConfig
+from engine.data.incremental_data import NewFiles
+from engine.data.new_rows import NewRows
 from engine.errors import ConfigError
-from tasks.retraining_trigger import check_kickoff
+from engine.tracking.registry import ModelVersion
+from tasks.retraining_trigger import check_kickoff, skip_reason
 
 NOW = datetime(2026, 11, 20, 2, tzinfo=UTC)
 
@@ -47,3 +52,18 @@ def test_pyflyte_s_now_east_of_utc_is_refused(tokyo: None) -> None:
     given = TypeEngine.to_python_value(context, literal, datetime)
     with pytest.raises(ConfigError, match=r'such as --kickoff "\$\(date -u'):
         check_kickoff(given, datetime.now(UTC))
+
+
+@pytest.mark.parametrize(
+    ("waiting", "end"),
+    [
+        (0, "became champion"),
+        (1, "became champion; 1 file written after the kick-off waits for a later one"),
+        (3, "became champion; 3 files written after the kick-off wait for a later one"),
+    ],
+)
+def test_files_after_the_kick_off_are_in_the_reason(waiting: int, end: str) -> None:
+    champion = ModelVersion("policy", "2", "ab", "s3://mlflow", {}, ("champion",))
+    files = NewFiles("/arrivals", waiting=waiting)
+    reason = skip_reason(files, NewRows(pd.DataFrame(), 0), RetrainConfig(), champion)
+    assert reason == f"nothing new in /arrivals since version 2 {end}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
@@ -275,6 +276,28 @@ def test_an_archive_refuses_what_it_would_leave_out(checkout: Path, options: lis
     said = " ".join(done.stderr.replace("│", "").split())
     assert f"{options[0]} has no effect with --package" in said
     assert not target.exists()
+
+
+def test_a_dry_run_touches_no_network(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from workflows.register import _register
+
+    def refuse(*given: object) -> None:
+        raise AssertionError(f"a dry run asked the network: {given}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    _register(None, REPOSITORY, IMAGE, "v1", ("hybridflyte", "development"), activate=False)
+    assert "launch plan  rlhf_smoke" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_with_130() -> None:
+    from workflows.register import _sentences
+
+    with pytest.raises(SystemExit) as stop, _sentences():
+        raise KeyboardInterrupt
+    assert stop.value.code == 130
 
 
 # The package

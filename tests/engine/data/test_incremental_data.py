@@ -47,7 +47,7 @@ def test_what_was_written_up_to_the_kick_off_is_new(tmp_path: Path) -> None:
         "dt=2026-11-19/deep/b.jsonl",
     ]
     assert [row["extra_info"]["n"] for row in read_new_files(new_files)] == [1, 4, 2, 3]
-    assert (new_files.late, new_files.known) == (0, 0)
+    assert (new_files.late, new_files.known, new_files.waiting) == (0, 0, 1)
 
 
 def test_what_is_no_new_file(tmp_path: Path) -> None:

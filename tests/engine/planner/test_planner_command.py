@@ -52,6 +52,15 @@ def test_it_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "can't price a mixture of experts" in capsys.readouterr().err
 
 
+def test_a_model_that_is_missing_is_one_sentence_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--model", "nope", "--gpus", "1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --model='nope' does not exist; give a folder")
+    assert said.count("\n") == 1
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])

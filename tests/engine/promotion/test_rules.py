@@ -102,7 +102,7 @@ def test_a_first_champion_needs_a_gain_over_the_warm_start() -> None:
     nothing = replace(first, gain=Interval(0.0, 0.0, 0.0))
     decision = decide(nothing, PromoteConfig())
     assert not decision.promote
-    assert "+0.00 [+0.00, +0.00] points over the warm start; its lower end" in decision.reason
+    assert "+0.00 percentage points [+0.00, +0.00] over the warm start; its" in decision.reason
     assert not decide(first, PromoteConfig(minimum_gain=0.05)).promote
 
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,7 +18,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.storage.hub import is_hub_id, split_revision
+from engine.data.tokenizer import load_tokenizer
+from engine.errors import ModelError
+from engine.models import text_config
+from engine.storage.hub import is_hub_id, pin_revision, split_revision
 
 FIRST, SECOND = (hashlib.sha1(name).hexdigest() for name in (b"first", b"second"))
 
@@ -163,3 +166,10 @@ def test_folders_are_no_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.Mon
     assert split_revision("team/tiny@2") == ("team/tiny@2", None)
     assert split_revision("team/other@refs/pr/2") == ("team/other", "refs/pr/2")
     assert split_revision("/models/a@b") == ("/models/a@b", None)
+
+
+@pytest.mark.parametrize("load", [pin_revision, load_tokenizer, text_config])
+def test_a_folder_that_is_missing_is_not_asked_of_the_hub(load: Callable[[str], object]) -> None:
+    for path in ("nope", "/nowhere/model", "./a/b", "models/of/mine"):
+        with pytest.raises(ModelError, match=f"{path!r} does not exist; give a folder"):
+            load(path)

@@ -548,7 +548,10 @@ def test_sigterm_saves_the_step_and_another_folder_goes_on_from_it(
     with trainer(tiny_folder, trainer={"save_freq": 100}) as second:
         started: list[int] = []
         second.on_step = lambda step, total, metrics: started.append(step)
+        resumed: list[tuple[str, int]] = []
+        second.on_resume = lambda folder, step: resumed.append((folder, step))
         second.fit(checkpoint_dir=tmp_path / "b", resume_from=tmp_path / "a")
         assert started == [4, 5, 6]
+        assert resumed == [(str(tmp_path / "a" / "step_3"), 3)]
         assert facts(second) == facts(whole)
     assert {p.name for p in (tmp_path / "b").iterdir()} == {"step_3", "step_6"}

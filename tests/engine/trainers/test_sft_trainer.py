@@ -213,11 +213,15 @@ def test_a_killed_warm_start_goes_on_bit_for_bit(tmp_path: Path, elsewhere: bool
     second = trainer(tiny_model("qwen2", seed=7), **SAVING)  # what it starts from leaves no trace
     started: list[int] = []
     second.on_step = lambda step, total, metrics: started.append(step)
+    resumed: list[tuple[str, int]] = []
+    second.on_resume = lambda folder, step: resumed.append((folder, step))
     if elsewhere:  # as a Flyte task's second attempt, which has a folder of its own
         found = second.fit(rows, held_out, tmp_path / "second", resume_from=tmp_path / "first")
     else:
         found = second.fit(rows, held_out, tmp_path / "first")
     assert started in ([5, 6, 7, 8], [3, 4, 5, 6, 7, 8])  # whether step 4 was durable already
+    last = started[0] - 1
+    assert resumed == [(str(tmp_path / "first" / f"step_{last}"), last)]
     assert torch.equal(weights(second.model), weights(whole.model))
     for name in ("sft/loss", "sft/lr", "sft/grad_norm"):
         assert found[name] == wanted[name]

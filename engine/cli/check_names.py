@@ -1,0 +1,30 @@
+"""Whether what a run names is there: model, teacher, data files, reward.
+
+It loads neither torch nor Ray, so that a wrong name is known at once. What is in the files is
+checked by `data` and the trainer.
+"""
+
+from __future__ import annotations
+
+from engine.cli.settings import RunConfig
+from engine.errors import ConfigError, DataError
+from engine.plugins import import_plugins
+from engine.rewards import resolve_reward
+from engine.storage.filesystem import as_path, is_remote
+from engine.storage.hub import pin_revision
+
+
+def check_names(config: RunConfig) -> None:
+    """Raise an EngineError that names the first setting whose value isn't there."""
+    if not config.model.path:
+        raise ConfigError(
+            "actor_rollout_ref.model.path is missing; give a Hugging Face folder or hub id"
+        )
+    for file in (*config.data.train_files, *config.data.val_files):
+        if not is_remote(file) and not as_path(file).exists():
+            raise DataError(f"{file} does not exist; check the path")
+    import_plugins(config.rl.plugins)
+    resolve_reward(config.rl.reward.name, config.rl.reward.options)
+    if config.rl.algorithm.teacher:
+        pin_revision(config.rl.algorithm.teacher, "algorithm.teacher")
+    pin_revision(config.model.path)
