@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flytekit.types.directory import FlyteDirectory
 
@@ -70,8 +70,11 @@ def rl(
         checkpoints = this.checkpoints()
         this.record_origin(checkpoints)
 
+        changed: list[dict[str, Any]] = []
+
         def save_model(trainer: RLTrainer) -> Path:
             trainer.save(this.folder)
+            changed[:] = trainer.changed_settings
             return this.folder
 
         training = RLRun(
@@ -94,6 +97,6 @@ def rl(
         pd.DataFrame(history).to_parquet(this.folder / "metrics.parquet", index=False)
         this.tracked.log_folder(this.folder, "checkpoint")
         final = history[-1]
-        published = this.publish(final)
+        published = this.publish(final, changed)
         this.delete_local_checkpoints()
         return published

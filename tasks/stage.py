@@ -12,7 +12,7 @@ import html
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -154,9 +154,12 @@ class Stage:
         if not on_cluster():
             shutil.rmtree(self.checkpoints().folder, ignore_errors=True)
 
-    def publish(self, metrics: Mapping[str, float]) -> FlyteDirectory:
+    def publish(
+        self, metrics: Mapping[str, float], changed_settings: Sequence[Mapping[str, Any]] = ()
+    ) -> FlyteDirectory:
         """Write the manifest and publish the folder, locally and in the shared store.
 
+        Settings that changed when the run was resumed stand in the manifest's configuration.
         MLflow gets those of the metrics that it does not have of the stage's steps already.
         """
         from engine.storage.artifacts import publish
@@ -165,10 +168,11 @@ class Stage:
         metrics = {"seconds": time.perf_counter() - self.started, **metrics}
         new = {k: v for k, v in metrics.items() if k not in self.tracked.logged}
         self.tracked.log_metrics(new)
+        changed = {"changed_settings": list(changed_settings)} if changed_settings else {}
         draft = Draft(
             kind=self.kind,
             parents=tuple(self.parents),
-            config=self.config,
+            config=self.config | changed,
             metrics=metrics,
             flyte_execution=self.execution,
             mlflow_run=self.tracked.run_id,

@@ -198,6 +198,7 @@ VERL: dict[str, Key] = {
     "trainer.val_before_train": Key("run.val_before_train"),
     "trainer.save_freq": Key("run.save_freq"),
     "trainer.resume_mode": Key("run.resume_mode"),
+    "trainer.resume_from_path": Key("rl.trainer.resume_from", _text),
     "trainer.default_local_dir": Key("run.default_local_dir", _text),
     "trainer.project_name": Key("run.project_name", _text),
     "trainer.experiment_name": Key("run.experiment_name", _text),

@@ -195,7 +195,6 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _ignore("trainer.device", "see rl.trainer.placement=auto, and gpus in rl.trainer.pools"),
     _ignore("trainer.balance_batch", "ranks get equally many rows, in micro-batches cut by tokens"),
     _ignore("trainer.use_*", "there is one trainer"),
-    _reject("trainer.resume_from_path", "a run resumes from trainer.default_local_dir by itself"),
     _reject("trainer.critic_warmup", "critic and policy start together", (0,)),
     _reject("trainer.val_only", "set trainer.val_before_train=true and one step", (False,)),
     _reject("trainer.log_val_generations", "look at the report of tasks/evaluate.py", (0,)),

@@ -164,6 +164,9 @@ class TrainerConfig(Section):
     max_rollout_restarts: int = Field(3, ge=0, description="async: of one rollout worker")
     save_freq: int = Field(20, ge=1, description="Steps between checkpoints, where a run has them")
     max_checkpoints_to_keep: int = Field(2, ge=1, description="The newest ones; and the best one")
+    resume_from: str = Field(
+        "", description="Checkpoint, or folder of a run, that a run without its own goes on from"
+    )
     on_damaged_checkpoints: Literal["stop", "begin_anew"] = Field(
         "stop", description="Where every checkpoint is damaged: stop, or replace them from step 1"
     )

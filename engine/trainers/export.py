@@ -51,7 +51,7 @@ def export_policy(
     checkpoint's address. Raises CheckpointError, ModelError for a start model that isn't there,
     and StorageError.
     """
-    source, place = _resolve_checkpoint(checkpoint), Folder(target)
+    source, place = resolve_checkpoint(checkpoint), Folder(target)
     if is_exported(place) or (place.is_local and (place.sizes() or place.folders())):
         raise _target_exists(place)
     values = read_values(source)
@@ -78,7 +78,7 @@ def is_exported(place: Folder) -> bool:
     return CONFIG in place.sizes()
 
 
-def _resolve_checkpoint(checkpoint: str | Path) -> str:
+def resolve_checkpoint(checkpoint: str | Path) -> str:
     """The address of a checkpoint: the one given, or the newest good one in it."""
     folder = Folder(checkpoint)
     if MARKER in folder.sizes():

@@ -29,7 +29,7 @@ from engine.errors import CheckpointError
 from engine.futures import LazyBatch
 from engine.models import resolve_lora, text_config
 from engine.trainers.auto_placement import resolve_auto
-from engine.trainers.export import start_model_info
+from engine.trainers.export import resolve_checkpoint, start_model_info
 from engine.trainers.layouts import check_layouts
 from engine.trainers.preemption import PreemptionNotice
 from engine.trainers.prompts import PromptStream
@@ -137,8 +137,9 @@ class RLTrainer:
         With `checkpoint_dir` (a folder or s3://…) a checkpoint is written every
         `trainer.save_freq` steps, at the end and on a pre-emption notice (SIGTERM), and a run
         that has just begun resumes from the newest one there, or else from the newest one in
-        `resume_from`. Raises CheckpointError when that is of other settings, LockedCheckpointsError
-        while another run uses the folder, PreemptedError after a notice.
+        `resume_from`, or else from what `trainer.resume_from` names. Raises CheckpointError when
+        that is of other settings, LockedCheckpointsError while another run uses the folder,
+        PreemptedError after a notice.
         """
         with hold_lock(checkpoint_dir):
             saver = self._open_checkpoints(checkpoint_dir, resume_from)
@@ -267,9 +268,13 @@ class RLTrainer:
         if checkpoint_dir is None:
             return None
         saver = self.make_saver(checkpoint_dir)
-        new = self.step == 0 and not self.resume(checkpoint_dir)
-        if new and resume_from is not None and self.resume(resume_from):
-            self.save_checkpoint(saver, {})  # the next attempt looks in `checkpoint_dir`
+        if self.step > 0 or self.resume(checkpoint_dir):
+            return saver
+        if resume_from is None or not self.resume(resume_from):
+            if not self.config.trainer.resume_from:
+                return saver
+            self.load_checkpoint(resolve_checkpoint(self.config.trainer.resume_from))
+        self.save_checkpoint(saver, {})  # the next attempt looks in `checkpoint_dir`
         return saver
 
     def _settings(self) -> dict[str, object]:

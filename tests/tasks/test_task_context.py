@@ -114,12 +114,15 @@ def test_however_a_stage_ends_nothing_is_left(
     assert ("interrupted" in capsys.readouterr().out) == (status == "KILLED")
 
 
+LOWER_LR = [{"step": 40, "setting": "rl.actor.optim.lr", "before": 1e-3, "after": 1e-4}]
+
+
 def test_a_stage_publishes_with_its_run_and_its_time(run: RunContext, uri: str) -> None:
     with stage("dataset", run, {"seed": 1}) as this:
         (this.folder / "rows.txt").write_text("whole")
         this.tracked.log_metrics({"reward/mean": 0.25}, step=1)
         this.tracked.log_metrics({"reward/mean": 0.5}, step=2)
-        path = Path(this.publish({"rows": 1.0, "reward/mean": 0.5}).path)
+        path = Path(this.publish({"rows": 1.0, "reward/mean": 0.5}, LOWER_LR).path)
     assert (path / "rows.txt").read_text() == "whole"
     stored = MlflowClient(uri).get_run(this.tracked.run_id).data
     assert stored.metrics.keys() == {"rows", "seconds", "reward/mean"}, "a metric is there twice"
@@ -128,6 +131,7 @@ def test_a_stage_publishes_with_its_run_and_its_time(run: RunContext, uri: str) 
     rewards = MlflowClient(uri).get_metric_history(this.tracked.run_id, "reward/mean")
     assert [(p.step, p.value) for p in rewards] == [(1, 0.25), (2, 0.5)]
     assert read_manifest(path).metrics.keys() == {"rows", "seconds", "reward/mean"}
+    assert read_manifest(path).config == {"seed": 1, "changed_settings": LOWER_LR}
     assert stored.params == {"seed": "1"}
 
 

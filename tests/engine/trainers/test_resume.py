@@ -351,6 +351,28 @@ def test_a_diverged_run_is_not_saved_and_goes_on_with_a_lower_learning_rate(
     assert "rl.actor.optim.lr is 0.005 there and 0.0001 here" in caplog.text
 
 
+@pytest.mark.parametrize("named", ["", "step_2"])
+def test_a_run_goes_on_from_another_runs_checkpoint_that_it_is_told(
+    tiny_folder: Path, tmp_path: Path, named: str
+) -> None:
+    with trainer(tiny_folder) as first:
+        first.fit(2, checkpoint_dir=tmp_path / "a")
+    told = {"resume_from": str(tmp_path / "a" / named), "total_training_steps": 3}
+    for _ in range(2):  # then from its own, whatever became of the other
+        with trainer(tiny_folder, trainer=told) as second:
+            started: list[int] = []
+            second.on_step = lambda step, total, metrics, told=started: told.append(step)
+            second.fit(checkpoint_dir=tmp_path / "b")
+        assert started in ([3], [])
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+    assert second.step == 3
+    with (
+        trainer(tiny_folder, trainer=told) as third,
+        pytest.raises(CheckpointError, match=r"is no complete checkpoint and holds none; name a"),
+    ):
+        third.fit(checkpoint_dir=tmp_path / "c")
+
+
 def test_a_second_run_in_the_folder_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     root, seen = Folder(tmp_path), list[dict[str, Any]]()
 
