@@ -7,6 +7,8 @@ object reference. Which actors are started, and where, is in `launch`.
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TypeVar
@@ -116,9 +118,9 @@ class RayGroup(WorkerGroup):
             return piece.refs
         value = piece if isinstance(piece, Batch) else piece.result()
         if not isinstance(value, Batch):
-            return [ray.put(value)]
+            return [_put(value, self._timeout_s)]
         if value not in self._stored:
-            self._stored[value] = ray.put(value)
+            self._stored[value] = _put(value, self._timeout_s)
         return [self._stored[value]]
 
     def _submit(
@@ -188,6 +190,32 @@ def stop_actors(actors: Sequence[ActorHandle], grace_s: float = 3.0) -> None:
             log.warning("a role failed to close: %s", error)
     for actor in actors:
         ray.kill(actor, no_restart=True)
+
+
+def _put(value: object, timeout_s: float) -> ObjectRef:
+    """Store a value; raise WorkerError where this machine's node takes none by the deadline.
+
+    `ray.put` itself waits for ever for a node that is stopped, so it gets a thread to wait in.
+    """
+    stored: queue.SimpleQueue[ObjectRef | Exception] = queue.SimpleQueue()
+
+    def put() -> None:
+        try:
+            stored.put(ray.put(value))
+        except Exception as error:  # raised below
+            stored.put(error)
+
+    threading.Thread(target=put, name="ray-put", daemon=True).start()
+    try:
+        found = stored.get(timeout=timeout_s)
+    except queue.Empty:
+        raise WorkerError(
+            f"the Ray node of this machine took no data within {timeout_s:g} s; its raylet is "
+            "stopped or the machine is overloaded: end that Ray, and resume the run on another"
+        ) from None
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def _raise_first(refs: Mapping[ObjectRef, str]) -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import pytest
 import ray
 import torch
@@ -128,6 +129,24 @@ def test_a_stopped_process_ends_in_an_error_and_does_not_outlive_the_run() -> No
     assert time.monotonic() - start < 8
     wait_until_gone(pid, 10.0)
     wait_for_free_cpus()
+
+
+def test_a_stopped_node_is_noticed_by_the_deadline() -> None:
+    """Ray itself would wait for ever to store the batch."""
+    with launch(placed(call_timeout_s=1.0), [PROBE]) as roles:
+        roles.probe.whoami().result()
+        mine = psutil.Process().children(recursive=True)
+        [raylet] = [process for process in mine if process.name() == "raylet"]
+        raylet.suspend()
+        try:
+            start = time.monotonic()
+            with pytest.raises(
+                WorkerError, match=r"Ray node of this machine took no data within 1"
+            ):
+                roles.probe.slow(sleep(0))
+            assert time.monotonic() - start < 5
+        finally:
+            raylet.resume()
 
 
 class Unknown(Worker):

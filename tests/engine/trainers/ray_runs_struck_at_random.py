@@ -25,7 +25,7 @@ from typing import Any
 
 import pandas as pd
 import psutil
-import torch
+from forked_cluster import Cluster, forked
 from tiny_engine import arithmetic_rows
 
 from engine.config import RLConfig
@@ -92,9 +92,7 @@ def actor_pids() -> dict[str, int]:
     for name in ray.util.list_named_actors():
         actor = ray.get_actor(name)
         roles = name.split("/")[1]
-        found[roles] = int(
-            ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
-        )
+        found[roles] = int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60))
     return found
 
 
@@ -115,73 +113,6 @@ def drive(folder: str, out: Path, mode: str, number: int, writing: int) -> None:
         traceback.print_exc()
         tell(error=f"{type(error).__name__}: {error}"[:2000])
         raise
-
-
-def forked(work: Any, *arguments: Any) -> tuple[int, int]:
-    """Call `work(*arguments, writing)` in a fork; return its process and the pipe's other end."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.close(reading)
-            torch.set_num_threads(1)
-            work(*arguments, writing)
-            code = 0
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    os.close(writing)
-    return child, reading
-
-
-def hold_cluster(writing: int) -> None:
-    """Start a Ray of this process's own, which ends with it."""
-    import ray
-
-    context = ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 << 20,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    os.write(writing, context.address_info["gcs_address"].encode() + b"\n")
-    while True:
-        time.sleep(3600)
-
-
-class Cluster:
-    """A local Ray that is started again where a strike has ended it."""
-
-    def __init__(self) -> None:
-        self.holder = 0
-
-    def start(self) -> None:
-        if self.holder:
-            return
-        os.environ.pop("RAY_ADDRESS", None)
-        self.holder, reading = forked(hold_cluster)
-        os.environ["RAY_ADDRESS"] = os.read(reading, 1000).decode().strip()
-        os.close(reading)
-
-    def raylet(self) -> int:
-        below = psutil.Process(self.holder).children(recursive=True)
-        return next(p.pid for p in below if p.name() == "raylet")
-
-    def stop(self) -> None:
-        """End it as a node ends: all its processes at once."""
-        if not self.holder:
-            return
-        below = psutil.Process(self.holder).children(recursive=True)
-        for pid in (self.holder, *(p.pid for p in below)):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        os.waitpid(self.holder, 0)
-        self.holder = 0
 
 
 def alive(pid: int) -> bool:

@@ -20,7 +20,6 @@ STRIKES = int(os.environ.get("STRIKES", "100"))  # of all modes together
 SEED = int(os.environ.get("STRIKES_SEED", random.SystemRandom().randrange(10**6)))
 STEP_TIMEOUT_S = float(os.environ.get("STRIKES_STEP_TIMEOUT_S", "15"))
 SLACK_S = 30.0  # of a busy machine, and of Ray's own deadlines
-NODE_S = 60.0  # after which Ray holds a node that is silent to be dead
 
 
 def rounds(folder: Path, out: Path, mode: str, strikes: int) -> list[dict[str, Any]]:
@@ -44,7 +43,8 @@ def check(strike: dict[str, Any]) -> None:
         return
     stopped = strike["signal"] == "SIGSTOP"
     assert strike["noticed_s"] < (STEP_TIMEOUT_S if stopped else 0.0) + SLACK_S, strike
-    if target == "node":
+    if target == "node":  # killed, it may take the driver with it, by Ray's own hand
+        assert not stopped or "Ray node" in error or "gave no result within" in error, strike
         return
     assert any(role in error for role in target.split("+")), strike
     assert ("gave no result within" if stopped else "the worker process died") in error, strike
