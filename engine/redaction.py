@@ -69,7 +69,8 @@ def redact_values(value: Any) -> Any:
             for key, one in value.items()
         }
     if isinstance(value, list | tuple):
-        return type(value)(redact_values(one) for one in value)
+        values = map(redact_values, value)
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
     return value
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
@@ -51,7 +51,7 @@ class NewFiles:
     files: tuple[DataFile, ...] = ()  # by path
     late: int = 0  # those of them whose day is before that of a file that was already ingested
     known: int = 0  # files in the lookback that were ingested before, under this name or another
-    waiting: int = 0  # files that were written after the kick-off: for a later one
+    waiting: int = field(default=0, compare=False)  # files written since: for a later kick-off
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -78,6 +79,17 @@ def test_a_settings_name_tells_that_its_value_is_secret() -> None:
         "password": "",
         "eos_token": "<eos>",
     }
+
+
+class Connection(NamedTuple):
+    """As an error of aiohttp carries one."""
+
+    url: str
+    port: int
+
+
+def test_a_named_tuple_stays_one() -> None:
+    assert redact_values(Connection("http://a:b@c", 80)) == Connection("http://a:***@c", 80)
 
 
 def test_a_link_has_no_user() -> None:
