@@ -298,6 +298,8 @@ def test_the_shared_store_must_be_an_address(monkeypatch: pytest.MonkeyPatch) ->
     assert [(x.found, x.fault) for x in s3(1.0)] == [("s3://bucket/team", "")]
     monkeypatch.setenv("HYBRIDFLYTE_STORE", "/shared/store")
     assert "HYBRIDFLYTE_STORE='/shared/store' is no address in S3" in next(s3(1.0)).fault
+    monkeypatch.setenv("HYBRIDFLYTE_STORE", "s3://key:hunter2@bucket/x")
+    assert "HYBRIDFLYTE_STORE='s3://key:***@bucket/x' is no address in S3" in next(s3(1.0)).fault
 
 
 def test_ray_that_is_not_there_is_given_up(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
