@@ -261,3 +261,22 @@ def test_no_link_is_a_part_of_the_repository() -> None:
         ["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert [line for line in listed.stdout.splitlines() if line.startswith("120000")] == []
+
+
+def test_every_load_by_transformers_refuses_a_folder_s_own_code() -> None:
+    """Left open, transformers asks on the terminal, and a "y" runs it."""
+    loads = {
+        f"{path.relative_to(ROOT)}:{node.lineno}": ast.unparse(node)
+        for folder in OURS
+        for path in sources(folder)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and _loads_by_transformers(ast.unparse(node.func))
+    }
+    assert len(loads) > 5
+    assert {w: call for w, call in loads.items() if "trust_remote_code=False" not in call} == {}
+
+
+def _loads_by_transformers(call: str) -> bool:
+    owner, _, name = call.rpartition(".")
+    automatic = owner.startswith("Auto") or owner == "_loader(folder)"
+    return call == "vllm.LLM" or (automatic and name in ("from_pretrained", "from_config"))

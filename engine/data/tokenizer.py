@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.errors import ConfigError, ModelError
-from engine.storage.hub import require_model_name, split_revision
+from engine.storage.hub import loading_error, require_model_name, split_revision
 
 PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, END, USER, ASSISTANT)
@@ -83,10 +83,12 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     require_model_name(path, "the tokenizer's folder")
     try:
         name, revision = split_revision(path)
-        tokenizer = _loader(folder).from_pretrained(name, revision=revision or "main")
+        tokenizer = _loader(folder).from_pretrained(
+            name, revision=revision or "main", trust_remote_code=False
+        )
     except Exception as error:  # transformers raises many kinds for unreadable files
         raise ModelError(
-            f"the tokenizer of {path} can't be loaded: {_first_line(error)}; give a folder saved "
+            f"the tokenizer of {path} can't be loaded: {loading_error(error)}; give a folder saved "
             "by save_pretrained, or a hub id that is reachable"
         ) from error
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
@@ -106,7 +108,3 @@ def _loader(folder: Path) -> Any:
     generic = saved in ("TokenizersBackend", "PreTrainedTokenizerFast")
     whole = (folder / "tokenizer.json").is_file()
     return PreTrainedTokenizerFast if generic and whole else AutoTokenizer
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -26,7 +26,7 @@ from transformers import (
 
 from engine.config import ModelConfig
 from engine.errors import ConfigError, ModelError
-from engine.storage.hub import is_hub_id, require_model_name, split_revision
+from engine.storage.hub import is_hub_id, loading_error, require_model_name, split_revision
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -76,7 +76,7 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            shape, dtype=_DTYPES[config.dtype]
+            shape, dtype=_DTYPES[config.dtype], trust_remote_code=False
         )
     return model
 
@@ -98,13 +98,17 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     where = f"model.path={str(path)!r}"
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, revision=revision or "main", dtype=_DTYPES[dtype], output_loading_info=True
+            name,
+            revision=revision or "main",
+            dtype=_DTYPES[dtype],
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     except pickle.UnpicklingError as error:
         raise _unsafe_pickle(where) from error
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(
-            f"{where} can't be loaded as a causal language model: {_first_line(error)}"
+            f"{where} can't be loaded as a causal language model: {loading_error(error)}"
         ) from error
     model, report = loaded
     missing = sorted(report["missing_keys"])
@@ -153,7 +157,7 @@ def _load_merged(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(
             f"the adapter in {folder} can't be merged into {base.name_or_path}: "
-            f"{_first_line(error)}"
+            f"{loading_error(error)}"
         ) from error
     if missing:
         raise ModelError(
@@ -205,7 +209,7 @@ def _require_whole_index(folder: Path, setting: str) -> None:
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise ModelError(
             f"{setting}={str(folder)!r} has a {index.name} that can't be read "
-            f"({type(error).__name__}: {_first_line(error)}); copy the whole folder again"
+            f"({type(error).__name__}: {loading_error(error)}); copy the whole folder again"
         ) from error
     if missing:
         raise ModelError(
@@ -257,10 +261,13 @@ def load_model_config(path: str | Path) -> Any:
     require_model_name(path)
     name, revision = split_revision(path)
     try:
-        return AutoConfig.from_pretrained(name, revision=revision or "main")
+        return AutoConfig.from_pretrained(
+            name, revision=revision or "main", trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"model.path={str(path)!r} has no configuration that can be read: {_first_line(error)}"
+            f"model.path={str(path)!r} has no configuration that can be read: "
+            f"{loading_error(error)}"
         ) from error
 
 
@@ -270,7 +277,3 @@ def _unsafe_pickle(where: str) -> ModelError:
         f"{where} has weights in a .bin file (a pickle) that is damaged or holds more than "
         "tensors, which could run code on this machine; give the model's .safetensors"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

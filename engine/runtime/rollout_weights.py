@@ -233,7 +233,7 @@ def _tp_group(to: RolloutLayout, rank: int) -> tuple[int, dist.ProcessGroup]:
 def _empty_model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A full model whose weights are uninitialised."""
     with no_init_weights():
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.tie_weights()  # else a tied head stays a parameter of its own, which no exchange fills
     empty: nn.Module = model.eval().requires_grad_(False).to(device)
     return empty
@@ -244,7 +244,7 @@ def _meta_model(sharded: ShardedModel) -> PreTrainedModel:
     module: Any = sharded.module
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            copy.deepcopy(module.config), dtype=_dtype(module)
+            copy.deepcopy(module.config), dtype=_dtype(module), trust_remote_code=False
         )
     return model
 

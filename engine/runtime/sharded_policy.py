@@ -142,7 +142,9 @@ class ShardedPolicy:
         if self._full is not None:
             return copy.deepcopy(self._full)
         dtype = next(p.dtype for p in self.module.parameters() if p.is_floating_point())
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(self._config, dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            self._config, dtype=dtype, trust_remote_code=False
+        )
         return model
 
     def _average_gradients(self) -> None:

@@ -1,7 +1,7 @@
 """Models on the Hugging Face hub: `owner/name`, or `owner/name@revision` (a branch, tag or commit).
 
-What lives here: reading such a name, and which commit it means now. Loading is in
-`engine.models` and `engine.data`, which both take these names.
+What lives here: reading such a name, which commit it means now, and why transformers couldn't load
+what it names. Loading is in `engine.models` and `engine.data`, which both take these names.
 """
 
 from __future__ import annotations
@@ -76,3 +76,17 @@ def pin_revision(path: str, setting: str = "model.path") -> str:
                 "name, the network and HF_TOKEN, or give a folder or NAME@COMMIT"
             ) from error
     return f"{name}@{Path(file).parent.name}"
+
+
+def loading_error(error: Exception) -> str:
+    """transformers' reason why a folder or hub id can't be loaded, in one line.
+
+    Everything is loaded with `trust_remote_code=False`, so code that a folder brings is a reason.
+    """
+    text = str(error).strip()
+    if "trust_remote_code" in text:
+        return (
+            "it needs code of its own, which is never run; give a model that transformers has a "
+            "class for itself"
+        )
+    return text.splitlines()[0] if text else type(error).__name__

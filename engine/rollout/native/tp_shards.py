@@ -172,7 +172,7 @@ class TPModelShard:
 def _skeleton(config: Any, device: torch.device) -> nn.Module:
     """The model without storage, but for the tables that its rotary embedding computes."""
     with torch.device("meta"):
-        skeleton: Any = AutoModelForCausalLM.from_config(config)
+        skeleton: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if not hasattr(getattr(skeleton, "model", None), "rotary_emb"):
         raise UnsupportedModel(
             f"{type(skeleton).__name__} is not a Llama, Mistral, Qwen2 or Qwen3 model"

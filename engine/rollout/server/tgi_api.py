@@ -18,7 +18,7 @@ from engine.config.server import ServerConfig
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.server.api import CompletionRequest, SampledCompletion, field, number
 from engine.rollout.server.client import Client, Refused
-from engine.storage.hub import split_revision
+from engine.storage.hub import loading_error, split_revision
 
 _REMEMBERED = 4096  # prompts whose text is kept; the completions of a group share one
 _NAN = re.compile(r"\bnan\b", re.IGNORECASE)  # PyTorch's words when it can't draw, passed on as 424
@@ -35,11 +35,14 @@ class TGIAPI:
         source = settings.tokenizer or policy
         name, revision = split_revision(source)
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                name, revision=revision or "main", trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"rollout.server.api='tgi' sends prompts as text and found no tokenizer in "
-                f"{source!r}: {error}; name a model folder in rollout.server.tokenizer"
+                f"{source!r}: {loading_error(error)}; name a model folder in "
+                "rollout.server.tokenizer"
             ) from error
         self._texts: dict[tuple[int, ...], str] = {}
 

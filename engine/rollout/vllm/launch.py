@@ -155,6 +155,7 @@ def _launch(folder: str, options: VllmOptions) -> LLM:
             seed=options.seed,
             load_format="dummy",
             skip_tokenizer_init=True,
+            trust_remote_code=False,
             enforce_eager=True,  # compiling takes 12-38 s and gains nothing on CPU
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
             generation_config="vllm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -205,3 +206,28 @@ def test_critic_is_a_copy_that_starts_at_zero() -> None:
     assert all(p.requires_grad for p in critic.parameters())
     assert not any(p.requires_grad for p in policy.parameters())
     assert sum(p.numel() for p in critic.parameters()) == policy.num_parameters() + 32 + 1
+
+
+@pytest.fixture
+def folder_with_code(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model folder whose own Python code leaves a file behind; the terminal would say yes."""
+    code = f"open({str(tmp_path / 'code-was-run')!r}, 'w')\nclass Own: pass\n"
+    (copy / "own.py").write_text(code)
+    kinds = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": kinds}
+    (copy / "config.json").write_text(json.dumps(config))
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    return copy
+
+
+@pytest.mark.parametrize("load", [load_model, vocabulary_and_context, load_tokenizer])
+def test_code_of_a_model_folder_is_never_run(
+    folder_with_code: Path, tmp_path: Path, load: Callable[[Path], object]
+) -> None:
+    with pytest.raises(ModelError, match=r"code of its own, which is never run; give a .* itself"):
+        load(folder_with_code)
+    assert not (tmp_path / "code-was-run").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,17 @@ def test_a_shorter_context_is_refused(fake: FakeServer, tmp_path: Path) -> None:
     fake.context = 64
     with pytest.raises(ConfigError, match=f"context is 64 tokens and this run's {CONTEXT}"):
         tgi(fake, tmp_path)
+
+
+def test_code_of_a_tokenizer_folder_is_never_run(
+    fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tokenizer"
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'code-was-run')!r}, 'w')\n")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ConfigError, match=r"no tokenizer in .* code of its own, which is never"):
+        tgi(fake, tmp_path)
+    assert not (tmp_path / "code-was-run").exists()
