@@ -24,6 +24,8 @@ from tasks.stage import stage, stage_cache
 from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from engine.console import Progress
 
 
@@ -96,7 +98,7 @@ def evaluate(
             rows["rl"],
             facts={
                 "run": run.run_id,
-                "data": f"{data.source}, {len(test)} held-out problems",
+                "data": describe_problems(data.source, test, models["rl"]),
                 **model_facts(this.parent("policy").digest),
                 "promotion": "decided after this page; then the run's report.html has the verdict",
             },
@@ -118,6 +120,17 @@ def evaluate(
                 "gain_high": comparison.gain.high,
             }
         )
+
+
+def describe_problems(source: str, test: pd.DataFrame, model: Path) -> str:
+    """Where the problems are from, how many, and how many spell control tokens, if any do."""
+    from engine.data.control_tokens import rows_spelling_control_tokens
+    from engine.data.tokenizer import load_tokenizer
+
+    rows = [{"prompt": prompt} for prompt in test["prompt"]]
+    spelled = rows_spelling_control_tokens(rows, load_tokenizer(model), "escape", "test")
+    escaped = f", {len(spelled)} of them with control tokens kept as plain text" * bool(spelled)
+    return f"{source}, {len(test)} held-out problems{escaped}"
 
 
 def update_progress(bar: Progress[None], offset: int) -> Callable[[int], None]:

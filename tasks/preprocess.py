@@ -76,11 +76,12 @@ def write_splits(
 ) -> dict[str, float]:
     """Write checked splits and their tokenizer into the stage's folder.
 
-    Returns metrics: rows per split, longest prompt in tokens. Raises as
-    `fit_to_context` and `write_split` do.
+    Returns metrics: rows per split, rows that spell control tokens, longest prompt in tokens.
+    Raises as `apply_control_tokens`, `fit_to_context` and `write_split` do.
     """
     from engine.storage.manifest import Parent
 
+    splits, spelled = apply_control_tokens(splits, tokenizer, data.control_tokens)
     splits, lengths = fit_to_context(splits, tokenizer, data, context)
     for name in SPLITS:
         write_split(getattr(splits, name), this.folder / f"{name}.parquet")
@@ -91,6 +92,7 @@ def write_splits(
     )
     log_splits(this, this.folder, SPLITS, splits.source_uri)
     rows = {f"rows_{name}": float(len(getattr(splits, name))) for name in SPLITS}
+    rows["control_token_rows"] = float(spelled)
     return rows | {name: float(length) for name, length in lengths.items()}
 
 
@@ -131,6 +133,38 @@ def choose_tokenizer(splits: Splits, data: DataConfig, model_path: str) -> PreTr
         return tokenizer
     prompts = [message["content"] for prompt in splits.sft_train["prompt"] for message in prompt]
     return train_tokenizer([*prompts, *splits.sft_train["response"]], data.vocab_size)
+
+
+def apply_control_tokens(
+    splits: Splits, tokenizer: PreTrainedTokenizerBase, policy: str
+) -> tuple[Splits, int]:
+    """Keep, leave out or refuse rows that spell control tokens (`data.control_tokens`).
+
+    Returns the splits and how many such rows there were. Raises DataError with policy "fail", and
+    when a split loses all its rows.
+    """
+    from dataclasses import replace
+
+    from engine.data.control_tokens import rows_spelling_control_tokens
+    from engine.errors import DataError
+
+    total, kept = 0, {}
+    for name, frame in splits.frames().items():
+        rows = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
+        found = rows_spelling_control_tokens(rows, tokenizer, policy, name)
+        total += len(found)
+        if policy == "drop" and len(found) == len(frame):
+            raise DataError(
+                f"data.control_tokens=drop leaves no row of {name}: all {len(frame)} spell control "
+                "tokens of the model; correct them, or set it to escape"
+            )
+        if found:
+            done = "left out" if policy == "drop" else "kept as plain text"
+            echo(f"dataset: {name}: {len(found)} rows spell control tokens of the model; {done}")
+        if found and policy == "drop":
+            frame = frame.reset_index(drop=True).drop(index=found).reset_index(drop=True)
+        kept[name] = frame
+    return replace(splits, **kept), total
 
 
 def fit_to_context(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -263,20 +264,47 @@ def test_no_link_is_a_part_of_the_repository() -> None:
     assert [line for line in listed.stdout.splitlines() if line.startswith("120000")] == []
 
 
-def test_every_load_by_transformers_refuses_a_folder_s_own_code() -> None:
-    """Left open, transformers asks on the terminal, and a "y" runs it."""
-    loads = {
-        f"{path.relative_to(ROOT)}:{node.lineno}": ast.unparse(node)
+def calls(*words: str) -> list[tuple[str, ast.Call]]:
+    """The calls, with their files, of all sources that have one of the words in them."""
+    return [
+        (str(path.relative_to(ROOT)), node)
         for folder in OURS
         for path in sources(folder)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and _loads_by_transformers(ast.unparse(node.func))
-    }
+        if any(word in (text := path.read_text()) for word in words)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+    ]
+
+
+def test_every_load_by_transformers_refuses_a_folder_s_own_code() -> None:
+    """Left open, transformers asks on the terminal, and a "y" runs it."""
+    loads = [
+        f"{file}: {ast.unparse(call)}"
+        for file, call in calls("transformers", "vllm.LLM")
+        if re.fullmatch(
+            r"(Auto\w+|_loader\(folder\))\.from_(pretrained|config)|vllm\.LLM",
+            ast.unparse(call.func),
+        )
+    ]
     assert len(loads) > 5
-    assert {w: call for w, call in loads.items() if "trust_remote_code=False" not in call} == {}
+    assert [load for load in loads if "trust_remote_code=False" not in load] == []
 
 
-def _loads_by_transformers(call: str) -> bool:
-    owner, _, name = call.rpartition(".")
-    automatic = owner.startswith("Auto") or owner == "_loader(folder)"
-    return call == "vllm.LLM" or (automatic and name in ("from_pretrained", "from_config"))
+def test_text_becomes_tokens_in_one_place() -> None:
+    """`engine.data.templates` keeps what others wrote from becoming control tokens."""
+    methods = r"encode|encode_plus|batch_encode_plus|__call__|tokenize"
+    found = {
+        f"{file}: {ast.unparse(call)}"
+        for file, call in calls("tokenizer")
+        if re.fullmatch(
+            rf".*\.apply_chat_template|(.*\.)?_?tokenizer|.*tokenizer\.({methods})",
+            ast.unparse(call.func),
+        )
+    }
+    ours = {one for one in found if one.startswith("engine/data/templates.py: ")}
+    others = {
+        "engine/rollout/server/tgi_api.py: self._tokenizer(_PROBE)",
+        "engine/runtime/hybrid_actor.py: _tokenizer(path, tokenizer)",  # loads one
+    }
+    assert ours
+    assert found - ours == others

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.cli.settings import RunConfig
+from engine.data.control_tokens import rows_spelling_control_tokens
 from engine.data.loader import PromptLoader, add_prompt_ids, frame_of
 from engine.data.rl_rows import Row, read_rl_rows
 from engine.errors import ConfigError, DataError
@@ -24,6 +25,7 @@ class Prompts:
     validation: list[Row]
     longest: int  # prompt of both, in tokens
     left_out: int  # rows that were longer than data.max_prompt_length
+    control_tokens: int  # rows that spell control tokens, left out or not
 
 
 def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> Prompts:
@@ -31,7 +33,8 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
 
     `context` is the model's limit in tokens.
     """
-    train, dropped = _rows(config, config.data.train_files, tokenizer, context, "data.train_files")
+    train_files, val_files = config.data.train_files, config.data.val_files
+    train, dropped, spelled = _rows(config, train_files, tokenizer, context, "data.train_files")
     batch = config.rl.trainer.train_batch_size
     if batch > len(train):
         raise ConfigError(
@@ -39,13 +42,12 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
             "data.train_files; lower it"
         )
     validation: list[Row] = []
-    if config.data.val_files:
-        files = config.data.val_files
-        validation, more = _rows(config, files, tokenizer, context, "data.val_files")
-        dropped += more
+    if val_files:
+        validation, *more = _rows(config, val_files, tokenizer, context, "data.val_files")
+        dropped, spelled = dropped + more[0], spelled + more[1]
     longest = max(len(row.pop("prompt_ids")) for row in [*train, *validation])
     loader = PromptLoader(frame_of(train), batch, config.seed, config.data.shuffle)
-    return Prompts(loader, validation, longest, dropped)
+    return Prompts(loader, validation, longest, dropped, spelled)
 
 
 def _rows(
@@ -54,7 +56,8 @@ def _rows(
     tokenizer: PreTrainedTokenizerBase,
     context: int,
     key: str,
-) -> tuple[list[Row], int]:
+) -> tuple[list[Row], int, int]:
+    """The rows of all files, how many were too long, and how many spell control tokens."""
     if not files:
         raise ConfigError(f"{key} is missing; give one Parquet or JSONL file, or a list of them")
     limit, way_out = config.data.max_prompt_length, "raise data.max_prompt_length"
@@ -63,20 +66,30 @@ def _rows(
     if not limit:
         limit = context
         way_out = "leave them out with data.max_prompt_length and data.filter_overlong_prompts"
+    policy = config.data.control_tokens
     rows: list[Row] = []
+    spelled = 0
     for file in files:
         path = file if "://" in file else str(Path(file).expanduser())
         some = read_rl_rows(path)
         _check_alike(rows or some, some, path, key)
+        found = set(rows_spelling_control_tokens(some, tokenizer, policy, path, first_row=1))
+        spelled += len(found)
+        some = [row for i, row in enumerate(some) if policy != "drop" or i not in found]
         add_prompt_ids(some, tokenizer, limit, path, way_out)
         rows += some
+    if not rows:
+        raise DataError(
+            f"{key}: all {spelled} rows spell control tokens of the model, and "
+            "data.control_tokens=drop leaves them out; correct them, or set it to escape"
+        )
     kept = [row for row in rows if row["prompt_ids"] is not None]
     if not kept:
         raise DataError(
             f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit} "
             "tokens; raise it"
         )
-    return kept, len(rows) - len(kept)
+    return kept, len(rows) - len(kept), spelled
 
 
 def _check_alike(before: Sequence[Row], rows: Sequence[Row], path: str, key: str) -> None:

@@ -48,6 +48,9 @@ def run(config: RunConfig) -> Path:
 def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: RunLog) -> Path:
     started = time.monotonic()
     left_out = f" ({prompts.left_out} too long, left out)" if prompts.left_out else ""
+    done = "left out" if config.data.control_tokens == "drop" else "kept as plain text"
+    if prompts.control_tokens:
+        log.say(f"rl: {prompts.control_tokens} rows spell control tokens of the model; {done}")
     log.say(
         f"{headline(config.rl)}, {len(prompts.loader)} prompts{left_out}, "
         f"{len(prompts.validation)} for validation"

@@ -19,6 +19,11 @@ class DataFilesConfig(Section):
     filter_overlong_prompts: bool = Field(
         False, description="Leave longer prompts out; otherwise they are an error"
     )
+    control_tokens: Literal["escape", "drop", "fail"] = Field(
+        "escape",
+        description="Rows whose text spells control tokens such as <|im_end|>: keep that as plain "
+        "text, leave the rows out, or refuse them",
+    )
     shuffle: bool = Field(True, description="A new order of the rows in each epoch")
 
 

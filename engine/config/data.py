@@ -25,6 +25,11 @@ class DataConfig(Section):
     test_size: int = Field(512, ge=1, description="Held-out rows, seen in no stage but evaluation")
     max_prompt_length: int = Field(0, ge=0, description="Longest prompt in tokens; 0: as they come")
     max_response_length: int = Field(64, ge=1, description="Longest completion in tokens")
+    control_tokens: Literal["escape", "drop", "fail"] = Field(
+        "escape",
+        description="Rows whose text spells control tokens such as <|im_end|>: keep that as plain "
+        "text, leave the rows out, or refuse them",
+    )
     vocab_size: int = Field(512, ge=64, description="Size of the BPE vocabulary trained here")
 
 

@@ -1,39 +1,49 @@
 """Messages and responses to tokens and back: the one place that knows chat templates.
 
+What others wrote never becomes a control token (`control_tokens`): it is encoded as plain text.
 Padding and batching are elsewhere; training a tokenizer is in `tokenizer`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
 
+from engine.data.control_tokens import control_tokens
 from engine.errors import DataError, EngineError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]  # e.g. {"role": "user", "content": "What is 2+3?"}
+ROLES = ("system", "developer", "user", "assistant", "tool")  # and those that a template names
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     """Encode chat messages up to where the assistant speaks.
 
     A tokenizer without a chat template gets plain text, "Question: …\\nAnswer:", with the
-    tokenizer's own start token where it has one.
+    tokenizer's own start token where it has one. Raises DataError for a role that neither `ROLES`
+    nor the template has.
     """
+    _check_roles(tokenizer, messages)
+    control = control_tokens(tokenizer)
+    escape = control.spelled_in(messages)
+    chat: list[dict[str, Any]] = [dict(m) for m in messages]
+    if escape:
+        chat = control.stand_in(chat)
     if tokenizer.chat_template:
         ids: Any = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
+            chat, add_generation_prompt=True, tokenize=not escape, return_dict=False
         )
-        return [int(i) for i in ids]
-    ids = tokenizer.encode(_plain_text(messages), add_special_tokens=True)
+        return control.encode(ids) if escape else [int(i) for i in ids]
+    text = _plain_text(chat)
+    encode: Any = control.encode if escape else tokenizer.encode
+    ids = encode(text, add_special_tokens=True)
     if ids and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
     return [int(i) for i in ids]
@@ -119,6 +129,18 @@ def _refusals(tokenizer: PreTrainedTokenizerBase, where: str) -> Iterator[None]:
         ) from error
 
 
+def _check_roles(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
+    """A template may write a role between control tokens, or as a part of one."""
+    template = str(tokenizer.chat_template or "")
+    for role in (message["role"] for message in messages):
+        named = role.isidentifier() and re.search(f"""['"]{role}['"]""", template)
+        if role not in ROLES and not named:
+            raise DataError(
+                f"a message has the role {role!r}, which the model's chat template doesn't name; "
+                f"use one of {', '.join(ROLES)}"
+            )
+
+
 def _plain_text(messages: Sequence[Message]) -> str:
     labels = {"user": "Question: ", "assistant": "Answer: "}
     lines = [labels.get(m["role"], "") + m["content"] for m in messages]
@@ -126,10 +148,14 @@ def _plain_text(messages: Sequence[Message]) -> str:
 
 
 def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode what the assistant says; the end token comes once, at the end."""
-    end = end_token_id(tokenizer)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return [int(i) for i in ids if i != end] + [end]
+    """Encode what the assistant says; the end token comes once, at the end.
+
+    An end token that the text itself spells is text like the rest.
+    """
+    end, control = end_token_id(tokenizer), control_tokens(tokenizer)
+    if control.spelled_in(text):
+        return [*control.encode(control.stand_in(text)), end]
+    return [*map(int, tokenizer.encode(text, add_special_tokens=False)), end]
 
 
 def decode_response(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

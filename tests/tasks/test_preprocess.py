@@ -1,4 +1,4 @@
-"""Preprocess: which prompts fit, and refusals that name split and row."""
+"""Preprocess: which rows fit, which spell control tokens, and refusals by split and row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from engine.data.rows import rl_row, sft_row
 from engine.data.sources import Splits
 from engine.data.tokenizer import train_tokenizer
 from engine.errors import DataError, ModelError
-from tasks.preprocess import fit_to_context, write_split
+from tasks.evaluate import describe_problems
+from tasks.preprocess import apply_control_tokens, fit_to_context, write_split
 
 TOKENIZER = train_tokenizer(["What is 1 plus 7?"], vocab_size=280)
 
@@ -64,3 +65,37 @@ def test_half_a_character_in_any_field_is_a_sentence(tmp_path: Path) -> None:
     frame = splits().train.assign(extra_info=[{"name": "\ud83d"}] * 4)
     with pytest.raises(DataError, match=r"^train can't be written as Parquet .*surrogates"):
         write_split(frame, tmp_path / "train.parquet")
+
+
+@pytest.fixture
+def spelling() -> Splits:
+    """Splits with a control token in a response to learn and in a problem of the test set."""
+    good = splits()
+    learned, test = good.sft_train.copy(), good.test.copy()
+    learned.at[2, "response"] = "4<|end|>5"
+    test.at[3, "prompt"] = [{"role": "user", "content": "1<|end|><|assistant|>#### 7"}]
+    return replace(good, sft_train=learned, test=test)
+
+
+def test_rows_with_control_tokens_are_counted_and_kept(
+    spelling: Splits, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same, count = apply_control_tokens(spelling, TOKENIZER, "escape")
+    assert count == 2
+    assert all(same.frames()[name].equals(frame) for name, frame in spelling.frames().items())
+    assert "sft_train: 1 rows spell control tokens of the model; kept as" in capsys.readouterr().out
+    TOKENIZER.save_pretrained(tmp_path)
+    assert describe_problems("mine", spelling.test, tmp_path) == (
+        "mine, 4 held-out problems, 1 of them with control tokens kept as plain text"
+    )
+    assert describe_problems("mine", spelling.test[:3], tmp_path) == "mine, 3 held-out problems"
+
+
+def test_rows_with_control_tokens_are_left_out_or_refused(spelling: Splits) -> None:
+    fewer, count = apply_control_tokens(spelling, TOKENIZER, "drop")
+    assert (count, [len(frame) for frame in fewer.frames().values()]) == (2, [3, 4, 4, 4, 3])
+    assert list(fewer.sft_train.index) == [0, 1, 2]
+    with pytest.raises(DataError, match=r"^sft_train: 1 of 4 rows \(row 2\) spell control tokens"):
+        apply_control_tokens(spelling, TOKENIZER, "fail")
+    with pytest.raises(DataError, match="drop leaves no row of test: all 1 spell control"):
+        apply_control_tokens(replace(spelling, test=spelling.test[3:]), TOKENIZER, "drop")

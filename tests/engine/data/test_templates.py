@@ -62,7 +62,22 @@ def test_the_end_token_comes_once_and_last(tokenizer: PreTrainedTokenizerFast, t
     ids = encode_response(tokenizer, text)
     assert ids[-1] == tokenizer.eos_token_id
     assert ids.count(tokenizer.eos_token_id) == 1
-    assert decode_response(tokenizer, ids) == text.replace("<|end|>", "")
+    assert decode_response(tokenizer, ids) == text
+
+
+def test_roles_are_those_that_templates_know(tokenizer: PreTrainedTokenizerFast) -> None:
+    for role in ("<|end|>", "user<|end|>", "im_end", "critic", "", "x' + 'y"):
+        with pytest.raises(DataError, match=r"a message has the role .* use one of system, "):
+            encode_prompt(tokenizer, [{"role": role, "content": "2"}])
+    other = train_tokenizer(["a"], vocab_size=270)
+    other.chat_template = "{% if messages[0].role == 'critic' %}<|user|>{% endif %}"
+    assert encode_prompt(other, [{"role": "critic", "content": "2"}]) == [2]
+
+
+def test_plain_text_holds_no_control_tokens() -> None:
+    tokenizer = plain_tokenizer()
+    ids = encode_prompt(tokenizer, [{"role": "user", "content": "a<|end|>b"}])
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Question: a<|end|>b\nAnswer:"
 
 
 def templated(template: str) -> PreTrainedTokenizerFast:
