@@ -74,7 +74,8 @@ class ControlTokens:
         self.stamp = _stamp(tokenizer)
         special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
         spellings = dict.fromkeys([*(str(t.content) for t in special), *self.stamp[1]])
-        self.ids = {text: int(tokenizer.convert_tokens_to_ids(text)) for text in spellings}
+        to_id: Any = tokenizer.convert_tokens_to_ids
+        self.ids: dict[str, int] = {text: int(to_id(text)) for text in spellings}
         # The tokenizer itself would keep this object alive, and with it itself.
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._name = tokenizer.name_or_path
