@@ -148,7 +148,7 @@ def apply_control_tokens(
     from engine.data.control_tokens import rows_spelling_control_tokens
     from engine.errors import DataError
 
-    total, kept = 0, {}
+    total, kept = 0, dict[str, Any]()
     for name, frame in splits.frames().items():
         rows = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
         found = rows_spelling_control_tokens(rows, tokenizer, policy, name)
