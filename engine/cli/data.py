@@ -75,21 +75,22 @@ def _rows(
         _check_alike(rows or some, some, path, key)
         found = set(rows_spelling_control_tokens(some, tokenizer, policy, path, first_row=1))
         spelled += len(found)
-        some = [row for i, row in enumerate(some) if policy != "drop" or i not in found]
-        add_prompt_ids(some, tokenizer, limit, path, way_out)
+        kept = [i for i in range(len(some)) if policy != "drop" or i not in found]
+        some, numbers = [some[i] for i in kept], [i + 1 for i in kept]
+        add_prompt_ids(some, tokenizer, limit, path, way_out, numbers)
         rows += some
     if not rows:
         raise DataError(
             f"{key}: all {spelled} rows spell control tokens of the model, and "
             "data.control_tokens=drop leaves them out; correct them, or set it to escape"
         )
-    kept = [row for row in rows if row["prompt_ids"] is not None]
-    if not kept:
+    short = [row for row in rows if row["prompt_ids"] is not None]
+    if not short:
         raise DataError(
             f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit} "
             "tokens; raise it"
         )
-    return kept, len(rows) - len(kept), spelled
+    return short, len(rows) - len(short), spelled
 
 
 def _check_alike(before: Sequence[Row], rows: Sequence[Row], path: str, key: str) -> None:

@@ -142,17 +142,20 @@ def add_prompt_ids(
     limit: int,
     path: str,
     way_out: str = "raise max_prompt_length",
+    numbers: Sequence[int] = (),
 ) -> None:
     """Give each row `prompt_ids`; refuse prompts of more than `limit` tokens (0: no limit).
 
-    With an empty `way_out` their `prompt_ids` are None instead.
+    With an empty `way_out` their `prompt_ids` are None instead. `numbers` are those of the rows in
+    the file; 1, 2, … where there are none.
     """
+    numbers = numbers or range(1, len(rows) + 1)
     prompts = [row["prompt"] for row in rows]
     if not limit:
-        ids: Sequence[list[int] | None] = encode_prompts(tokenizer, prompts, path, first_row=1)
+        ids: Sequence[list[int] | None] = encode_prompts(tokenizer, prompts, path, numbers)
     else:
-        ids = encode_short_prompts(tokenizer, prompts, limit, path, first_row=1)
-    long = [i for i, tokens in enumerate(ids, start=1) if tokens is None]
+        ids = encode_short_prompts(tokenizer, prompts, limit, path, numbers)
+    long = [i for i, tokens in zip(numbers, ids, strict=True) if tokens is None]
     if long and way_out:
         raise DataError(
             f"{path}: {len(long)} prompts are longer than {limit} tokens ({row_numbers(long)}); "

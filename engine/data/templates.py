@@ -7,6 +7,7 @@ Padding and batching are elsewhere; training a tokenizer is in `tokenizer`.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]  # e.g. {"role": "user", "content": "What is 2+3?"}
+FROM_0 = range(sys.maxsize)
 ROLES = ("system", "developer", "user", "assistant", "tool")  # and those that a template names
 
 
@@ -53,16 +55,16 @@ def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Iterable[Sequence[Message]],
     name: str,
-    first_row: int = 0,
+    numbers: Iterable[int] = FROM_0,
 ) -> list[list[int]]:
     """Encode the prompts of the table `name` as `encode_prompt` does.
 
     Raises DataError that names the first row which the chat template refuses, and ModelError for a
-    template that is wrong by itself. Rows are counted from `first_row`.
+    template that is wrong by itself. `numbers` are those of the rows.
     """
     return [
         _encode_row(tokenizer, prompt, f"{name}, row {i}")
-        for i, prompt in enumerate(prompts, first_row)
+        for i, prompt in zip(numbers, prompts, strict=False)
     ]
 
 
@@ -71,7 +73,7 @@ def encode_short_prompts(
     prompts: Iterable[Sequence[Message]],
     limit: int,
     name: str,
-    first_row: int = 0,
+    numbers: Iterable[int] = FROM_0,
 ) -> list[list[int] | None]:
     """As `encode_prompts`, but None for a prompt of more than `limit` tokens.
 
@@ -80,7 +82,7 @@ def encode_short_prompts(
     """
     most = 4 * limit * max(map(len, tokenizer.get_vocab()), default=1)
     encoded: list[list[int] | None] = []
-    for i, prompt in enumerate(prompts, first_row):
+    for i, prompt in zip(numbers, prompts, strict=False):
         where = f"{name}, row {i}"
         written = sum(len(message["content"]) for message in prompt)
         too_long = written > most and _length(tokenizer, prompt, where) > most

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from engine.data.loader import PromptLoader, make_rl_data_loader
+from engine.data.loader import PromptLoader, add_prompt_ids, make_rl_data_loader
 from engine.data.templates import encode_prompt
 from engine.errors import ConfigError, DataError
 
@@ -127,6 +127,12 @@ def test_a_tokenizer_adds_tokens_and_a_limit(
     assert row["prompt_ids"] == encode_prompt(tokenizer, row["prompt"])
     with pytest.raises(DataError, match=r"1 prompts are longer than 6 tokens \(row 2\)"):
         make_rl_data_loader(path, tokenizer, max_prompt_length=6)
+
+
+def test_rows_keep_the_numbers_of_their_file(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("1", "1 2 3 4 5 6 7 8")]
+    with pytest.raises(DataError, match=r"^d\.jsonl: 1 prompts are longer .* \(row 7\); shorten"):
+        add_prompt_ids(rows, tokenizer, 6, "d.jsonl", numbers=[4, 7])
 
 
 def test_numbers_stay_whole_where_a_row_has_none(tmp_path: Path) -> None:

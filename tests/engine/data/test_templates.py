@@ -100,7 +100,7 @@ def test_a_prompt_that_the_template_refuses_is_named(
 ) -> None:
     prompts = [[{"role": "user", "content": content}]]
     with pytest.raises(DataError, match=rf"^train, row 3: the chat template of .*{message}"):
-        encode_prompts(templated(template), prompts, "train", first_row=3)
+        encode_prompts(templated(template), prompts, "train", numbers=[3])
 
 
 def test_a_template_that_is_wrong_by_itself_is_the_model_s_fault() -> None:
