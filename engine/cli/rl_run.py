@@ -127,7 +127,8 @@ def train_policy(run: RLRun, log: RunLog) -> tuple[Path, list[Metrics]]:
                 log.say(f"rl: saved {run.save_model(trainer)}")
 
         trainer.on_resume = log.resumed
-        if not trainer.resume(run.checkpoints) and run.validation and run.validate_first:
+        first = run.validation and run.validate_first and not run.config.trainer.resume_from
+        if not trainer.resume(run.checkpoints) and first:
             log.validated_first(trainer.validate(run.validation))
         trainer.on_step = on_step
         if not trainer.fit(checkpoint_dir=run.checkpoints, resume_from=run.previous_checkpoints):

@@ -195,13 +195,12 @@ class RLTrainer:
         found = saver.store.latest()
         if found is not None:
             self._restore(saver, found)
-            self.on_resume(found.folder, self.step)
         return found
 
     def load_checkpoint(self, folder: str | Path) -> None:
         """Resume from a checkpoint like "ckpt/step_500"; raise CheckpointError for a bad one."""
         checkpoint = open_checkpoint(folder)
-        self._restore(self.make_saver(Path(str(folder)).parent), checkpoint)
+        self._restore(self.make_saver(checkpoint.folder.rpartition("/")[0]), checkpoint)
 
     def make_saver(self, folder: str | Path) -> Saver:
         """A saver of this run's checkpoints under `folder`."""
@@ -265,16 +264,15 @@ class RLTrainer:
         self, checkpoint_dir: str | Path | None, resume_from: str | Path | None
     ) -> Saver | None:
         """The saver of `fit`; a run at step 0 resumes from the checkpoints that there are."""
-        if checkpoint_dir is None:
-            return None
-        saver = self.make_saver(checkpoint_dir)
-        if self.step > 0 or self.resume(checkpoint_dir):
+        saver = None if checkpoint_dir is None else self.make_saver(checkpoint_dir)
+        if self.step > 0 or (checkpoint_dir is not None and self.resume(checkpoint_dir)):
             return saver
         if resume_from is None or not self.resume(resume_from):
             if not self.config.trainer.resume_from:
                 return saver
             self.load_checkpoint(resolve_checkpoint(self.config.trainer.resume_from))
-        self.save_checkpoint(saver, {})  # the next attempt looks in `checkpoint_dir`
+        if saver is not None:
+            self.save_checkpoint(saver, {})  # the next attempt looks in `checkpoint_dir`
         return saver
 
     def _settings(self) -> dict[str, object]:
@@ -284,6 +282,7 @@ class RLTrainer:
         changed = changed_settings(checkpoint, self._settings(), MAY_CHANGE)
         self.load_state_dict(saver.restore(checkpoint))
         self.changed_settings = changed
+        self.on_resume(checkpoint.folder, self.step)
 
     def __enter__(self) -> Self:
         return self

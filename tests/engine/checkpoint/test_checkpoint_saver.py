@@ -310,7 +310,7 @@ def test_roles_that_are_stopped_cost_one_deadline_together(tmp_path: Path) -> No
             WorkerError, match=r"actor rank 0: save_state gave no result within 1 s"
         ):
             Saver(CheckpointStore(tmp_path), groups, timeout_s=1.0).save(1, {})
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < 3.0, "one after the other they take 4 s"
         StuckWorker.awake.set()
 
 

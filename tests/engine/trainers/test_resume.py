@@ -358,14 +358,17 @@ def test_a_run_goes_on_from_another_runs_checkpoint_that_it_is_told(
     with trainer(tiny_folder) as first:
         first.fit(2, checkpoint_dir=tmp_path / "a")
     told = {"resume_from": str(tmp_path / "a" / named), "total_training_steps": 3}
+    resumed: list[str] = []
     for _ in range(2):  # then from its own, whatever became of the other
         with trainer(tiny_folder, trainer=told) as second:
             started: list[int] = []
             second.on_step = lambda step, total, metrics, told=started: told.append(step)
+            second.on_resume = lambda folder, step: resumed.append(folder)
             second.fit(checkpoint_dir=tmp_path / "b")
         assert started in ([3], [])
         shutil.rmtree(tmp_path / "a", ignore_errors=True)
     assert second.step == 3
+    assert resumed == [f"{tmp_path}/a/step_2", f"{tmp_path}/b/step_3"]
     with (
         trainer(tiny_folder, trainer=told) as third,
         pytest.raises(CheckpointError, match=r"is no complete checkpoint and holds none; name a"),
