@@ -177,7 +177,8 @@ def strike_once(
         cluster.stop()
     gone = wait_for(lambda: not any(map(alive, driver.pids.values())), SLACK_S)
     guards = wait_for(lambda: not left_over("engine.rewards.guard"), SLACK_S)
-    report |= {"steps": driver.steps, "error": driver.error, "done": done}
+    report |= {"actors": sorted(driver.pids), "steps": driver.steps, "done": done}
+    report["error"] = driver.error
     report |= {"orphans": not (gone and guards), "round_s": round(time.monotonic() - begun, 1)}
     return done, report
 

@@ -59,6 +59,7 @@ def test_no_strike_leaves_a_trace(tiny_folder: Path, tmp_path: Path, mode: str) 
     assert whole == {"runs": 1, "left": [], "shm": []}
     *strikes, end = rounds(tiny_folder, tmp_path / "struck", mode, max(1, STRIKES // 2))
     for strike in strikes:
+        print(json.dumps(strike))
         check(strike)
     assert (end["left"], end["shm"]) == ([], [])
     wanted = load_model(tmp_path / "whole" / "model-0").state_dict()
