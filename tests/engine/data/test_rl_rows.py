@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.data.collate import collate_prompts
@@ -139,6 +139,7 @@ ROWS = st.builds(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a loaded machine
 @given(st.lists(ROWS, min_size=1, max_size=3))
 def test_any_json_rows_are_canonical_or_refused(given_rows: list[Row]) -> None:
     data = "\n".join(json.dumps(row) for row in given_rows).encode()
