@@ -31,7 +31,7 @@ test: env  ## check style, then types beside the test suite
 	wait $$types || { cat $(VENV)/mypy.log; tests=1; }; exit $$tests
 
 test-slow: env  ## run the tests that take minutes, and each property on many examples
-	@HYPOTHESIS_PROFILE=many $(BIN)/python -m pytest -m "slow or hypothesis" --timeout=1800
+	@HYPOTHESIS_PROFILE=many $(BIN)/python -m pytest -n 2 --dist worksteal -m "(slow or hypothesis) and not gpu" --timeout=1800
 
 lint: env  ## check style and types only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -20,6 +20,7 @@ import pytest
 import torch
 from counting import CountingWorker, SilentWorker, counts, saver, set_all, start
 from fsspec.implementations.memory import MemoryFileSystem
+from thorough import and_slow
 
 from engine.checkpoint import Checkpoint, CheckpointDraft, CheckpointStore, Saver, open_checkpoint
 from engine.checkpoint.background import Background
@@ -358,10 +359,11 @@ def test_two_ranks_on_ray_are_saved_and_loaded(ray_cluster: None, tmp_path: Path
 KILLED = Path(__file__).parent / "killed_at_random.py"
 
 
-def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
-    """24 processes that save without pause, each killed at a random moment."""
+@pytest.mark.parametrize("kills", and_slow([6], [48]))
+def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, kills: int) -> None:
+    """Processes that save without pause, each killed at a random moment."""
     done = subprocess.run(
-        [sys.executable, str(KILLED), str(tmp_path), "24"],
+        [sys.executable, str(KILLED), str(tmp_path), str(kills)],
         capture_output=True,
         text=True,
         timeout=400,
@@ -373,9 +375,9 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rounds = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert len(rounds) == 24
+    assert len(rounds) == kills
     for before, acknowledged, found, _ in rounds:
         assert found >= acknowledged >= before
         assert found - acknowledged <= 1
-    assert rounds[-1][2] > 24, "some saves have to come through"
-    assert sum(torn for *_, torn in rounds) >= 8, "most kills have to strike inside a save"
+    assert rounds[-1][2] > kills, "some saves have to come through"
+    assert sum(torn for *_, torn in rounds) >= kills // 4, "many kills have to strike inside a save"
