@@ -20,6 +20,9 @@ settings.register_profile("few", max_examples=15, deadline=None)
 settings.register_profile("many", max_examples=100, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 
+# Ray runs its workers at niceness 15, and beside the other tests' processes they would starve.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 
 @pytest.fixture(scope="session")
 def make_once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> MakeOnce:

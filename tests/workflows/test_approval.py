@@ -21,8 +21,8 @@ def asked(new_place: Callable[[], Place]) -> tuple[Place, Outcome]:
     return place, place.run("--config", settings(REQUIRED), answers="y\n")
 
 
-def champion(place: Place) -> str | None:
-    found = Tracker(place.tracking_uri).champion(NAME)
+def champion(place: Place, name: str = NAME) -> str | None:
+    found = Tracker(place.tracking_uri).champion(name)
     return found.version if found else None
 
 
@@ -45,9 +45,10 @@ def test_nobody_is_asked_where_another_rule_fails(asked: tuple[Place, Outcome]) 
     assert champion(place) == "1"
 
 
-def test_without_consent_nothing_moves(new_place: Callable[[], Place]) -> None:
-    place = new_place()
-    outcome = place.run("--config", settings(REQUIRED), answers="n\n")
+def test_without_consent_nothing_moves(asked: tuple[Place, Outcome]) -> None:
+    place, _ = asked
+    other = {"promote": {"model_name": "not-approved"}}
+    outcome = place.run("--config", settings(REQUIRED, other), answers="n\n")
     assert outcome.code != 0
     assert "did not approve" in outcome.text
-    assert champion(place) is None
+    assert champion(place, "not-approved") is None

@@ -84,16 +84,6 @@ def test_stages_are_cached_by_content_code_and_image(tasks: dict[str, Any]) -> N
         assert bool(meta.discovery_version) == (name in CACHED), name
 
 
-def test_cache_versions_follow_code_and_image_alone(
-    packaged: dict[str, Any], tasks: dict[str, Any], place: Place
-) -> None:
-    versions = {name: t.metadata.discovery_version for name, t in tasks.items()}
-    again = package(place)
-    assert versions == {
-        name: again[f"TaskSpec:{name}"].template.metadata.discovery_version for name in tasks
-    }
-
-
 def test_images_and_resources(tasks: dict[str, Any]) -> None:
     cpu, mem = Resources.ResourceName.CPU, Resources.ResourceName.MEMORY
     for name, template in tasks.items():
