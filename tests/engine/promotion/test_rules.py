@@ -52,7 +52,7 @@ def test_all_rules_pass_and_say_so() -> None:
     decision = decide(GOOD, RULES)
     assert decision.promote
     assert [outcome.rule for outcome in decision.outcomes] == list(BAD)
-    assert "+30.00 [+20.00, +40.00]" in decision.reason
+    assert "+30.00 percentage points [+20.00, +40.00]" in decision.reason
     assert "approved by ada" in decision.reason
     json.dumps(decision.to_dict(), allow_nan=False)
     json.dumps(GOOD.to_dict(), allow_nan=False)
