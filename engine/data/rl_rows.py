@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from engine.batch import COLUMNS, FIELDS
 from engine.data.columns import EXTRA, RULE, TRUTH, as_text
 from engine.data.rows import (
     brief,
@@ -74,6 +73,8 @@ def canonical_row(row: Row, where: str) -> Row:
 
 def check_names(columns: Iterable[str], where: str) -> None:
     """Raise DataError for a column that has the name of one that the engine fills."""
+    from engine.batch import COLUMNS, FIELDS  # it loads torch, which a workflow's start does not
+
     for column in columns:
         if column in FIELDS or column in COLUMNS:
             raise DataError(

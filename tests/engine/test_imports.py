@@ -7,7 +7,8 @@ import sys
 
 LOAD = """
 import engine, sys
-assert "torch" not in sys.modules and "transformers" not in sys.modules
+import workflows.launch_plans  # what each command of pyflyte loads
+assert not {"torch", "transformers", "mlflow"} & sys.modules.keys()
 assert "HybridActor" in dir(engine)
 from engine import *
 assert HybridActor.__module__ == "engine.runtime.hybrid_actor"
