@@ -32,6 +32,7 @@ def by_text(prompts, completions, *, ground_truth, **columns):
         if text == "spin": re.match("(a+)+$", "a" * 60 + "b")
         if text == "child": subprocess.Popen(["sleep", "987"], start_new_session=True)
         if text == "pid": return [float(os.getpid())] * len(completions)
+        if text == "float64": __import__("torch").set_default_dtype(__import__("torch").float64)
         if text == "torch": return [float("torch" in sys.modules)] * len(completions)
     return [float(text.isdigit()) for text in completions]
 
@@ -100,6 +101,19 @@ def wait_until(done: Callable[[], bool], seconds: float = 20.0) -> None:
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.slow  # it imports torch there
+def test_torch_s_global_state_is_that_of_its_process(modules: Path) -> None:
+    import torch
+
+    before = torch.get_default_dtype()
+    reward = open_reward("rewards_of_a_process:by_text")
+    try:
+        assert run(reward, ["float64", "1"]).rows == [[0.0], [1.0]]
+    finally:
+        reward.close()
+    assert torch.get_default_dtype() is before
 
 
 def test_only_what_ends_the_process_has_no_score(opened: Open) -> None:
