@@ -184,7 +184,12 @@ def calendar(
     return calendar
 
 
-def test_two_weeks(calendar: Calendar) -> None:
+def test_the_first_nights(calendar: Calendar) -> None:
+    first_nights(calendar)
+
+
+def first_nights(calendar: Calendar) -> None:
+    """Four kick-offs: none arrived, too few, a promotion, a new model that is declined."""
     calendar.run(0)  # nothing has arrived
     calendar.arrive(0, 5)
     calendar.run(1)  # too little
@@ -199,6 +204,11 @@ def test_two_weeks(calendar: Calendar) -> None:
     again = calendar.run(3, NEVER)  # again, declined again: the same data, the same model
     assert again.summary["digests"] == fourth.summary["digests"]
     assert again.stages == ["promotion"]
+
+
+@pytest.mark.slow
+def test_two_weeks(calendar: Calendar) -> None:
+    first_nights(calendar)
     calendar.run(4)  # what a declined run saw is still new
     calendar.arrive(4, 9)  # day 5 is missed
     calendar.arrive(5, 9)
