@@ -108,10 +108,11 @@ def read_verdict(promotion: Path) -> Verdict:
 
     decision: dict[str, Any] = json.loads((promotion / "decision.json").read_text())
     version = f"{decision['model_name']} version {decision['model_version']}"
-    if decision["promoted"]:
-        title = f"{version} is now {decision['alias']}"
+    holds = decision["promoted"] or decision["previous_champion"] == decision["model_version"]
+    if holds:
+        title = f"{version} {'is now' if decision['promoted'] else 'stays'} {decision['alias']}"
     elif decision["waits_for_approval"]:
         title = f"{version} waits for approval"
     else:
         title = f"{version} was not promoted"
-    return Verdict(decision["promoted"], title, decision["reason"])
+    return Verdict(holds, title, decision["reason"])

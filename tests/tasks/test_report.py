@@ -67,22 +67,24 @@ def test_mlflow_is_a_page_where_it_is_a_server_and_a_command_where_it_is_a_file(
 
 
 @pytest.mark.parametrize(
-    ("promoted", "waits", "title"),
+    ("promoted", "waits", "champion", "title"),
     [
-        (True, False, "policy version 3 is now champion"),
-        (False, False, "policy version 3 was not promoted"),
-        (False, True, "policy version 3 waits for approval"),
+        (True, False, "2", "policy version 3 is now champion"),
+        (False, False, "3", "policy version 3 stays champion"),
+        (False, False, None, "policy version 3 was not promoted"),
+        (False, True, "2", "policy version 3 waits for approval"),
     ],
 )
 def test_a_verdict_is_read_from_the_decision(
-    promoted: bool, waits: bool, title: str, tmp_path: Path
+    promoted: bool, waits: bool, champion: str | None, title: str, tmp_path: Path
 ) -> None:
     decision = {
         "promoted": promoted, "waits_for_approval": waits, "reason": "because",
         "model_name": "policy", "model_version": "3", "alias": "champion",
+        "previous_champion": champion,
     }  # fmt: skip
     (tmp_path / "decision.json").write_text(json.dumps(decision))
-    assert read_verdict(tmp_path) == Verdict(promoted, title, "because")
+    assert read_verdict(tmp_path) == Verdict(promoted or champion == "3", title, "because")
 
 
 def test_the_report_of_a_run_names_the_verdict_the_model_and_its_lineage_page(
