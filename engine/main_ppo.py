@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from engine.cli.failures import INPUT_ERRORS, short_message
 from engine.console import INTERRUPTED, quiet, say
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError, EngineError, PreemptedError
 
 FAILED, WRONG_INPUT, TERMINATED = 1, 2, 143
 
@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _sigterm_as_exception():
             return _run(sys.argv[1:] if arguments is None else arguments)
+    except PreemptedError as error:
+        say(str(error), error=True)
+        return _terminated()
     except EngineError as error:
         say(f"error: {short_message(error)}", error=True)
         return WRONG_INPUT if isinstance(error, INPUT_ERRORS) else FAILED
@@ -40,8 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         if stop.code != signal.SIGTERM:
             raise
-        print("terminated; workers are stopped", file=sys.stderr)
-        return TERMINATED
+        return _terminated()
+
+
+def _terminated() -> int:
+    print("terminated; workers are stopped", file=sys.stderr)
+    return TERMINATED
 
 
 def _run(arguments: Sequence[str]) -> int:

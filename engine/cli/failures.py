@@ -7,7 +7,14 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.errors import ConfigError, DataError, EngineError, ModelError, PlacementError
+from engine.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    ModelError,
+    PlacementError,
+    PreemptedError,
+)
 from engine.redaction import presentable
 
 INPUT_ERRORS = (ConfigError, DataError, ModelError, PlacementError)
@@ -28,7 +35,7 @@ def error_details_file(folder: Path) -> Iterator[None]:
     try:
         yield
     except EngineError as error:
-        if isinstance(error, INPUT_ERRORS):
+        if isinstance(error, (*INPUT_ERRORS, PreemptedError)):
             raise
         with contextlib.suppress(OSError):  # a full disk may be the very cause
             path.write_text(presentable("".join(traceback.format_exception(error))))
