@@ -21,7 +21,7 @@ TESTS = [
     "tests/engine/models/test_packing.py",
     "tests/engine/weight_transfer/test_delta.py",
 ]
-NEEDS_A_DEVICE = "not slices_decode and not graphs_pay and not is_fast"  # NCCL, and two clocks
+NEEDS_A_DEVICE = "not shard_decodes and not graphs_pay and not is_fast"  # NCCL, and two clocks
 
 pytestmark = [
     pytest.mark.slow,
