@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -72,8 +73,9 @@ class RewardProcess:
     ) -> Scores:
         try:
             self._running()
-            self._send(ScoreAll(rows, timeout_s, components))
-            answer = self._receive(time.monotonic() + timeout_s)
+            deadline = time.monotonic() + timeout_s
+            self._send(ScoreAll(rows, timeout_s, components), deadline)
+            answer = self._receive(deadline)
         except _Deadline:
             self._end()
             raise late(self.name, len(rows), timeout_s) from None
@@ -133,7 +135,8 @@ class RewardProcess:
         started: set[int] = set()
         try:
             self._running()
-            self._send(ScoreEach(rows, timeout_s, patience_s / 4))
+            until = min(deadline, time.monotonic() + patience_s)
+            self._send(ScoreEach(rows, timeout_s, patience_s / 4), until)
             while True:
                 until = min(deadline, time.monotonic() + patience_s)
                 message = self._receive(until)
@@ -165,8 +168,9 @@ class RewardProcess:
             socket.send_fds(self._control, [b"+"], [theirs.fileno()])
         self._channel = Connection(ours.detach())
         try:
-            self._send(self._load)
-            answer = self._receive(time.monotonic() + _START_S)
+            deadline = time.monotonic() + _START_S
+            self._send(self._load, deadline)
+            answer = self._receive(deadline)
         except _Deadline:
             self._end()
             raise RewardError(
@@ -184,9 +188,14 @@ class RewardProcess:
         assert isinstance(answer, RewardLoaded)
         return answer
 
-    def _send(self, message: object) -> None:
+    def _send(self, message: object, until: float) -> None:
+        """Send a message; one that is not taken by `until`, by a stopped process say, is cut."""
         assert self._channel is not None
-        with suppress(OSError):  # the process has ended, which is what comes next
+        seconds = max(0.01, until - time.monotonic())
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        with socket.socket(fileno=os.dup(self._channel.fileno())) as channel:
+            channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        with suppress(OSError):  # it ended or is late, which is what `_receive` says next
             self._channel.send(message)
 
     def _receive(self, until: float) -> object:
@@ -250,7 +259,8 @@ def _end_guard(control: socket.socket, guard: subprocess.Popen[bytes]) -> None:
         guard.wait(_CLOSE_S)
     except subprocess.TimeoutExpired:
         guard.kill()
-        guard.wait()
+        with suppress(subprocess.TimeoutExpired):  # killed, it can only be in the kernel's hands
+            guard.wait(_CLOSE_S)
 
 
 def _environment() -> dict[str, str]:

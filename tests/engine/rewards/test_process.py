@@ -155,6 +155,17 @@ def test_what_spins_in_c_costs_its_sample_alone(opened: Open) -> None:
     assert list(scores.failures) == [5]
 
 
+def test_a_stopped_process_that_takes_no_rows_is_late(opened: Open) -> None:
+    reward = opened("by_text")
+    (process,) = run(reward, ["pid"]).rows[0]
+    os.kill(int(process), signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(RewardError, match="gave no answer"):
+        run(reward, ["1" * 4_000_000], 1.0, on_error="fail")  # more than a socket holds
+    assert time.monotonic() - started < 10
+    assert run(reward, ["7"]).rows == [[1.0]]
+
+
 def test_children_that_it_leaves_behind_are_ended(modules: Path) -> None:
     reward = open_reward("rewards_of_a_process:by_text")
     try:
