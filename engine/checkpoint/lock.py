@@ -2,9 +2,9 @@
 
 Who wants the folder writes `.lock-<id>.json` and then looks again: of two that do so at once at
 least one sees the other and withdraws, on a disk and in an object store alike. The holder writes
-its file anew every `BEAT_S`. A lock is stale when its process has ended, which the same machine
+its file again every `BEAT_S`. A lock is stale when its process has ended, which the same machine
 sees at once, or when its file stays as it is for `STALE_S` of the observer's own clock, so that no
-two clocks are compared; whoever comes next deletes it. A holder whose file is gone has lost the
+two clocks are compared; the next run deletes it. A holder whose file is gone has lost the
 folder and commits nothing more.
 
 The lock is the process's: its next run in the same folder has it already. What does not live here:
@@ -207,7 +207,7 @@ class FolderLock:
         return (missing and overdue) or bool(others and (missing or overdue))
 
     def _keep(self) -> None:
-        """Write the file anew until the lock is released, or lost."""
+        """Write the file again until the lock is released, or lost."""
         while not self._ended.wait(self._beat_s):
             try:
                 self.check()
@@ -220,7 +220,7 @@ class FolderLock:
                 return
 
     def _remove_overtaken(self) -> None:
-        """Delete stale locks, also one that its holder, awake again, has written anew."""
+        """Delete stale locks, also one that its holder, awake again, has written again."""
         for name in self._overtaken & self.root.names():
             self.root.remove_file(name)
 

@@ -113,14 +113,14 @@ class CheckpointStore:
         metric: str = "",
         mode: Literal["max", "min"] = "max",
         *,
-        begin_anew: bool = False,
+        restart: bool = False,
     ) -> None:
-        """`begin_anew`: checkpoints that are all damaged count as none, and are replaced.
+        """`restart`: checkpoints that are all damaged count as none, and are replaced.
 
         Raises ConfigError for a retention that keeps nothing, CheckpointError for a bad root.
         """
         self.retention = RetentionPolicy(keep_last, keep_best, metric, mode)
-        self.begin_anew = begin_anew
+        self.restart = restart
         self.root = Folder(root)
         self._damaged: set[str] = set()  # names of folders that `latest` has refused
 
@@ -165,7 +165,7 @@ class CheckpointStore:
         """The newest checkpoint whose every file verifies; None where there is none.
 
         Damaged ones are skipped with a warning that says why. Raises DamagedCheckpointError when
-        all are damaged, unless the run may `begin_anew`, and CheckpointError when the root can't
+        all are damaged, unless the run may `restart`, and CheckpointError when the root can't
         be reached: falling back to an older one would lose work for nothing.
         """
         faults: list[DamagedCheckpointError] = []
@@ -178,11 +178,11 @@ class CheckpointStore:
                 self._damaged.add(name)
                 faults.insert(0, error)
                 log.warning("checkpoint %s is passed over for an older one: %s", folder, error)
-        if faults and not self.begin_anew:
+        if faults and not self.restart:
             raise DamagedCheckpointError(
                 f"every checkpoint in {self.root} is damaged: {faults[0]}; restore one from a "
                 "copy, or let the run begin again at step 1 and replace them "
-                "(on_damaged_checkpoints=begin_anew in rl.trainer or sft)"
+                "(on_damaged_checkpoints=restart in rl.trainer or sft)"
             )
         return None
 

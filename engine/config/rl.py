@@ -167,7 +167,7 @@ class TrainerConfig(Section):
     resume_from: str = Field(
         "", description="Checkpoint, or folder of a run, that a run without its own goes on from"
     )
-    on_damaged_checkpoints: Literal["stop", "begin_anew"] = Field(
+    on_damaged_checkpoints: Literal["stop", "restart"] = Field(
         "stop", description="Where every checkpoint is damaged: stop, or replace them from step 1"
     )
     save_huggingface: bool = Field(

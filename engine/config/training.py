@@ -37,7 +37,7 @@ class SFTConfig(Section):
     )
     save_freq: int = Field(50, ge=1, description="Steps between checkpoints, where a run has them")
     max_checkpoints_to_keep: int = Field(2, ge=1, description="The newest ones")
-    on_damaged_checkpoints: Literal["stop", "begin_anew"] = Field(
+    on_damaged_checkpoints: Literal["stop", "restart"] = Field(
         "stop", description="Where every checkpoint is damaged: stop, or replace them from step 1"
     )
     preemption_grace_s: float = Field(

@@ -1,8 +1,9 @@
 """Text that spells a control token, such as `<|im_end|>`: found, and encoded as plain text.
 
-A tokenizer reads the spelling of a special token as the token, whoever wrote it. So what people,
-tools and models wrote is told apart from what the chat template writes, and which rows with such
-spellings a run takes (`data.control_tokens`) is decided here. Templates are in `templates`.
+A tokenizer reads the spelling of a special token as the token, no matter who wrote it. So what
+people, tools and models wrote is told apart from what the chat template writes, and which rows
+with such spellings a run takes (`data.control_tokens`) is decided here. Templates are in
+`templates`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ KIND_TAG = "hybridflyte.kind"
 STAGE_TAG = "hybridflyte.stage"
 KEY_TAG = "hybridflyte.key"
 ERROR_TAG = "hybridflyte.error"
-TAGS_A_CALL = 100
 PARAMETERS_A_CALL = 100
 
 

@@ -21,7 +21,7 @@ _MAY_DIFFER: dict[str, bool | set[str]] = {
     "critic": {"parallel", "max_tokens_per_micro_batch"},
     "rollout": {"tensor_parallel_size"},
 }
-# Read anew at every step and part of no saved state, so that a resumed run may have others.
+# Read again at every step and part of no saved state, so that a resumed run may have others.
 MAY_CHANGE = (
     "rl.actor.optim",
     "rl.actor.clip_ratio",
@@ -44,7 +44,7 @@ def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
         folder,
         keep_last=settings.max_checkpoints_to_keep,
         metric=SCORE,
-        begin_anew=settings.on_damaged_checkpoints == "begin_anew",
+        restart=settings.on_damaged_checkpoints == "restart",
     )
     stateful = sorted(r for r in roles if issubclass(roles[r].worker_class, StatefulWorker))
     groups = {

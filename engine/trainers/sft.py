@@ -148,8 +148,8 @@ class SFTTrainer:
 
     def _store(self, folder: str | Path) -> CheckpointStore:
         config = self.config
-        anew = config.on_damaged_checkpoints == "begin_anew"
-        return CheckpointStore(folder, config.max_checkpoints_to_keep, begin_anew=anew)
+        restart = config.on_damaged_checkpoints == "restart"
+        return CheckpointStore(folder, config.max_checkpoints_to_keep, restart=restart)
 
     def _settings(self, rows: int) -> dict[str, object]:
         """What a checkpoint records: a resumed run must share it, but for the optimizer's."""

@@ -216,7 +216,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_stops_unless_told(tmp_path: Pat
     with pytest.raises(DamagedCheckpointError, match=f"every checkpoint in {tmp_path} is damaged"):
         run(tmp_path)
     assert before == {path: path.read_bytes() for path in tmp_path.glob("*/*")}
-    _, done = run(tmp_path, on_damaged_checkpoints="begin_anew", max_steps=STEPS)
+    _, done = run(tmp_path, on_damaged_checkpoints="restart", max_steps=STEPS)
     assert done[0] == 1
 
 

@@ -165,9 +165,9 @@ def test_checkpoints_that_are_all_damaged_are_not_replaced_unasked(root: str, da
     with pytest.raises(DamagedCheckpointError, match=r"is damaged: .*; restore one") as caught:
         find_latest(root)
     assert re.search(match.removeprefix("is torn: "), str(caught.value))
-    anew = CheckpointStore(root, keep_last=2, begin_anew=True)
-    assert anew.latest() is None
-    save(anew, 1)
+    restarted = CheckpointStore(root, keep_last=2, restart=True)
+    assert restarted.latest() is None
+    save(restarted, 1)
     assert names(root) == ["step_1.1"]
 
 
