@@ -116,6 +116,10 @@ class RewardConfig(Section):
     )
     options: Options = Field({}, description="Options that the reward declares, by name")
     timeout_s: float = Field(30.0, gt=0, description="Deadline for scoring one batch")
+    sample_timeout_s: float = Field(
+        5.0, gt=0, description="Deadline of one completion, for rewards that run in a pool"
+    )
+    processes: int = Field(0, ge=0, description="Of a reward's pool; 0: the cores, 8 at most")
     isolation: Literal["process", "none"] = Field(
         "process", description="Where a reward of yours runs: a process of its own, or the role's"
     )

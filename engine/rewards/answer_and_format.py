@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine.rewards.answer_match import answer_match, has_format
+from engine.rewards.answer_match import answer_match, extract_answer, has_format
 from engine.rewards.registry import register_reward
 
 
-@register_reward("answer_and_format", components=("answer", "format"))
+@register_reward(
+    "answer_and_format",
+    components=("answer", "format"),
+    answer=extract_answer,
+    well_formed=has_format,
+)
 def answer_and_format(
     prompts: Sequence[str],
     completions: Sequence[str],

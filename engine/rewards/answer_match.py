@@ -1,11 +1,14 @@
-"""GSM8K's rule: 1 where the number after the last `####` equals the ground truth, else 0."""
+"""GSM8K's rule: 1 where the number after the last `####` equals the ground truth, else 0.
+
+`method="flexible"` takes the last number of the text instead, whatever stands around it.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, Literal
 
 from engine.errors import RewardError
 from engine.rewards.registry import register_reward
@@ -13,16 +16,25 @@ from engine.rewards.registry import register_reward
 _NUMBER = r"[-+]?\$?[-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
 # What follows must not continue the number: "1e5", "1/2" and "1.2.3" are not answers we can read.
 _AFTER_MARK = re.compile(rf"[ \t]*({_NUMBER})(?![./:]?[0-9A-Za-z])")
+_ANYWHERE = re.compile(rf"(?<![0-9A-Za-z.,]){_NUMBER}|(?<=[A-Za-z=(]){_NUMBER}")
 _LAST_LINE = re.compile(rf"####[ \t]*{_NUMBER}[ \t]*")
 _LONGEST = 64  # characters; no answer needs more, and a longer one must not cost time
+_TAIL = 1000  # characters at the end in which `flexible` looks for the last number
 
 
-def extract_answer(text: str) -> str | None:
+def extract_answer(text: str, *, method: Literal["strict", "flexible"] = "strict") -> str | None:
     """Return the number right after the last `####`, normalised, or None where there is none.
+
+    `flexible`: the last number of the text, with its currency, unit or per cent left out.
 
     >>> extract_answer("<<600+634=1234>>1234\\n#### $1,234.")
     '1234'
+    >>> extract_answer("So she pays $1,234.50 (or 5% less).", method="flexible")
+    '5'
     """
+    if method == "flexible":
+        numbers = [found.group() for found in _ANYWHERE.finditer(text[-_TAIL:])]
+        return normalise_number(numbers[-1]) if numbers else None
     _, mark, rest = text.rpartition("####")
     found = _AFTER_MARK.match(rest) if mark else None
     return normalise_number(found.group(1)) if found else None
@@ -49,12 +61,13 @@ def normalise_number(text: str) -> str | None:
     return plain if plain == "0" else sign + plain
 
 
-@register_reward("answer_match")
+@register_reward("answer_match", answer=extract_answer, well_formed=has_format)
 def answer_match(
     prompts: Sequence[str],
     completions: Sequence[str],
     *,
     ground_truth: Sequence[Any],
+    method: Literal["strict", "flexible"] = "strict",
     **columns: Sequence[object],
 ) -> list[float]:
     """Score B completions 1.0 or 0.0; raise RewardError where a ground truth is not a number."""
@@ -66,5 +79,5 @@ def answer_match(
                 f"ground_truth of row {i} is {truth!r}, not a number; answer_match compares "
                 "numbers only, so correct the row or choose another reward.name"
             )
-        scores.append(1.0 if extract_answer(completion) == wanted else 0.0)
+        scores.append(1.0 if extract_answer(completion, method=method) == wanted else 0.0)
     return scores

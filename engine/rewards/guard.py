@@ -8,6 +8,7 @@ opened, and none of them outlives it. It ends with the run, however that ends.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import select
 import signal
@@ -15,6 +16,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import psutil
@@ -25,11 +27,14 @@ _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 _KILL_S = 10.0  # how long a killed process may stay before it is given up
 
 
-def main(control_fd: int, run_pid: int) -> None:
+def main(control_fd: int, run_pid: int, imports: Sequence[str] = ()) -> None:
     """Serve the run: each descriptor that comes over `control_fd` is the channel of a new process.
 
-    The process before it is ended first. A byte without a descriptor ends it, too.
+    The process before it is ended first. A byte without a descriptor ends it, too. `imports` are
+    modules that each process has at its start.
     """
+    for module in imports:
+        importlib.import_module(module)
     _prctl(_SET_CHILD_SUBREAPER, 1)
     control = socket.socket(fileno=control_fd)
     woken, wake = os.pipe()

@@ -1,4 +1,4 @@
-"""Where a reward runs: the engine's own in this process, a user's in a process of its own."""
+"""Where a reward runs: in this process, in a pool of processes, or in a process of its own."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from engine.errors import ConfigError
+from engine.rewards.pool import RewardPool
 from engine.rewards.process import RewardProcess
-from engine.rewards.registry import declared_components, resolve_reward, reward_module
+from engine.rewards.registry import (
+    declared_components,
+    registered_reward,
+    resolve_reward,
+    reward_module,
+)
 from engine.rewards.threads import RewardScorer, RewardThreads
 
 Isolation: TypeAlias = Literal["process", "none"]
@@ -19,14 +25,30 @@ def open_reward(
     *,
     isolation: Isolation = "process",
     plugins: tuple[str, ...] = (),
+    processes: int = 0,
+    sample_timeout_s: float = 5.0,
 ) -> RewardScorer:
     """Make the reward `name` ready to be called; close it when done.
 
-    `plugins` are the modules that may register it. Raises ConfigError for a reward that can't be
-    resolved, and RewardError for one whose module ends its process.
+    The engine's own run in this process, or in a pool where they are registered for one; a user's
+    in its own process. `plugins` are the modules that may register it. Raises ConfigError for a
+    reward that can't be resolved, and RewardError for one whose module ends its process.
     """
     module = reward_module(name)
-    if isolation == "none" or module.startswith("engine.rewards."):
+    if module.startswith("engine.rewards."):
+        function, entry = resolve_reward(name, options), registered_reward(name)
+        if entry is None or not entry.pooled:
+            return RewardThreads(function, declared_components(name))
+        return RewardPool(
+            name,
+            options,
+            module,
+            components=entry.components,
+            imports=entry.imports,
+            processes=processes,
+            sample_timeout_s=sample_timeout_s,
+        )
+    if isolation == "none":
         return RewardThreads(resolve_reward(name, options), declared_components(name))
     if module == "__main__":
         raise ConfigError(

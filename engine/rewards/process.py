@@ -41,7 +41,8 @@ _START_S = 600.0  # a module may import what takes long
 _CLOSE_S = 15.0
 _GUARD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from engine.rewards.guard import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+    "from engine.rewards.guard import main; "
+    "main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[4]))"
 )
 
 
@@ -57,10 +58,21 @@ class RewardProcess:
     """
 
     def __init__(
-        self, name: str, options: Mapping[str, Any] | None = None, modules: tuple[str, ...] = ()
+        self,
+        name: str,
+        options: Mapping[str, Any] | None = None,
+        modules: tuple[str, ...] = (),
+        *,
+        imports: tuple[str, ...] = (),
+        memory_bytes: int = 0,
     ) -> None:
-        """`modules` are those that may register `name`, likely ones first."""
-        self._load = LoadReward(name, options or {}, modules)
+        """`modules` are those that may register `name`, likely ones first.
+
+        `imports` are the engine's or a library's, never a user's: the guard loads them once, and
+        each process has them at its start. `memory_bytes` limits the process's address space.
+        """
+        self._load = LoadReward(name, options or {}, modules, memory_bytes)
+        self._imports = imports
         self._control: socket.socket | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._channel: Connection | None = None
@@ -235,6 +247,7 @@ class RewardProcess:
     def _start_guard(self) -> None:
         ours, theirs = socket.socketpair()
         arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)]
+        arguments.append(json.dumps(self._imports))
         with theirs:
             guard = subprocess.Popen(
                 [sys.executable, "-c", _GUARD, *arguments],

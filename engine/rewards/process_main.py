@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
+import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class LoadReward:
     name: str  # as `reward.name`
     options: Mapping[str, Any]
     modules: tuple[str, ...]  # those that may register it, likely ones first
+    memory_bytes: int = 0  # most address space of the process; 0: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ def serve(channel: Connection) -> None:
     """Load the reward, then answer requests until the other end closes."""
     try:
         load: LoadReward = channel.recv()
+        if load.memory_bytes:
+            resource.setrlimit(resource.RLIMIT_AS, (load.memory_bytes, load.memory_bytes))
         reward = _Reward(load)
     except EngineError as error:
         channel.send(ConfigError(str(error)))

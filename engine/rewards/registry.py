@@ -3,10 +3,14 @@
 Adding one: a module in this package whose function carries `@register_reward("name")`, with
 `components=("answer", ...)` if it returns named components. Its options are its keyword-only
 parameters with defaults; `reward.options` sets them.
+
+A completion is right where its reward says so with at least 1: by the component `correct` (else
+`answer`), or by the score of a reward that has neither.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +30,10 @@ class RegisteredReward:
 
     function: RewardFunction
     components: tuple[str, ...]  # in the order in which it returns them, e.g. ("answer", "format")
+    pooled: bool = False
+    imports: tuple[str, ...] = ()
+    answer: Callable[..., str | None] | None = None
+    well_formed: Callable[[str], bool] | None = None
 
 
 _registry: Registry[RegisteredReward] = Registry(
@@ -33,11 +41,24 @@ _registry: Registry[RegisteredReward] = Registry(
 )
 
 
-def register_reward(name: str, components: tuple[str, ...] = ()) -> Callable[[_F], _F]:
+def register_reward(
+    name: str,
+    components: tuple[str, ...] = (),
+    *,
+    pooled: bool = False,
+    imports: tuple[str, ...] = (),
+    answer: Callable[..., str | None] | None = None,
+    well_formed: Callable[[str], bool] | None = None,
+) -> Callable[[_F], _F]:
     """Make a reward function selectable as `reward.name=<name>`; a name can be taken once.
 
     `components` are the names that it returns, in order; none for a reward that returns a plain
-    list. Raises ConfigError for a name that is taken and for a component that is named twice.
+    list. `pooled` is for the engine's own rewards whose time depends on what a model writes: they
+    run in processes of their own, each completion with a deadline (see `pool`); those processes
+    load `imports` once. `answer(completion)` reads the answer that evaluation shows and votes on;
+    an option of the reward that is a keyword of it is given to it as well. `well_formed` says
+    whether a completion keeps the format. Raises ConfigError for a name that is taken and for a
+    component that is named twice.
     """
     if isinstance(components, str) or len(set(components)) < len(components):
         raise ConfigError(
@@ -45,7 +66,8 @@ def register_reward(name: str, components: tuple[str, ...] = ()) -> Callable[[_F
         )
 
     def add(function: _F) -> _F:
-        _registry.add(name, RegisteredReward(function, tuple(components)), function)
+        entry = RegisteredReward(function, tuple(components), pooled, imports, answer, well_formed)
+        _registry.add(name, entry, function)
         return function
 
     return add
@@ -64,6 +86,14 @@ def resolve_reward(name: str, options: Mapping[str, object] | None = None) -> Re
     _check_signature(name, function)
     given = Options(f"reward {name!r}", function).parse(options or {}, "reward.options")
     return _with_options(function, given) if given else function
+
+
+def registered_reward(name: str) -> RegisteredReward | None:
+    """The entry of a name or path; None for a function at a path that was not registered.
+
+    Raises ConfigError for a name that can't be resolved.
+    """
+    return _registry.registered(_registry.load(name)) if ":" in name else _registry.get(name)
 
 
 def declared_components(reward: str | RewardFunction) -> tuple[str, ...] | None:
@@ -96,6 +126,7 @@ def import_reward(name: str, modules: Iterable[str]) -> None:
 
 
 def _with_options(function: RewardFunction, options: Mapping[str, Any]) -> RewardFunction:
+    @functools.wraps(function)
     def configured(
         prompts: Sequence[str], completions: Sequence[str], **columns: Any
     ) -> RewardResult | Awaitable[RewardResult]:

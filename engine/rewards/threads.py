@@ -174,13 +174,15 @@ class RewardThreads:
         ) from error
 
 
-def late(name: str, size: int, timeout_s: float) -> RewardFailure:
+def late(
+    name: str, size: int, timeout_s: float, setting: str = "reward.timeout_s"
+) -> RewardFailure:
     """The failure of a call on `size` completions that gave no answer by its deadline."""
     what = f"{size} completions" if size > 1 else "a completion"
     return RewardFailure(
         "deadline",
         f"reward {name!r} gave no answer for {what} within {timeout_s:g} s; "
-        "make it faster, or raise reward.timeout_s",
+        f"make it faster, or raise {setting}",
     )
 
 

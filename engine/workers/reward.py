@@ -49,7 +49,12 @@ class RewardWorker(Worker):
         super().__init__(context)
         self.config = config
         self.reward = open_reward(
-            config.name, config.options, isolation=config.isolation, plugins=plugins
+            config.name,
+            config.options,
+            isolation=config.isolation,
+            plugins=plugins,
+            processes=config.processes,
+            sample_timeout_s=config.sample_timeout_s,
         )
         self.components = self.reward.components
         if self.components is not None:

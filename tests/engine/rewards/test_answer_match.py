@@ -46,6 +46,28 @@ def test_reading_an_answer(text: str, answer: str | None, formatted: bool) -> No
     assert has_format(text) is formatted
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("#### 28", "28"),
+        ("so $1,234.50 in total", "1234.5"),
+        ("it costs -3.5 dollars", "-3.5"),
+        ("50% off", "50"),
+        ("x=12km", "12"),
+        ("a 3 and a 4", "4"),
+        ("12:30, then 1,000,000.", "1000000"),
+        ("no number", None),
+        ("9" * 5_000_000, None),
+        ("-" * 5_000_000, None),
+    ],
+)
+def test_the_last_number_of_a_text(text: str, answer: str | None) -> None:
+    assert extract_answer(text, method="flexible") == answer
+    assert answer_match([""], [text], ground_truth=[answer or "1"], method="flexible") == [
+        float(answer is not None)
+    ]
+
+
 @given(number=st.decimals(-(10**9), 10**9, places=3))
 def test_writings_of_one_number_are_one(number: object) -> None:
     plain = normalise_number(f"{number:f}")

@@ -1,0 +1,48 @@
+"""The cosine reward: a short right answer is worth more, a short wrong one less.
+
+Yeo et al. 2025 (arXiv:2502.03373), with the values of open-r1. DAPO's penalty near the limit of
+tokens is `reward.overlong_buffer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import cos, pi
+from typing import Any
+
+from engine.errors import RewardError
+from engine.rewards.registry import declared_components, register_reward, resolve_reward
+
+
+@register_reward("cosine_length", pooled=True)
+def cosine_length(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    ground_truth: Sequence[Any],
+    answer: str = "answer_match",
+    max_length: int = 4000,
+    right: tuple[float, float] = (1.0, 0.5),
+    wrong: tuple[float, float] = (-1.0, -0.5),
+    **columns: Sequence[object],
+) -> list[float]:
+    """Score B completions by their length in characters.
+
+    `answer` is the reward that says which are right; `right` and `wrong` are the scores of an
+    empty completion and of one of `max_length` characters or more. Raises RewardError for an
+    `answer` that has components.
+    """
+    if ":" in answer or declared_components(answer) != ():
+        raise RewardError(
+            f"reward.options.answer={answer!r} is not one of the engine's rewards with one score"
+        )
+    if max_length < 1:
+        raise RewardError(f"reward.options.max_length={max_length} must be at least 1")
+    judge: Any = resolve_reward(answer)
+    marks = judge(prompts, completions, ground_truth=ground_truth, **columns)
+    scores = []
+    for text, mark in zip(completions, marks, strict=True):
+        first, last = right if mark >= 1 else wrong
+        share = min(len(text) / max_length, 1.0)
+        scores.append(last + 0.5 * (first - last) * (1 + cos(share * pi)))
+    return scores
