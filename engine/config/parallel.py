@@ -29,8 +29,10 @@ class ParallelConfig(Section):
     compute_dtype: Literal["", "float32", "bfloat16"] = Field(
         "", description="Of forward and backward; empty: the weights'. Masters stay float32"
     )
-    packing: bool = Field(
-        False, description="Concatenate rows without padding (flash or SDPA attention)"
+    packing: bool | Literal["auto"] = Field(
+        "auto",
+        description="Rows as one sequence without padding, a shared prompt computed once; auto: "
+        "where that saves a fifth of the positions",
     )
     offload_params: bool = Field(
         False, description="Keep weights in CPU memory between uses (fsdp)"

@@ -32,8 +32,10 @@ class SFTConfig(Section):
     validate_every: int = Field(200, ge=1, description="Steps between validation losses")
     optim: OptimConfig = OptimConfig(lr=2e-3, schedule="cosine")
     threads: int = Field(0, ge=0, description="CPU threads; 0: all cores")
-    packing: bool = Field(
-        False, description="Concatenate rows without padding (flash or SDPA attention)"
+    packing: bool | Literal["auto"] = Field(
+        "auto",
+        description="Rows as one sequence without padding, a shared prompt computed once; auto: "
+        "where that saves a fifth of the positions",
     )
     save_freq: int = Field(50, ge=1, description="Steps between checkpoints, where a run has them")
     max_checkpoints_to_keep: int = Field(2, ge=1, description="The newest ones")

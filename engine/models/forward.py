@@ -1,76 +1,33 @@
 """The trainer's forward pass over completions: log-probs, entropy and values of response tokens.
 
-Rows are moved to the left so that each starts at column 0 and padding comes last: causal attention
-alone then keeps padding out, without a mask, and only response positions meet the vocabulary head.
-A model that `packing.apply_packing` was called on runs its body on the rows end to end, without
-padding; results have the same shapes.
+Rows are aligned to the left, and only response positions meet the vocabulary head. A model that
+`packing.apply_packing` was called on runs its body on the rows without padding, and once on a
+prompt that several of them share; results have the same shapes.
 
-The pass has parts, for models that several ranks share: `hidden_states` (the body),
-`response_logits` (the head), `read_tokens` (log-probs and entropy, by a `TokenStatistics`). Callers
-choose which rows go together (micro-batching).
+The pass has parts, for models that several ranks share: `response_states` (the body, where the head
+reads it; `hidden_states` is all of it), the head, `read_tokens` (log-probs and entropy, by a
+`TokenStatistics`). Callers choose which rows go together (micro-batching).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from engine.algorithms.kl_full import full_kl
 from engine.batch import Batch
-from engine.errors import DataError
+from engine.models.alignment import Sequences, left_align, pack
 from engine.models.critic import CriticModel
 from engine.models.lora import BaseModelView
-from engine.models.packing import PackedRows, pack_rows, packed_forward, takes_packed_rows
+from engine.models.packing import PackedRows, packed_forward
 
 Model = nn.Module | BaseModelView  # a transformers causal language model, or a policy's base
 
 # Families whose logits are exactly head(hidden): no soft-capping, scaling or extra bias.
 _PLAIN_HEADS = {"qwen2", "qwen3", "llama", "mistral", "gpt2", "gpt_neox", "phi3", "olmo2"}
-
-
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """Rows without their left padding, and where each response token's prediction is read."""
-
-    input_ids: Tensor  # [B, L] long; row = prompt, response, padding
-    rows: Tensor  # [N] long; row of each response token
-    positions: Tensor  # [N] long; column whose output predicts that token
-    targets: Tensor  # [N] long; the token itself
-    columns: Tensor  # [N] long; its column in the batch's [B, R] fields
-    lengths: Tensor | None = None  # [B] long; tokens of each row; None: a share of longer rows
-
-    def to(self, device: torch.device) -> Self:
-        """The same on `device`."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
-            values[name] = None if value is None else value.to(device)
-        return type(self)(**values)
-
-
-def left_align(batch: Batch) -> Sequences:
-    """Drop the left padding of `input_ids` and list the response tokens (N in all).
-
-    A response token is one whose attention_mask is 1, masked out of the loss or not. Raises
-    DataError for a row without a prompt: nothing would predict its first token.
-    """
-    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
-    width = batch["responses"].shape[1]
-    prompt_lengths = mask[:, : ids.shape[1] - width].sum(1)  # [B]
-    if bool((prompt_lengths == 0).any()):
-        row = int((prompt_lengths == 0).nonzero()[0, 0])
-        raise DataError(f"row {row} of the batch has an empty prompt; give it at least one token")
-    lengths = mask.sum(1)
-    length = int(lengths.max())
-    start = ids.shape[1] - width - prompt_lengths  # first real column, [B]
-    source = (start[:, None] + torch.arange(length, device=ids.device)).clamp(max=ids.shape[1] - 1)
-    aligned = ids.gather(1, source)
-    present = mask[:, ids.shape[1] - width :]
-    rows, columns = present.nonzero(as_tuple=True)
-    positions = prompt_lengths[rows] + columns - 1
-    return Sequences(aligned, rows, positions, batch["responses"][rows, columns], columns, lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,27 +143,59 @@ def response_log_probs(
 def response_values(critic: CriticModel | nn.Module, batch: Batch) -> Tensor:
     """Values `[B, R]` of the states before each response token; 0 where there is no token."""
     seqs = left_align(batch)
-    if isinstance(critic, CriticModel) and takes_packed_rows(critic):
-        return read_values(critic.values(hidden_states(critic, seqs)), seqs, batch)
+    if isinstance(critic, CriticModel) and (rows := pack(critic, seqs)) is not None:
+        flat = critic.values(_packed_states(critic, rows, seqs))
+        return _scatter(flat, seqs.to(flat.device), batch["responses"])
     values: Any = critic(seqs.input_ids.to(next(critic.parameters()).device), None)
     return read_values(values, seqs, batch)
 
 
+def response_states(model: nn.Module, seqs: Sequences) -> Tensor:
+    """Outputs of the body's last norm `[N, H]` that predict response tokens: what the head reads.
+
+    `model` is a language model or a critic.
+    """
+    if (rows := pack(model, seqs)) is not None:
+        return _packed_states(model, rows, seqs)
+    hidden = hidden_states(model, seqs)
+    seqs = seqs.to(hidden.device)
+    return hidden[seqs.rows, seqs.positions]
+
+
 def hidden_states(model: nn.Module, seqs: Sequences, position_ids: Tensor | None = None) -> Tensor:
-    """Outputs of the body's last norm `[B, L, H]`: what the head reads; padding's are anything.
+    """Outputs of the body's last norm `[B, L, H]` for padded rows; padding's are anything.
 
     `model` is a language model or a critic. `position_ids [B, L]` are those of columns that are a
     share of longer rows.
     """
     whole: Any = model
-    body = whole.base_model
-    if (rows := _packed(model, seqs)) is not None:
-        packed: Tensor = packed_forward(body, rows).last_hidden_state
-        return rows.unpack(packed, seqs.input_ids.shape[1])
     ids = seqs.input_ids.to(_device(model))
     where = {} if position_ids is None else {"position_ids": position_ids.to(ids.device)}
-    hidden: Tensor = body(input_ids=ids, use_cache=False, **where).last_hidden_state
+    hidden: Tensor = whole.base_model(input_ids=ids, use_cache=False, **where).last_hidden_state
     return hidden
+
+
+@torch.no_grad()
+def packing_error(model: nn.Module, batch: Batch) -> float:
+    """How far packed rows are from padded ones: ‖difference‖/‖hidden states‖, a token's mean.
+
+    Of a model that packing was applied to.
+    """
+    seqs = left_align(batch)
+    rows = pack(model, seqs, True)
+    assert rows is not None
+    padded, packed = hidden_states(model, seqs), _packed_states(model, rows, seqs)
+    seqs = seqs.to(padded.device)
+    wanted = padded[seqs.rows, seqs.positions].float()
+    distance = (packed.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
+    return float(distance.mean()) if len(distance) else 0.0
+
+
+def _packed_states(model: nn.Module, rows: PackedRows, seqs: Sequences) -> Tensor:
+    whole: Any = model
+    hidden: Tensor = packed_forward(whole.base_model, rows).last_hidden_state
+    seqs = seqs.to(hidden.device)
+    return hidden[0].index_select(0, rows.index(seqs.rows, seqs.positions))
 
 
 def response_logits(head: nn.Module, hidden: Tensor, seqs: Sequences) -> Tensor:
@@ -259,22 +248,16 @@ def model_logits(model: Model, seqs: Sequences) -> Tensor:
             return model_logits(base, seqs)
     module: Any = model
     if module.config.model_type in _PLAIN_HEADS:
-        return response_logits(module.get_output_embeddings(), hidden_states(model, seqs), seqs)
-    if (rows := _packed(model, seqs)) is not None:
+        head: nn.Module = module.get_output_embeddings()
+        logits: Tensor = head(response_states(model, seqs))
+        return logits
+    if (rows := pack(model, seqs)) is not None:
         logits = packed_forward(model, rows).logits
         seqs = seqs.to(logits.device)
         return logits[0, rows.index(seqs.rows, seqs.positions)]
     logits = module(input_ids=seqs.input_ids.to(_device(model)), use_cache=False).logits
     seqs = seqs.to(logits.device)
     return logits[seqs.rows, seqs.positions]
-
-
-def _packed(model: nn.Module, seqs: Sequences) -> PackedRows | None:
-    """The rows end to end on the model's device, for a model that takes them so."""
-    if seqs.lengths is None or not takes_packed_rows(model):
-        return None
-    device = _device(model)
-    return pack_rows(seqs.input_ids.to(device), seqs.lengths.to(device))
 
 
 def _device(model: nn.Module) -> torch.device:

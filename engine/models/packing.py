@@ -1,75 +1,120 @@
-"""Rows of mixed lengths as one row without padding, and attention that keeps them apart.
+"""Rows as one sequence without padding, in which a prompt that several rows share comes once.
 
-Every layer then computes on real tokens only. On CUDA in half precision attention is torch's
-variable-length flash kernel; elsewhere (CPU, ROCm, float32) each sequence is attended to by itself,
-with the same numbers. Which rows go together, and what is read off the outputs, are the callers'
-matter.
+Every layer then computes on real tokens only, and on a shared prompt once: of G completions R
+tokens long of a prompt of P, P + G·R tokens in place of G·(P + R). Rows that share no prompt are
+groups of one, laid end to end. Positions go on from the prompt, and attention
+(`packed_attention`) keeps rows apart, so that outputs and gradients are those of padded rows. Which
+rows go together, and what is read off the outputs, are the callers' matter.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.errors import ConfigError, DataError
 from engine.models.critic import CriticModel
+from engine.models.packed_attention import Segments, packed_attention
+
+Packing = bool | Literal["auto"]  # auto: where it saves enough
+WORTHWHILE = 0.8  # of the padded positions; auto packs rows of fewer tokens than that
 
 _NAME = "hybridflyte_packed"  # transformers' name of `_attention`
 _OWN = "unpacked_config"  # an attention module's attribute: its configuration as it was
-_MARK = "takes_packed_rows"  # an attribute of the body of a model that packing was applied to
+_MARK = "packing"  # an attribute of the body of a model that packing was applied to
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """B rows, end to end: T tokens in all."""
+    """B rows as one sequence of T tokens."""
 
     input_ids: Tensor  # [1, T] long
-    position_ids: Tensor  # [1, T] long; from 0 in each row
-    starts: Tensor  # [B + 1] int32; where each row begins, and T
-    longest: int  # tokens of the longest row
+    position_ids: Tensor  # [1, T] long; columns of the padded rows
+    places: Tensor  # [B, L] long; where each row's tokens lie, those of a shared prompt together
+    segments: Segments  # which tokens see which
 
     def index(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Where the tokens at `rows` [N] and `columns` [N] of the padded rows lie: [N] long."""
-        return self.starts[rows].long() + columns
-
-    def unpack(self, packed: Tensor, width: int) -> Tensor:
-        """[1, T, …] → [B, width, …], zeros where a row has no token."""
-        lengths = self.starts.diff()
-        present = torch.arange(width, device=packed.device) < lengths[:, None]  # [B, width]
-        out = packed.new_zeros(*present.shape, *packed.shape[2:])
-        return out.masked_scatter(present.view(*present.shape, *[1] * (out.ndim - 2)), packed[0])
+        return self.places[rows, columns]
 
 
-def pack_rows(ids: Tensor, lengths: Tensor) -> PackedRows:
+def pack_rows(ids: Tensor, lengths: Tensor, prompts: Tensor | None = None) -> PackedRows:
     """Pack left-aligned rows `ids` [B, L] of `lengths` [B] tokens each, padding last.
 
-    Raises DataError for a row without tokens.
+    Rows whose first `prompts` [B] tokens are the same have those in common; None: no row has.
+    Raises DataError for a row without tokens, or with fewer than its prompt's.
     """
-    longest = int(lengths.max())
-    if int(lengths.min()) < 1 or longest > ids.shape[1]:
+    ends, width = lengths.tolist(), ids.shape[1]
+    if min(ends) < 1 or max(ends) > width:
         raise DataError(
-            f"rows to pack have {int(lengths.min())} to {longest} tokens in {ids.shape[1]} "
+            f"rows to pack have {min(ends)} to {max(ends)} tokens in {width} "
             "columns; give each row at least one token, and none more than there are columns"
         )
-    columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    present = columns < lengths[:, None]
-    starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    return PackedRows(ids[present][None], columns[present][None], starts, longest)
+    groups = [[row] for row in range(len(ids))]
+    shared = [0] * len(ids)
+    if prompts is not None:
+        shared = prompts.tolist()
+        if any(p > end for p, end in zip(shared, ends, strict=True)):
+            raise DataError("a row to pack is shorter than its prompt; give the whole prompt")
+        groups = same_prompts(ids, prompts)
+    places = np.zeros(ids.shape, dtype=np.int64)
+    source: list[np.ndarray] = []  # columns of `ids`, flat
+    sizes: list[tuple[int, list[int]]] = []
+    at = 0
+    for group in groups:
+        common = shared[group[0]] if len(group) > 1 else 0
+        parts = [(row, common, ends[row]) for row in group if ends[row] > common]
+        for row, start, stop in [(group[0], 0, common), *parts]:
+            source.append(np.arange(row * width + start, row * width + stop))
+            places[row, start:stop] = np.arange(at, at := at + stop - start)
+        places[group, :common] = places[group[0], :common]
+        sizes.append((common, [stop - start for _, start, stop in parts]))
+    flat = torch.from_numpy(np.concatenate(source)).to(ids.device)
+    return PackedRows(
+        ids.flatten()[flat][None],
+        (flat % width)[None],
+        torch.from_numpy(places).to(ids.device),
+        Segments.of(sizes, ids.device),
+    )
 
 
-def apply_packing(model: PreTrainedModel | CriticModel) -> None:
+def same_prompts(ids: Tensor, prompts: Tensor) -> list[list[int]]:
+    """Rows of `ids` [B, L] in groups whose first `prompts` [B] tokens are the same.
+
+    Groups come in the order of their first rows.
+    """
+    groups: dict[bytes, list[int]] = {}
+    for row, (tokens, end) in enumerate(zip(ids.cpu().numpy(), prompts.tolist(), strict=True)):
+        groups.setdefault(tokens[:end].tobytes(), []).append(row)
+    return list(groups.values())
+
+
+def packed_size(
+    groups: Sequence[Sequence[int]], lengths: Sequence[int], prompts: Sequence[int]
+) -> int:
+    """Tokens of packed rows that make up those groups."""
+    return sum(lengths) - sum((len(group) - 1) * prompts[group[0]] for group in groups)
+
+
+def is_worthwhile(packing: Packing, tokens: int, positions: int) -> bool:
+    """Whether rows of so many tokens, packed, and `positions`, padded, are to be packed."""
+    return packing is True or (packing == "auto" and tokens <= WORTHWHILE * positions)
+
+
+def apply_packing(model: PreTrainedModel | CriticModel, packing: Packing = True) -> None:
     """Let `model`, in place, take packed rows by `packed_forward`; padded ones as before.
 
-    Other models stay as they are, and so does one that it was applied to. Raises ConfigError where
-    attention is not plain and causal. It goes with FSDP, TP and adapters, not with `apply_ulysses`.
+    Other models stay as they are, and so does one that it was applied to, but for `packing`, which
+    `packing_of` tells from then on. Raises ConfigError where attention is not plain and causal. It
+    goes with FSDP, TP and adapters, not with `apply_ulysses`.
     """
     found = [m for m in model.modules() if _is_attention(m)]
     config = model.config.get_text_config()
@@ -91,12 +136,21 @@ def apply_packing(model: PreTrainedModel | CriticModel) -> None:
         ours = copy.copy(attention.config)
         ours._attn_implementation = _NAME  # type: ignore[union-attr]
         attention.__dict__ |= {_OWN: attention.config, "config": ours}
-    model.base_model.__dict__[_MARK] = True
+    set_packing(model, packing)
 
 
-def takes_packed_rows(model: Any) -> bool:
-    """Whether packing was applied to `model` (or to the model whose body it is)."""
-    return bool(getattr(getattr(model, "base_model", model), _MARK, False))
+def set_packing(model: Any, packing: Packing) -> None:
+    """Say when `model`, which packing was applied to, is to be given packed rows."""
+    model.base_model.__dict__[_MARK] = packing
+
+
+def packing_of(model: Any) -> Packing:
+    """When `model` (or the model whose body it is) is to be given packed rows.
+
+    False for one that packing was not applied to.
+    """
+    found: Packing = getattr(getattr(model, "base_model", model), _MARK, False)
+    return found
 
 
 def packed_forward(module: nn.Module, rows: PackedRows) -> Any:
@@ -110,10 +164,7 @@ def packed_forward(module: nn.Module, rows: PackedRows) -> Any:
         # Of four dimensions it is taken as it is; else transformers would write out T × T.
         attention_mask=rows.input_ids.new_zeros(1, 1, 1, 1),
         use_cache=False,
-        cu_seq_lens_q=rows.starts,
-        cu_seq_lens_k=rows.starts,
-        max_length_q=rows.longest,
-        max_length_k=rows.longest,
+        segments=rows.segments,
     )
 
 
@@ -123,40 +174,25 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    *,
+    segments: Segments | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Attention [1, T, heads, d] of queries [1, heads, T, d], each to those before it in its row.
+    """Attention [1, T, heads, d] of queries [1, heads, T, d] over `segments`.
 
-    Without rows' starts it is the module's own attention.
+    Without segments it is the module's own attention.
     """
     config = getattr(module, _OWN)
-    starts: Tensor | None = options.get("cu_seq_lens_q")
     kernel: Any = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
-    if starts is None:
+    if segments is None:
         return kernel(_Unpacked(module, config), query, key, value, attention_mask, **options)
     if config._attn_implementation.startswith("flash"):
-        return kernel(_Unpacked(module, config), query, key, value, None, **options)
-    query, key, value = _cast(query, key, value)
+        starts = {"cu_seq_lens_q": segments.starts, "cu_seq_lens_k": segments.key_starts}
+        most = {"max_length_q": segments.longest, "max_length_k": segments.longest_keys}
+        seen = segments.with_prefixes(key, value)
+        return kernel(_Unpacked(module, config), query, *seen, None, **starts, **most, **options)
     scale, dropout = options["scaling"], options.get("dropout", 0.0)
-    grouped = query.shape[1] != key.shape[1]
-    if _has_kernel(query) and not dropout:
-        from torch.nn.attention.varlen import varlen_attn
-
-        q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [T, heads, d]
-        longest = options["max_length_q"]
-        out: Any = varlen_attn(
-            q, k, v, starts, starts, longest, longest,
-            scale=scale, window_size=(-1, 0), enable_gqa=grouped,
-        )  # fmt: skip
-        return out[None], None
-    parts = [
-        F.scaled_dot_product_attention(
-            query[:, :, a:b], key[:, :, a:b], value[:, :, a:b],
-            dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped,
-        )
-        for a, b in pairwise(starts.tolist())
-    ]  # fmt: skip
-    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+    return packed_attention(query, key, value, segments, scale=scale, dropout=dropout), None
 
 
 AttentionInterface.register(_NAME, _attention)
@@ -170,26 +206,6 @@ class _Unpacked:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, in its dtype, as torch's own attention does; rotated q and k come wider."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
-
-
-def _has_kernel(query: Tensor) -> bool:
-    """Whether torch's variable-length attention computes this."""
-    return (
-        query.is_cuda
-        and torch.version.hip is None
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and query.shape[-1] <= 256
-        and query.shape[-1] % 8 == 0
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
 
 
 def _is_attention(module: nn.Module) -> bool:

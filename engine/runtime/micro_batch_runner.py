@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from engine.batch import Batch
 from engine.config import ParallelConfig
 from engine.models import BaseModelView
+from engine.models.alignment import Sequences, left_align
 from engine.models.forward import (
-    Sequences,
     hidden_states,
-    left_align,
     model_logits,
+    packing_error,
     response_logits,
 )
 from engine.parallel import fsdp
@@ -94,6 +94,15 @@ class MicroBatchRunner:
 
         with torch.no_grad(), self._forward_context():
             return fsdp.run_forward(self.module, run)
+
+    def packing_error(self, sample: Batch) -> float:
+        """How far the module's packed rows are from padded ones; see `forward.packing_error`."""
+        training = self.module.training
+        self.module.eval()  # without dropout
+        with torch.no_grad(), self._forward_context():
+            error = fsdp.run_forward(self.module, lambda: packing_error(self.module, sample))
+        self.module.train(training)
+        return error
 
     def _run_pipeline(self, micros: Sequence[Batch], reader: OutputReader) -> Iterator[Outputs]:
         """Run all micro-batches through the pipeline; the last stage broadcasts the outputs."""

@@ -1,4 +1,4 @@
-"""Micro-batches: rows of similar length, trimmed to what they hold, within a token budget."""
+"""Micro-batches: rows of similar length, or of shared prompts, trimmed, within a token budget."""
 
 from __future__ import annotations
 
@@ -8,19 +8,38 @@ import torch
 from torch import Tensor
 
 from engine.batch import FIELDS, Batch
-from engine.data.bucketing import token_budget_batches
+from engine.data.bucketing import shared_prompt_batches, token_budget_batches
+from engine.models.alignment import left_align
+from engine.models.packing import Packing, is_worthwhile, packed_size, same_prompts
 
 
-def micro_batches(batch: Batch, max_tokens: int) -> Iterator[tuple[Tensor, Batch]]:
-    """Cut a batch into runs of rows of similar length, each within the token budget.
+def micro_batches(
+    batch: Batch, max_tokens: int, packing: Packing = False
+) -> Iterator[tuple[Tensor, Batch]]:
+    """Cut a batch into runs of rows, each within the token budget.
 
-    Yields row numbers `[b]` and those rows, their prompt and response columns trimmed to the
-    longest of them.
+    Padded rows are of similar length; with packing, where it is worthwhile, rows that share a
+    prompt stay together as far as the budget allows, and the prompt counts once. Yields row numbers
+    `[b]` and those rows, their prompt and response columns trimmed to the longest of them.
     """
-    mask = batch["attention_mask"]
-    for index in token_budget_batches(mask.sum(1).tolist(), max_tokens):
+    for index in _cut(batch, max_tokens, packing):
         rows = torch.tensor(index)
         yield rows, trim(batch.rows(rows))
+
+
+def _cut(batch: Batch, max_tokens: int, packing: Packing) -> list[list[int]]:
+    mask, width = batch["attention_mask"], batch["responses"].shape[1]
+    lengths = mask.sum(1).tolist()
+    padded = token_budget_batches(lengths, max_tokens)
+    if not packing or not lengths:
+        return padded
+    prompts = mask[:, : mask.shape[1] - width].sum(1)
+    groups = same_prompts(left_align(batch).input_ids, prompts)
+    tokens = packed_size(groups, lengths, prompts.tolist())
+    positions = sum(len(rows) * max(lengths[i] for i in rows) for rows in padded)
+    if not is_worthwhile(packing, tokens, positions):
+        return padded
+    return shared_prompt_batches(groups, lengths, prompts.tolist(), max_tokens)
 
 
 def trim(batch: Batch) -> Batch:

@@ -24,7 +24,7 @@ from engine.algorithms.metrics import MeanAccumulator, merge
 from engine.batch import Batch
 from engine.config import OptimConfig, ParallelConfig
 from engine.models.forward import TokenStatistics, token_statistics
-from engine.models.packing import apply_packing
+from engine.models.packing import packing_of
 from engine.parallel import fsdp, gradients
 from engine.parallel import pipeline_stages as stages
 from engine.parallel.gather import gather_full_tensors, load_full_tensors
@@ -35,7 +35,9 @@ from engine.parallel.sequence_parallel import apply_ulysses
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 from engine.parallel.vocab_parallel import VocabParallelStatistics
 from engine.runtime.micro_batch_runner import MicroBatchRunner
+from engine.runtime.micro_batches import micro_batches
 from engine.runtime.optimizer import Optimizer
+from engine.runtime.packed_passes import accept, allow_packing, check_sample
 from engine.runtime.token_outputs import OutputReader, Outputs
 
 Metrics = dict[str, MeanAccumulator]
@@ -79,6 +81,7 @@ class ShardedModel:
         self.device = device or process_device()
         self.module, pipeline = self._apply(model if device else model.to(self.device))
         self._runner = MicroBatchRunner(self.module, ranks, config, self.device, pipeline)
+        self._packing_checked = False
 
     def without_adapters(self) -> ShardedModel:
         """The same model with its adapters disabled: the base of a policy with adapters."""
@@ -93,12 +96,24 @@ class ShardedModel:
         module: Any = self.module
         return VocabParallelStatistics.of(module.config.vocab_size, self.ranks.submesh("tp"))
 
+    def micro_batches(
+        self, batch: Batch, max_tokens: int, rows: Tensor | None = None
+    ) -> list[tuple[Tensor, Batch]]:
+        """Row numbers and rows of micro-batches within the token budget: see `micro_batches`.
+
+        `rows`: those of the batch that are passed, row numbers being among them; None: all.
+        """
+        self._check_packing(batch)
+        chosen = batch if rows is None else batch.rows(rows)
+        return list(micro_batches(chosen, max_tokens, packing_of(self.module)))
+
     @torch.no_grad()
     def outputs(
         self, batch: Batch, passes: Sequence[tuple[Tensor, Batch]], reader: OutputReader
     ) -> Outputs:
         """`reader`'s outputs `[B, R]` for all rows of `batch`, on the CPU; `passes` are its
         micro-batches, each with its row numbers."""
+        self._check_packing(batch)
         shape = batch["responses"].shape
         out = {name: torch.zeros(shape) for name in reader.names()}
         micros = self._pad_passes([micro for _, micro in passes], batch)
@@ -117,6 +132,7 @@ class ShardedModel:
         `batch` is the batch of the micro-batches; a row of it makes dummy passes where other ranks
         have more. Only ranks of the last pipeline stage have metrics: see `all_reduce_metrics`.
         """
+        self._check_packing(batch)
         even = self._pad_passes(micros, batch)
         parts: list[Metrics] = []
 
@@ -190,13 +206,21 @@ class ShardedModel:
 
     def logits(self, micro: Batch) -> Tensor:
         """This rank's logits `[N, V]` of the positions that its readers read."""
+        self._check_packing(micro)
         return self._runner.logits(micro)
+
+    def _check_packing(self, batch: Batch) -> None:
+        """The first time, see that packed rows give what padded ones do; else pad from then on."""
+        if self._packing_checked or not packing_of(self.module):
+            return
+        self._packing_checked = True
+        error = self._runner.packing_error(check_sample(batch))
+        accept(self.module, error, self.ranks, self.config)
 
     def _apply(self, model: Any) -> tuple[nn.Module, Pipeline | None]:
         ranks, config = self.ranks, self.config
         module: Any = model
-        if config.packing:
-            apply_packing(module)
+        allow_packing(module, ranks, config)
         if ranks.size("pp") > 1:
             module = stages.extract_stage(model, ranks.index("pp"), ranks.size("pp"))
         shards = fsdp.shards_weights(ranks)

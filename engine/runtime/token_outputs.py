@@ -14,11 +14,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from engine.batch import Batch
+from engine.models.alignment import Sequences, left_align
 from engine.models.critic import head_values
 from engine.models.forward import (
-    Sequences,
     TokenStatistics,
-    left_align,
     model_logits,
     read_tokens,
     read_values,

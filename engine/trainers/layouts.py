@@ -82,7 +82,7 @@ def check_layouts(
             raise ConfigError(
                 f"{role}.parallel.offload_params is FSDP's; set {role}.parallel.fsdp to 2 or more"
             )
-        if parallel.packing and layout.pp * layout.sp > 1:
+        if parallel.packing is True and layout.pp * layout.sp > 1:
             raise ConfigError(
                 f"{role}.parallel.packing with {layout}: stages and shares of sequences take "
                 "padded rows; leave packing out, or set pp and sp to 1"

@@ -30,7 +30,6 @@ from engine.data.collate import collate_completions
 from engine.errors import CheckpointError, DataError
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
-from engine.runtime.micro_batches import micro_batches
 from engine.runtime.sharded_model import Metrics, ShardedModel
 from engine.runtime.sharded_train_state import ShardedTrainState
 from engine.runtime.token_outputs import LogProbReader, Outputs
@@ -172,7 +171,7 @@ class SFTTrainer:
     def validation_loss(self, examples: Sequence[SFTExample]) -> float:
         """Mean negative log-likelihood a response token, in nats, without dropout."""
         batch, training = _collate(examples, self.pad_token_id), self.model.training
-        passes = list(micro_batches(batch, self.config.max_tokens_per_micro_batch))
+        passes = self.sharded.micro_batches(batch, self.config.max_tokens_per_micro_batch)
         self.model.eval()
         log_probs = self.sharded.outputs(batch, passes, LogProbReader(1.0))["log_probs"]
         self.model.train(training)
@@ -191,7 +190,8 @@ class SFTTrainer:
             losses.append(float(value.detach()))
             return value, {}
 
-        micros = [m for _, m in micro_batches(batch, self.config.max_tokens_per_micro_batch)]
+        passes = self.sharded.micro_batches(batch, self.config.max_tokens_per_micro_batch)
+        micros = [micro for _, micro in passes]
         self.sharded.accumulate(batch, micros, LogProbReader(1.0), loss)
         return sum(losses)
 

@@ -25,7 +25,6 @@ from engine.errors import CheckpointError
 from engine.models import load_policy_model, save_model
 from engine.models.forward import TokenOutputs
 from engine.parallel.layout import Layout
-from engine.runtime.micro_batches import micro_batches
 from engine.runtime.mini_batches import minibatch_indices
 from engine.runtime.pair_gradients import accumulate_pairs
 from engine.runtime.policy_runtime import PolicyRuntime
@@ -86,7 +85,7 @@ class ActorWorker(TrainingWorker):
 
         Adds `sum_pi_squared [B, R]` where the worker was built for an estimator that reads it.
         """
-        passes = list(micro_batches(batch, self.config.max_tokens_per_micro_batch))
+        passes = self.sharded.micro_batches(batch, self.config.max_tokens_per_micro_batch)
         out = self.sharded.outputs(batch, passes, self._reader(sum_pi_squared=self.sum_pi_squared))
         return Batch({"old_log_probs": out.pop("log_probs")} | out)
 
@@ -169,8 +168,9 @@ class ActorWorker(TrainingWorker):
         if not self.sharded.any_rank_has(int(active.sum())):
             self.train_state.optimizer.zero_gradients()  # Adam's momentum still moves the weights
             return [skipped]
-        rows = mini if bool(active.all()) else mini.rows(active)
-        micros = [m for _, m in micro_batches(rows, config.max_tokens_per_micro_batch)]
+        rows = None if bool(active.all()) else active
+        passes = self.sharded.micro_batches(mini, config.max_tokens_per_micro_batch, rows)
+        micros = [micro for _, micro in passes]
         full = config.use_kl_loss and config.kl_loss_type == "full"
         reader = self._reader(
             entropy=True,

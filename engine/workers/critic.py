@@ -11,7 +11,6 @@ from engine.batch import TOKENS, Batch
 from engine.config import CriticConfig, ParallelConfig
 from engine.models import create_critic_model, load_model
 from engine.parallel.layout import Layout
-from engine.runtime.micro_batches import micro_batches
 from engine.runtime.mini_batches import minibatch_indices
 from engine.runtime.sharded_model import ShardedModel, init_mesh
 from engine.runtime.sharded_train_state import ShardedTrainState
@@ -47,7 +46,7 @@ class CriticWorker(TrainingWorker):
     @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, writes=("values",))
     def values(self, batch: Batch) -> Batch:
         """`values [B, R]` of the states before each response token."""
-        passes = list(micro_batches(batch, self.config.max_tokens_per_micro_batch))
+        passes = self.sharded.micro_batches(batch, self.config.max_tokens_per_micro_batch)
         return Batch(self.sharded.outputs(batch, passes, ValueReader()))
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
@@ -81,5 +80,6 @@ class CriticWorker(TrainingWorker):
             )
             return aggregate(out.loss, mask, "token-mean", denominators), dict(out.metrics)
 
-        micros = [m for _, m in micro_batches(mini, self.config.max_tokens_per_micro_batch)]
+        passes = self.sharded.micro_batches(mini, self.config.max_tokens_per_micro_batch)
+        micros = [micro for _, micro in passes]
         return self.sharded.accumulate(mini, micros, ValueReader(), loss)

@@ -9,7 +9,6 @@ from engine.batch import TOKENS, Batch
 from engine.config import ParallelConfig
 from engine.models import has_adapters, load_model
 from engine.parallel.layout import Layout
-from engine.runtime.micro_batches import micro_batches
 from engine.runtime.sharded_model import ShardedModel, init_mesh
 from engine.runtime.token_outputs import LogProbReader, Outputs, ReferenceLogits
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
@@ -67,4 +66,4 @@ class ReferenceWorker(Worker):
         reader = LogProbReader(
             self.temperature, statistics=sharded.statistics(), reference=reference
         )
-        return sharded.outputs(batch, list(micro_batches(batch, self.budget)), reader)
+        return sharded.outputs(batch, sharded.micro_batches(batch, self.budget), reader)

@@ -100,7 +100,18 @@ def completions_batch(prompts: Sequence[list[int]], responses: Sequence[list[int
 
 def training_batch(rows: int, seed: int = 0) -> Batch:
     """Completions with random advantages, log-probs, values and returns, as an update gets them."""
-    batch = completions_batch(*random_completions(rows, seed))
+    return with_training_fields(completions_batch(*random_completions(rows, seed)), seed)
+
+
+def shared_prompts_batch(sizes: Sequence[int] = (4, 1, 3, 2), seed: int = 0) -> Batch:
+    """The same with prompts of so many consecutive rows each; the second row has no response."""
+    prompts, responses = random_completions(sum(sizes), seed)
+    shared = [prompts[i] for i, size in enumerate(sizes) for _ in range(size)]
+    responses[1] = []
+    return with_training_fields(completions_batch(shared, responses), seed)
+
+
+def with_training_fields(batch: Batch, seed: int) -> Batch:
     draw = torch.Generator().manual_seed(seed + 1)
     mask = batch["response_mask"]
 

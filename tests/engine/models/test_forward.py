@@ -14,8 +14,8 @@ from engine.batch import Batch
 from engine.config import LoRAConfig
 from engine.errors import DataError
 from engine.models import BaseModelView, add_adapters, create_critic_model
+from engine.models.alignment import left_align
 from engine.models.forward import (
-    left_align,
     response_log_probs,
     response_values,
     token_outputs,
@@ -187,7 +187,7 @@ def test_packed_rows_give_the_same(family: str, plain_head: bool) -> None:
         got = token_outputs(
             model, batch, 0.8, entropy=True, sum_pi_squared=True, reference=reference
         )
-        assert seen == [int(batch["attention_mask"].sum()) if pack else seqs_size(batch)]
+        assert seen == [packed_tokens(batch) if pack else seqs_size(batch)]
         assert got.full_kl is not None
         (got.log_probs.sum() + got.full_kl.sum()).backward()
         grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -206,6 +206,11 @@ def seen_tokens(model: PreTrainedModel) -> list[int]:
     return seen
 
 
+def packed_tokens(batch: Batch) -> int:
+    """All but each row's last, which predicts nothing."""
+    return int(batch["attention_mask"].sum()) - len(batch)
+
+
 def seqs_size(batch: Batch) -> int:
     return left_align(batch).input_ids.numel()
 
@@ -219,7 +224,7 @@ def test_packed_rows_give_a_critic_s_values_too() -> None:
         apply_packing(critic)
         seen = seen_tokens(critic.backbone)
         got = response_values(critic, batch)
-    assert seen == [int(batch["attention_mask"].sum())]
+    assert seen == [packed_tokens(batch)]
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Packed rows: the same numbers and gradients as padded ones, without the padding."""
+"""Packed rows: numbers and gradients of padded ones, no padding, and a shared prompt once."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from typing import Any
 import pytest
 import torch
 from gloo_ranks import run_ranks
-from tiny_engine import VOCABULARY, completions_batch, random_completions, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_engine import VOCABULARY, shared_prompts_batch, tiny_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from engine.config import ParallelConfig
 from engine.errors import ConfigError, DataError
-from engine.models import create_critic_model, packing
+from engine.models import create_critic_model, packed_attention
 from engine.models.forward import response_log_probs, token_statistics
-from engine.models.packing import PackedRows, apply_packing, pack_rows, packed_forward
+from engine.models.packing import (
+    PackedRows,
+    apply_packing,
+    pack_rows,
+    packed_forward,
+    packed_size,
+    same_prompts,
+)
 from engine.parallel.fsdp import run_forward, shard_model
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
@@ -47,19 +56,82 @@ def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     return hidden
 
 
-def test_rows_are_laid_end_to_end_and_back() -> None:
+@st.composite
+def groups_of_rows(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
+    """Left-aligned ids [B, L], lengths [B] and prompts' lengths [B]; some prompts are the same."""
+    prompts = draw(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=1))
+    chosen = draw(st.lists(st.sampled_from(prompts), min_size=1, max_size=9))
+    own = [draw(st.lists(st.integers(4, VOCABULARY - 1), max_size=5)) for _ in chosen]
+    lengths = [len(p) + len(r) for p, r in zip(chosen, own, strict=True)]
+    ids = torch.zeros(len(chosen), max(lengths) + draw(st.integers(0, 2)), dtype=torch.long)
+    for row, (p, r) in enumerate(zip(chosen, own, strict=True)):
+        ids[row, : lengths[row]] = torch.tensor(p + r)
+    return ids, torch.tensor(lengths), torch.tensor([len(p) for p in chosen])
+
+
+@given(groups_of_rows())
+def test_every_token_has_its_place_and_sees_its_own_row(
+    groups: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    ids, lengths, prompts = groups
+    packed = pack_rows(ids, lengths, prompts)
+    unlike = {tuple(row[:p].tolist()) for row, p in zip(ids, prompts.tolist(), strict=True)}
+    total = sum(len(prompt) for prompt in unlike) + int((lengths - prompts).sum())
+    assert packed.input_ids.shape == packed.position_ids.shape == (1, total)
+    segments = packed.segments
+    keys = segments.keys if segments.keys is not None else torch.arange(total)
+    seen: dict[int, list[int]] = {}
+    for index, (a, b, start, stop) in enumerate(segments.runs):
+        assert segments.starts[index] == start
+        assert segments.starts[index + 1] == stop
+        after_prefix = [*range(a, b), *range(start, stop)]
+        ends = segments.key_starts[index : index + 2].tolist()
+        assert keys[slice(*ends)].tolist() == after_prefix
+        seen |= {token: [*range(a, b), *range(start, token + 1)] for token in range(start, stop)}
+    assert sorted(seen) == list(range(total))
+    assert segments.longest == segments.starts.diff().max()
+    assert segments.longest_keys == segments.key_starts.diff().max()
+    for row, length in enumerate(lengths.tolist()):
+        where = packed.index(torch.full((length,), row), torch.arange(length))
+        assert torch.equal(packed.input_ids[0, where], ids[row, :length])
+        assert packed.position_ids[0, where].tolist() == list(range(length))
+        for column in range(length):
+            assert seen[int(where[column])] == where[: column + 1].tolist()
+
+
+@given(groups_of_rows())
+def test_tokens_are_counted_before_they_are_packed(groups: tuple[Tensor, Tensor, Tensor]) -> None:
+    ids, lengths, prompts = groups
+    found = same_prompts(ids, prompts)
+    assert sorted(row for rows in found for row in rows) == list(range(len(ids)))
+    counted = packed_size(found, lengths.tolist(), prompts.tolist())
+    assert counted == pack_rows(ids, lengths, prompts).input_ids.numel()
+
+
+def test_rows_without_prompts_are_laid_end_to_end() -> None:
     ids = rows()
     packed = pack_rows(ids, LENGTHS)
     assert packed.input_ids.tolist() == [[t for row in ids.tolist() for t in row if t]]
     assert packed.position_ids.tolist() == [[c for n in LENGTHS.tolist() for c in range(n)]]
-    assert packed.starts.tolist() == [0, 3, 12, 13, 19]
-    assert packed.starts.dtype == torch.int32
-    assert packed.longest == 9
-    assert torch.equal(packed.unpack(packed.input_ids, ids.shape[1]), ids)
-    both = torch.stack([packed.input_ids, -packed.input_ids], -1)
-    assert torch.equal(packed.unpack(both, ids.shape[1]), torch.stack([ids, -ids], -1))
-    where = ids.nonzero(as_tuple=True)
-    assert torch.equal(packed.input_ids[0, packed.index(*where)], ids[where])
+    assert packed.segments.starts.tolist() == packed.segments.key_starts.tolist()
+    assert packed.segments.starts.tolist() == [0, 3, 12, 13, 19]
+    assert packed.segments.starts.dtype == packed.segments.key_starts.dtype == torch.int32
+    assert packed.segments.keys is None
+    assert packed.segments.longest == packed.segments.longest_keys == 9
+
+
+def test_a_shared_prompt_comes_once() -> None:
+    ids = torch.tensor([[5, 6, 1, 2], [7, 7, 7, 0], [5, 6, 0, 0], [5, 6, 3, 0]])
+    lengths, prompts = torch.tensor([4, 3, 2, 3]), torch.tensor([2, 2, 2, 2])
+    packed = pack_rows(ids, lengths, prompts)
+    assert packed.input_ids.tolist() == [[5, 6, 1, 2, 3, 7, 7, 7]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 2]]
+    assert packed.segments.runs == ((0, 0, 0, 2), (0, 2, 2, 4), (0, 2, 4, 5), (5, 5, 5, 8))
+
+
+def test_a_row_shorter_than_its_prompt_is_refused() -> None:
+    with pytest.raises(DataError, match="shorter than its prompt"):
+        pack_rows(rows(), LENGTHS, LENGTHS + 1)
 
 
 @pytest.mark.parametrize("lengths", [[2, 0, 1], [5, 2, 3]])
@@ -72,6 +144,8 @@ def test_rows_that_are_empty_or_too_long_are_refused(lengths: list[int]) -> None
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_outputs_and_gradients_are_those_of_padded_rows(family: str, checkpointed: bool) -> None:
     ids, results = rows(), []
+    ids[1, :2] = ids[3, :2]  # one prompt
+    prompts = torch.tensor([1, 2, 1, 2])
     where = ids.nonzero(as_tuple=True)
     weigh = torch.randn(len(where[0]), 32, generator=torch.Generator().manual_seed(4))
     for pack in (False, True):
@@ -84,9 +158,9 @@ def test_outputs_and_gradients_are_those_of_padded_rows(family: str, checkpointe
             model.train()
         if pack:
             apply_packing(model)
-            packed = pack_rows(ids, LENGTHS)
+            packed = pack_rows(ids, LENGTHS, prompts)
             hidden = hidden_states(model, packed)
-            assert hidden.shape == (1, int(LENGTHS.sum()), 32)
+            assert hidden.shape == (1, int(LENGTHS.sum()) - 2, 32)
             picked = hidden[0, packed.index(*where)]
         else:
             picked = padded(model, ids)[where]
@@ -113,23 +187,66 @@ def test_rows_do_not_see_each_other() -> None:
     assert not changed[3:].any()
 
 
-def test_under_autocast_all_of_attention_is_in_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completions_of_a_prompt_do_not_see_each_other() -> None:
+    model = tiny_model("llama")
+    apply_packing(model)
+    ids = torch.tensor([[5, 6, 7, 8, 0], [5, 6, 9, 9, 9], [5, 6, 3, 0, 0]])
+    lengths, prompts = torch.tensor([4, 5, 3]), torch.tensor([2, 2, 2])
+    with torch.no_grad():
+        before = hidden_states(model, pack_rows(ids, lengths, prompts))
+        ids[1, 2] = 10
+        after = hidden_states(model, pack_rows(ids, lengths, prompts))
+    changed = (before - after).abs().amax(-1)[0] > 0
+    assert changed.tolist() == [False] * 4 + [True] * 3 + [False]
+
+
+def test_under_autocast_attention_takes_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotated queries and keys are wider than values there; the kernel takes one dtype."""
     model, ids, dtypes = tiny_model("qwen2"), rows(), []
-    where, attend = ids.nonzero(as_tuple=True), packing.F.scaled_dot_product_attention
+    where, attend = ids.nonzero(as_tuple=True), packed_attention._by_block
 
-    def watched(*qkv: Tensor, **options: Any) -> Tensor:
-        dtypes.append({tensor.dtype for tensor in qkv})
-        return attend(*qkv, **options)
+    def watched(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
+        dtypes.append({query.dtype, key.dtype, value.dtype})
+        return attend(query, key, value, *options)
 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         wanted = padded(model, ids)[where]
         apply_packing(model)
         packed = pack_rows(ids, LENGTHS)
-        monkeypatch.setattr(packing.F, "scaled_dot_product_attention", watched)
+        monkeypatch.setattr(packed_attention, "_by_block", watched)
         got = hidden_states(model, packed)[0, packed.index(*where)]
     assert (got - wanted).norm() / wanted.norm() < 0.02
-    assert dtypes == [{torch.bfloat16}] * 2 * len(LENGTHS)
+    assert dtypes == [{torch.bfloat16}] * 2
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(("block", "together"), [(256, 128), (4, 3), (2, 0)])
+def test_attention_is_torch_s_of_each_segment(
+    kv_heads: int, block: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its gradient, however segments are cut or joined."""
+    monkeypatch.setattr(packed_attention, "_BLOCK", block)
+    monkeypatch.setattr(packed_attention, "_TOGETHER", together)
+    packed_attention._blocks.cache_clear()
+    prompts = torch.tensor([1, 4, 1, 4])
+    ids = rows()
+    ids[1, :4] = ids[3, :4]
+    segments = pack_rows(ids, LENGTHS, prompts).segments
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, int(segments.starts[-1]), 8) for heads in (4, kv_heads, kv_heads)]
+    tensors = [torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes]
+    tensors = [t.requires_grad_() for t in tensors]
+    weigh = torch.randn(1, shapes[0][2], 4, 8, generator=draw, dtype=torch.float64)
+    results = []
+    for attend in (packed_attention._by_block, packed_attention._by_segment):
+        out = attend(*tensors, segments, 0.3)
+        results.append([out, *torch.autograd.grad((out * weigh).sum(), tensors)])
+    packed_attention._blocks.cache_clear()  # of other sizes
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted)
+    with torch.random.fork_rng():
+        dropped = packed_attention.packed_attention(*tensors, segments, scale=0.3, dropout=0.9)
+    assert (dropped == 0).sum() > (results[0][0] == 0).sum()
 
 
 def spread_log_probs(layout: Layout, pack: bool) -> list[Tensor]:
@@ -143,7 +260,7 @@ def spread_log_probs(layout: Layout, pack: bool) -> list[Tensor]:
     if layout.tp > 1:
         apply_tensor_parallel(model, ranks.submesh("tp"))
     shard_model(model, ranks, config, layers=list(model.base_model.layers))
-    batch = completions_batch(*random_completions(6))
+    batch = shared_prompts_batch()
     statistics: Any = token_statistics
     if layout.tp > 1:
         statistics = VocabParallelStatistics.of(VOCABULARY, ranks.submesh("tp"))
@@ -216,11 +333,13 @@ WINDOWED = (
 def test_on_a_device_it_is_the_padded_pass_too(
     kind: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16, also autocast's, it is torch's variable-length kernel, else a call a row."""
+    """In bfloat16, also autocast's, it is torch's variable-length kernel, else our own passes."""
     calls: list[str] = []
-    attend = packing.F.scaled_dot_product_attention
-    lengths = torch.tensor([40, 7, 64, 1, 23])
-    ids = rows(lengths)[:, :64].cuda()  # as many as there are positions
+    attend = packed_attention._by_block
+    lengths, prompts = torch.tensor([40, 7, 64, 1, 23]), torch.tensor([6, 2, 6, 1, 6])
+    ids = rows(lengths)[:, :64]  # as many as there are positions
+    ids[[2, 4], :6] = ids[0, :6]
+    ids = ids.cuda()
     where = ids.nonzero(as_tuple=True)
     half, results = kind != "float32", []
     for pack in (False, True):
@@ -233,12 +352,12 @@ def test_on_a_device_it_is_the_padded_pass_too(
         with torch.autocast("cuda", torch.bfloat16, enabled=kind == "autocast"):
             if pack:
                 monkeypatch.setattr(
-                    packing.F,
-                    "scaled_dot_product_attention",
-                    lambda *args, **options: (calls.append("a row"), attend(*args, **options))[1],
+                    packed_attention,
+                    "_by_block",
+                    lambda *args: (calls.append("a pass"), attend(*args))[1],
                 )
                 apply_packing(model)
-                packed = pack_rows(ids, lengths.cuda())
+                packed = pack_rows(ids, lengths.cuda(), prompts.cuda())
                 picked = hidden_states(model, packed)[0, packed.index(*where)]
             else:
                 picked = padded(model, ids)[where]

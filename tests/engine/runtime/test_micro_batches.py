@@ -6,7 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_engine import completions_batch, random_completions, tiny_model, training_batch
+from tiny_engine import (
+    completions_batch,
+    random_completions,
+    shared_prompts_batch,
+    tiny_model,
+    training_batch,
+)
 
 from engine.models.forward import response_log_probs
 from engine.runtime.micro_batches import micro_batches, trim
@@ -50,3 +56,37 @@ def test_trim_cuts_both_outsides() -> None:
     assert short["input_ids"].tolist() == [[4, 6, 7]]
     assert short["prompts"].tolist() == [[4]]
     assert short["group_ids"].tolist() == [1]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6).filter(lambda s: sum(s) > 1),
+    seed=st.integers(0, 1000),
+    budget=st.integers(1, 120),
+)
+def test_packed_every_row_comes_once_and_a_prompt_counts_once(
+    sizes: list[int], seed: int, budget: int
+) -> None:
+    batch = shared_prompts_batch(sizes, seed)
+    seen: list[int] = []
+    for index, micro in micro_batches(batch, budget, packing=True):
+        prompts = micro["attention_mask"][:, : micro["prompts"].shape[1]]
+        unlike = {
+            tuple(ids[on.bool()].tolist())
+            for ids, on in zip(micro["prompts"], prompts, strict=True)
+        }
+        own = int(micro["attention_mask"].sum() - prompts.sum())
+        assert len(micro) == 1 or own + sum(map(len, unlike)) <= budget
+        assert torch.equal(
+            micro["advantages"], batch["advantages"][index, : micro["responses"].shape[1]]
+        )
+        seen += index.tolist()
+    assert sorted(seen) == list(range(sum(sizes)))
+
+
+def test_auto_packs_where_that_saves_a_fifth() -> None:
+    alike = completions_batch([[5, 6, 7, 8]] * 6, [[9, 10]] * 6)
+    unlike = completions_batch([[5, 6, 7, i] for i in range(6)], [[9, 10]] * 6)
+    rows = [len(micro) for _, micro in micro_batches(alike, 16, "auto")]
+    assert rows == [6], "4 + 6 · 2 tokens"
+    for batch, packing in ((alike, False), (unlike, "auto")):
+        assert [len(micro) for _, micro in micro_batches(batch, 16, packing)] == [2, 2, 2]

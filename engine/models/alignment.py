@@ -1,0 +1,87 @@
+"""A batch's rows without their left padding, for a forward pass, padded on the right or packed.
+
+Rows are moved to the left so that each starts at column 0 and padding comes last: causal attention
+alone then keeps padding out, without a mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from engine.batch import Batch
+from engine.errors import DataError
+from engine.models.packing import (
+    PackedRows,
+    Packing,
+    is_worthwhile,
+    pack_rows,
+    packed_size,
+    packing_of,
+    same_prompts,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Rows without their left padding, and where each response token's prediction is read."""
+
+    input_ids: Tensor  # [B, L] long; row = prompt, response, padding
+    rows: Tensor  # [N] long; row of each response token
+    positions: Tensor  # [N] long; column whose output predicts that token
+    targets: Tensor  # [N] long; the token itself
+    columns: Tensor  # [N] long; its column in the batch's [B, R] fields
+    lengths: Tensor | None = None  # [B] long; tokens of each row; None: a share of longer rows
+    prompts: Tensor | None = None  # [B] long; how many of them are the prompt's
+
+    def to(self, device: torch.device) -> Self:
+        """The same on `device`."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
+            values[name] = None if value is None else value.to(device)
+        return type(self)(**values)
+
+
+def left_align(batch: Batch) -> Sequences:
+    """Drop the left padding of `input_ids` and list the response tokens (N in all).
+
+    A response token is one whose attention_mask is 1, masked out of the loss or not. Raises
+    DataError for a row without a prompt: nothing would predict its first token.
+    """
+    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+    width = batch["responses"].shape[1]
+    prompt_lengths = mask[:, : ids.shape[1] - width].sum(1)  # [B]
+    if bool((prompt_lengths == 0).any()):
+        row = int((prompt_lengths == 0).nonzero()[0, 0])
+        raise DataError(f"row {row} of the batch has an empty prompt; give it at least one token")
+    lengths = mask.sum(1)
+    length = int(lengths.max())
+    start = ids.shape[1] - width - prompt_lengths  # first real column, [B]
+    source = (start[:, None] + torch.arange(length, device=ids.device)).clamp(max=ids.shape[1] - 1)
+    aligned = ids.gather(1, source)
+    present = mask[:, ids.shape[1] - width :]
+    rows, columns = present.nonzero(as_tuple=True)
+    positions = prompt_lengths[rows] + columns - 1
+    targets = batch["responses"][rows, columns]
+    return Sequences(aligned, rows, positions, targets, columns, lengths, prompt_lengths)
+
+
+def pack(model: nn.Module, seqs: Sequences, packing: Packing | None = None) -> PackedRows | None:
+    """The rows packed on the model's device, where the model is to be given them so; else None.
+
+    The last token of a row predicts nothing, and is left out. `packing`: None is the model's own.
+    """
+    packing = packing_of(model) if packing is None else packing
+    if not packing or seqs.lengths is None or seqs.prompts is None:
+        return None
+    lengths = torch.maximum(seqs.lengths - 1, seqs.prompts)
+    if packing == "auto":
+        groups = same_prompts(seqs.input_ids, seqs.prompts)
+        tokens = packed_size(groups, lengths.tolist(), seqs.prompts.tolist())
+        if not is_worthwhile(packing, tokens, seqs.input_ids.numel()):
+            return None
+    device = next(model.parameters()).device
+    return pack_rows(seqs.input_ids.to(device), lengths.to(device), seqs.prompts.to(device))

@@ -1,0 +1,256 @@
+"""Causal attention over packed rows: each token sees its own row's, a shared prompt among them.
+
+On CUDA in half precision it is torch's variable-length flash kernel, elsewhere (CPU, ROCm, float32)
+a pass over the rows that keeps no scores. `packing` lays the rows out.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Run = tuple[int, int, int, int]
+
+_BLOCK = 256  # queries whose scores exist at a time
+_TOGETHER = 64  # queries of several segments that are computed with a mask (≤ _BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """S runs of a packed sequence's T tokens, in order, each of one row.
+
+    A token sees its segment up to itself and, before that, all of the segment's prefix: the prompt
+    that its row shares with others.
+    """
+
+    runs: tuple[Run, ...]  # first and last + 1 of prefix, and of segment
+    starts: Tensor  # [S + 1] int32; where each segment begins, and T
+    key_starts: Tensor  # [S + 1] int32; where they begin with their prefixes before them
+    keys: Tensor | None  # [K] long; the tokens in that order; None: there are no prefixes
+    longest: int  # tokens of the longest segment
+    longest_keys: int  # the same with its prefix
+
+    @classmethod
+    def of(cls, groups: Sequence[tuple[int, list[int]]], device: torch.device) -> Segments:
+        """Of groups in order, each (tokens of its prefix, of each segment after it)."""
+        runs, at = [], 0
+        for prefix, sizes in groups:
+            begin = at
+            if prefix:
+                runs.append((at, at, at, at := at + prefix))
+            for size in sizes:
+                runs.append((begin, begin + prefix, at, at := at + size))
+        seen = [b - a + d - c for a, b, c, d in runs]
+        keys = [np.arange(*ends) for a, b, c, d in runs for ends in ((a, b), (c, d))]
+        return cls(
+            tuple(runs),
+            torch.tensor([*(c for _, _, c, _ in runs), at], dtype=torch.int32, device=device),
+            torch.tensor([0, *itertools.accumulate(seen)], dtype=torch.int32, device=device),
+            torch.from_numpy(np.concatenate(keys)).to(device) if sum(seen) > at else None,
+            max(d - c for _, _, c, d in runs),
+            max(seen),
+        )
+
+    def with_prefixes(self, *tensors: Tensor) -> Iterator[Tensor]:
+        """Tensors [1, heads, T, d] as [1, heads, K, d]: each segment after its prefix."""
+        return (t if self.keys is None else t.index_select(2, self.keys) for t in tensors)
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention [1, T, heads, d] of queries [1, heads, T, d]; keys' heads may be fewer (GQA)."""
+    query, key, value = _cast(query, key, value)
+    if dropout:
+        return _by_segment(query, key, value, segments, scale, dropout)
+    if not _has_kernel(query):
+        return _by_block(query, key, value, segments, scale)
+    from torch.nn.attention.varlen import varlen_attn
+
+    seen = (query, *segments.with_prefixes(key, value))
+    q, k, v = (t.squeeze(0).transpose(0, 1) for t in seen)  # [tokens, heads, d]
+    out: Any = varlen_attn(
+        q, k, v, segments.starts, segments.key_starts, segments.longest, segments.longest_keys,
+        scale=scale, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return out[None]
+
+
+def _by_block(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+) -> Tensor:
+    out: Tensor = _Attention.apply(query, key, value, segments.runs, scale)
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of blocks of queries, whose probabilities the backward pass computes again.
+
+    Appendix B.2 of arXiv:2205.14135 has the equations.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...], scale: float
+    ) -> Tensor:
+        out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+        q, k, v, o = query[0], key[0], value[0], out[0].transpose(0, 1)  # [heads, T, d]
+        for block in _blocks(runs, query.device):
+            weights = _weights(block.queries(q, k), block.keys(k), scale, block)
+            o[:, block.first : block.stop] = torch.bmm(weights, block.keys(v)).view(
+                len(q), -1, v.shape[2]
+            )
+        ctx.save_for_backward(query, key, value, out)
+        ctx.runs, ctx.scale = runs, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out = ctx.saved_tensors
+        q, k, v, g = query[0], key[0], value[0], grad[0].transpose(0, 1)  # [heads, T, d]
+        of_query = torch.empty_like(query)
+        of_key, of_value = (torch.zeros_like(t) for t in (key, value))
+        sums = (grad * out).sum(-1, keepdim=True)[0].transpose(0, 1)  # [heads, T, 1]
+        for block in _blocks(ctx.runs, query.device):
+            keys, values = block.keys(k), block.keys(v)
+            queries, above = block.queries(q, k), block.queries(g, k)
+            weights = _weights(queries, keys, ctx.scale, block)
+            scores = torch.bmm(above, values.transpose(1, 2))
+            scores.sub_(block.queries(sums, k)).mul_(weights).mul_(ctx.scale)
+            of_query[0, :, block.first : block.stop] = torch.bmm(scores, keys).view(
+                len(q), -1, q.shape[2]
+            )
+            block.add(of_key[0], torch.bmm(scores.transpose(1, 2), queries))
+            block.add(of_value[0], torch.bmm(weights.transpose(1, 2), above))
+        return of_query, of_key, of_value, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Queries that are computed together, and their keys: a prefix, and what follows it."""
+
+    prefix: slice
+    start: int  # the first key after the prefix
+    first: int  # the first query
+    stop: int  # the last query and key, and 1
+    unseen: Tensor  # bool [n, n]; which of the last n keys, its own tokens, a query doesn't see
+
+    def queries(self, tokens: Tensor, keys: Tensor) -> Tensor:
+        """Of [heads, T, d], [kv heads, g · n, d]: the queries that read each head of `keys`."""
+        return tokens[:, self.first : self.stop].reshape(len(keys), -1, tokens.shape[2])
+
+    def keys(self, tokens: Tensor) -> Tensor:
+        """Of [heads, T, d] those of the keys; a view where all are neighbours."""
+        if self.prefix.stop in (self.prefix.start, self.start):
+            begin = self.start - (self.prefix.stop - self.prefix.start)
+            return tokens[:, begin : self.stop]
+        return torch.cat([tokens[:, self.prefix], tokens[:, self.start : self.stop]], 1)
+
+    def add(self, total: Tensor, of_keys: Tensor) -> None:
+        """Add gradients of the keys to `total` [heads, T, d]."""
+        shared = self.prefix.stop - self.prefix.start
+        total[:, self.prefix] += of_keys[:, :shared]
+        total[:, self.start : self.stop] += of_keys[:, shared:]
+
+
+@functools.lru_cache(maxsize=4)
+def _blocks(runs: tuple[Run, ...], device: torch.device) -> list[_Block]:
+    """Neighbouring short segments of one prefix are one block, a long one is several."""
+    blocks = []
+    for (a, b), neighbours in itertools.groupby(runs, _prefix):
+        for segments in _clusters(neighbours):
+            sizes = [stop - start for _, _, start, stop in segments]
+            start = segments[0][2]
+            end = start + sum(sizes)
+            for first in range(start, end, _BLOCK):
+                stop = min(end, first + _BLOCK)
+                own = sizes if len(sizes) > 1 else [stop - first]
+                unseen = torch.block_diag(*(torch.ones(n, n).tril_() for n in own)) == 0
+                blocks.append(_Block(slice(a, b), start, first, stop, unseen.to(device)))
+    return blocks
+
+
+def _prefix(run: Run) -> tuple[int, int]:
+    return run[:2] if run[0] < run[1] else (0, 0)
+
+
+def _clusters(runs: Iterable[Run]) -> list[list[Run]]:
+    """Neighbours of at most `_TOGETHER` tokens in all; a longer one is alone."""
+    clusters: list[list[Run]] = []
+    for run in runs:
+        if clusters and run[3] - clusters[-1][0][2] <= _TOGETHER:
+            clusters[-1].append(run)
+        else:
+            clusters.append([run])
+    return clusters
+
+
+def _weights(queries: Tensor, keys: Tensor, scale: float, block: _Block) -> Tensor:
+    """Probabilities [kv heads, g · n, m] of m keys."""
+    n, m = len(block.unseen), keys.shape[1]
+    scores = torch.baddbmm(
+        queries.new_empty(()), queries, keys.transpose(1, 2), beta=0, alpha=scale
+    )
+    scores.view(len(keys), -1, n, m)[..., m - n :].masked_fill_(block.unseen, -torch.inf)
+    return torch.softmax(scores, -1)
+
+
+def _by_segment(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """torch's attention of each segment, where probabilities are dropped."""
+    sizes = segments.starts.diff().tolist()
+    seen = segments.key_starts.diff().tolist()
+    k, v = (t.split(seen, 2) for t in segments.with_prefixes(key, value))
+    parts = []
+    for q, keys, values in zip(query.split(sizes, 2), k, v, strict=True):
+        n, m = q.shape[2], keys.shape[2]
+        visible = torch.ones(n, m, dtype=torch.bool, device=q.device).tril_(m - n)
+        parts.append(
+            F.scaled_dot_product_attention(
+                q, keys, values, visible,
+                dropout_p=dropout, scale=scale, enable_gqa=q.shape[1] != keys.shape[1],
+            )
+        )  # fmt: skip
+    return torch.cat(parts, 2).transpose(1, 2).contiguous()
+
+
+def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, in its dtype, as torch's own attention does; rotated q and k come wider."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+
+
+def _has_kernel(query: Tensor) -> bool:
+    """Whether torch's variable-length attention computes this."""
+    return (
+        query.is_cuda
+        and torch.version.hip is None
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
