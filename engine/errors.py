@@ -23,6 +23,10 @@ class DataError(EngineError):
     """Input data is missing, malformed, or breaks the data contract."""
 
 
+class EmptyFileError(DataError):
+    """A data file has no rows."""
+
+
 class ModelError(EngineError):
     """A model folder is incomplete, or a model and its tokenizer disagree."""
 

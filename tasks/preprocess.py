@@ -56,6 +56,8 @@ def preprocess(
     config = {"data": data.model_dump(mode="json"), "model_path": model_path, "seed": seed}
     with stage("dataset", run, config) as this:
         splits = load_splits(data, seed)
+        for note in splits.notes:
+            echo(f"dataset: {note}")
         check_contract(splits)
         tokenizer = choose_tokenizer(splits, data, model_path)
         facts = write_splits(this, splits, tokenizer, data, context)
@@ -123,16 +125,21 @@ def check_contract(splits: Splits) -> None:
 
 
 def choose_tokenizer(splits: Splits, data: DataConfig, model_path: str) -> PreTrainedTokenizerBase:
-    """The start model's tokenizer, checked against its vocabulary, or one trained here."""
+    """The start model's tokenizer, checked against its vocabulary, or one trained here.
+
+    Its chat template has the variables of `data.apply_chat_template_kwargs`.
+    """
+    from engine.data.templates import with_template_variables
     from engine.data.tokenizer import load_tokenizer, train_tokenizer
     from engine.models import check_vocabulary, vocabulary_and_context
 
     if model_path:
         tokenizer = load_tokenizer(model_path)
         check_vocabulary(vocabulary_and_context(model_path)[0], tokenizer, model_path)
-        return tokenizer
+        return with_template_variables(tokenizer, data.apply_chat_template_kwargs)
     prompts = [message["content"] for prompt in splits.sft_train["prompt"] for message in prompt]
-    return train_tokenizer([*prompts, *splits.sft_train["response"]], data.vocab_size)
+    tokenizer = train_tokenizer([*prompts, *splits.sft_train["response"]], data.vocab_size)
+    return with_template_variables(tokenizer, data.apply_chat_template_kwargs)
 
 
 def apply_control_tokens(

@@ -34,8 +34,8 @@ def evaluate_only(
 
     Args:
         config: Settings as JSON or a YAML file; see engine/config/ for all of them.
-        source: Data source, arithmetic or gsm8k; empty: as in config.
-        path: Folder, s3:// prefix or hub id of the data; empty: as in config.
+        source: Data source, arithmetic, gsm8k or files; empty: as in config.
+        path: File, folder, s3:// prefix or hub id of the data; empty: as in config.
         model: The start model of the run whose problems these are; empty: as in config.
         candidate: The model to judge: models:/NAME@ALIAS, models:/NAME/VERSION, folder or address.
         baseline: The model that it is compared with, written the same way.

@@ -35,8 +35,8 @@ def rlhf(
 
     Args:
         config: Settings as JSON or a YAML file; see engine/config/ for all of them.
-        source: Data source, arithmetic or gsm8k; empty: as in config.
-        path: Folder, s3:// prefix or hub id of the data; empty: as in config.
+        source: Data source, arithmetic, gsm8k or files; empty: as in config.
+        path: File, folder, s3:// prefix or hub id of the data; empty: as in config.
         model: Hugging Face model folder to start from; empty: as in config.
         seed: Seed of data, weights and sampling; negative: as in config.
         profile: Machines to run on; without a layout in config, also how the model is sharded.

@@ -7,14 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.cli.settings import RunConfig
+from engine.cli.settings import DataFilesConfig, RunConfig
 from engine.data.control_tokens import rows_spelling_control_tokens
 from engine.data.loader import PromptLoader, add_prompt_ids, frame_of
-from engine.data.rl_rows import Row, read_rl_rows
+from engine.data.rl_rows import Row
+from engine.data.row_files import data_files, read_file_rows
+from engine.data.templates import with_template_variables
 from engine.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Rows that a run doesn't take, and rows that spell control tokens."""
+
+    long: int = 0  # prompts over data.max_prompt_length
+    control_tokens: int = 0  # rows that spell control tokens, left out or not
+    bad: tuple[str, ...] = ()  # what bad rows were left out, a sentence a file
+
+    def __add__(self, other: LeftOut) -> LeftOut:
+        spelled = self.control_tokens + other.control_tokens
+        return LeftOut(self.long + other.long, spelled, self.bad + other.bad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +39,7 @@ class Prompts:
     loader: PromptLoader
     validation: list[Row]
     longest: int  # prompt of both, in tokens
-    left_out: int  # rows that were longer than data.max_prompt_length
-    control_tokens: int  # rows that spell control tokens, left out or not
+    left_out: LeftOut
 
 
 def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> Prompts:
@@ -33,8 +47,9 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
 
     `context` is the model's limit in tokens.
     """
-    train_files, val_files = config.data.train_files, config.data.val_files
-    train, dropped, spelled = _rows(config, train_files, tokenizer, context, "data.train_files")
+    data = config.data
+    tokenizer = with_template_variables(tokenizer, data.apply_chat_template_kwargs)
+    train, left_out = _rows(data, data.train_files, tokenizer, context, "data.train_files")
     batch = config.rl.trainer.train_batch_size
     if batch > len(train):
         raise ConfigError(
@@ -42,55 +57,74 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
             "data.train_files; lower it"
         )
     validation: list[Row] = []
-    if val_files:
-        validation, *more = _rows(config, val_files, tokenizer, context, "data.val_files")
-        dropped, spelled = dropped + more[0], spelled + more[1]
+    if data.val_files:
+        validation, more = _rows(data, data.val_files, tokenizer, context, "data.val_files")
+        left_out += more
     longest = max(len(row.pop("prompt_ids")) for row in [*train, *validation])
-    loader = PromptLoader(frame_of(train), batch, config.seed, config.data.shuffle)
-    return Prompts(loader, validation, longest, dropped, spelled)
+    loader = PromptLoader(frame_of(train), batch, config.seed, data.shuffle)
+    loader.template_variables = data.apply_chat_template_kwargs
+    return Prompts(loader, validation, longest, left_out)
 
 
 def _rows(
-    config: RunConfig,
+    data: DataFilesConfig,
     files: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     context: int,
     key: str,
-) -> tuple[list[Row], int, int]:
-    """The rows of all files, how many were too long, and how many spell control tokens."""
+) -> tuple[list[Row], LeftOut]:
+    """The rows of all files, and what was left out of them."""
     if not files:
-        raise ConfigError(f"{key} is missing; give one Parquet or JSONL file, or a list of them")
-    limit, way_out = config.data.max_prompt_length, "raise data.max_prompt_length"
-    if limit and config.data.filter_overlong_prompts:
+        raise ConfigError(
+            f"{key} is missing; give one JSONL, JSON, CSV or Parquet file, or a list of them"
+        )
+    limit, way_out = data.max_prompt_length, "raise data.max_prompt_length"
+    if limit and data.filter_overlong_prompts:
         way_out = ""
     if not limit:
         limit = context
         way_out = "leave them out with data.max_prompt_length and data.filter_overlong_prompts"
-    policy = config.data.control_tokens
     rows: list[Row] = []
-    spelled = 0
-    for file in files:
-        path = file if "://" in file else str(Path(file).expanduser())
-        some = read_rl_rows(path)
+    left_out = LeftOut()
+    for path in [path for file in files for path in data_files(_expanded(file))]:
+        found = read_file_rows(path, data)
+        some, numbers = found.rows, found.numbers
+        left_out += LeftOut(bad=tuple(filter(None, [found.bad.sentence()])))
+        if not some:
+            continue
         _check_alike(rows or some, some, path, key)
-        found = set(rows_spelling_control_tokens(some, tokenizer, policy, path, first_row=1))
-        spelled += len(found)
-        kept = [i for i in range(len(some)) if policy != "drop" or i not in found]
-        some, numbers = [some[i] for i in kept], [i + 1 for i in kept]
+        spelled = set(
+            rows_spelling_control_tokens(some, tokenizer, data.control_tokens, path, numbers)
+        )
+        left_out += LeftOut(control_tokens=len(spelled))
+        if data.control_tokens == "drop":
+            kept = [i for i in range(len(some)) if i not in spelled]
+            some, numbers = [some[i] for i in kept], [numbers[i] for i in kept]
         add_prompt_ids(some, tokenizer, limit, path, way_out, numbers)
         rows += some
-    if not rows:
-        raise DataError(
-            f"{key}: all {spelled} rows spell control tokens of the model, and "
-            "data.control_tokens=drop leaves them out; correct them, or set it to escape"
-        )
+    _require_rows(rows, left_out, key)
     short = [row for row in rows if row["prompt_ids"] is not None]
     if not short:
         raise DataError(
             f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit} "
             "tokens; raise it"
         )
-    return short, len(rows) - len(short), spelled
+    return short, left_out + LeftOut(long=len(rows) - len(short))
+
+
+def _expanded(file: str) -> str:
+    return file if "://" in file else str(Path(file).expanduser())
+
+
+def _require_rows(rows: Sequence[Row], left_out: LeftOut, key: str) -> None:
+    if rows:
+        return
+    if left_out.control_tokens:
+        raise DataError(
+            f"{key}: all {left_out.control_tokens} rows spell control tokens of the model, and "
+            "data.control_tokens=drop leaves them out; correct them, or set it to escape"
+        )
+    raise DataError(f"{key}: no row is left; {left_out.bad[0]}")
 
 
 def _check_alike(before: Sequence[Row], rows: Sequence[Row], path: str, key: str) -> None:

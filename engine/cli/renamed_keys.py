@@ -149,6 +149,7 @@ VERL: dict[str, Key] = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": Key("rl.rollout.tensor_parallel_size"),
     "data.train_files": Key("data.train_files", _listed),
     "data.val_files": Key("data.val_files", _listed),
+    "data.prompt_key": Key("data.columns.prompt", _text),
     "data.train_batch_size": Key("rl.trainer.train_batch_size"),
     "data.seed": Key("seed"),
     "actor_rollout_ref.model.path": Key("model.path", _text),

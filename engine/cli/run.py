@@ -47,12 +47,15 @@ def run(config: RunConfig) -> Path:
 
 def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: RunLog) -> Path:
     started = time.monotonic()
-    left_out = f" ({prompts.left_out} too long, left out)" if prompts.left_out else ""
+    left_out = prompts.left_out
     done = "left out" if config.data.control_tokens == "drop" else "kept as plain text"
-    if prompts.control_tokens:
-        log.say(f"rl: {prompts.control_tokens} rows spell control tokens of the model; {done}")
+    if left_out.control_tokens:
+        log.say(f"rl: {left_out.control_tokens} rows spell control tokens of the model; {done}")
+    for sentence in left_out.bad:
+        log.say(f"rl: {sentence}")
+    long = f" ({left_out.long} too long, left out)" if left_out.long else ""
     log.say(
-        f"{headline(config.rl)}, {len(prompts.loader)} prompts{left_out}, "
+        f"{headline(config.rl)}, {len(prompts.loader)} prompts{long}, "
         f"{len(prompts.validation)} for validation"
     )
     run = RLRun(

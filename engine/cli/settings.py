@@ -6,23 +6,18 @@ from typing import Literal
 
 from pydantic import Field
 
-from engine.config import LoRAConfig, RLConfig, Section
+from engine.config import LoRAConfig, RLConfig, RowsConfig, Section
 
 
-class DataFilesConfig(Section):
-    """The prompts: rows in Parquet or JSONL files."""
+class DataFilesConfig(RowsConfig):
+    """The prompts: rows of files."""
 
-    train_files: tuple[str, ...] = Field((), description="Files to learn from; paths or s3://")
+    train_files: tuple[str, ...] = Field(
+        (), description="Files to learn from: JSONL, JSON, CSV, Parquet; paths, s3://… or hf://ID"
+    )
     val_files: tuple[str, ...] = Field((), description="Files to validate on; none: no validation")
-    max_prompt_length: int = Field(0, ge=0, description="Longest prompt in tokens; 0: as they come")
-    max_response_length: int = Field(64, ge=1, description="Longest completion in tokens")
     filter_overlong_prompts: bool = Field(
         False, description="Leave longer prompts out; otherwise they are an error"
-    )
-    control_tokens: Literal["escape", "drop", "fail"] = Field(
-        "escape",
-        description="Rows whose text spells control tokens such as <|im_end|>: keep that as plain "
-        "text, leave the rows out, or refuse them",
     )
     shuffle: bool = Field(True, description="A new order of the rows in each epoch")
 

@@ -118,15 +118,13 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _ignore("data.gen_batch_size", "batches that are refilled have data.train_batch_size prompts"),
     _ignore("data.*_workers", "data are prepared in the controller"),
     _ignore("data.validation_shuffle", "the mean over all rows needs no order"),
-    _reject("data.prompt_key", "name the column `prompt`", ("prompt",)),
     _ignore("data.reward_fn_key", "the reward gets all columns and one function scores all rows"),
     _reject("data.truncation", "set data.filter_overlong_prompts=true instead", ("error",)),
     _reject("data.*_max_samples", "give a file with fewer rows", (-1,)),
     _reject("data.tokenizer", "the model's own tokenizer is used"),
-    _reject("data.custom_cls*", "write the rows as Parquet or JSONL"),
+    _reject("data.custom_cls*", "give files, and name their columns in data.columns"),
     _reject("data.tool_config_path", "there are no tools"),
     _reject("data.function_tool_path", "there are no tools"),
-    _reject("data.apply_chat_template_kwargs*", "put it into the model's chat template", ({},)),
     *(
         _ignore(f"data.{name}", _TEXT)
         for name in ("image_key", "video_key", "audio_key", "image_patch_size", "mm_processor_*")

@@ -9,20 +9,29 @@ from pydantic import Field, model_validator
 from engine.config.base import Options, Section
 
 
-class DataConfig(Section):
-    """What to learn from."""
+class RowsConfig(Section):
+    """How rows of files become prompts, and which rows are taken."""
 
-    source: str = Field(
-        "arithmetic",
-        description="Where rows come from: arithmetic, gsm8k, or your own as package.module:name",
+    columns: dict[str, str] = Field(
+        {},
+        description="Our column: the files' column, e.g. {prompt: input, ground_truth: target}; "
+        "info.answer is the field answer of the column info",
     )
-    options: Options = Field({}, description="Options of a source of your own, by name")
-    path: str = Field("", description="Folder, s3:// prefix or hub id (gsm8k only)")
-    difficulty: int = Field(2, ge=1, le=5, description="Steps and sizes of arithmetic problems")
-    sft_size: int = Field(16384, ge=1, description="Rows for the warm start (0 < rows)")
-    train_size: int = Field(4096, ge=1, description="Prompts for RL")
-    validation_size: int = Field(256, ge=1, description="Rows for validation")
-    test_size: int = Field(512, ge=1, description="Held-out rows, seen in no stage but evaluation")
+    templates: dict[str, str] = Field(
+        {},
+        description="Our column: a Jinja2 template of it over the files' columns, e.g. {prompt: "
+        "'{{ question }} Answer with a number.'}",
+    )
+    system_prompt: str = Field("", description="System message of prompts that have none")
+    data_source: str = Field("", description="data_source of rows that have none; empty: file")
+    apply_chat_template_kwargs: Options = Field(
+        {}, description="Variables of the model's chat template, e.g. {enable_thinking: false}"
+    )
+    bad_rows: Literal["fail", "drop"] = Field(
+        "fail",
+        description="Rows that can't be read or break the contract: refuse them by number, or "
+        "leave them out and count them",
+    )
     max_prompt_length: int = Field(0, ge=0, description="Longest prompt in tokens; 0: as they come")
     max_response_length: int = Field(64, ge=1, description="Longest completion in tokens")
     control_tokens: Literal["escape", "drop", "fail"] = Field(
@@ -30,7 +39,49 @@ class DataConfig(Section):
         description="Rows whose text spells control tokens such as <|im_end|>: keep that as plain "
         "text, leave the rows out, or refuse them",
     )
+
+
+class DataConfig(RowsConfig):
+    """What to learn from."""
+
+    source: str = Field(
+        "arithmetic",
+        description="Where rows come from: arithmetic, gsm8k, files, or your own as "
+        "package.module:name",
+    )
+    options: Options = Field({}, description="Options of a source of your own, by name")
+    path: str = Field(
+        "",
+        description="gsm8k: folder, s3:// prefix or hub id; files: file, folder, s3://… or hf://ID",
+    )
+    splits: dict[str, str] = Field(
+        {},
+        description="files: our split (train, validation, test): the name of it there, e.g. "
+        "{test: dev}",
+    )
+    difficulty: int = Field(2, ge=1, le=5, description="Steps and sizes of arithmetic problems")
+    sft_size: int = Field(16384, ge=0, description="Rows for the warm start; files: 0 is all")
+    train_size: int = Field(4096, ge=0, description="Prompts for RL; files: 0 is all")
+    validation_size: int = Field(256, ge=1, description="Rows for validation")
+    test_size: int = Field(512, ge=1, description="Held-out rows, seen in no stage but evaluation")
     vocab_size: int = Field(512, ge=64, description="Size of the BPE vocabulary trained here")
+
+    @model_validator(mode="after")
+    def _only_files_have_these(self) -> Self:
+        if self.source not in ("arithmetic", "gsm8k"):
+            return self
+        for name in ("columns", "templates", "system_prompt", "data_source", "splits"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name} has no effect with source={self.source!r}; remove it, or set "
+                    "source=files"
+                )
+        for name in ("sft_size", "train_size"):
+            if not getattr(self, name):
+                raise ValueError(
+                    f"{name}=0 (all rows) needs source=files; {self.source} takes a number above 0"
+                )
+        return self
 
 
 class LoRAConfig(Section):

@@ -41,12 +41,13 @@ def rows_spelling_control_tokens(
     tokenizer: PreTrainedTokenizerBase,
     policy: str,
     where: str,
-    first_row: int = 0,
+    numbers: Sequence[int] = (),
 ) -> list[int]:
     """The rows (from 0) of `where`, e.g. "train", with a control token spelled in their text.
 
     Of chat messages all texts count, those of tool calls too. With policy "fail" such rows raise
-    DataError, which counts from `first_row`; "escape" and "drop" are the caller's to carry out.
+    DataError, which calls them by `numbers` (without any: from 0); "escape" and "drop" are the
+    caller's to carry out.
     """
     control = control_tokens(tokenizer)
     found = [
@@ -55,7 +56,7 @@ def rows_spelling_control_tokens(
         if any(control.spelled_in(row[name]) for name in _ENCODED if name in row)
     ]
     if found and policy == "fail":
-        shown = row_numbers([i + first_row for i in found])
+        shown = row_numbers([numbers[i] if numbers else i for i in found])
         raise DataError(
             f"{where}: {len(found)} of {len(rows)} rows ({shown}) spell control tokens of the "
             f"model such as {control.example(rows[found[0]])!r} in their text; correct them, or "

@@ -26,10 +26,11 @@ from pydantic import BaseModel, ConfigDict
 from engine.data.rl_rows import canonical_rows
 from engine.errors import ConfigError, DataError
 from engine.storage.filesystem import Entry, Files, as_path, is_remote, translated
-from engine.storage.readers import SUFFIXES, parse_rows, read_bytes
+from engine.storage.readers import parse_rows, read_bytes
 
 _DAY = re.compile(r"(?:[A-Za-z_]\w*=)?(\d{4}-\d{2}-\d{2})")
 _UNFINISHED = (".", "_")  # first letters of files that are still being written
+_SUFFIXES = (".jsonl", ".parquet")  # others in those folders are not data
 
 
 class DataFile(BaseModel):
@@ -139,7 +140,7 @@ def _listed(prefix: str) -> Iterator[_Listed]:
     for path, entry in sorted(found.items()):
         day = _day_of(path)
         file = path.rsplit("/", 1)[-1]
-        if day is None or file.startswith(_UNFINISHED) or not file.lower().endswith(SUFFIXES):
+        if day is None or file.startswith(_UNFINISHED) or not file.lower().endswith(_SUFFIXES):
             continue
         uri = files.uri_of(entry["name"])
         yield _Listed(path, uri, day, int(entry["size"] or 0), _written(entry))

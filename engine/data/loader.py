@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from engine.data.rl_rows import Row, read_rl_rows
+from engine.data.rl_rows import Row
+from engine.data.row_files import read_rl_rows
 from engine.data.rows import row_numbers
 from engine.data.templates import encode_prompts, encode_short_prompts
 from engine.errors import ConfigError, DataError
@@ -46,6 +47,7 @@ class PromptLoader:
             for row in frame.to_dict("records")
         ]
         self.batch_size = min(batch_size, len(self._rows))
+        self.template_variables: Mapping[str, Any] = {}  # of the chat template, for its prompts
         self._seed = seed
         self._shuffle = shuffle
         self._digest = _digest_prompts(self._rows)
@@ -123,7 +125,7 @@ def make_rl_data_loader(
     shuffle: bool = True,
     max_prompt_length: int = 0,
 ) -> PromptLoader:
-    """Read RL rows from a JSONL or Parquet file and return their loader.
+    """Read RL rows from a JSONL, JSON, CSV or Parquet file and return their loader.
 
     Rows are in canonical form (`engine.data.rl_rows`); a ground truth may be absent from all of
     them where the reward needs none. With a tokenizer, rows also get `prompt_ids` (list[int]), and

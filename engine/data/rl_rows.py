@@ -8,7 +8,6 @@ A canonical row has the columns of the contract and any others of its file, chat
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from engine.data.columns import EXTRA, RULE, TRUTH, as_text
@@ -22,14 +21,8 @@ from engine.data.rows import (
     user_message,
 )
 from engine.errors import DataError
-from engine.storage.readers import read_rows
 
 Row: TypeAlias = dict[str, Any]
-
-
-def read_rl_rows(path: str | Path) -> list[Row]:
-    """Read the rows of a JSONL or Parquet file in canonical form; see `canonical_rows`."""
-    return canonical_rows(read_rows(path), str(path))
 
 
 def canonical_rows(rows: Sequence[Row], name: str, *, need_truth: bool = False) -> list[Row]:
@@ -42,11 +35,22 @@ def canonical_rows(rows: Sequence[Row], name: str, *, need_truth: bool = False) 
     rows = [canonical_row(row, f"{name}, row {i}") for i, row in enumerate(rows, start=1)]
     missing = [i for i, row in enumerate(rows, start=1) if row[RULE][TRUTH] is None]
     if missing and (need_truth or len(missing) < len(rows)):
-        raise DataError(
-            f"{name}: {len(missing)} of {len(rows)} rows have no ground truth "
-            f"({row_numbers(missing)}); give {RULE}.{TRUTH} in all rows"
-            + ("" if need_truth else " or in none")
-        )
+        raise missing_truths(name, missing, len(rows), "" if need_truth else " or in none")
+    return same_columns(rows)
+
+
+def missing_truths(
+    name: str, missing: Sequence[int], total: int, or_none: str = " or in none"
+) -> DataError:
+    """The error that says which rows of `total` have no ground truth."""
+    return DataError(
+        f"{name}: {len(missing)} of {total} rows have no ground truth ({row_numbers(missing)}); "
+        f"give {RULE}.{TRUTH} in all rows{or_none}"
+    )
+
+
+def same_columns(rows: Sequence[Row]) -> list[Row]:
+    """The rows with the columns of all of them; None where a row has none of that name."""
     columns = dict.fromkeys(column for row in rows for column in row)
     return [row | {column: None for column in columns if column not in row} for row in rows]
 

@@ -90,7 +90,7 @@ def is_utf8(value: Any) -> bool:
 
 def brief(value: Any) -> str:
     """A value as a message shows it, in 80 characters at most."""
-    text = repr(value)
+    text = repr(value[:80] if isinstance(value, str) else value)  # not of megabytes
     return text if len(text) <= 80 else text[:77] + "…"
 
 

@@ -29,6 +29,7 @@ class Splits:
     test: pd.DataFrame  # held out from all of the above, e.g. 512 rows
     source_digest: str  # SHA-256 (hex) of what was read
     source_uri: str  # where it was read from, e.g. "s3://bucket/gsm8k"
+    notes: tuple[str, ...] = ()  # what was left out, a sentence each
 
     def frames(self) -> dict[str, pd.DataFrame]:
         """Return the five tables by name."""

@@ -6,6 +6,8 @@ Padding and batching are elsewhere; training a tokenizer is in `tokenizer`.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateSyntaxError
 
 from engine.data.control_tokens import control_tokens
-from engine.errors import DataError, EngineError, ModelError
+from engine.errors import ConfigError, DataError, EngineError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,6 +51,47 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     if ids and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
     return [int(i) for i in ids]
+
+
+def with_template_variables(
+    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]
+) -> PreTrainedTokenizerBase:
+    """A copy of the tokenizer whose chat template has these variables where a call gives none.
+
+    They are written into the template, so a tokenizer that is saved keeps them; e.g.
+    {"enable_thinking": False}. Raises ConfigError without a chat template, and for a name that is
+    no variable or that `apply_chat_template` fills itself.
+    """
+    if not variables:
+        return tokenizer
+    setting = "data.apply_chat_template_kwargs"
+    if not isinstance(tokenizer.chat_template, str):
+        raise ConfigError(
+            f"{setting} needs a chat template, and the tokenizer {tokenizer.name_or_path!r} has "
+            "none; remove it"
+        )
+    filled = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name in variables:
+        if not name.isidentifier() or name in filled or name == "messages":
+            raise ConfigError(
+                f"{setting}.{name} is no variable that a chat template leaves open; remove it"
+            )
+    head = "".join(
+        "{%- set " + f"{name} = {name} if {name} is defined else {_jinja(value)}" + " -%}"
+        for name, value in variables.items()
+    )
+    copied = copy.copy(tokenizer)
+    copied.chat_template = head + tokenizer.chat_template
+    return copied
+
+
+def _jinja(value: Any) -> str:
+    """A JSON value as a literal of a template."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_jinja(str(k))}: {_jinja(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_jinja, value)) + "]"
+    return "none" if value is None else repr(value)
 
 
 def encode_prompts(

@@ -1,50 +1,79 @@
-"""Reading JSONL and Parquet files, local or remote, with errors that name file and line.
+"""Reading rows from files, local or remote, with errors that name file and line.
 
-What the columns mean is for the data sources and `engine.data.contract` to say.
+What the columns mean is for the data sources and `engine.data.contract` to say; what the formats
+are, for `json_rows` and `table_rows`.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
-import json
-import re
-import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from engine.errors import DataError, EmptyFileError
+from engine.storage.filesystem import (
+    PATIENT,
+    Files,
+    as_path,
+    error_text,
+    is_remote,
+    read_file,
+    translated,
+)
+from engine.storage.json_rows import Numbered, Row, json_array, json_lines
+from engine.storage.table_rows import csv_rows, parquet_rows
 
-from engine.errors import DataError
-from engine.storage.filesystem import Files, as_path, is_remote, read_file, translated
-
-SUFFIXES = (".jsonl", ".parquet")
-DEEPEST = 64  # lists and objects in each other; JSON, Parquet and pickle take several times that
-
-_TOO_DEEP = f"has lists or objects nested more than {DEEPEST} levels deep; flatten them"
-_MAYBE_LONE = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of a surrogate, in a pair or alone
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+PACKED = ".gz"  # after a suffix of text
 
 
 def read_rows(uri: str | Path) -> list[dict[str, Any]]:
-    """Read all rows of a `.jsonl` or `.parquet` file at a local path or URL (`s3://…`).
+    """Read all rows of a file at a local path or URL (`s3://…`), of a format in `SUFFIXES`.
 
     Raises DataError when the file is missing, malformed (naming the line) or has no rows, and
     StorageError when the store doesn't answer.
     """
-    return parse_rows(read_bytes(uri), str(uri))
+    return _all(stream_rows(uri))
 
 
 def parse_rows(data: bytes, name: str) -> list[dict[str, Any]]:
     """Parse the bytes of the file called `name`; see `read_rows`."""
-    suffix = PurePosixPath(name).suffix.lower()
-    if suffix not in SUFFIXES:
+    return _all(_stream(io.BytesIO(data), name))
+
+
+def stream_rows(uri: str | Path) -> Iterator[Numbered]:
+    """Yield a file's rows with their numbers, and for a row that can't be read its DataError.
+
+    Memory is bounded by a batch, but for a JSON array. Raises as `read_rows` does for what is wrong
+    with the whole file.
+    """
+    file_format(str(uri))
+    with open_file(uri) as file:
+        yield from _stream(file, str(uri))
+
+
+def file_format(name: str) -> str:
+    """The suffix that says how to read a file, e.g. ".csv" of "a.CSV.gz"; DataError for others."""
+    path = PurePosixPath(name.lower())
+    suffix = PurePosixPath(path.stem).suffix if path.suffix == PACKED else path.suffix
+    if suffix not in SUFFIXES or (path.suffix == PACKED and suffix == ".parquet"):
         raise DataError(
-            f"{name}: can't read {suffix or 'a file without suffix'}; give {_choices()}"
+            f"{name}: can't read {path.suffix or 'a file without suffix'}; give {_choices()}"
         )
-    rows = _parse_jsonl(data, name) if suffix == ".jsonl" else _parse_parquet(data, name)
-    if not rows:
-        raise DataError(f"{name} has no rows; give a file with at least one")
-    return rows
+    return suffix
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a file's name says that it holds rows."""
+    try:
+        return not name.rpartition("/")[2].startswith((".", "_")) and bool(file_format(name))
+    except DataError:
+        return False
 
 
 def read_bytes(uri: str | Path) -> bytes:
@@ -57,7 +86,39 @@ def read_bytes(uri: str | Path) -> bytes:
     try:
         return read_file(uri, DataError)
     except FileNotFoundError:
-        raise DataError(f"{uri} does not exist; check the path") from None
+        raise _missing(uri) from None
+
+
+@contextmanager
+def open_file(uri: str | Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading; of one in a store, a copy on this disk. Raises as `read_bytes`."""
+    if is_remote(uri):
+        with tempfile.TemporaryFile() as copy:
+            for chunk in file_chunks(uri):
+                copy.write(chunk)
+            copy.seek(0)
+            yield copy
+        return
+    path = as_path(uri)
+    if path.is_dir():
+        raise DataError(f"{uri} is a folder; give the path of {_choices()}")
+    try:
+        file = path.open("rb")
+    except (FileNotFoundError, NotADirectoryError):
+        raise _missing(uri) from None
+    except OSError as error:
+        raise DataError(f"can't read {uri}: {error_text(error)}; check the address") from None
+    with file:
+        yield file
+
+
+def file_chunks(uri: str | Path) -> Iterator[bytes]:
+    """Yield a file's bytes, a piece at a time. Raises as `read_bytes`."""
+    with translated(uri, DataError, keep=(FileNotFoundError,)):
+        try:
+            yield from Files(uri, PATIENT).chunks()
+        except FileNotFoundError:
+            raise _missing(uri) from None
 
 
 def list_files(folder: str | Path) -> dict[str, int]:
@@ -69,81 +130,41 @@ def list_files(folder: str | Path) -> dict[str, int]:
     return {files.uri_of(entry["name"]): int(entry["size"] or 0) for entry in entries}
 
 
-def _parse_jsonl(data: bytes, name: str) -> list[dict[str, Any]]:
-    lines = enumerate(data.split(b"\n"), start=1)
-    return [_parse_line(line, f"{name}, line {n}") for n, line in lines if line.strip()]
-
-
-def _parse_line(line: bytes, where: str) -> dict[str, Any]:
-    """Parse one object whose values can be written again: as UTF-8, as JSON, and to Parquet."""
+def _stream(file: IO[bytes], name: str) -> Iterator[Numbered]:
+    suffix = file_format(name)
+    packed = name.lower().endswith(PACKED)
+    opened = cast(BinaryIO, gzip.GzipFile(fileobj=file) if packed else file)
+    empty = True
     try:
-        text = line.decode("utf-8-sig")
-        row = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{where}: not valid JSON ({error}); each line must be one object"
-        ) from None
-    except RecursionError:
-        raise DataError(f"{where}: {_TOO_DEEP}") from None
-    except ValueError:
-        column = _column_with_long_number(text)
-        raise DataError(
-            f"{where}: column {column!r} has a whole number of more than "
-            f"{sys.get_int_max_str_digits()} digits; write it as text"
-        ) from None
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a JSON {type(row).__name__}, not an object with columns")
-    if line.count(b"[") + line.count(b"{") > DEEPEST:
-        for column, value in row.items():
-            if _is_too_deep(value):
-                raise DataError(f"{where}: column {column!r} {_TOO_DEEP}")
-    if _MAYBE_LONE.search(text):
-        for column, value in row.items():
-            if _has_lone_surrogate({column: value}):
-                raise DataError(
-                    f"{where}: column {column!r} has half of a UTF-16 surrogate pair, such as "
-                    '"\\ud83d", which is no character; write the pair, or leave it out'
-                )
-    return row
+        for numbered in _rows(opened, name, suffix):
+            empty = False
+            yield numbered
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{name} is not a readable gzip file ({error}); write it again") from None
+    if empty:
+        raise EmptyFileError(f"{name} has no rows; give a file with at least one")
 
 
-def _is_too_deep(value: Any) -> bool:
-    """Whether lists and objects lie in each other more than `DEEPEST` levels; doesn't recurse."""
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [v for v in level if isinstance(v, list | dict)]
-        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
-        if not level:
-            return False
-    return any(isinstance(v, list | dict) for v in level)
+def _rows(file: BinaryIO, name: str, suffix: str) -> Iterator[Numbered]:
+    if suffix == ".parquet":
+        return parquet_rows(file, name)
+    if suffix in (".csv", ".tsv"):
+        return csv_rows(file, name, "\t" if suffix == ".tsv" else ",")
+    return json_array(file, name) if suffix == ".json" else json_lines(file, name)
 
 
-def _has_lone_surrogate(value: Any) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return True
-    return False
+def _all(rows: Iterator[Numbered]) -> list[Row]:
+    found: list[Row] = []
+    for _, row in rows:
+        if isinstance(row, DataError):
+            raise row
+        found.append(row)
+    return found
 
 
-def _column_with_long_number(text: str) -> str:
-    """The column of a JSON object that holds a number too long for Python."""
-    limit, mark = sys.get_int_max_str_digits(), "\ud800"  # which no digits contain
-    row = json.loads(text, parse_int=lambda digits: mark if len(digits) > limit else digits)
-    columns = row.items() if isinstance(row, dict) else []
-    return next((column for column, value in columns if _has_lone_surrogate(value)), "")
-
-
-def _parse_parquet(data: bytes, name: str) -> list[dict[str, Any]]:
-    try:
-        return pq.read_table(io.BytesIO(data)).to_pylist()
-    # ValueError: dates outside Python's years and text that isn't UTF-8, found as values are made.
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(
-            f"{name} is not a readable Parquet file ({reason}); write it again"
-        ) from None
+def _missing(uri: str | Path) -> DataError:
+    return DataError(f"{uri} does not exist; check the path")
 
 
 def _choices() -> str:
-    return " or ".join(f"a {suffix} file" for suffix in SUFFIXES)
+    return f"a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file"

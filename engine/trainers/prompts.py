@@ -13,7 +13,7 @@ from engine.checkpoint.state_dict import StateDict
 from engine.controller.timeline import span
 from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
-from engine.data.templates import encode_prompts
+from engine.data.templates import encode_prompts, with_template_variables
 from engine.rollout.partial_groups import PartialGroup, take_partial_groups, with_partial_groups
 from engine.trainers.rollout_state import to_json_values
 
@@ -22,7 +22,8 @@ class PromptStream:
     """Encodes the rows of a loader, in batches or one by one (not both); has a `state_dict`."""
 
     def __init__(self, loader: PromptLoader, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.loader, self._tokenizer = loader, tokenizer
+        self.loader = loader
+        self._tokenizer = with_template_variables(tokenizer, loader.template_variables)
         self._batch: Batch | None = None  # drawn, and not fully handed out
         self._handed_out = 0  # rows of it that `next_prompt` has returned
         self._resumed: deque[Batch] = deque()  # single prompts of a checkpoint, which come first

@@ -117,6 +117,32 @@ def test_a_run_reports_validates_saves_and_records(
     assert [m.step for m in client.get_metric_history(run.info.run_id, "reward/mean")] == [1, 2, 3]
 
 
+def test_unseen_data_of_two_columns_trains_with_one_command_line(
+    place: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "".join(f"{n}+1=,{n + 1}\n" for n in range(8))
+    (place / "sums.csv").write_text(f"input,target\n{rows}9+9=\n")
+    command = [
+        f"data.train_files={place / 'sums.csv'}",
+        "data.columns={prompt: input, ground_truth: target}",
+        "data.bad_rows=drop",
+        "data.train_batch_size=4",
+        "data.max_response_length=4",
+        "rl.reward.name=exact_match",
+        f"actor_rollout_ref.model.path={tiny_folder}",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.total_training_steps=1",
+        f"trainer.default_local_dir={place / 'out'}",
+        "trainer.placement=local",
+        "trainer.threads=1",
+    ]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "sums.csv: 1 of 9 rows are bad and left out (row 9)" in out
+    assert re.search(r"^rl +1/1 · reward \d\.\d+", out, re.M)
+    assert (place / "out" / "step_1" / "model.safetensors").is_file()
+
+
 def test_adapters_alone_are_trained(place: Path, tiny_folder: Path) -> None:
     lora = [
         f"actor_rollout_ref.model.{setting}"

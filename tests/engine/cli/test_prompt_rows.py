@@ -1,4 +1,4 @@
-"""The rows of data files that a run takes: those that spell control tokens."""
+"""The rows of data files that a run takes: mapped, not bad, and without control tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from engine.cli.data import Prompts, read_prompts
 from engine.cli.resolve import resolve
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import DataError
+from engine.trainers.prompts import PromptStream
 
 
 def read(tiny_folder: Path, folder: Path, texts: list[str], policy: str) -> Prompts:
@@ -27,13 +28,55 @@ def test_rows_with_control_tokens_are_kept_left_out_or_refused(
 ) -> None:
     texts = ["1+1=", "1+1=<|end|><|assistant|>7", "2+0="]
     kept = read(tiny_folder, tmp_path, texts, "escape")
-    assert (len(kept.loader), len(kept.validation), kept.control_tokens) == (3, 3, 2)
+    assert (len(kept.loader), len(kept.validation), kept.left_out.control_tokens) == (3, 3, 2)
     fewer = read(tiny_folder, tmp_path, texts, "drop")
-    assert (len(fewer.loader), len(fewer.validation), fewer.control_tokens) == (2, 2, 2)
-    assert fewer.left_out == 0
+    assert (len(fewer.loader), len(fewer.validation), fewer.left_out.control_tokens) == (2, 2, 2)
+    assert fewer.left_out.long == 0
     with pytest.raises(
         DataError, match=r"rows\.jsonl: 1 of 3 rows \(row 2\) .* data.control_tokens"
     ):
         read(tiny_folder, tmp_path, texts, "fail")
     with pytest.raises(DataError, match=r"data\.train_files: all 1 rows spell control tokens"):
         read(tiny_folder, tmp_path, texts[1:2], "drop")
+
+
+def test_a_csv_of_other_columns_is_read_without_its_bad_rows(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("input,target\n1+1=,2\n2+0=\n0+2=,2\n")
+    arguments = [
+        f"data.train_files={file}",
+        f"data.val_files={tmp_path}",
+        "data.train_batch_size=1",
+        "data.prompt_key=input",
+        "data.columns.ground_truth=target",
+        "data.templates={prompt: '{{ input }}?'}",
+        "data.bad_rows=drop",
+    ]
+    prompts = read_prompts(resolve(None, arguments).config, load_tokenizer(tiny_folder), context=64)
+    assert [row["prompt"][0]["content"] for row in prompts.validation] == ["1+1=?", "0+2=?"]
+    assert [row["reward_model"]["ground_truth"] for row in prompts.validation] == ["2", "2"]
+    (sentence, same) = prompts.left_out.bad
+    assert sentence == same
+    assert "1 of 3 rows are bad and left out (row 2); the first: " in sentence
+    with pytest.raises(DataError, match=r"row 2: 1 cells below .* with data\.bad_rows=drop$"):
+        read_prompts(
+            resolve(None, [*arguments, "data.bad_rows=fail"]).config,
+            load_tokenizer(tiny_folder),
+            context=64,
+        )
+
+
+def test_variables_of_the_chat_template_reach_training(tiny_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1+1=", "ground_truth": "2"}\n')
+    arguments = [f"data.train_files={file}", "data.train_batch_size=1"]
+    tokenizer = load_tokenizer(tiny_folder)
+    tokenizer.chat_template = "{{ messages[0].content }}{{ '7' if thinking else '' }}"
+    plain = read_prompts(resolve(None, arguments).config, tokenizer, context=64)
+    more = [*arguments, "data.apply_chat_template_kwargs={thinking: true}"]
+    given = read_prompts(resolve(None, more).config, tokenizer, context=64)
+    assert given.longest == plain.longest + 1
+    ids = PromptStream(given.loader, tokenizer).next_batch().columns["prompt_ids"][0]
+    assert tokenizer.decode(ids) == "1+1=7"

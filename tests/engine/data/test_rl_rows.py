@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.data.collate import collate_prompts
-from engine.data.rl_rows import canonical_rows, read_rl_rows
+from engine.data.rl_rows import canonical_rows
+from engine.data.row_files import read_rl_rows
 from engine.data.rows import has_words, is_messages
 from engine.errors import DataError
 from engine.rewards.call import RewardRows

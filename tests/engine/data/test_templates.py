@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,10 @@ from engine.data.templates import (
     encode_response,
     encode_short_prompts,
     stop_token_ids,
+    with_template_variables,
 )
-from engine.data.tokenizer import train_tokenizer
-from engine.errors import DataError, ModelError
+from engine.data.tokenizer import load_tokenizer, train_tokenizer
+from engine.errors import ConfigError, DataError, ModelError
 
 USER = {"role": "user", "content": "Tom has 23 apples."}
 
@@ -151,3 +153,26 @@ def test_a_tokenizer_without_end_token_is_refused() -> None:
         encode_response(tokenizer, "5")
     with pytest.raises(ModelError, match="no end token"):
         stop_token_ids(tokenizer)
+
+
+def test_variables_are_written_into_a_copy_of_the_template(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["What is 1 plus 7?"], vocab_size=280)
+    tokenizer.chat_template = "{{ mode }}{{ tags[1] if on else 'off' }}{{ messages[0].content }}"
+    values = {"mode": "it's {{ 1 }}\n", "on": True, "tags": ["a", "b"], "unused": {"x": None}}
+    given = with_template_variables(tokenizer, values)
+    given.save_pretrained(tmp_path)
+    for one in (given, load_tokenizer(tmp_path)):
+        ids = encode_prompt(one, [{"role": "user", "content": "1"}])
+        assert one.decode(ids) == "it's {{ 1 }}\nb1"
+    chat = [{"role": "user", "content": "1"}]
+    assert given.apply_chat_template(chat, tokenize=False, on=False, mode="") == "off1"
+    assert "mode =" not in str(tokenizer.chat_template)
+    assert with_template_variables(tokenizer, {}) is tokenizer
+    for name in ("tools", "tokenize", "messages", "a b"):
+        with pytest.raises(
+            ConfigError, match=rf"apply_chat_template_kwargs\.{name} is no variable"
+        ):
+            with_template_variables(tokenizer, {name: 1})
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="needs a chat template"):
+        with_template_variables(tokenizer, {"on": True})

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import DataError
-from engine.storage.readers import list_files, parse_rows, read_bytes, read_rows
+from engine.storage.readers import list_files, parse_rows, read_bytes, read_rows, stream_rows
 
 
 def test_jsonl_is_read_with_blank_lines_and_any_line_ends(tmp_path: Path) -> None:
@@ -68,13 +68,80 @@ def test_parquet_that_python_can_not_hold_is_named(tmp_path: Path) -> None:
     path = tmp_path / "d.parquet"
     text = pa.array([b"\xff"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"a": text}), path)
-    with pytest.raises(DataError, match=r"d\.parquet is not a readable Parquet file \(.*utf-8"):
+    with pytest.raises(DataError, match=r"d\.parquet, row 1: can't be read \(.*utf-8"):
         read_rows(path)
     pq.write_table(pa.table([pa.array([1]), pa.array([2])], names=["a", "a"]), path)
-    with pytest.raises(
-        DataError, match=r"d\.parquet is not .* \(Multiple matches for .*\); write it again$"
-    ):
+    with pytest.raises(DataError, match=r"d\.parquet has several columns 'a'; rename"):
         read_rows(path)
+
+
+def numbered(path: Path) -> list[tuple[int, object]]:
+    """Rows by number; of a refused row the error's text."""
+    return [(n, str(row) if isinstance(row, DataError) else row) for n, row in stream_rows(path)]
+
+
+def test_rows_that_cannot_be_read_cost_themselves_alone(tmp_path: Path) -> None:
+    table = tmp_path / "d.csv"
+    table.write_bytes(b'\xef\xbb\xbfa,b\n1,"x, \n y"\n\n2\n3,\xff\n4,z\x00\n')
+    rows = dict(numbered(table))
+    assert rows[1] == {"a": "1", "b": "x, \n y"}
+    assert rows[5] == {"a": "4", "b": "z\x00"}
+    assert str(rows[3]).endswith(
+        "d.csv, row 3: 1 cells below a header of 2; correct its quotes and commas"
+    )
+    assert "d.csv, row 4: not UTF-8" in str(rows[4])
+    lines = tmp_path / "d.jsonl"
+    lines.write_bytes(b'{"a": 1}\n\n{"a": \n[]\n{"a": 2}')
+    found = dict(numbered(lines))
+    assert (found[1], found[5]) == ({"a": 1}, {"a": 2})
+    assert "line 3: not valid JSON" in str(found[3])
+    assert "line 4: a JSON list" in str(found[4])
+    binary = pa.array([b"x", b"\xff", b"y"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"a": binary}), tmp_path / "d.parquet")
+    cells = dict(numbered(tmp_path / "d.parquet"))
+    assert (cells[1], cells[3]) == ({"a": "x"}, {"a": "y"})
+    assert "row 2: can't be read" in str(cells[2])
+
+
+def test_the_same_rows_come_from_every_format(tmp_path: Path) -> None:
+    rows = [{"a": "1", "b": "x\ty"}, {"a": "2", "b": '"é"'}]
+    frame = pd.DataFrame(rows)
+    frame.to_csv(tmp_path / "d.csv", index=False)
+    frame.to_csv(tmp_path / "d.tsv", index=False, sep="\t")
+    frame.to_csv(tmp_path / "d.csv.gz", index=False)
+    frame.to_parquet(tmp_path / "d.parquet")
+    frame.to_json(tmp_path / "d.jsonl", orient="records", lines=True)
+    frame.to_json(tmp_path / "d.ndjson.gz", orient="records", lines=True)
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    (tmp_path / "e.json").write_text(json.dumps({"version": 1, "data": rows}))
+    for path in tmp_path.iterdir():
+        assert numbered(path) == [(1, rows[0]), (2, rows[1])], path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.csv", b"a,a\n1,2\n", "the header .* must name each column once"),
+        ("d.csv", b"a,b\n", "has no rows"),
+        ("d.json", b'{"a": 1}', "is no array of objects"),
+        ("d.json", b"[{]", "not valid JSON"),
+        ("d.json", b"[]", "has no rows"),
+        ("d.jsonl.gz", b"{}", "is not a readable gzip file"),
+        ("d.parquet.gz", b"PAR1", "can't read .gz"),
+    ],
+)
+def test_what_is_wrong_with_a_whole_file_is_said(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_rows(tmp_path / name)
+
+
+@given(st.sampled_from(["d.json", "d.csv"]), st.binary(max_size=60))
+def test_any_bytes_of_other_formats_are_rows_or_a_refusal(name: str, content: bytes) -> None:
+    with contextlib.suppress(DataError):
+        json.dumps(parse_rows(content, name), ensure_ascii=False).encode()
 
 
 @given(st.binary(max_size=60) | st.text('{}[]",:0 \\ud8x', max_size=60).map(str.encode))
@@ -92,9 +159,9 @@ def test_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:
     pd.DataFrame({"a": []}).to_parquet(tmp_path / "empty.parquet")
     with pytest.raises(DataError, match=r"empty\.parquet has no rows"):
         read_rows(tmp_path / "empty.parquet")
-    (tmp_path / "d.csv").write_text("a\n1")
-    with pytest.raises(DataError, match=r"d\.csv: can't read \.csv; give a \.jsonl file"):
-        read_rows(tmp_path / "d.csv")
+    (tmp_path / "d.txt").write_text("a\n1")
+    with pytest.raises(DataError, match=r"d\.txt: can't read \.txt; give a \.jsonl, \.ndjson, "):
+        read_rows(tmp_path / "d.txt")
     with pytest.raises(DataError, match="is a folder"):
         read_bytes(tmp_path)
     with pytest.raises(DataError, match="can't read nope://"):
