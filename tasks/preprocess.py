@@ -2,18 +2,20 @@
 
 Artifact `dataset`: `sft_train`, `sft_validation`, `train`, `validation`, `test` (`.parquet`, in the
 data contract of `engine.data.contract`), `tokenizer/` (Hugging Face), `dataset.json` (lengths in
-tokens).
+tokens), `README.md` (the card).
+
+`python -m tasks.preprocess --help` writes files of a data set without the rest.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flytekit import task
+from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig
@@ -51,11 +53,14 @@ def preprocess(
 
     `context` is the model's limit in tokens that the longest prompt and response must fit.
     """
+    from engine.data.decontamination import without_held_out
     from engine.data.sources import load_splits
 
     config = {"data": data.model_dump(mode="json"), "model_path": model_path, "seed": seed}
     with stage("dataset", run, config) as this:
         splits = load_splits(data, seed)
+        if data.source != "arithmetic":  # whose problems differ by numbers, and are dealt apart
+            splits = without_held_out(splits, data)
         for note in splits.notes:
             echo(f"dataset: {note}")
         check_contract(splits)
@@ -76,17 +81,19 @@ def write_splits(
     data: DataConfig,
     context: int,
 ) -> dict[str, float]:
-    """Write checked splits and their tokenizer into the stage's folder.
+    """Write checked splits, their tokenizer and their card into the stage's folder.
 
-    Returns metrics: rows per split, rows that spell control tokens, longest prompt in tokens.
-    Raises as `apply_control_tokens`, `fit_to_context` and `write_split` do.
+    The card is the task's Deck as well. Returns metrics: rows per split, rows that spell control
+    tokens, longest prompt in tokens. Raises as `apply_control_tokens`, `fit_to_context` and `write_split` do.
     """
     from engine.storage.manifest import Parent
 
     splits, spelled = apply_control_tokens(splits, tokenizer, data.control_tokens)
-    splits, lengths = fit_to_context(splits, tokenizer, data, context)
+    splits, tokens = fit_to_context(splits, tokenizer, data, context)
+    lengths = {"max_prompt_length": max(map(max, tokens.values()))}
     for name in SPLITS:
         write_split(getattr(splits, name), this.folder / f"{name}.parquet")
+    write_card(this.folder, data.source, splits, tokens)
     tokenizer.save_pretrained(this.folder / "tokenizer")
     (this.folder / "dataset.json").write_text(json.dumps(lengths, indent=2))
     this.parents.append(
@@ -96,6 +103,27 @@ def write_splits(
     rows = {f"rows_{name}": float(len(getattr(splits, name))) for name in SPLITS}
     rows["control_token_rows"] = float(spelled)
     return rows | {name: float(length) for name, length in lengths.items()}
+
+
+def write_card(
+    folder: Path, source: str, splits: Splits, tokens: Mapping[str, Sequence[int]]
+) -> None:
+    """Write the card of a dataset's folder; `tokens` are the lengths of each split's prompts.
+
+    It names the source, not its place, so that equal data make an equal artifact.
+    """
+    from engine.data.card import CARD, SplitCard, card_html, card_markdown
+    from engine.storage.hashing import hash_file
+
+    cards = []
+    for name, frame in splits.frames().items():
+        card = SplitCard(name, "tokens", digest=hash_file(folder / f"{name}.parquet"))
+        for row, length in zip(frame.to_dict("records"), tokens[name], strict=True):
+            card.add({str(column): cell for column, cell in row.items()}, length)
+        cards.append(card)
+    markdown = card_markdown(source, splits.source_digest, cards, splits.notes)
+    (folder / CARD).write_text(markdown, encoding="utf-8")
+    Deck("Data", card_html(markdown))
 
 
 def write_split(frame: pd.DataFrame, path: Path) -> None:
@@ -176,12 +204,12 @@ def apply_control_tokens(
 
 def fit_to_context(
     splits: Splits, tokenizer: PreTrainedTokenizerBase, data: DataConfig, context: int
-) -> tuple[Splits, dict[str, int]]:
+) -> tuple[Splits, dict[str, list[int]]]:
     """Drop rows whose prompt is over `data.max_prompt_length` (if set), then check the context.
 
-    Returns the splits and the longest prompt in tokens. Raises ModelError when prompt and response
-    don't fit the context, DataError when a prompt alone doesn't, when the chat template refuses
-    one, and when a split loses all its rows.
+    Returns the splits and the lengths of their prompts in tokens. Raises ModelError when prompt and
+    response don't fit the context, DataError when a prompt alone doesn't, when the chat template
+    refuses one, and when a split loses all its rows.
     """
     from dataclasses import replace
 
@@ -191,7 +219,7 @@ def fit_to_context(
     from engine.models import check_context
 
     limit = data.max_prompt_length or context
-    longest, kept = 0, {}
+    kept, tokens = {}, dict[str, list[int]]()
     for name in SPLITS:
         frame = getattr(splits, name)
         encoded = encode_short_prompts(tokenizer, frame["prompt"], limit, name)
@@ -207,11 +235,13 @@ def fit_to_context(
                 "longer; raise it"
             )
         if long:
-            echo(f"dataset: {name}: {len(long)} prompts over {limit} tokens left out")
+            note = f"{name}: {len(long)} prompts over {limit} tokens left out"
+            splits = replace(splits, notes=(*splits.notes, note))
+            echo(f"dataset: {note}")
         kept[name] = frame[[ids is not None for ids in encoded]].reset_index(drop=True)
-        longest = max(longest, *(len(ids) for ids in encoded if ids is not None))
-    check_context(longest, data.max_response_length, context)
-    return replace(splits, **kept), {"max_prompt_length": longest}
+        tokens[name] = [len(ids) for ids in encoded if ids is not None]
+    check_context(max(map(max, tokens.values())), data.max_response_length, context)
+    return replace(splits, **kept), tokens
 
 
 def log_splits(this: Stage, dataset: Path, names: Sequence[str], uri: str = "") -> None:
@@ -225,3 +255,9 @@ def log_splits(this: Stage, dataset: Path, names: Sequence[str], uri: str = "") 
         file = dataset / f"{name}.parquet"
         source = uri or f"{this.parent('dataset').uri}/{file.name}"
         this.tracked.log_dataset(file, name, hash_file(file)[:32], context=name, uri=source)
+
+
+if __name__ == "__main__":
+    from engine.cli.preprocess import main
+
+    raise SystemExit(main())

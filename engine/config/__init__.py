@@ -13,7 +13,7 @@ from engine.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from engine.config.base import Options, Section
-from engine.config.data import DataConfig, LoRAConfig, ModelConfig, RowsConfig
+from engine.config.data import DataConfig, DecontaminateConfig, LoRAConfig, ModelConfig, RowsConfig
 from engine.config.parallel import ParallelConfig
 from engine.config.parse import digest, explain, load_config, parse_config
 from engine.config.pipeline import EvaluateConfig, PipelineConfig, TrackingConfig
@@ -40,6 +40,7 @@ __all__ = [
     "ContaminationConfig",
     "CriticConfig",
     "DataConfig",
+    "DecontaminateConfig",
     "EvaluateConfig",
     "FilterGroupsConfig",
     "GuardConfig",

@@ -41,6 +41,22 @@ class RowsConfig(Section):
     )
 
 
+class DecontaminateConfig(Section):
+    """Which training rows are left out because held-out rows contain them."""
+
+    ngram: int = Field(13, ge=2, description="Words in a row that are compared")
+    overlap: float = Field(
+        0.8,
+        ge=0,
+        le=1,
+        description="A row with this share of a held-out prompt's n-grams is left "
+        "out; 0: only the same words",
+    )
+    against: tuple[str, ...] = Field(
+        (), description="Evaluation sets, held out besides the splits: files, s3://… or hf://ID"
+    )
+
+
 class DataConfig(RowsConfig):
     """What to learn from."""
 
@@ -64,6 +80,7 @@ class DataConfig(RowsConfig):
     train_size: int = Field(4096, ge=0, description="Prompts for RL; files: 0 is all")
     validation_size: int = Field(256, ge=1, description="Rows for validation")
     test_size: int = Field(512, ge=1, description="Held-out rows, seen in no stage but evaluation")
+    decontaminate: DecontaminateConfig = DecontaminateConfig()
     vocab_size: int = Field(512, ge=64, description="Size of the BPE vocabulary trained here")
 
     @model_validator(mode="after")

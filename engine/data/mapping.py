@@ -16,6 +16,7 @@ from engine.data.rl_rows import Row, canonical_row
 from engine.data.rows import is_messages, is_missing
 from engine.errors import ConfigError, DataError
 
+_BOXES = ("\\boxed{", "\\fbox{")
 LONGEST_TEXT = 4_000_000  # characters of one cell: a million tokens, more than any model reads
 
 
@@ -32,6 +33,7 @@ class RowMapper:
         """Raise ConfigError for a template that is not one."""
         self._config = config
         sandbox = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+        sandbox.filters |= {"boxed": last_boxed, "required": required}
         self._templates = {
             column: _compiled(sandbox, column, text) for column, text in config.templates.items()
         }
@@ -71,6 +73,27 @@ class RowMapper:
         # A column that gives its name to another one is replaced by it.
         replaced = {*columns, *columns.values()}
         return {column: value for column, value in raw.items() if column not in replaced} | given
+
+
+def last_boxed(text: str) -> str:
+    """The filter `boxed`: what is in the last `\\boxed{…}` or `\\fbox{…}` of a text.
+
+    Raises ValueError where there is none, or its braces don't close.
+    """
+    start = max(text.rfind(mark) + len(mark) if mark in text else -1 for mark in _BOXES)
+    depth = 1
+    for at in range(start, len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[at], 0) if text[at - 1] != "\\" else 0
+        if not depth:
+            return text[start:at]
+    raise ValueError("there is no \\boxed{…}")
+
+
+def required(text: str, part: str) -> str:
+    """The filter `required`: the text itself; ValueError where it doesn't hold `part`."""
+    if part not in text:
+        raise ValueError(f"there is no {part!r}")
+    return text
 
 
 def _value(raw: Row, path: str) -> Any:

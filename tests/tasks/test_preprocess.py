@@ -35,13 +35,14 @@ def with_prompt(content: str) -> Splits:
 
 def test_long_prompts_are_left_out_where_there_is_a_limit_or_refused_by_row() -> None:
     fitted, lengths = fit_to_context(splits(), TOKENIZER, DataConfig(max_response_length=8), 64)
-    longest = lengths["max_prompt_length"]
+    longest = max(lengths["train"])
     assert [len(frame) for frame in fitted.frames().values()] == [4] * 5
     huge = with_prompt("1+" * 5_000_000)
     limited = DataConfig(max_response_length=8, max_prompt_length=longest)
     fitted, lengths = fit_to_context(huge, TOKENIZER, limited, 64)
     assert [prompt[0]["content"] for prompt in fitted.train["prompt"]] == ["0+1?", "1+1?", "3+1?"]
-    assert lengths == {"max_prompt_length": longest}
+    assert max(max(own) for own in lengths.values()) == longest
+    assert "train: 1 prompts over" in fitted.notes[0]
     message = r"^train: 1 prompts are longer than the model's context of 64 tokens \(row 2\); set"
     with pytest.raises(DataError, match=message):
         fit_to_context(huge, TOKENIZER, DataConfig(max_response_length=8), 64)

@@ -37,7 +37,9 @@ def refusal(*arguments: str) -> str:
 def test_every_target_of_the_table_is_a_setting() -> None:
     for name, key in VERL.items():
         paths = (key.path,) if isinstance(key.path, str) else key.path
-        assert set(paths) <= set(own_paths()), name
+        entries = {parent for path in paths if (parent := path.rpartition(".")[0]) in own_paths()}
+        assert {own_paths()[parent] for parent in entries} <= {dict}, name
+        assert entries or set(paths) <= set(own_paths()), name
         assert not key.times or key.times in own_paths(), name
 
 

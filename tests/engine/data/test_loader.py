@@ -146,7 +146,7 @@ def test_numbers_stay_whole_where_a_row_has_none(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ({"prompt": "  "}, "row 2: column 'prompt'"),
-        ({"question": "x"}, "row 2: column 'prompt' is None"),
+        ({"question": "x"}, "row 2: there is no column 'prompt'; name one of"),
         ({"prompt": [{"role": "user"}]}, "row 2: column 'prompt'"),
         ({"prompt": []}, "row 2: column 'prompt'"),
         ({"prompt": "x", "reward_model": "5"}, "row 2: column 'reward_model' is '5'"),

@@ -70,5 +70,7 @@ def test_a_registered_source_is_loaded_by_its_name(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["arithmetics", "loader"])
 def test_an_unknown_source_is_refused_with_the_choices(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'{name}' is unknown.*choose one of arithmetic, gsm8k"):
+    with pytest.raises(
+        ConfigError, match=rf"'{name}' is unknown.*choose one of arithmetic, files, gsm8k"
+    ):
         load_splits(config(name), 0)

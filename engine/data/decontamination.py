@@ -1,0 +1,131 @@
+"""Training rows that held-out rows contain: the same prompt, or most of its runs of words.
+
+What is kept in memory is of the held-out texts alone, so the training set may be of any size. How
+much of a test set a finished model has seen is `engine.promotion.contamination`'s to measure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import pandas as pd
+
+from engine.config import DataConfig
+from engine.data.bad_rows import BadRows, mapped_rows
+from engine.data.rows import prompt_text
+from engine.data.sources import Splits
+from engine.errors import DataError
+
+_WORD = re.compile(r"\w+")
+Match = Literal["", "exact", "near"]
+
+
+@dataclass
+class HeldOut:
+    """Texts that training must not contain.
+
+    A text is "near" to a held-out one that shares at least `overlap` (0 to 1; 0: never) of its
+    distinct runs of `ngram` words with it (Brown et al. 2020, arXiv:2005.14165, app. C), and
+    "exact" where the words are the same without case and punctuation.
+
+    >>> held_out = HeldOut(ngram=3, overlap=0.5)
+    >>> held_out.add("Tom has two red apples.")
+    >>> held_out.find("TOM has two red apples!"), held_out.find("Now Tom has two red pears.")
+    ('exact', 'near')
+    >>> held_out.find("Tom has two green apples.")
+    ''
+    """
+
+    ngram: int = 13
+    overlap: float = 0.8
+    _whole: set[int] = field(default_factory=set)
+    _texts: dict[int, list[int]] = field(default_factory=dict)  # hash of a run: texts with it
+    _runs: list[int] = field(default_factory=list)  # distinct runs of each text
+
+    def add(self, text: str) -> None:
+        """Hold a text out."""
+        words = _words(text)
+        self._whole.add(hash(words))
+        if not self.overlap:
+            return
+        runs = self._runs_of(words)
+        for run in runs:
+            self._texts.setdefault(run, []).append(len(self._runs))
+        self._runs.append(len(runs))
+
+    def find(self, text: str) -> Match:
+        """How a text is in the held-out ones; empty where it isn't."""
+        words = _words(text)
+        if hash(words) in self._whole:
+            return "exact"
+        shared: Counter[int] = Counter()
+        for run in self._runs_of(words) if self._texts else ():
+            shared.update(self._texts.get(run, ()))
+        near = any(count >= self.overlap * self._runs[text] for text, count in shared.items())
+        return "near" if near else ""
+
+    def _runs_of(self, words: tuple[str, ...]) -> set[int]:
+        n = self.ngram
+        return {hash(words[i : i + n]) for i in range(len(words) - n + 1)}
+
+
+def without_held_out(splits: Splits, config: DataConfig) -> Splits:
+    """The splits, where no training prompt is in a held-out one, nor a validation prompt in test.
+
+    The evaluation sets of `config.decontaminate.against` are held out of both. What was left out is
+    in the notes. Raises DataError where no row of a split is left.
+    """
+    settings = config.decontaminate
+    held_out = HeldOut(settings.ngram, settings.overlap)
+    hold_out_files(config, held_out)
+    frames: dict[str, Any] = dict(splits.frames())
+    notes = list(splits.notes)
+    for names in (("test",), ("validation", "sft_validation"), ("train", "sft_train")):
+        for name in names if names != ("test",) else ():
+            frames[name] = _without(frames[name], held_out, name, notes)
+        for prompt in (prompt for name in names for prompt in frames[name]["prompt"]):
+            held_out.add(question_text(prompt))
+    return replace(splits, **frames, notes=tuple(notes))
+
+
+def _without(frame: pd.DataFrame, held_out: HeldOut, name: str, notes: list[str]) -> pd.DataFrame:
+    matches = [held_out.find(question_text(prompt)) for prompt in frame["prompt"]]
+    exact, near = matches.count("exact"), matches.count("near")
+    if not exact + near:
+        return frame
+    if exact + near == len(frame):
+        raise DataError(
+            f"{name}: all its prompts are in held-out ones; give others, or set "
+            "data.decontaminate.overlap higher"
+        )
+    notes.append(
+        f"{name}: {exact + near} prompts are in held-out ones ({exact} with the same words, {near} "
+        "nearly) and left out"
+    )
+    return frame[[not match for match in matches]].reset_index(drop=True)
+
+
+def hold_out_files(config: DataConfig, held_out: HeldOut) -> None:
+    """Hold out the prompts of the evaluation sets in `data.decontaminate.against`.
+
+    Raises DataError where one can't be read, or has bad rows.
+    """
+    for address in config.decontaminate.against:
+        bad = BadRows(address, "fail")
+        for _, row in mapped_rows(address, config, bad):
+            held_out.add(question_text(row["prompt"]))
+        bad.check()
+
+
+def question_text(prompt: Any) -> str:
+    """The words of a prompt without its system messages."""
+    if isinstance(prompt, str):
+        return prompt
+    return prompt_text([m for m in prompt if m["role"] != "system"] or prompt)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(_WORD.findall(text.casefold()))

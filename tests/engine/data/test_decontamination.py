@@ -1,0 +1,79 @@
+"""Held-out prompts in training data: the same words, or most runs of words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from engine.config import DataConfig
+from engine.data.decontamination import HeldOut, without_held_out
+from engine.data.rows import rl_row, sft_row
+from engine.data.sources import Splits
+from engine.errors import DataError
+
+STORY = "A farmer sells seven baskets of apples and then buys two more sacks of grain for his horse"
+
+
+def test_matches_are_exact_near_or_none() -> None:
+    held_out = HeldOut(ngram=5, overlap=0.5)
+    held_out.add(STORY)
+    assert held_out.find(STORY.upper().replace(" ", ",  ")) == "exact"
+    assert held_out.find(f"Long ago. {STORY.replace('horse', 'cow')}, they say.") == "near"
+    assert held_out.find(" ".join(STORY.split()[:9])) == ""  # 5 of 14 runs
+    assert held_out.find(" ".join(reversed(STORY.split()))) == ""
+    assert HeldOut().find(STORY) == ""
+
+
+def test_runs_of_two_texts_don_t_add_up() -> None:
+    held_out = HeldOut(ngram=3, overlap=0.9)
+    held_out.add("one two three four five six")
+    held_out.add("six seven eight nine ten eleven")
+    assert held_out.find("one two three four then seven eight nine ten") == ""
+    only_exact = HeldOut(ngram=3, overlap=0)
+    only_exact.add("one two three four five six")
+    assert only_exact.find("one two three four five six seven") == ""
+
+
+def frame(*questions: str) -> pd.DataFrame:
+    return pd.DataFrame([rl_row("x", question, "1", {}) for question in questions])
+
+
+def learned(*questions: str) -> pd.DataFrame:
+    return pd.DataFrame([sft_row(question, "1", {}) for question in questions])
+
+
+def test_splits_lose_what_is_held_out(tmp_path: Path) -> None:
+    other = (
+        "The train leaves at nine in the morning and arrives in the city by late afternoon today"
+    )
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": other}) + "\n")
+    splits = Splits(
+        sft_train=learned("a?", STORY + ".", "c?"),
+        sft_validation=learned("v?"),
+        train=frame(f"{STORY}!", "b?", other.replace("today", "")),
+        validation=frame("v?", "t"),
+        test=frame(STORY, "T"),
+        source_digest="",
+        source_uri="",
+    )
+    config = DataConfig(source="mine", decontaminate={"against": [f"{tmp_path}/eval.jsonl"]})
+    clean = without_held_out(splits, config)
+    left = {n: [p[0]["content"] for p in f["prompt"]] for n, f in clean.frames().items()}
+    assert left == {
+        "sft_train": ["a?", "c?"],
+        "sft_validation": ["v?"],
+        "train": ["b?"],
+        "validation": ["v?"],
+        "test": [STORY, "T"],
+    }
+    assert clean.notes == (
+        "validation: 1 prompts are in held-out ones (1 with the same words, 0 nearly) and left out",
+        "train: 2 prompts are in held-out ones (1 with the same words, 1 nearly) and left out",
+        "sft_train: 1 prompts are in held-out ones (1 with the same words, 0 nearly) and left out",
+    )
+    with pytest.raises(DataError, match="sft_train: all its prompts are in held-out ones"):
+        without_held_out(Splits(**{**splits.frames(), "sft_train": learned("t")},
+                                source_digest="", source_uri=""), config)  # fmt: skip
