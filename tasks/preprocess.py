@@ -84,7 +84,8 @@ def write_splits(
     """Write checked splits, their tokenizer and their card into the stage's folder.
 
     The card is the task's Deck as well. Returns metrics: rows per split, rows that spell control
-    tokens, longest prompt in tokens. Raises as `apply_control_tokens`, `fit_to_context` and `write_split` do.
+    tokens, longest prompt in tokens. Raises as `apply_control_tokens`, `fit_to_context` and
+    `write_split` do.
     """
     from engine.storage.manifest import Parent
 
