@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, cast
+from typing import Any, cast
 
 from engine.data.hub_dataset import HUB, hub_commit, hub_splits, parse_address
 from engine.errors import DataError
@@ -109,4 +109,4 @@ def address_digest(address: str) -> str:
         named = f"{dataset.id}@{hub_commit(dataset)}:{dataset.subset}:{dataset.split}"
         return hashlib.sha256(named.encode()).hexdigest()
     with open_file(address) as file:
-        return hashlib.file_digest(cast(BinaryIO, file), "sha256").hexdigest()
+        return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
