@@ -8,7 +8,7 @@ champion's own, byte for byte.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -77,7 +77,7 @@ def with_new_rows(previous: Path, new_data: NewData, config: RetrainConfig, seed
     from engine.errors import DataError
     from engine.storage.manifest import json_digest
 
-    splits = {name: pd.read_parquet(previous / f"{name}.parquet") for name in SPLITS}
+    splits: dict[str, Any] = {n: pd.read_parquet(previous / f"{n}.parquet") for n in SPLITS}
     found = find_new_rows(previous, NewFiles(new_data.prefix, tuple(new_data.files)))
     if found.rows.empty:
         raise DataError(

@@ -17,6 +17,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -116,7 +117,7 @@ class Arithmetic:
     def load(self, config: DataConfig, seed: int) -> Splits:
         """Deal distinct problems to five splits; only the SFT splits carry written answers."""
         dealt = deal_problems(_sizes(config), config.difficulty, seed)
-        frames: dict[str, pd.DataFrame] = {}
+        frames: dict[str, Any] = {}
         for split, rows in dealt.items():
             rng = random.Random(f"styles/{split}/{seed}")
             build = _sft_row if split.startswith("sft") else _rl_row
