@@ -33,6 +33,9 @@ class LocalHost:
     where libraries may still set signal handlers."""
 
     def __init__(self, host: WorkerHost) -> None:
+        import torch
+
+        torch.get_num_threads()  # from now on the caller's count is its own, whatever roles set
         self.host = host
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open = True
@@ -62,9 +65,7 @@ class LocalHost:
             self._thread.join()
 
     def _run_tasks(self) -> None:
-        import torch
-
-        torch.set_num_threads(self.host.threads)  # OpenMP counts threads by calling thread
+        self.host.use_threads()
         while (task := self._tasks.get()) is not None:
             task()
             del task  # or the last batch would stay until the next call

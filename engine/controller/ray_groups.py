@@ -33,7 +33,18 @@ Stored = MutableMapping[Batch, ObjectRef]  # the controller's batches that are i
 
 
 class RayHost(WorkerHost):
-    """A host that is a Ray actor."""
+    """A host that is a Ray actor; Ray runs its calls in the thread that makes it."""
+
+    def __init__(
+        self,
+        specs: Sequence[RoleSpec],
+        rank: int = 0,
+        world_size: int = 1,
+        threads: int = 0,
+        timeline: bool = False,
+    ) -> None:
+        super().__init__(specs, rank, world_size, threads, timeline)
+        self.use_threads()
 
     def rendezvous_address(self) -> str:
         """A free port of this process's node, "host:port", for its pool's ranks to meet at."""

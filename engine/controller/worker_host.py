@@ -83,15 +83,21 @@ class WorkerHost:
         threads: int = 0,
         timeline: bool = False,
     ) -> None:
-        import torch
-
         self.threads = threads or os.cpu_count() or 1
-        torch.set_num_threads(self.threads)
         self.rank, self.world_size = rank, world_size
         self.specs = {spec.name: spec for spec in specs}
         self.name = f"{'+'.join(self.specs)}/{rank}"
         self.workers: dict[str, Worker] = {}
         self.recorder = Recorder(self.name) if timeline else None
+
+    def use_threads(self) -> None:
+        """Let the calling thread, which runs the host's calls, compute with `threads` threads."""
+        import torch
+
+        # A thread's first question or computation takes over the count that any thread set last;
+        # afterwards its count is its own.
+        torch.get_num_threads()
+        torch.set_num_threads(self.threads)
 
     def __repr__(self) -> str:
         return self.name  # Ray shows it in front of the process's log lines

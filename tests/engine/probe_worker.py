@@ -117,6 +117,12 @@ class Probe(Worker):
         return os.getpid()
 
     @dispatch(Dispatch.RANK_ZERO)
+    def threads(self) -> int:
+        """Threads that torch computes with, after a computation."""
+        torch.rand(64, 64) @ torch.rand(64, 64)
+        return torch.get_num_threads()
+
+    @dispatch(Dispatch.RANK_ZERO)
     def node(self) -> str:
         """The id of the Ray node that it runs on."""
         import ray

@@ -322,6 +322,15 @@ def test_local_pools_overlap() -> None:
         roles.probe.nap(0.0)
 
 
+def test_each_local_pool_computes_with_its_own_threads() -> None:
+    torch.set_num_threads(2)  # `one_thread` restores it
+    pools = (Pool(("probe",), cpus=3.0), Pool(("other",), cpus=0.0))
+    specs = [RoleSpec(role, Probe) for role in ROLES]
+    with launch(Placement(pools, kind="local"), specs) as roles:
+        assert (roles.probe.threads().result(), roles.other.threads().result()) == (3, 1)
+        assert torch.get_num_threads() == 2, "roles leave the caller's count alone"
+
+
 def test_a_local_call_has_a_deadline(caplog: pytest.LogCaptureFixture) -> None:
     group = local_group(1, timeout_s=0.1)
     with pytest.raises(WorkerError, match=r"probe rank 0: nap gave no result within 0\.1 s"):
