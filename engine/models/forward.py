@@ -12,17 +12,18 @@ reads it; `hidden_states` is all of it), the head, `read_tokens` (log-probs and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engine.algorithms.kl_full import full_kl
 from engine.batch import Batch
 from engine.models.alignment import Sequences, left_align, pack
+from engine.models.chunked_head import chunked_statistics, takes_chunks
 from engine.models.critic import CriticModel
 from engine.models.lora import BaseModelView
 from engine.models.packing import PackedRows, packed_forward
+from engine.models.token_statistics import TokenStatistics, token_statistics
 
 Model = nn.Module | BaseModelView  # a transformers causal language model, or a policy's base
 
@@ -43,56 +44,6 @@ class TokenOutputs:
     """KL(π ‖ π_ref), exact over the vocabulary, in nats."""
 
 
-class TokenStatistics(Protocol):
-    """Statistics of softmax(logits / temperature) for each token, from what this rank has of the
-    logits.
-
-    Takes logits `[N, V]` and targets `[N]`; returns float32 `[N]` by the names of TokenOutputs:
-    `log_probs` always; `entropy` (with a gradient if `entropy_gradient`) and `sum_pi_squared`
-    (never with one) where asked for; `full_kl` where `reference_logits [N, V]` are given, to which
-    no gradient flows.
-    """
-
-    def __call__(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float,
-        *,
-        entropy: bool = False,
-        entropy_gradient: bool = False,
-        sum_pi_squared: bool = False,
-        reference_logits: Tensor | None = None,
-    ) -> dict[str, Tensor]: ...
-
-
-def token_statistics(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    *,
-    entropy: bool = False,
-    entropy_gradient: bool = False,
-    sum_pi_squared: bool = False,
-    reference_logits: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """The statistics of logits over the whole vocabulary."""
-    logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    log_softmax = logits.log_softmax(-1)
-    out = {"log_probs": log_softmax.gather(1, targets[:, None]).squeeze(1)}
-    spread = log_softmax if entropy_gradient else log_softmax.detach()
-    if entropy:
-        # Entries that can't be sampled (logit −inf) add 0, not NaN.
-        out["entropy"] = -(spread.exp() * torch.where(spread > -torch.inf, spread, 0.0)).sum(-1)
-    if sum_pi_squared:
-        out["sum_pi_squared"] = spread.detach().exp().square().sum(-1)
-    if reference_logits is not None:
-        out["full_kl"] = full_kl(logits, reference_logits.float() / temperature)
-    return out
-
-
 def token_outputs(
     model: Model,
     batch: Batch,
@@ -111,21 +62,21 @@ def token_outputs(
     another device than the model; results are on the model's.
     """
     seqs = left_align(batch)
+    asked: dict[str, Any] = {
+        "entropy": entropy,
+        "entropy_gradient": entropy_gradient,
+        "sum_pi_squared": sum_pi_squared,
+    }
+    if reference is None and (head := _plain_head(model)) is not None:
+        states = response_states(model, seqs)  # type: ignore[arg-type]
+        return read_states(head, states, seqs, batch, temperature, statistics=statistics, **asked)
     logits = model_logits(model, seqs)
     theirs = None
     if reference is not None:
         with torch.no_grad():
             theirs = model_logits(reference, seqs)
     return read_tokens(
-        logits,
-        seqs,
-        batch,
-        temperature,
-        statistics=statistics,
-        entropy=entropy,
-        entropy_gradient=entropy_gradient,
-        sum_pi_squared=sum_pi_squared,
-        reference_logits=theirs,
+        logits, seqs, batch, temperature, statistics=statistics, reference_logits=theirs, **asked
     )
 
 
@@ -204,6 +155,29 @@ def response_logits(head: nn.Module, hidden: Tensor, seqs: Sequences) -> Tensor:
     return head(hidden[seqs.rows, seqs.positions])
 
 
+def read_states(
+    head: nn.Module,
+    states: Tensor,
+    seqs: Sequences,
+    batch: Batch,
+    temperature: float,
+    *,
+    statistics: TokenStatistics = token_statistics,
+    **asked: Any,
+) -> TokenOutputs:
+    """As `read_tokens`, off the hidden states `[N, H]` that `head` reads.
+
+    A plain head gives the statistics a chunk of tokens at a time, without their logits.
+    """
+    if statistics is not token_statistics or not takes_chunks(head):
+        logits = head(states)
+        return read_tokens(logits, seqs, batch, temperature, statistics=statistics, **asked)
+    seqs = seqs.to(states.device)
+    plain: Any = head
+    flat = chunked_statistics(plain, states, seqs.targets, temperature, **asked)
+    return _in_columns(flat, seqs, batch)
+
+
 def read_tokens(
     logits: Tensor,
     seqs: Sequences,
@@ -231,8 +205,7 @@ def read_tokens(
         sum_pi_squared=sum_pi_squared,
         reference_logits=reference_logits,
     )
-    like = batch["responses"]
-    return TokenOutputs(**{name: _scatter(value, seqs, like) for name, value in flat.items()})
+    return _in_columns(flat, seqs, batch)
 
 
 def read_values(values: Tensor, seqs: Sequences, batch: Batch) -> Tensor:
@@ -247,9 +220,8 @@ def model_logits(model: Model, seqs: Sequences) -> Tensor:
         with model.weights() as base:
             return model_logits(base, seqs)
     module: Any = model
-    if module.config.model_type in _PLAIN_HEADS:
-        head: nn.Module = module.get_output_embeddings()
-        logits: Tensor = head(response_states(model, seqs))
+    if (head := _plain_head(model)) is not None:
+        logits: Tensor = head(response_states(module, seqs))
         return logits
     if (rows := pack(model, seqs)) is not None:
         logits = packed_forward(model, rows).logits
@@ -260,8 +232,22 @@ def model_logits(model: Model, seqs: Sequences) -> Tensor:
     return logits[seqs.rows, seqs.positions]
 
 
+def _plain_head(model: Model) -> nn.Module | None:
+    """The head of a model whose logits are exactly head(hidden)."""
+    module: Any = model
+    if isinstance(model, BaseModelView) or module.config.model_type not in _PLAIN_HEADS:
+        return None
+    head: nn.Module = module.get_output_embeddings()
+    return head
+
+
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
+
+
+def _in_columns(flat: dict[str, Tensor], seqs: Sequences, batch: Batch) -> TokenOutputs:
+    like = batch["responses"]
+    return TokenOutputs(**{name: _scatter(value, seqs, like) for name, value in flat.items()})
 
 
 def _scatter(flat: Tensor, seqs: Sequences, like: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ def vocabulary_bounds(vocabulary: int, shards: int, index: int) -> tuple[int, in
 class VocabParallelStatistics:
     """Statistics of softmax over a vocabulary of which this rank has a shard.
 
-    A `engine.models.forward.TokenStatistics`, of local logits `[N, V_local]` and targets `[N]` that
-    are numbers in the full vocabulary. Columns past `stop − start` are padding
+    A `engine.models.token_statistics.TokenStatistics`, of local logits `[N, V_local]` and targets
+    `[N]` that are numbers in the full vocabulary. Columns past `stop − start` are padding
     and count as entries that can't be sampled. Every rank gets the same results, and must run the
     same loss on them: the gradient of local logits is then exact without communication.
     """

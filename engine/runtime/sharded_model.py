@@ -23,8 +23,8 @@ from engine.algorithms.aggregation import Denominators
 from engine.algorithms.metrics import MeanAccumulator, merge
 from engine.batch import Batch
 from engine.config import OptimConfig, ParallelConfig
-from engine.models.forward import TokenStatistics, token_statistics
 from engine.models.packing import packing_of
+from engine.models.token_statistics import TokenStatistics, token_statistics
 from engine.parallel import fsdp, gradients
 from engine.parallel import pipeline_stages as stages
 from engine.parallel.gather import gather_full_tensors, load_full_tensors

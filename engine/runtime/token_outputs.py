@@ -17,15 +17,16 @@ from engine.batch import Batch
 from engine.models.alignment import Sequences, left_align
 from engine.models.critic import head_values
 from engine.models.forward import (
-    TokenStatistics,
+    TokenOutputs,
     model_logits,
+    read_states,
     read_tokens,
     read_values,
     response_logits,
     response_values,
     token_outputs,
-    token_statistics,
 )
+from engine.models.token_statistics import TokenStatistics, token_statistics
 
 Outputs = dict[str, Tensor]
 ReferenceLogits = Callable[[Batch], Tensor]  # at a micro-batch's response tokens
@@ -73,36 +74,46 @@ class LogProbReader:
         """One forward pass of a causal language model of any family."""
         if self.reference is not None:
             seqs = left_align(micro)
-            return self._read(model_logits(module, seqs), seqs, micro)
-        out = token_outputs(
-            module,
-            micro,
-            self.temperature,
-            reference=None,
-            statistics=self.statistics,
-            **self._options(),
+            return self._with_reference(model_logits(module, seqs), seqs, micro)
+        read = token_outputs(
+            module, micro, self.temperature, statistics=self.statistics, **self._options()
         )
-        return {name: getattr(out, name) for name in self.names()}
+        return self._named(read)
 
     def from_hidden(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
         """Apply the head and the softmax."""
-        logits = response_logits(module.get_output_embeddings(), hidden, seqs)
-        return self._read(logits, seqs, micro)
+        head = module.get_output_embeddings()
+        if self.reference is not None:
+            return self._with_reference(response_logits(head, hidden, seqs), seqs, micro)
+        own = seqs.to(hidden.device)
+        read = read_states(
+            head,
+            hidden[own.rows, own.positions],
+            own,
+            micro,
+            self.temperature,
+            statistics=self.statistics,
+            **self._options(),
+        )
+        return self._named(read)
 
-    def _read(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
-        theirs = None if self.reference is None else self.reference(micro)
-        out = read_tokens(
+    def _with_reference(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+        assert self.reference is not None
+        read = read_tokens(
             logits,
             seqs,
             micro,
             self.temperature,
             statistics=self.statistics,
-            reference_logits=theirs,
+            reference_logits=self.reference(micro),
             **self._options(),
         )
-        return {name: getattr(out, name) for name in self.names()}
+        return self._named(read)
 
-    def _options(self) -> dict[str, bool]:
+    def _named(self, read: TokenOutputs) -> Outputs:
+        return {name: getattr(read, name) for name in self.names()}
+
+    def _options(self) -> dict[str, Any]:
         return {
             "entropy": self.entropy,
             "entropy_gradient": self.entropy_gradient,

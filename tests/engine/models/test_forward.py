@@ -19,9 +19,9 @@ from engine.models.forward import (
     response_log_probs,
     response_values,
     token_outputs,
-    token_statistics,
 )
 from engine.models.packing import apply_packing
+from engine.models.token_statistics import token_statistics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

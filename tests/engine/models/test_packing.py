@@ -18,7 +18,7 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 from engine.config import ParallelConfig
 from engine.errors import ConfigError, DataError
 from engine.models import create_critic_model, packed_attention
-from engine.models.forward import response_log_probs, token_statistics
+from engine.models.forward import response_log_probs
 from engine.models.packing import (
     PackedRows,
     apply_packing,
@@ -27,6 +27,7 @@ from engine.models.packing import (
     packed_size,
     same_prompts,
 )
+from engine.models.token_statistics import token_statistics
 from engine.parallel.fsdp import run_forward, shard_model
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.algorithms.entropy import entropy, sum_pi_squared
 from engine.algorithms.kl_full import full_kl
-from engine.models.forward import token_statistics
+from engine.models.token_statistics import token_statistics
 from engine.parallel import vocab_parallel as vocab
 from engine.parallel.vocab_parallel import VocabParallelStatistics, vocabulary_bounds
 

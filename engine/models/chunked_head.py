@@ -1,0 +1,189 @@
+"""Log-probs, entropy and Σπ² straight from hidden states: the vocabulary head, a chunk of tokens at
+a time.
+
+Logits [N, V] of a whole batch never exist, in the backward pass neither: it computes each chunk's
+again. Where all tokens fit in one chunk their log-probs are kept instead. The same statistics of
+logits that are there: `token_statistics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+_CPU_ELEMENTS = 1 << 24  # logits of a chunk
+_DEVICE_ELEMENTS = 1 << 26
+_FEWEST_TOKENS = 256  # of a chunk, or its matrix product would be slow
+
+
+def takes_chunks(head: Any) -> bool:
+    """Whether `chunked_statistics` computes what the module `head` does: a plain linear layer.
+
+    Not one that is split over ranks, quantised, adapted, or has hooks.
+    """
+    if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+        return False
+    weight: Any = head.weight
+    own = type(weight) is nn.Parameter and not isinstance(weight.data, DTensor)
+    return own and weight.is_floating_point()
+
+
+def chunked_statistics(
+    head: nn.Linear,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
+    sum_pi_squared: bool = False,
+    chunk_tokens: int = 0,
+) -> dict[str, Tensor]:
+    """Statistics `[N]` of softmax(head(hidden) / temperature), as of `TokenStatistics`.
+
+    `hidden` [N, H] predicts `targets` [N]. Logits have the head's dtype, or autocast's; what
+    follows is float32 (float64 for float64). The weight's gradient is summed over chunks in
+    float32. `chunk_tokens`: 0 chooses by the vocabulary.
+    """
+    weight: Tensor = head.weight
+    bias: Tensor | None = head.bias
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if not chunk_tokens:
+        elements = _CPU_ELEMENTS if kind == "cpu" else _DEVICE_ELEMENTS
+        chunk_tokens = max(_FEWEST_TOKENS, elements // weight.shape[0])
+    asked = _Asked(temperature, chunk_tokens, entropy, entropy_gradient, sum_pi_squared)
+    log_probs, entropies, squares = _Head.apply(hidden, weight, bias, targets, asked)
+    out = {"log_probs": log_probs}
+    if entropy:
+        out["entropy"] = entropies
+    if sum_pi_squared:
+        out["sum_pi_squared"] = squares
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    temperature: float
+    chunk_tokens: int
+    entropy: bool
+    entropy_gradient: bool
+    sum_pi_squared: bool
+
+
+class _Head(torch.autograd.Function):
+    """Head and statistics. With z = logits / T, p = softmax(z) and H the entropy:
+
+    ∂ log p_t / ∂z_v = 1[v = t] − p_v
+    ∂ H / ∂z_v       = −p_v (log p_v + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [N, H]
+        weight: Tensor,  # [V, H]
+        bias: Tensor | None,  # [V]
+        targets: Tensor,  # [N]
+        asked: _Asked,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        count = hidden.shape[0]
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        log_probs, entropies, squares = (hidden.new_zeros(count, dtype=wide) for _ in range(3))
+        kept: Tensor | None = None
+        for at in _chunks(count, asked.chunk_tokens):
+            log_p = _log_softmax(hidden[at], weight, bias, asked.temperature)
+            log_probs[at] = log_p.gather(1, targets[at, None]).squeeze(1)
+            if asked.entropy or asked.sum_pi_squared:
+                p = log_p.exp()
+                if asked.sum_pi_squared:
+                    squares[at] = p.square().sum(-1)
+                if asked.entropy:
+                    entropies[at] = p.mul_(_finite(log_p)).sum(-1).neg_()
+            if count <= asked.chunk_tokens:
+                kept = log_p
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies, kept)
+        ctx.asked = asked
+        ctx.mark_non_differentiable(squares, *([] if asked.entropy_gradient else [entropies]))
+        return log_probs, entropies, squares
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        hidden, weight, bias, targets, entropies, kept = ctx.saved_tensors
+        asked: _Asked = ctx.asked
+        of_log_probs, of_entropy, _ = gradients
+        to_hidden, to_weight, to_bias, *_ = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if to_hidden else None
+        # Of two chunks or more, sums in float32.
+        grad_weight = _zeros(weight, of_log_probs.dtype) if to_weight else None
+        grad_bias = _zeros(bias, of_log_probs.dtype) if to_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for at in _chunks(hidden.shape[0], asked.chunk_tokens):
+                log_p = kept
+                if log_p is None:
+                    log_p = _log_softmax(hidden[at], weight, bias, asked.temperature)
+                slope = log_p.exp()
+                terms: Tensor | None = None
+                if asked.entropy_gradient:
+                    terms = _finite(log_p).add_(entropies[at, None]).mul_(slope)
+                slope.mul_(of_log_probs[at, None])
+                if terms is not None:
+                    slope += terms.mul_(of_entropy[at, None])
+                slope.neg_().scatter_add_(1, targets[at, None], of_log_probs[at, None])
+                slope = slope.div_(asked.temperature).to(weight.dtype)
+                if grad_hidden is not None:
+                    torch.mm(slope, weight, out=grad_hidden[at])
+                if grad_weight is not None:
+                    _add_product(grad_weight, slope.t(), hidden[at])
+                if grad_bias is not None:
+                    grad_bias += slope.sum(0, dtype=grad_bias.dtype)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) [n, V] in float32, or float64."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = F.linear(hidden, weight, bias)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if temperature != 1.0:
+            logits.div_(temperature)
+        return logits.log_softmax(-1)
+
+
+def _finite(log_p: Tensor) -> Tensor:
+    """`log_p`, so that entries that can't be sampled (−inf) times their probability are 0."""
+    return log_p.clamp_min(torch.finfo(log_p.dtype).min)
+
+
+def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(like, dtype=dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`, which may be wider."""
+    if total.dtype == right.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, start + size)
