@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flytekit.types.directory import FlyteDirectory
 
-from engine.config import DataConfig, LoRAConfig, RLConfig
+from engine.config import DataConfig, LoRAConfig, RLConfig, SamplingConfig
 from tasks.context import SMALL, RunContext
 from tasks.preprocess import log_splits
 from tasks.ray_cluster import LOCAL_OBJECT_STORE_BYTES, ray_cluster
@@ -55,6 +55,8 @@ def rl(
         "max_response_length": data.max_response_length,
         "seed": seed,
     }
+    if data.sampling != SamplingConfig():
+        settings["sampling"] = data.sampling.model_dump(mode="json")
     if lora.rank:
         settings["lora"] = lora.model_dump(mode="json")
     ray = ray_session(config.trainer.placement, LOCAL_OBJECT_STORE_BYTES)
@@ -80,7 +82,7 @@ def rl(
         training = RLRun(
             model,
             config,
-            PromptLoader(train, config.trainer.train_batch_size, seed),
+            PromptLoader(train, config.trainer.train_batch_size, seed, sampling=data.sampling),
             validation,
             lengths["max_prompt_length"],
             data.max_response_length,

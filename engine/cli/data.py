@@ -61,8 +61,14 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
         validation, more = _rows(data, data.val_files, tokenizer, context, "data.val_files")
         left_out += more
     longest = max(len(row.pop("prompt_ids")) for row in [*train, *validation])
-    loader = PromptLoader(frame_of(train), batch, config.seed, data.shuffle)
-    loader.template_variables = data.apply_chat_template_kwargs
+    loader = PromptLoader(
+        frame_of(train),
+        batch,
+        config.seed,
+        data.shuffle,
+        data.sampling,
+        data.apply_chat_template_kwargs,
+    )
     return Prompts(loader, validation, longest, left_out)
 
 

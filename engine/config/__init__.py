@@ -13,7 +13,14 @@ from engine.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from engine.config.base import Options, Section
-from engine.config.data import DataConfig, DecontaminateConfig, LoRAConfig, ModelConfig, RowsConfig
+from engine.config.data import (
+    DataConfig,
+    DecontaminateConfig,
+    LoRAConfig,
+    ModelConfig,
+    RowsConfig,
+    SamplingConfig,
+)
 from engine.config.parallel import ParallelConfig
 from engine.config.parse import digest, explain, load_config, parse_config
 from engine.config.pipeline import EvaluateConfig, PipelineConfig, TrackingConfig
@@ -63,6 +70,7 @@ __all__ = [
     "RolloutCorrectionConfig",
     "RowsConfig",
     "SFTConfig",
+    "SamplingConfig",
     "Section",
     "ServerConfig",
     "TrackingConfig",

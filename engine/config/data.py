@@ -9,6 +9,20 @@ from pydantic import Field, model_validator
 from engine.config.base import Options, Section
 
 
+class SamplingConfig(Section):
+    """Which prompts a step gets, and how often."""
+
+    weights: dict[str, float] = Field(
+        {}, description="data_source: its share of the prompts; none: every row once an epoch"
+    )
+    curriculum: str = Field(
+        "", description="Column with each row's difficulty, e.g. extra_info.level: easy rows first"
+    )
+    max_uses: int = Field(
+        0, ge=0, description="Times that a prompt may be drawn in a run; 0: no limit"
+    )
+
+
 class RowsConfig(Section):
     """How rows of files become prompts, and which rows are taken."""
 
@@ -27,6 +41,7 @@ class RowsConfig(Section):
     apply_chat_template_kwargs: Options = Field(
         {}, description="Variables of the model's chat template, e.g. {enable_thinking: false}"
     )
+    sampling: SamplingConfig = SamplingConfig()
     bad_rows: Literal["fail", "drop"] = Field(
         "fail",
         description="Rows that can't be read or break the contract: refuse them by number, or "

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from engine.config import SamplingConfig
+from engine.data.order import EpochOrder, Order, WeightedOrder, difficulty_of
 from engine.data.rl_rows import Row
 from engine.data.row_files import read_rl_rows
 from engine.data.rows import row_numbers
@@ -36,8 +38,20 @@ class PromptLoader:
     """
 
     def __init__(
-        self, frame: pd.DataFrame, batch_size: int, seed: int, shuffle: bool = True
+        self,
+        frame: pd.DataFrame,
+        batch_size: int,
+        seed: int,
+        shuffle: bool = True,
+        sampling: SamplingConfig | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> None:
+        """`sampling` says how sources are mixed and how often a prompt is used.
+
+        `template_variables` are those of the chat template that its prompts are rendered with.
+        Raises ConfigError for weights that are not the sources', DataError without rows and for a
+        row without a difficulty.
+        """
         if len(frame) == 0:
             raise DataError("a prompt loader got no rows; give a frame with at least one")
         if batch_size < 1:
@@ -47,13 +61,13 @@ class PromptLoader:
             for row in frame.to_dict("records")
         ]
         self.batch_size = min(batch_size, len(self._rows))
-        self.template_variables: Mapping[str, Any] = {}  # of the chat template, for its prompts
-        self._seed = seed
-        self._shuffle = shuffle
+        self.template_variables = dict(template_variables or {})
+        self._settings: dict[str, Any] = {"seed": seed, "shuffle": shuffle}
+        sampling = sampling or SamplingConfig()
+        if sampling.weights or sampling.curriculum:
+            self._settings |= sampling.model_dump(include={"weights", "curriculum"})
         self._digest = _digest_prompts(self._rows)
-        self._epoch = 0
-        self._position = 0  # rows of this epoch already given
-        self._order = self._draw_order()
+        self._order = make_order(self._rows, seed, shuffle, sampling)
 
     def __len__(self) -> int:
         """Rows an epoch."""
@@ -61,32 +75,20 @@ class PromptLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next row comes from, from 0."""
-        return self._epoch
+        """The epoch that the next row comes from, from 0; of several sources the least."""
+        return self._order.epoch
 
     def next_batch(self) -> list[dict[str, Any]]:
-        """Return the next `batch_size` rows, each a dict of the frame's columns."""
-        batch: list[dict[str, Any]] = []
-        while len(batch) < self.batch_size:
-            end = self._position + self.batch_size - len(batch)
-            batch += [dict(self._rows[i]) for i in self._order[self._position : end]]
-            self._position = min(end, len(self._rows))
-            if self._position == len(self._rows):
-                self._epoch += 1
-                self._position = 0
-                self._order = self._draw_order()
-        return batch
+        """Return the next `batch_size` rows, each a dict of the frame's columns.
+
+        Raises DataError where too few prompts may be used again (`sampling.max_uses`).
+        """
+        return [dict(self._rows[self._order.next()]) for _ in range(self.batch_size)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is: plain values, fit for JSON."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "rows": len(self._rows),
-            "digest": self._digest,
-        }
+        data = {"rows": len(self._rows), "digest": self._digest}
+        return self._order.state_dict() | self._settings | data
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on right after the last row that the saved loader gave.
@@ -95,26 +97,32 @@ class PromptLoader:
         order are not those of the saved state.
         """
         present = self.state_dict()
-        for key in ("rows", "digest", "seed", "shuffle"):
-            if state.get(key) != present[key]:
+        for key in ("rows", "digest", "seed", "shuffle", "weights", "curriculum"):
+            if state.get(key) != present.get(key):
                 raise DataError(
                     f"the saved loader state is of other data: {key} is {state.get(key)!r} there "
-                    f"and {present[key]!r} here; resume with the same data, seed and shuffle"
+                    f"and {present.get(key)!r} here; resume with the same data, seed and order"
                 )
-        epoch, position = int(state["epoch"]), int(state["position"])
-        if epoch < 0 or not 0 <= position < len(self._rows):
-            raise DataError(
-                f"the saved loader state is damaged: epoch {epoch}, position {position} of "
-                f"{len(self._rows)} rows; resume from another checkpoint"
-            )
-        self._epoch, self._position = epoch, position
-        self._order = self._draw_order()
+        self._order.load_state_dict(state)
 
-    def _draw_order(self) -> list[int]:
-        if not self._shuffle:
-            return list(range(len(self._rows)))
-        rng = np.random.default_rng([self._seed, self._epoch])
-        return [int(i) for i in rng.permutation(len(self._rows))]
+
+def make_order(
+    rows: Sequence[Mapping[str, Any]], seed: int, shuffle: bool, sampling: SamplingConfig
+) -> Order:
+    """The order in which rows are drawn."""
+    difficulty = difficulty_of(rows, sampling.curriculum) if sampling.curriculum else None
+    uses = sampling.max_uses
+    if not sampling.weights:
+        return EpochOrder(len(rows), seed, shuffle=shuffle, difficulty=difficulty, max_uses=uses)
+    sources = [str(row.get("data_source")) for row in rows]
+    return WeightedOrder(
+        sources,
+        sampling.weights,
+        seed,
+        shuffle=shuffle,
+        difficulty=difficulty,
+        max_uses=uses,
+    )
 
 
 def make_rl_data_loader(

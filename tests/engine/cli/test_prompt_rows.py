@@ -80,3 +80,20 @@ def test_variables_of_the_chat_template_reach_training(tiny_folder: Path, tmp_pa
     assert given.longest == plain.longest + 1
     ids = PromptStream(given.loader, tokenizer).next_batch().columns["prompt_ids"][0]
     assert tokenizer.decode(ids) == "1+1=7"
+
+
+def test_sources_are_mixed_by_weight(tiny_folder: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        rows = [{"prompt": f"{n}+1=", "ground_truth": name, "data_source": name} for n in range(8)]
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [
+        f"data.train_files=[{tmp_path}/a.jsonl,{tmp_path}/b.jsonl]",
+        "data.train_batch_size=8",
+        "data.sampling.weights={a: 1, b: 7}",
+        "data.sampling.max_uses=1",
+    ]
+    prompts = read_prompts(resolve(None, arguments).config, load_tokenizer(tiny_folder), context=64)
+    first, second = prompts.loader.next_batch(), prompts.loader.next_batch()
+    assert [row["data_source"] for row in first].count("b") > 5
+    assert [row["data_source"] for row in [*first, *second]].count("b") == 8

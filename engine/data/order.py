@@ -1,0 +1,206 @@
+"""In which order rows are drawn: epoch after epoch, from easy to hard, or from sources by weight.
+
+Indices in, indices out; each order says where it is and goes on from there. Rows are in `loader`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from engine.data.rows import brief
+from engine.errors import ConfigError, DataError
+
+BLOCK = 1024  # draws of a source made at once
+
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+State = dict[str, Any]
+
+
+class Order(Protocol):
+    """An endless sequence of row indices, or one that ends where every row was used enough."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next row comes from; with several sources, the least of them."""
+        ...
+
+    def next(self) -> int:
+        """The next row; DataError where none may be used again."""
+        ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class EpochOrder:
+    """Every row once an epoch.
+
+    >>> order = EpochOrder(3, seed=0, difficulty=[2.0, 0.5, 1.0])
+    >>> [order.next() for _ in range(4)]
+    [1, 2, 0, 1]
+    """
+
+    def __init__(
+        self,
+        size: int,
+        seed: int,
+        *,
+        shuffle: bool = True,
+        difficulty: Sequence[float] | None = None,
+        max_uses: int = 0,
+        stream: Sequence[int] = (),
+    ) -> None:
+        """`difficulty` of each row: an epoch goes from easy to hard, equal rows in drawn order.
+
+        `max_uses`: epochs there are (0: endless). `stream` tells orders of one seed apart.
+        """
+        self._size, self._seed, self._shuffle, self._stream = size, seed, shuffle, tuple(stream)
+        self._difficulty = None if difficulty is None else np.asarray(difficulty)
+        self._max_uses = max_uses
+        self._epoch, self._position = 0, 0  # rows of this epoch already given
+        self._order = self._draw()
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def ended(self) -> bool:
+        """Whether every row was used as often as it may be."""
+        return bool(self._max_uses) and self._epoch >= self._max_uses
+
+    def next(self) -> int:
+        if self.ended:
+            raise DataError(
+                f"all {self._size} prompts were used {self._max_uses} times; raise "
+                "data.sampling.max_uses, or take fewer steps"
+            )
+        row = int(self._order[self._position])
+        self._position += 1
+        if self._position == self._size:
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._draw()
+        return row
+
+    def state_dict(self) -> State:
+        return {"epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if epoch < 0 or not 0 <= position < self._size:
+            raise DataError(
+                f"the saved loader state is damaged: epoch {epoch}, position {position} of "
+                f"{self._size} rows; resume from another checkpoint"
+            )
+        self._epoch, self._position = epoch, position
+        self._order = self._draw()
+
+    def _draw(self) -> np.ndarray[Any, Any]:
+        order = np.arange(self._size)
+        if self._shuffle:
+            order = np.random.default_rng([self._seed, self._epoch, *self._stream]).permutation(
+                self._size
+            )
+        if self._difficulty is not None:
+            order = order[np.argsort(self._difficulty[order], kind="stable")]
+        return order
+
+
+class WeightedOrder:
+    """Each row from a source that is drawn by weight; within a source, every row once an epoch.
+
+    A source whose rows were all used `max_uses` times is drawn no more, and the weights of the
+    others count among themselves.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[str],
+        weights: Mapping[str, float],
+        seed: int,
+        *,
+        shuffle: bool = True,
+        difficulty: Sequence[float] | None = None,
+        max_uses: int = 0,
+    ) -> None:
+        """`sources` are those of the rows. ConfigError where `weights` are not theirs."""
+        names = list(dict.fromkeys(sources))
+        for name in [
+            *(n for n in names if n not in weights),
+            *(w for w in weights if w not in names),
+        ]:
+            raise ConfigError(
+                f"data.sampling.weights has {sorted(weights)}, and the rows' data_source is one of "
+                f"{sorted(names)}: {name!r} is in one only; give each source a weight"
+            )
+        if any(weight <= 0 for weight in weights.values()):
+            raise ConfigError(f"data.sampling.weights={dict(weights)}: weights must be above 0")
+        self._names, self._seed = sorted(names), seed
+        self._weights = np.asarray([weights[name] for name in self._names], dtype=float)
+        self._rows = {n: [i for i, own in enumerate(sources) if own == n] for n in self._names}
+        self._orders = {
+            name: EpochOrder(
+                len(rows),
+                seed,
+                shuffle=shuffle,
+                difficulty=None if difficulty is None else [difficulty[i] for i in rows],
+                max_uses=max_uses,
+                stream=(1, number),
+            )
+            for number, (name, rows) in enumerate(self._rows.items())
+        }
+        self._drawn = 0
+        self._block = self._draw_block()
+
+    @property
+    def epoch(self) -> int:
+        return min(order.epoch for order in self._orders.values())
+
+    def next(self) -> int:
+        """The next row; DataError where every source has ended."""
+        draw = self._block[self._drawn % BLOCK]
+        self._drawn += 1
+        if self._drawn % BLOCK == 0:
+            self._block = self._draw_block()
+        open_ = np.asarray([not self._orders[name].ended for name in self._names])
+        bounds = np.cumsum(self._weights * (open_ if open_.any() else 1))
+        name = self._names[int(np.searchsorted(bounds, draw * bounds[-1], side="right"))]
+        return self._rows[name][self._orders[name].next()]
+
+    def state_dict(self) -> State:
+        sources = {name: order.state_dict() for name, order in self._orders.items()}
+        return {"drawn": self._drawn, "sources": sources}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._drawn = int(state["drawn"])
+        self._block = self._draw_block()
+        for name, order in self._orders.items():
+            order.load_state_dict(state["sources"][name])
+
+    def _draw_block(self) -> np.ndarray[Any, Any]:
+        return np.random.default_rng([self._seed, self._drawn // BLOCK, 2]).random(BLOCK)
+
+
+def difficulty_of(rows: Sequence[Mapping[str, Any]], path: str) -> list[float]:
+    """The number that each row has in a column, or below it, e.g. `extra_info.level`.
+
+    Of text its first number counts: 5.0 of "Level 5". Raises DataError for a row without any.
+    """
+    found: list[float] = []
+    for number, row in enumerate(rows, start=1):
+        value: Any = row
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        match = _NUMBER.search(str(value))
+        if match is None:
+            raise DataError(
+                f"data.sampling.curriculum={path!r}: row {number} has {brief(value)} there, and no "
+                "number; give a column that says how hard each row is"
+            )
+        found.append(float(match[0]))
+    return found
