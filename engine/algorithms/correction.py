@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.algorithms.masked import at_least_float, mask_out, masked_mean, masked_sum
+from engine.algorithms.metrics import MeanAccumulator, accumulate_max, accumulate_mean
 from engine.algorithms.rejection import parse_criteria, reject
 from engine.errors import ConfigError, DataError
 
@@ -153,6 +154,29 @@ def mismatch_metrics(
         "chi2_seq": masked_mean(squared_seq - 1, rows),
     }
     return {name: float(value) for name, value in means.items()}
+
+
+def gap_metrics(
+    log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
+) -> dict[str, MeanAccumulator]:
+    """How far the trainer's log-probs `[B, T]` are from rollout's, of the same weights: rounding.
+
+    kl and k3_kl as `mismatch_metrics`; mean and maximum of |Δ log p|, and of |Δ p| under verl's
+    names.
+    """
+    mask = response_mask
+    ours = mask_out(mask, log_probs.detach().double())
+    theirs = mask_out(mask, rollout_log_probs.detach().double())
+    gap, between = ours - theirs, (ours.exp() - theirs.exp()).abs()
+    safe = gap.clamp(-_BOUND, _BOUND)
+    return {
+        "rollout_corr/kl": accumulate_mean(-gap, mask),
+        "rollout_corr/k3_kl": accumulate_mean(torch.expm1(safe) - safe, mask),
+        "rollout_corr/log_prob_diff_mean": accumulate_mean(gap.abs(), mask),
+        "rollout_corr/log_prob_diff_max": accumulate_max(gap.abs(), mask),
+        "training/rollout_probs_diff_mean": accumulate_mean(between, mask),
+        "training/rollout_probs_diff_max": accumulate_max(between, mask),
+    }
 
 
 def _mean_weight(weights: Tensor, mask: Tensor, level: str) -> Tensor:

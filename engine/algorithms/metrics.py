@@ -1,6 +1,6 @@
 """Metrics that don't depend on how a batch was cut: sums and counts, divided at the very end.
 
-What lives here: `MeanAccumulator`, merging the metrics of micro-batches and ranks, their means.
+What lives here: means, largest values, and merging those of micro-batches and ranks.
 What does not: where metrics are sent (`engine.tracking`).
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from engine.algorithms.masked import masked_sum
+from engine.algorithms.masked import mask_out, masked_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,26 @@ class MeanAccumulator:
         return float(self.total) / count if count else 0.0
 
 
+class MaxAccumulator(MeanAccumulator):
+    """A largest value (`total`), and 1 as its count; 0 where there was none."""
+
+    def __add__(self, other: MeanAccumulator) -> MaxAccumulator:
+        count = torch.maximum(self.count, other.count)
+        return MaxAccumulator(torch.maximum(self.total, other.total), count)
+
+
 Metrics = Mapping[str, MeanAccumulator]
 
 
 def accumulate_mean(x: Tensor, mask: Tensor) -> MeanAccumulator:
     """Sum and count of `x [...]` over the mask, in float64 so that order hardly matters."""
     return MeanAccumulator(masked_sum(x.detach().double(), mask), mask.bool().sum().double())
+
+
+def accumulate_max(x: Tensor, mask: Tensor) -> MaxAccumulator:
+    """The largest of `x [...]` ≥ 0 over the mask."""
+    inside = mask_out(mask, x.detach().double())
+    return MaxAccumulator(inside.max(), mask.bool().any().double())
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, MeanAccumulator]:

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from engine.algorithms import losses, shaping
 from engine.algorithms.advantages import AdvantageInputs, get_advantage
-from engine.algorithms.correction import correct_rollout
+from engine.algorithms.correction import correct_rollout, gap_metrics
 from engine.algorithms.dynamic_sampling import groups_with_signal
 from engine.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
 from engine.algorithms.masked import mask_out, masked_mean
+from engine.algorithms.metrics import compute_means
 from engine.batch import Batch
 from engine.config import RLConfig
 from engine.controller.timeline import span
@@ -200,6 +201,9 @@ class Algo:
     def _rollout_correction(self, batch: Batch, mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Importance weights, if configured, and the mask after rejection."""
         settings = self.config.algorithm.rollout_correction
+        if "old_log_probs" in batch and "rollout_log_probs" in batch:
+            gap = gap_metrics(batch["old_log_probs"], batch["rollout_log_probs"], mask)
+            self.metrics |= compute_means(gap)
         if not settings.enabled:
             return {}, mask
         out = correct_rollout(

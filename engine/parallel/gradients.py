@@ -42,6 +42,11 @@ def redistribute_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
+def zero_gradient(parameter: nn.Parameter) -> Tensor:
+    """A gradient of 0, in the dtype that the parameter's gradients are accumulated in."""
+    return torch.zeros_like(parameter, dtype=parameter.grad_dtype or torch.float32)
+
+
 @torch.no_grad()
 def all_reduce_gradients(
     parameters: Iterable[nn.Parameter], ranks: Ranks, bucket_elements: int = BUCKET_ELEMENTS
@@ -158,7 +163,7 @@ def _fill_missing(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
     dist.all_reduce(some, op=dist.ReduceOp.MAX, group=group)
     for parameter, elsewhere in zip(parameters, some.tolist(), strict=True):
         if elsewhere and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = zero_gradient(parameter)
 
 
 def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:

@@ -18,7 +18,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from engine.errors import ConfigError, WorkerError
-from engine.parallel.gradients import redistribute_gradients
+from engine.parallel.gradients import redistribute_gradients, zero_gradient
 from engine.parallel.layout import ModelShape
 from engine.parallel.process_groups import Ranks
 
@@ -220,7 +220,7 @@ def sum_tied_gradients(stage: PipelineStage, ranks: Ranks) -> None:
         if not parameter.requires_grad:
             continue
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = zero_gradient(parameter)
         redistribute_gradients([parameter])
         mine = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         if not stage._tied_alike:

@@ -176,11 +176,12 @@ def _gradients_traffic(work: Workload, candidate: Candidate, links: _Links) -> f
 
 def _to_host(work: Workload, candidate: Candidate) -> float:
     """Over a GPU's way to its machine's memory: weights every pass, moments every update."""
-    own = rank_elements(work.shape, candidate.layout) * work.weight_bytes / hardware.HOST_LINK
+    own = rank_elements(work.shape, candidate.layout) / hardware.HOST_LINK
     passes = _micros(work, candidate) * (3 * _trained(work) + _plain(work))
-    weights = passes * own if candidate.offload_params else 0.0
+    weights = passes * own * work.weight_bytes if candidate.offload_params else 0.0
     away = candidate.offload_optimizer or candidate.offload_params
-    return weights + (4 * own * work.updates * _trained(work) if away else 0.0)
+    both_ways = 2 * work.optimizer_bytes * own
+    return weights + (both_ways * work.updates * _trained(work) if away else 0.0)
 
 
 def _switch(work: Workload, candidate: Candidate, allocation: Allocation) -> float:

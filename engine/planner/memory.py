@@ -20,7 +20,8 @@ from engine.planner.workload import Candidate, Workload
 
 RUNTIME = int(0.75 * GIB)  # of a process: libraries, a CUDA context, communication buffers
 USABLE = 0.9  # of what is left: the rest is lost to fragments
-_PART = 64 << 20  # elements whose moments visit the device at a time (`runtime.optimizer`)
+_FLOAT32 = 4.0  # bytes
+_PART = 64 << 20  # elements that the optimizer updates at a time where its state is offloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class Memory:
 
     weights: float  # of all models that are trained or compared with
     gradients: float
-    moments: float
+    moments: float  # and masters
     activations: float
     rollout: float  # a copy of the weights for rollout
     cache: float
@@ -173,7 +174,7 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool) -> Memory:
         weights = gradients = moments = 0.0
     elif candidate.offload_optimizer:
         host += moments
-        visiting, moments = min(moments, 2 * _PART * work.weight_bytes), 0.0
+        visiting, moments = min(moments, _PART * work.optimizer_bytes), 0.0
     kept = weights + copy if len(models) > 1 else 0.0
     last = 0.0 if candidate.offload_params else models[-1].weights
     memory = Memory(
@@ -223,26 +224,31 @@ def _models(work: Workload, candidate: Candidate) -> list[_Model]:
         found.append(_Model(rank_elements(work.teacher, layout) * size))
     if work.critic:
         own = layout if isinstance(work.critic, str) else work.critic
-        each = rank_elements(work.shape, own) * size
-        found.append(_Model(each, each, 2 * each))
+        found.append(_trained(rank_elements(work.shape, own), work))
     return found
+
+
+def _trained(elements: float, work: Workload) -> _Model:
+    """A model with gradients, accumulated in float32, and an optimizer."""
+    return _Model(
+        elements * work.weight_bytes, elements * _FLOAT32, elements * work.optimizer_bytes
+    )
 
 
 def _policy(work: Workload, layout: Layout) -> _Model:
     mine = rank_elements(work.shape, layout)
     if not work.adapters:
-        each = mine * work.weight_bytes
-        return _Model(each, each, 2 * each)
+        return _trained(mine, work)
     base = sizes(work.shape).total if work.quantized else mine
     cut = layout.world_size // layout.dp
-    kept = work.adapters / cut * work.weight_bytes
+    kept = work.adapters / cut * _FLOAT32  # whatever the base is
     return _Model(base * (work.base_bytes or work.weight_bytes) + kept, kept, 2 * kept)
 
 
 def _whole(work: Workload) -> float:
     """Bytes of the policy in one piece, as it is loaded and as a rollout copy."""
     base = sizes(work.shape).total * (work.base_bytes or work.weight_bytes)
-    return base + work.adapters * work.weight_bytes
+    return base + work.adapters * _FLOAT32
 
 
 def _gathered(work: Workload, candidate: Candidate) -> float:

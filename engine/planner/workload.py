@@ -16,7 +16,7 @@ class Workload:
     completions: int  # a prompt
     prompt_length: int  # longest, in tokens
     response_length: int
-    weight_bytes: float = 4.0  # an element of the weights, gradients and moments
+    weight_bytes: float = 4.0  # an element of the weights; below 4, they have float32 masters
     base_bytes: float = 0.0  # an element of a frozen base under adapters; 0: weight_bytes
     compute_bytes: float = 4.0  # an element in forward and backward
     adapters: int = 0  # trained elements of adapters; 0: the whole model is trained
@@ -47,6 +47,11 @@ class Workload:
     def length(self) -> int:
         """Longest row, in tokens."""
         return self.prompt_length + self.response_length
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Of an element's two moments and, beside reduced weights, its master; all float32."""
+        return 12.0 if self.weight_bytes < 4 else 8.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
 """AdamW, learning-rate schedule and gradient clipping, for SFT, actor and critic.
 
-On many ranks each updates the shards that it stores, since AdamW is elementwise. Gradients must be
-reduced over the ranks before a step.
+Weights stored in bfloat16 or float16 have float32 masters here (`master_weights`). On many ranks
+each updates the shards that it stores, since AdamW is elementwise. Gradients must be reduced over
+the ranks before a step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,15 @@ from engine.errors import CheckpointError, DivergedError
 from engine.parallel import fsdp, gradients
 from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
+from engine.runtime.loss_scale import LossScale
+from engine.runtime.master_weights import (
+    accumulate_in_float32,
+    has_master,
+    make_master,
+    write_working_weights,
+)
 
+MASTER = "master"  # among a parameter's moments in a state dict
 _OFFLOAD_ELEMENTS = 64 << 20  # parameters whose moments are on the device at a time
 
 
@@ -27,9 +36,10 @@ class Optimizer:
     """AdamW whose schedule advances once an optimizer step.
 
     Biases, norms and other vectors get no weight decay. Create it after the model's parameters were
-    sharded over `ranks`, which then take every step together. With `offload`, moments stay in CPU
-    memory and are on the device only while their parameters are updated. `tied_duplicates` are
-    updated, but only another pipeline stage's copy of them counts in the gradient norm.
+    sharded over `ranks`, which then take every step together. With `offload`, moments and masters
+    stay in CPU memory and are on the device only while their parameters are updated.
+    `tied_duplicates` are updated, but only another pipeline stage's copy of them counts in the
+    gradient norm. A loss that float16 weights have is to be multiplied by `loss_scale`, if any.
     """
 
     def __init__(
@@ -47,7 +57,11 @@ class Optimizer:
         self.parameters = list(self._named.values())
         self._tied_duplicates = tied_duplicates
         self._model, self._ranks, self._offload = model, ranks, offload
-        self._stored = {name: self._stored_part(p) for name, p in self._named.items()}
+        self._with_master = {name for name, p in self._named.items() if has_master(p)}
+        self._stored = {name: self._stored_part(name) for name in self._named}
+        accumulate_in_float32(model, [self._named[name] for name in self._with_master])
+        half = any(p.dtype == torch.float16 for p in self.parameters)
+        self.loss_scale = LossScale() if half else None
         matrices = [p for p in self._stored.values() if p.dim() >= 2]
         vectors = [p for p in self._stored.values() if p.dim() < 2]
         groups: list[dict[str, Any]] = [{"params": matrices}] if matrices else []
@@ -69,18 +83,21 @@ class Optimizer:
     def _next_lr(self) -> float:
         return float(self._schedule.get_last_lr()[0])
 
-    def _stored_part(self, parameter: nn.Parameter) -> Tensor:
-        """The tensor that AdamW updates: the parameter, or a view of this rank's shard of it.
+    def _stored_part(self, name: str) -> Tensor:
+        """The tensor that AdamW updates: a master, the parameter, or a view of this rank's shard.
 
         Gradients of views are set group by group, so that only one group's moments are needed.
         """
+        parameter = self._named[name]
+        if name in self._with_master:
+            return make_master(parameter, self._resting_device(name))
         view = self._offload or isinstance(parameter, DTensor)
         return local_tensor(parameter) if view else parameter
 
     def zero_gradients(self) -> None:
         """Set every gradient to 0: the update is that of the moments alone."""
         for parameter in self.parameters:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = gradients.zero_gradient(parameter)
 
     def clear_gradients(self) -> None:
         """Set all gradients to None."""
@@ -90,13 +107,17 @@ class Optimizer:
     def step(self) -> float:
         """Clip, update, clear gradients; return the global gradient norm before clipping.
 
-        Raises DivergedError, on all ranks alike, when the norm is not finite: the weights are left
-        as they were.
+        A norm that is not finite leaves weights, moments and schedule as they were: with a loss
+        scale the update is skipped and the scale halved, otherwise, or at a scale of 1,
+        DivergedError is raised, on all ranks alike.
         """
         self.lr = self._next_lr()
+        self._unscale_gradients()
         norm = self._clip_gradients()
         if not math.isfinite(norm):
             self.clear_gradients()
+            if self.loss_scale is not None and self.loss_scale.back_off():
+                return norm
             raise DivergedError(
                 f"the gradient norm is {norm}: training has diverged; lower optim.lr "
                 f"(now {self.lr:.2e}) or look for bad rewards or data"
@@ -104,9 +125,16 @@ class Optimizer:
         for names in self._parts():
             self._update(names)
         self._schedule.step()
+        if self.loss_scale is not None:
+            self.loss_scale.grow()
         self.clear_gradients()
         fsdp.reshard(self._model)  # weights that a pass without backward gathered are outdated
         return norm
+
+    def _unscale_gradients(self) -> None:
+        if self.loss_scale is not None:
+            found = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
+            torch._foreach_mul_(found, 1.0 / self.loss_scale.value)
 
     def _clip_gradients(self) -> float:
         if self._ranks is None or self._ranks.mesh is None:
@@ -133,69 +161,95 @@ class Optimizer:
 
     def _update(self, names: list[str]) -> None:
         """Update the parameters `names`: AdamW skips those without a gradient."""
-        for name in names:
+        self._move_state(names, to_device=True)
+        updated = [name for name in names if self._named[name].grad is not None]
+        for name in updated:
             parameter, stored = self._named[name], self._stored[name]
-            if stored is not parameter and parameter.grad is not None:
-                stored.data = local_tensor(parameter)  # it may have been moved since
+            if stored is not parameter:
+                if name not in self._with_master:
+                    stored.data = local_tensor(parameter)  # it may have been moved since
                 stored.grad = local_tensor(parameter.grad)
-        self._move_moments(names, to_device=True)
         self._adam.step()
+        self._write([name for name in updated if name in self._with_master])
         for name in names:
             self._stored[name].grad = None
         if self._offload:
-            self._move_moments(names, to_device=False)
+            self._move_state(names, to_device=False)
+
+    def _write(self, names: Sequence[str]) -> None:
+        """Round the masters `names` into the working weights."""
+        write_working_weights(
+            [self._named[name] for name in names], [self._stored[name] for name in names]
+        )
 
     def offload(self) -> None:
-        """Move the moments to CPU memory, e.g. before a rollout; the next step moves them back."""
-        self._move_moments(list(self._named), to_device=False)
+        """Move moments and masters to CPU memory, e.g. before a rollout; the next step moves them
+        back."""
+        self._move_state(list(self._named), to_device=False)
 
     def load(self) -> None:
-        """Move the moments to the device, unless they stay in CPU memory between steps."""
+        """Move moments and masters to the device, unless they stay in CPU memory between steps."""
         if not self._offload:
-            self._move_moments(list(self._named), to_device=True)
+            self._move_state(list(self._named), to_device=True)
 
-    def _move_moments(self, names: list[str], *, to_device: bool) -> None:
+    def _move_state(self, names: list[str], *, to_device: bool) -> None:
         for name in names:
-            stored = self._stored[name]
+            stored, device = self._stored[name], local_tensor(self._named[name]).device
             state = self._adam.state.get(stored, {})
             for key, moment in state.items():
                 if moment.dim():  # the step count stays
-                    state[key] = moment.to(stored.device) if to_device else _to_cpu(moment)
+                    state[key] = moment.to(device) if to_device else _to_cpu(moment)
+            if name in self._with_master:
+                stored.data = stored.to(device) if to_device else _to_cpu(stored)
+
+    def _resting_device(self, name: str) -> torch.device:
+        """Where a parameter's moments and master are between steps."""
+        return torch.device("cpu") if self._offload else local_tensor(self._named[name]).device
 
     def state_dict(self) -> dict[str, Any]:
-        """AdamW's moments by parameter name and the schedule's step; no copies.
+        """AdamW's moments, and the master, by parameter name; the schedule's step; no copies.
 
-        On many ranks they are the moments of this rank's shards.
+        On many ranks they are those of this rank's shards.
         """
         adam = self._adam.state
+        moments = {name: dict(adam[p]) for name, p in self._stored.items() if p in adam}
+        for name in self._with_master:
+            moments.setdefault(name, {})[MASTER] = self._stored[name]
+        scale = {"loss_scale": self.loss_scale.state_dict()} if self.loss_scale else {}
         return {
-            "moments": {name: dict(adam[p]) for name, p in self._stored.items() if p in adam},
+            "moments": moments,
             "updates": self._schedule.last_epoch,
             "lr": self.lr,
-        }
+        } | scale
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`, copying its tensors; learning rates are the configuration's.
 
-        Raises CheckpointError, before anything has changed, for moments of another model.
+        Working weights are not touched, and a master that is not there stays as it is. Raises
+        CheckpointError, before anything has changed, for moments of another model.
         """
-        for name, moments in state["moments"].items():
+        for name, saved in state["moments"].items():
             wanted = list(self._stored[name].shape) if name in self._stored else None
-            if wanted != list(moments["exp_avg"].shape):
+            found = list(saved["exp_avg" if "exp_avg" in saved else MASTER].shape)
+            if wanted != found:
                 raise CheckpointError(
-                    f"the saved optimizer has moments of shape {list(moments['exp_avg'].shape)} "
-                    f"for {name!r}, the model {wanted or 'no such parameter'}; resume with the "
-                    "model that was saved"
+                    f"the saved optimizer has moments of shape {found} for {name!r}, the model "
+                    f"{wanted or 'no such parameter'}; resume with the model that was saved"
                 )
         self._adam.state.clear()
-        for name, moments in state["moments"].items():
+        for name, saved in state["moments"].items():
             stored = self._stored[name]
-            self._adam.state[stored] = {
-                key: torch.empty_like(value, device=stored.device).copy_(value)
-                for key, value in moments.items()
-            }
-            if self._offload:
-                self._move_moments([name], to_device=False)
+            near, resting = local_tensor(self._named[name]).device, self._resting_device(name)
+            for key, value in saved.items():
+                if key != MASTER:
+                    copied = value.to(near, copy=True)  # the step count
+                    if value.dim():
+                        copied = value.to(resting, stored.dtype, copy=True)
+                    self._adam.state[stored][key] = copied
+                elif name in self._with_master:
+                    stored.copy_(value)
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.load_state_dict(state["loss_scale"])
         self._schedule.last_epoch = state["updates"]
         rates = [
             base * factor(state["updates"])

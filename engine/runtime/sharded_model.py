@@ -34,6 +34,7 @@ from engine.parallel.process_groups import Ranks, init_process_group
 from engine.parallel.sequence_parallel import apply_ulysses
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 from engine.parallel.vocab_parallel import VocabParallelStatistics
+from engine.runtime.loss_scale import LossScale
 from engine.runtime.micro_batch_runner import MicroBatchRunner
 from engine.runtime.micro_batches import micro_batches
 from engine.runtime.optimizer import Optimizer
@@ -82,6 +83,7 @@ class ShardedModel:
         self.module, pipeline = self._apply(model if device else model.to(self.device))
         self._runner = MicroBatchRunner(self.module, ranks, config, self.device, pipeline)
         self._packing_checked = False
+        self.loss_scale: LossScale | None = None  # the optimizer's, where it has one
 
     def without_adapters(self) -> ShardedModel:
         """The same model with its adapters disabled: the base of a policy with adapters."""
@@ -127,7 +129,8 @@ class ShardedModel:
     def accumulate(
         self, batch: Batch, micros: Sequence[Batch], reader: OutputReader, loss: Loss
     ) -> list[Metrics]:
-        """Add the gradients of `loss` over the micro-batches, summed over all ranks' rows.
+        """Add the gradients of `loss` over the micro-batches, summed over all ranks' rows; times
+        `loss_scale`, where there is one.
 
         `batch` is the batch of the micro-batches; a row of it makes dummy passes where other ranks
         have more. Only ranks of the last pipeline stage have metrics: see `all_reduce_metrics`.
@@ -141,7 +144,7 @@ class ShardedModel:
                 return torch.stack([value.sum() for value in got.values()]).sum() * 0.0
             value, metrics = loss(got, even[index])
             parts.append(metrics)
-            return value
+            return value if self.loss_scale is None else value * self.loss_scale.value
 
         self._runner.backward(even, reader, loss_or_zero)
         self._all_reduce_gradients()
@@ -170,13 +173,13 @@ class ShardedModel:
         group = self.ranks.group("pp", *DATA_AXES)
         if group is None:
             return own
-        plain = {name: (float(s.total), float(s.count)) for name, s in own.items()}
+        plain = {name: (type(s), float(s.total), float(s.count)) for name, s in own.items()}
         every: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(every, plain, group=group)
         return merge(
             {
-                name: MeanAccumulator(torch.tensor(t).double(), torch.tensor(c).double())
-                for name, (t, c) in e
+                name: kind(torch.tensor(t).double(), torch.tensor(c).double())
+                for name, (kind, t, c) in e
             }
             for e in (ranks.items() for ranks in every)
         )
@@ -266,8 +269,8 @@ class ShardedModel:
 
 
 def sharded_optimizer(sharded: ShardedModel, config: OptimConfig, total_steps: int) -> Optimizer:
-    """The optimizer of this rank's shard of a model."""
-    return Optimizer(
+    """The optimizer of this rank's shard of a model, which gets its loss scale."""
+    optimizer = Optimizer(
         sharded.module,
         config,
         total_steps,
@@ -275,6 +278,8 @@ def sharded_optimizer(sharded: ShardedModel, config: OptimConfig, total_steps: i
         offload=sharded.config.offload_optimizer,
         tied_duplicates=stages.tied_duplicates(sharded.module),
     )
+    sharded.loss_scale = optimizer.loss_scale
+    return optimizer
 
 
 def decoder_layers(module: Any) -> list[nn.Module]:

@@ -1,8 +1,9 @@
-"""The state of a sharded model in training: saved once, loaded under any layout.
+"""The state of a sharded model in training: saved once, loaded under any layout and in any dtype.
 
-Each rank saves the boxes of parameters and moments that it stores and no lower rank does, with
-their offset in the full tensor; a rank that loads reads what it stores from whichever ranks saved
-it. So dp, fsdp, tp, pp and sp may all change between the two. Files are written by
+Each rank saves the boxes of parameters, moments and masters that it stores and no lower rank does,
+with their offset in the full tensor; a rank that loads reads what it stores from whichever ranks
+saved it. So dp, fsdp, tp, pp and sp may all change between the two, and so may the dtype of the
+weights: masters become float32 weights, and float32 weights masters. Files are written by
 `engine.checkpoint`.
 """
 
@@ -27,7 +28,11 @@ from engine.parallel import fsdp
 from engine.parallel.boxes import Box
 from engine.parallel.gather import named_tensors
 from engine.parallel.module_shards import local_box, local_tensor
+from engine.runtime.master_weights import has_master
+from engine.runtime.optimizer import MASTER
 from engine.runtime.sharded_model import ShardedModel, sharded_optimizer
+
+_FLOATS = ("float32", "bfloat16", "float16")  # weights of one may be loaded as another
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +103,17 @@ class ShardedTrainState:
         self.check(saved)
         boxes = _saved_boxes(saved)
         stored = list(self._local_tensors())
-        moments = {one.module_name: _moments(boxes[one.name], one) for one in stored}
+        trained = {name for name, p in self._sharded.module.named_parameters() if p.requires_grad}
+        moments = {
+            one.module_name: _moments(boxes[one.name], one, trained=one.module_name in trained)
+            for one in stored
+        }
         state = dict(own.get("optimizer"))
         known = {name: value for name, value in moments.items() if value}
         self.optimizer.load_state_dict(state | {"moments": known})
         with torch.no_grad():
             for one in stored:
-                _fill(one.tensor, one.box, boxes[one.name], "model", one.name)
+                _fill_weights(one, boxes[one.name])
         self.generator.set_state(own.get("rng", "minibatches").clone())
 
     def _local_tensors(self) -> Iterator[_LocalTensor]:
@@ -154,7 +163,7 @@ def load_weights(model: nn.Module, saved: Sequence[RankState]) -> None:
     boxes = _saved_boxes(saved)
     _check(boxes, {one.name: one.kind for one in own})
     for one in own:
-        _fill(one.tensor, one.box, boxes[one.name], "model", one.name)
+        _fill_weights(one, boxes[one.name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +191,7 @@ def _check(boxes: dict[str, list[_SavedBox]], kinds: dict[str, str]) -> None:
     for name in sorted(boxes.keys() | kinds.keys()):
         there = boxes[name][0].kind if name in boxes else "missing"
         here = kinds.get(name, "missing")
-        if there != here:
+        if _comparable(there) != _comparable(here):
             raise CheckpointError(
                 f"the checkpoint is of another model: {name!r} is {there} there and {here} here; "
                 "resume with the model that was saved, or save into another folder"
@@ -195,20 +204,37 @@ def _check(boxes: dict[str, list[_SavedBox]], kinds: dict[str, str]) -> None:
             )
 
 
-def _moments(boxes: list[_SavedBox], one: _LocalTensor) -> dict[str, Tensor]:
-    """AdamW's state of this rank's part of a parameter; {} where none was saved."""
+def _comparable(kind: str) -> str:
+    """A kind in which all dtypes of weights are one."""
+    dtype, _, shape = kind.partition(" ")
+    return f"float {shape}" if dtype in _FLOATS else kind
+
+
+def _moments(boxes: list[_SavedBox], one: _LocalTensor, *, trained: bool) -> dict[str, Tensor]:
+    """AdamW's state of this rank's part of a parameter, and its master; {} where it has none."""
     near = [p for p in boxes if p.box.intersect(one.box)] or boxes[:1]
-    known = near[0].rank.get("moments", one.name)
-    if not known:
-        return {}
     found: dict[str, Tensor] = {}
-    for key, value in known.items():
+    for key, value in (near[0].rank.get("moments", one.name) or {}).items():
+        if key == MASTER and not has_master(one.tensor):
+            continue
         if value.dim() == 0 or near[0].box == one.box:  # the count of steps
             found[key] = value
         else:
             part = torch.empty(one.box.size, dtype=value.dtype)
             found[key] = _fill(part, one.box, near, "moments", one.name, key)
+    if trained and has_master(one.tensor) and MASTER not in found:
+        part = torch.empty(one.box.size, dtype=torch.float32)
+        found[MASTER] = _fill(part, one.box, boxes, "model", one.name)
     return found
+
+
+def _fill_weights(one: _LocalTensor, boxes: list[_SavedBox]) -> None:
+    """Copy the saved weights; from their masters where they were stored in another dtype."""
+    path: tuple[str, ...] = ("model", one.name)
+    masters = boxes[0].rank.get("moments", one.name, MASTER)
+    if masters is not None and boxes[0].kind != one.kind:
+        path = ("moments", one.name, MASTER)
+    _fill(one.tensor, one.box, boxes, *path)
 
 
 def _fill(target: Tensor, box: Box, boxes: list[_SavedBox], *path: str) -> Tensor:
@@ -229,12 +255,20 @@ def _slices(part: Box, outer: Box) -> tuple[slice, ...]:
 def weights_fingerprint(model: nn.Module) -> str:
     """A digest of a few values of each weight, to recognise the weights that training starts from.
 
-    Adapters are left out. Take it before the first step.
+    Adapters are left out; weights that are not float32 have their dtype before it. Take it before
+    the first step.
     """
-    found = hashlib.sha256()
+    found, dtypes = hashlib.sha256(), set[str]()
     for name, tensor in model.named_parameters():
         if ".lora_" not in name and tensor.numel():
             flat = tensor.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // 64)].contiguous()
             found.update(name.encode() + some.cpu().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            dtypes.add(str(tensor.dtype).removeprefix("torch."))
+    reduced = sorted(dtypes & {"bfloat16", "float16"})
+    return ":".join([*reduced, found.hexdigest()])
+
+
+def same_start(one: str | None, other: str) -> bool:
+    """Whether two fingerprints may be of the same weights; not known of two dtypes."""
+    return one == other or (one or "").rpartition(":")[0] != other.rpartition(":")[0]

@@ -30,6 +30,7 @@ from engine.data.collate import collate_completions
 from engine.errors import CheckpointError, DataError
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
+from engine.runtime.loss_scale import update_metrics
 from engine.runtime.sharded_model import Metrics, ShardedModel
 from engine.runtime.sharded_train_state import ShardedTrainState
 from engine.runtime.token_outputs import LogProbReader, Outputs
@@ -133,9 +134,10 @@ class SFTTrainer:
             metrics = {
                 "sft/loss": loss,
                 "sft/lr": optimizer.lr,
-                "sft/grad_norm": norm,
                 "sft/tokens_per_s": tokens / (time.perf_counter() - start),
             }
+            updated = update_metrics([norm], optimizer.loss_scale)
+            metrics |= {f"sft/{name}": value for name, value in updated.items()}
             if validation and (step % self.config.validate_every == 0 or step == total):
                 metrics["sft/validation_loss"] = self.validation_loss(validation)
             self.on_step(step, total, metrics)

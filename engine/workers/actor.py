@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.algorithms import losses
 from engine.algorithms.aggregation import Denominators, aggregate
+from engine.algorithms.correction import gap_metrics
 from engine.algorithms.kl import kl_estimate
 from engine.algorithms.metrics import MeanAccumulator, accumulate_mean, compute_means
 from engine.algorithms.preference import get_pair_loss
@@ -25,11 +26,16 @@ from engine.errors import CheckpointError
 from engine.models import load_policy_model, save_model
 from engine.models.forward import TokenOutputs
 from engine.parallel.layout import Layout
+from engine.runtime.loss_scale import update_metrics
 from engine.runtime.mini_batches import minibatch_indices
 from engine.runtime.pair_gradients import accumulate_pairs
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.sharded_model import init_mesh
-from engine.runtime.sharded_train_state import ShardedTrainState, weights_fingerprint
+from engine.runtime.sharded_train_state import (
+    ShardedTrainState,
+    same_start,
+    weights_fingerprint,
+)
 from engine.runtime.token_outputs import LogProbReader, Outputs, ReferenceLogits
 from engine.weight_transfer.weight_sync import WeightSender
 from engine.workers.algorithm_options import policy_loss_options, preference_options
@@ -97,9 +103,16 @@ class ActorWorker(TrainingWorker):
         loss prepared over the global batch, `rollout_is_weights` if there are any and, for a KL
         term, `ref_log_probs`, all `[B, R]`.
         """
-        if "old_log_probs" not in batch:
+        gap = "old_log_probs" not in batch  # else it is known of the whole batch
+        if gap:
             batch = batch | {"old_log_probs": batch["rollout_log_probs"]}
-        return self._optimize(batch, 1, self._accumulate)
+
+        def accumulate(mini: Batch) -> list[Metrics]:
+            nonlocal gap
+            parts, gap = self._accumulate(mini, gap=gap), False  # of the weights that sampled
+            return parts
+
+        return self._optimize(batch, 1, accumulate)
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, unit=2, pad=True)
     def update_pairs(self, batch: Batch) -> dict[str, float]:
@@ -141,19 +154,15 @@ class ActorWorker(TrainingWorker):
                 parts += accumulate(batch if whole else batch.rows(runs[index].flatten()))
                 norms.append(optimizer.step())
         self.policy.version += 1
-        metrics = {
-            f"actor/{k}": v
-            for k, v in compute_means(self.sharded.all_reduce_metrics(parts)).items()
-        }
-        return metrics | {
-            "actor/grad_norm": sum(norms) / len(norms),
-            "actor/lr": optimizer.lr,
-        }
+        metrics = compute_means(self.sharded.all_reduce_metrics(parts))
+        metrics |= update_metrics(norms, optimizer.loss_scale) | {"lr": optimizer.lr}
+        return {k if "/" in k else f"actor/{k}": v for k, v in metrics.items()}
 
-    def _accumulate(self, mini: Batch) -> list[Metrics]:
+    def _accumulate(self, mini: Batch, *, gap: bool) -> list[Metrics]:
         """Add the gradients of one mini-batch, micro-batch by micro-batch.
 
         Rows that can't change the gradient are skipped; the denominators count them all the same.
+        `gap`: measure how far log-probs are from rollout's.
         """
         config, mask = self.config, mini["response_mask"]
         denominators = self.sharded.global_counts(mask)
@@ -179,7 +188,11 @@ class ActorWorker(TrainingWorker):
         )
 
         def loss(got: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
-            return self._loss(TokenOutputs(**got), micro, denominators)
+            value, metrics = self._loss(TokenOutputs(**got), micro, denominators)
+            if gap:
+                mask = micro["response_mask"]
+                metrics |= gap_metrics(got["log_probs"], micro["rollout_log_probs"], mask)
+            return value, metrics
 
         return [skipped, *self.sharded.accumulate(mini, micros, reader, loss)]
 
@@ -276,7 +289,7 @@ class ActorWorker(TrainingWorker):
                 f"{self.lora.alpha}; resume with the alpha that was saved"
             )
         self.train_state.check(saved)
-        if own.get("start") != self.start:
+        if not same_start(own.get("start"), self.start):
             raise CheckpointError(
                 f"the checkpoint is of another model: training began with other weights than those "
                 f"in {self.tokenizer_path}; resume with the model that it began with"

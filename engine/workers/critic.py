@@ -11,6 +11,7 @@ from engine.batch import TOKENS, Batch
 from engine.config import CriticConfig, ParallelConfig
 from engine.models import create_critic_model, load_model
 from engine.parallel.layout import Layout
+from engine.runtime.loss_scale import update_metrics
 from engine.runtime.mini_batches import minibatch_indices
 from engine.runtime.sharded_model import ShardedModel, init_mesh
 from engine.runtime.sharded_train_state import ShardedTrainState
@@ -60,11 +61,9 @@ class CriticWorker(TrainingWorker):
                 whole = len(index) == len(batch)
                 parts += self._accumulate(batch if whole else batch.rows(index))
                 norms.append(optimizer.step())
-        metrics = {
-            f"critic/{k}": v
-            for k, v in compute_means(self.sharded.all_reduce_metrics(parts)).items()
-        }
-        return metrics | {"critic/grad_norm": sum(norms) / len(norms)}
+        metrics = compute_means(self.sharded.all_reduce_metrics(parts))
+        metrics |= update_metrics(norms, optimizer.loss_scale)
+        return {f"critic/{k}": v for k, v in metrics.items()}
 
     def _accumulate(self, mini: Batch) -> list[dict[str, MeanAccumulator]]:
         denominators = self.sharded.global_counts(mini["response_mask"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tiny_engine import completions_batch, random_completions
@@ -39,23 +41,29 @@ def model() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def test_weights_gradients_and_moments_are_those_of_the_model(model: Qwen2ForCausalLM) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_gradients_and_moments_are_those_of_the_model(
+    model: Qwen2ForCausalLM, dtype: torch.dtype
+) -> None:
+    model = copy.deepcopy(model).to(dtype)
     shape = ModelShape.of(model.config)
     real = sum(p.numel() for p in model.parameters())
     assert sizes(shape).total == pytest.approx(real, rel=0.02)  # biases are left out
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
     optimizer = Optimizer(model, OptimConfig(), 10)
+    optimizer.zero_gradients()
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     optimizer.step()
-    moments = sum(
+    kept = sum(
         value.nbytes
         for state in optimizer.state_dict()["moments"].values()
         for value in state.values()
         if value.dim()
     )
-    memory = estimate(Workload(shape, 4, 2, 8, 8), Candidate(Layout()), gpu=False)
-    assert memory.moments == pytest.approx(moments, rel=0.02)
-    assert memory.weights == memory.gradients == memory.moments / 2
+    work = Workload(shape, 4, 2, 8, 8, weight_bytes=dtype.itemsize)
+    memory = estimate(work, Candidate(Layout()), gpu=False)
+    assert memory.moments == pytest.approx(kept, rel=0.02)
+    assert memory.gradients == pytest.approx(gradients, rel=0.02)
+    assert memory.weights == pytest.approx(sum(p.nbytes for p in model.parameters()), rel=0.02)
 
 
 def test_activations_are_about_what_backward_keeps(model: Qwen2ForCausalLM) -> None:

@@ -17,7 +17,11 @@ from engine.checkpoint import CheckpointStore
 from engine.checkpoint.rank_state import read_role_states
 from engine.config import ActorConfig, CriticConfig, LoRAConfig
 from engine.controller.row_sharding import shard_rows
+from engine.models import load_model
+from engine.parallel.boxes import Box
 from engine.parallel.layout import Layout
+from engine.parallel.module_shards import local_box, local_tensor
+from engine.runtime.optimizer import MASTER
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
 from engine.workers.critic import CriticWorker
@@ -26,14 +30,16 @@ ROWS, BEFORE, AFTER = 8, 2, 2
 OPTIM = {"lr": 1e-2, "warmup_ratio": 0.3, "schedule": "cosine"}
 
 
-def worker(folder: str, role: str, parallel: dict[str, Any], lora: int) -> Any:
+def worker(
+    folder: str, role: str, parallel: dict[str, Any], lora: int, dtype: str = "float32"
+) -> Any:
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     values = {"optim": OPTIM, "parallel": parallel}
     config = ActorConfig.model_validate(values | {"use_kl_loss": False})
     layout = Layout.of(config.parallel)
     context = WorkerContext(role, rank, world, layout=layout)
-    common: dict[str, Any] = {"model_path": folder, "total_steps": 8, "seed": 0}
+    common: dict[str, Any] = {"model_path": folder, "total_steps": 8, "seed": 0, "dtype": dtype}
     if role == "critic":
         critic = CriticConfig.model_validate(values)
         return CriticWorker(context, config=critic, parallel=config.parallel, **common)
@@ -48,8 +54,15 @@ def train(one: Any, begin: int, count: int) -> list[dict[str, float]]:
     return [one.update(shard_rows(batch, share)[0]) for batch in batches]
 
 
-def first_half(folder: str, draft: str, role: str, parallel: dict[str, Any], lora: int) -> None:
-    one = worker(folder, role, parallel, lora)
+def first_half(
+    folder: str,
+    draft: str,
+    role: str,
+    parallel: dict[str, Any],
+    lora: int,
+    dtype: str = "float32",
+) -> None:
+    one = worker(folder, role, parallel, lora, dtype)
     train(one, 0, BEFORE)
     one.save_state(draft)
     one.wait_saved()
@@ -80,13 +93,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def save(
-    folder: str, root: Path, role: str, parallel: dict[str, Any], lora: int = 0
+    folder: str,
+    root: Path,
+    role: str,
+    parallel: dict[str, Any],
+    lora: int = 0,
+    dtype: str = "float32",
 ) -> tuple[str, int]:
     """A checkpoint's folder, and the bytes of tensors in it."""
     store = CheckpointStore(root)
     draft = store.begin(BEFORE)
     draft.roles = {role: size(parallel)}
-    run_ranks(size(parallel), first_half, folder, draft.folder, role, parallel, lora)
+    run_ranks(size(parallel), first_half, folder, draft.folder, role, parallel, lora, dtype)
     return store.commit(draft).folder, draft.tensor_bytes
 
 
@@ -150,6 +168,49 @@ def uninterrupted(
     one = worker(folder, "actor", parallel, 0)
     metrics = train(one, 0, BEFORE + AFTER)[BEFORE:]
     return metrics, {name: t.clone() for name, t in one.sharded.full_tensors()}
+
+
+def masters_after_loading(
+    folder: str, saved: str, parallel: dict[str, Any]
+) -> dict[str, tuple[Box, Tensor, Tensor]]:
+    """Of each parameter this rank's box, its master and its working weight; trains a step then."""
+    one = worker(folder, "actor", parallel, 0, "bfloat16")
+    one.load_state(saved)
+    moments = one.train_state.optimizer.state_dict()["moments"]
+    found = {
+        name: (local_box(p), moments[name][MASTER].clone(), local_tensor(p).clone())
+        for name, p in one.sharded.module.named_parameters()
+    }
+    train(one, BEFORE, 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads"), and_slow([({"fsdp": 2}, {})], [({}, {"fsdp": 2}), ({"tp": 2}, {"dp": 2})])
+)
+def test_masters_are_resharded_bit_for_bit(
+    folder: str, tmp_path: Path, wrote: dict[str, Any], reads: dict[str, Any]
+) -> None:
+    saved, _ = save(folder, tmp_path, "actor", wrote, dtype="bfloat16")
+    before = run_ranks(size(wrote), masters_after_loading, folder, saved, wrote)
+    after = run_ranks(size(reads), masters_after_loading, folder, saved, reads)
+    shapes = {name: tuple(p.shape) for name, p in load_model(folder).named_parameters()}
+    ours, theirs = whole_masters(before, shapes), whole_masters(after, shapes)
+    assert all(torch.equal(ours[name], theirs[name]) for name in shapes)
+    below = [not torch.equal(t, t.bfloat16().float()) for t in ours.values()]
+    assert all(below)  # each has bits that bfloat16 lacks
+
+
+def whole_masters(
+    ranks: list[dict[str, tuple[Box, Tensor, Tensor]]], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    found = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    for rank in ranks:
+        for name, (box, master, working) in rank.items():
+            assert torch.equal(working, master.to(torch.bfloat16))
+            where = zip(box.offset, box.size, strict=True)
+            found[name][tuple(slice(start, start + n) for start, n in where)] = master
+    return found
 
 
 def test_no_rank_writes_what_another_has(folder: str, tmp_path: Path) -> None:
