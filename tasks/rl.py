@@ -49,6 +49,7 @@ def rl(
     from engine.cli.ray_session import ray_session
     from engine.cli.rl_run import RLRun, RunLog, headline, train_policy
     from engine.data.loader import PromptLoader
+    from engine.models import saved_dtype
 
     settings = {
         "rl": config.model_dump(mode="json"),
@@ -91,6 +92,7 @@ def rl(
             save_model,
             previous_checkpoints=checkpoints.previous,
             seed=seed,
+            dtype=saved_dtype(model),  # as the warm start resolved model.dtype
             lora=lora,
         )
         log = RunLog(this.tracked)

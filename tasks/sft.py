@@ -58,7 +58,7 @@ def sft(
         log_splits(this, data, ("sft_train", "sft_validation"))
         tokenizer = load_tokenizer(data / "tokenizer")
         model = (
-            load_policy_model(start.path, start.dtype, start.lora, seed)
+            load_policy_model(start.path, start_dtype(start), start.lora, seed)
             if start.path
             else build_model(start, tokenizer, seed)
         )
@@ -92,6 +92,13 @@ def sft(
         published = this.publish(final)
         this.delete_local_checkpoints()
         return published
+
+
+def start_dtype(start: ModelConfig) -> str:
+    """`model.dtype` on this machine."""
+    from engine.models import resolve_dtype, text_config
+
+    return resolve_dtype(start.dtype, text_config(start.path).hidden_size)
 
 
 def read_examples(data: Path, split: str, tokenizer: PreTrainedTokenizerBase) -> list[SFTExample]:

@@ -18,6 +18,7 @@ from engine.algorithms.rejection import parse_criteria, reject
 from engine.errors import ConfigError, DataError
 
 LEVELS = ("token", "sequence")
+GAP_PREFIXES = ("rollout_corr/", "training/")  # of `gap_metrics`' names
 _BOUND = 20.0
 
 

@@ -26,7 +26,11 @@ class PolicyModelConfig(Section):
     """The policy to improve."""
 
     path: str = Field("", description="Hugging Face causal LM folder, or hub id")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of the weights")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "float32",
+        description="Of the weights in training and rollout; auto: bfloat16 where the hardware "
+        "computes in it. bfloat16 and float16 have float32 masters in the optimizer",
+    )
     lora: LoRAConfig = LoRAConfig()
 
 

@@ -91,7 +91,7 @@ class RolloutConfig(Section):
     parts: int = Field(
         1, ge=1, description="Parts whose rewards are computed while the rest still decodes"
     )
-    dtype: Literal["", "float32", "bfloat16"] = Field(
+    dtype: Literal["", "float32", "bfloat16", "float16"] = Field(
         "", description="Of the weights in processes that only decode; empty: the policy's"
     )
     max_num_seqs: int = Field(512, ge=1, description="Completions decoded at once")

@@ -7,6 +7,7 @@ from engine.models.load import (
     check_vocabulary,
     load_model,
     require_model_folder,
+    saved_dtype,
     text_config,
     vocabulary_and_context,
 )
@@ -17,9 +18,11 @@ from engine.models.lora import (
     has_adapters,
 )
 from engine.models.policy import load_policy_model, resolve_lora
+from engine.models.precision import DTYPES, resolve_dtype
 from engine.models.save import save_model, save_policy
 
 __all__ = [
+    "DTYPES",
     "BaseModelView",
     "CriticModel",
     "adapter_parameters",
@@ -32,9 +35,11 @@ __all__ = [
     "load_model",
     "load_policy_model",
     "require_model_folder",
+    "resolve_dtype",
     "resolve_lora",
     "save_model",
     "save_policy",
+    "saved_dtype",
     "text_config",
     "vocabulary_and_context",
 ]

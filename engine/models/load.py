@@ -26,9 +26,9 @@ from transformers import (
 
 from engine.config import ModelConfig
 from engine.errors import ConfigError, ModelError
+from engine.models.precision import DTYPES, resolve_dtype
 from engine.storage.hub import is_hub_id, loading_error, require_model_name, split_revision
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _making = threading.RLock()
 
@@ -57,7 +57,8 @@ def build_model(
 ) -> PreTrainedModel:
     """Make a small Qwen2-shaped model with random weights drawn from `seed`.
 
-    The vocabulary is the tokenizer's; input and output embeddings are tied.
+    The vocabulary is the tokenizer's; input and output embeddings are tied. Weights are drawn in
+    float32, whatever `config.dtype` is.
     """
     shape = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -76,8 +77,12 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            shape, dtype=_DTYPES[config.dtype], trust_remote_code=False
+            shape, dtype=torch.float32, trust_remote_code=False
         )
+    dtype = DTYPES[resolve_dtype(config.dtype, config.hidden_size)]
+    for parameter in model.parameters():  # buffers, such as rotary tables, stay as they are
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
     return model
 
 
@@ -87,10 +92,10 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
 
     An adapter's folder (peft's format) gives its base with the adapter merged into it. Raises
     ModelError when the folder lacks a configuration or weights, can't be read, or has weights for
-    only a part of the model; ConfigError for a `dtype` other than float32 and bfloat16.
+    only a part of the model; ConfigError for a `dtype` that is none of DTYPES.
     """
-    if dtype not in _DTYPES:
-        raise ConfigError(f"model.dtype={dtype!r} is unknown; choose one of {sorted(_DTYPES)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"model.dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
     require_model_folder(path)
     if (base := adapter_base_path(path)) is not None:
         return _load_merged(Path(path), load_model(base, dtype))
@@ -100,7 +105,7 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             revision=revision or "main",
-            dtype=_DTYPES[dtype],
+            dtype=DTYPES[dtype],
             output_loading_info=True,
             trust_remote_code=False,
         )
@@ -254,6 +259,15 @@ def text_config(path: str | Path) -> Any:
     if (base := adapter_base_path(path)) is not None:
         return text_config(base)
     return load_model_config(path).get_text_config()
+
+
+def saved_dtype(path: str | Path) -> str:
+    """The dtype that a model's configuration says its weights have; float32 where it says none.
+
+    Raises ModelError as `text_config`.
+    """
+    name = str(text_config(path).dtype).removeprefix("torch.")
+    return name if name in DTYPES else "float32"
 
 
 def load_model_config(path: str | Path) -> Any:

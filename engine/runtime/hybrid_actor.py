@@ -18,6 +18,7 @@ from engine.config import RolloutConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, EngineError, RolloutError
 from engine.models import (
+    DTYPES,
     check_vocabulary,
     load_model,
     require_model_folder,
@@ -114,7 +115,7 @@ class HybridActor(nn.Module):
     ) -> Self:
         """Load any causal LM from a folder or hub id.
 
-        `dtype` is float32 or bfloat16; `device` None leaves the model on the CPU, and on many ranks
+        `dtype` is one of DTYPES; `device` None leaves the model on the CPU, and on many ranks
         it must be None: each has its own. The tokenizer is that of `path`, where it has one, unless
         another is given. Raises ConfigError for a wrong `hybrid_config`, dtype or engine and
         ModelError for a folder that is no whole model or whose tokenizer doesn't fit it, before
@@ -125,8 +126,8 @@ class HybridActor(nn.Module):
         world_size, on_node = init_from_launcher()
         sizes.layout(world_size, on_node)
         name = str(dtype).removeprefix("torch.")
-        if name not in ("float32", "bfloat16"):
-            raise ConfigError(f"dtype={name!r} is not supported; use 'float32' or 'bfloat16'")
+        if name not in DTYPES:
+            raise ConfigError(f"dtype={name!r} is not supported; use one of {[*DTYPES]}")
         if device is not None and world_size > 1:
             raise ConfigError(
                 f"device={str(device)!r} with {world_size} ranks: each takes the device of its "

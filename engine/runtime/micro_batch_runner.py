@@ -177,8 +177,10 @@ class MicroBatchRunner:
                 yield
 
     def _precision(self) -> AbstractContextManager[Any]:
-        """Autocast, where FSDP doesn't cast the weights."""
+        """Autocast, where FSDP doesn't cast the weights, and they are not of that dtype already."""
         if not self.config.compute_dtype or fsdp.shards_weights(self.ranks):
             return nullcontext()
         dtype = getattr(torch, self.config.compute_dtype)
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32)
+        other = any(p.is_floating_point() and p.dtype != dtype for p in self.module.parameters())
+        enabled = other and dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=dtype, enabled=enabled)

@@ -39,7 +39,7 @@ from engine.trainers.rl_setup import default_pools
 from engine.trainers.rollout_sources import get_rollout_source, sampler_count
 
 _BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
-_DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0}
+_DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
 def resolve_auto(

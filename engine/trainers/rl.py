@@ -35,7 +35,14 @@ from engine.trainers.preemption import PreemptionNotice
 from engine.trainers.prompts import PromptStream
 from engine.trainers.resume import MAY_CHANGE, SCORE, make_saver, run_settings
 from engine.trainers.rl_checks import check_config, check_teacher
-from engine.trainers.rl_setup import RunSpec, check_lora, effective_config, placement_of, role_specs
+from engine.trainers.rl_setup import (
+    RunSpec,
+    check_lora,
+    effective_config,
+    model_dtype,
+    placement_of,
+    role_specs,
+)
 from engine.trainers.rollout_sources import SourceInputs, get_rollout_source
 from engine.trainers.run_settings import changed_settings
 from engine.trainers.shutdown import (
@@ -83,6 +90,7 @@ class RLTrainer:
         source_class = get_rollout_source(config.trainer.mode)
         needs = RequiredPasses.of(effective_config(config), self.dataflow)
         roles = needs.roles(self.dataflow) | source_class.extra_roles
+        dtype = model_dtype(dtype, model_path, config)
         config = resolve_auto(
             config,
             roles,

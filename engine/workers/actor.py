@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.algorithms import losses
 from engine.algorithms.aggregation import Denominators, aggregate
-from engine.algorithms.correction import gap_metrics
+from engine.algorithms.correction import GAP_PREFIXES, gap_metrics
 from engine.algorithms.kl import kl_estimate
 from engine.algorithms.metrics import MeanAccumulator, accumulate_mean, compute_means
 from engine.algorithms.preference import get_pair_loss
@@ -156,9 +156,9 @@ class ActorWorker(TrainingWorker):
         self.policy.version += 1
         metrics = compute_means(self.sharded.all_reduce_metrics(parts))
         metrics |= update_metrics(norms, optimizer.loss_scale) | {"lr": optimizer.lr}
-        return {k if "/" in k else f"actor/{k}": v for k, v in metrics.items()}
+        return {k if k.startswith(GAP_PREFIXES) else f"actor/{k}": v for k, v in metrics.items()}
 
-    def _accumulate(self, mini: Batch, *, gap: bool) -> list[Metrics]:
+    def _accumulate(self, mini: Batch, *, gap: bool = False) -> list[Metrics]:
         """Add the gradients of one mini-batch, micro-batch by micro-batch.
 
         Rows that can't change the gradient are skipped; the denominators count them all the same.
