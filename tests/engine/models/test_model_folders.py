@@ -161,9 +161,9 @@ def test_a_base_that_lacks_a_shard_is_named_as_one(copy: Path, tmp_path: Path) -
 
 def test_another_dtype_is_the_setting_s_fault(tiny_folder: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"model.dtype='float16' is unknown; choose one of \['bfloat16', 'float32"
+        ConfigError, match=r"model.dtype='float64' is unknown; choose one of \['bfloat16', 'float16"
     ):
-        load_model(tiny_folder, "float16")
+        load_model(tiny_folder, "float64")
 
 
 def test_damaged_config(copy: Path) -> None:

@@ -66,8 +66,8 @@ def test_wrong_folders_are_refused_before_weights_are_read(
         HybridActor.from_pretrained(tiny_folder, rollout_engine="vlm")
     with pytest.raises(ConfigError, match="unexpected keyword argument 'max_seqs'"):
         HybridActor.from_pretrained(tiny_folder, rollout_options={"max_seqs": 4})
-    with pytest.raises(ConfigError, match="dtype='float16'"):
-        HybridActor.from_pretrained(tiny_folder, dtype=torch.float16)
+    with pytest.raises(ConfigError, match="dtype='float64'"):
+        HybridActor.from_pretrained(tiny_folder, dtype=torch.float64)
     with pytest.raises(ModelError, match="does not exist"):
         HybridActor.from_pretrained(tmp_path / "nowhere")
 
