@@ -162,15 +162,18 @@ class Optimizer:
     def _update(self, names: list[str]) -> None:
         """Update the parameters `names`: AdamW skips those without a gradient."""
         self._move_state(names, to_device=True)
-        updated = [name for name in names if self._named[name].grad is not None]
-        for name in updated:
+        rounded: list[str] = []
+        for name in names:
             parameter, stored = self._named[name], self._stored[name]
-            if stored is not parameter:
-                if name not in self._with_master:
-                    stored.data = local_tensor(parameter)  # it may have been moved since
-                stored.grad = local_tensor(parameter.grad)
+            if stored is parameter or parameter.grad is None:
+                continue
+            if name in self._with_master:
+                rounded.append(name)
+            else:
+                stored.data = local_tensor(parameter)  # it may have been moved since
+            stored.grad = local_tensor(parameter.grad)
         self._adam.step()
-        self._write([name for name in updated if name in self._with_master])
+        self._write(rounded)
         for name in names:
             self._stored[name].grad = None
         if self._offload:
