@@ -42,6 +42,11 @@ _BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised b
 _DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
+def cluster_has_gpus() -> bool:
+    """Whether the planner would find a GPU now."""
+    return read_cluster().gpus > 0
+
+
 def resolve_auto(
     config: RLConfig,
     roles: Collection[str],

@@ -31,6 +31,7 @@ from engine.models import resolve_lora, text_config
 from engine.trainers.auto_placement import resolve_auto
 from engine.trainers.export import resolve_checkpoint, start_model_info
 from engine.trainers.layouts import check_layouts
+from engine.trainers.precision import model_dtype
 from engine.trainers.preemption import PreemptionNotice
 from engine.trainers.prompts import PromptStream
 from engine.trainers.resume import MAY_CHANGE, SCORE, make_saver, run_settings
@@ -39,7 +40,6 @@ from engine.trainers.rl_setup import (
     RunSpec,
     check_lora,
     effective_config,
-    model_dtype,
     placement_of,
     role_specs,
 )

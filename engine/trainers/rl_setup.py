@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from engine.config import LoRAConfig, RLConfig
 from engine.controller.launch import Placement, Pool
 from engine.controller.worker_host import RoleSpec
 from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError
-from engine.models import resolve_dtype, text_config
-from engine.planner import read_cluster
 from engine.rollout.protocol import engine_capabilities
 from engine.trainers.layouts import call_layout, pool_size
 from engine.trainers.role_registry import ROLES, stream_sampler
@@ -44,23 +41,6 @@ def check_lora(lora: LoRAConfig, config: RLConfig) -> None:
             "doesn't decode with adapters; set rollout.engine to native or vllm, or "
             "model.lora.rank=0"
         )
-
-
-def model_dtype(dtype: str, model_path: str | Path, config: RLConfig) -> str:
-    """The dtype of the run's models, `auto` resolved for where they will be.
-
-    Raises ConfigError for one that `actor.parallel.compute_dtype` contradicts.
-    """
-    trainer, gpu = config.trainer, None
-    if trainer.pools:
-        gpu = any(pool.gpus > 0 for pool in trainer.pools if "actor" in pool.roles)
-    elif trainer.placement == "ray":
-        gpu = False
-    elif trainer.placement == "auto" and dtype == "auto":
-        gpu = read_cluster().gpus > 0
-    width = text_config(model_path).hidden_size
-    compute_dtype = config.actor.parallel.compute_dtype
-    return resolve_dtype(dtype, width, gpu=gpu, compute_dtype=compute_dtype)
 
 
 @dataclass(frozen=True, slots=True)

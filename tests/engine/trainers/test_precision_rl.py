@@ -1,0 +1,105 @@
+"""Training in reduced dtypes from end to end: it learns as float32 does, and says what it rounds"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from tiny_engine import arithmetic_rows, random_completions, tiny_model
+
+from engine.config import LoRAConfig, RLConfig, SFTConfig
+from engine.data.loader import PromptLoader
+from engine.models import load_model, saved_dtype
+from engine.trainers.rl import RLTrainer
+from engine.trainers.sft import SFTExample, SFTTrainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GAP = (
+    "rollout_corr/kl",
+    "rollout_corr/k3_kl",
+    "rollout_corr/log_prob_diff_mean",
+    "rollout_corr/log_prob_diff_max",
+    "training/rollout_probs_diff_mean",
+    "training/rollout_probs_diff_max",
+)
+
+
+def run(folder: Path, out: Path, dtype: str, lora: int = 0, **actor: Any) -> list[dict[str, float]]:
+    """Steps of GRPO with a reference and a critic-free baseline; the policy is saved to `out`."""
+    config = RLConfig.model_validate(
+        {
+            "actor": {"optim": {"lr": 5e-3, "warmup_ratio": 0.0}, "max_tokens_per_micro_batch": 64}
+            | actor,
+            "rollout": {"n": 4},
+            "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
+            "trainer": {"total_training_steps": 3, "train_batch_size": 4, "placement": "local"},
+        }
+    )
+    loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), 4, 0)
+    with RLTrainer(
+        folder,
+        config,
+        loader,
+        max_response_length=6,
+        max_model_len=40,
+        dtype=dtype,
+        lora=LoRAConfig(rank=lora),
+    ) as trainer:
+        trainer.fit()
+        trainer.save(out)
+        return trainer.history
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lora", "gap"),
+    [("float32", 0, 1e-4), ("bfloat16", 0, 0.1), ("bfloat16", 4, 0.1), ("float16", 0, 0.02)],
+)
+def test_a_run_in_each_dtype(
+    tiny_folder: Path, tmp_path: Path, dtype: str, lora: int, gap: float
+) -> None:
+    steps = run(tiny_folder, tmp_path, dtype, lora)
+    assert saved_dtype(tmp_path) == dtype
+    start, end = load_model(tiny_folder, dtype), load_model(tmp_path, dtype)
+    pairs = zip(start.parameters(), end.parameters(), strict=True)
+    assert any(not torch.equal(one, other) for one, other in pairs)
+    for metrics in steps:
+        assert set(GAP) <= metrics.keys()
+        assert 0 <= metrics["rollout_corr/log_prob_diff_mean"] < gap
+        assert metrics["rollout_corr/log_prob_diff_max"] < 10 * gap
+        assert abs(metrics["rollout_corr/kl"]) <= metrics["rollout_corr/log_prob_diff_mean"]
+        assert ("actor/loss_scale" in metrics) == (dtype == "float16")
+    if dtype == "float32":
+        assert steps[0]["rollout_corr/log_prob_diff_max"] < 1e-4
+
+
+def test_recomputed_log_probs_are_compared_with_rollouts_too(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    steps = run(tiny_folder, tmp_path, "bfloat16", old_log_probs="trainer")
+    assert all(0 < step["rollout_corr/log_prob_diff_max"] < 1.0 for step in steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_warm_start_converges_as_in_float32(dtype: torch.dtype) -> None:
+    rows = [SFTExample(p, r) for p, r in zip(*random_completions(6, 0), strict=True)]
+
+    def losses(kind: torch.dtype) -> list[float]:
+        model = tiny_model("qwen2")
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(kind)
+        found: list[float] = []
+        config = {"threads": 1, "train_batch_size": 6, "max_steps": 80, "optim": {"lr": 1e-2}}
+        trainer = SFTTrainer(model, 0, SFTConfig.model_validate(config), seed=0)
+        trainer.on_step = lambda step, total, metrics: found.append(metrics["sft/loss"])
+        trainer.fit(rows, [])
+        return found
+
+    exact, reduced = losses(torch.float32), losses(dtype)
+    assert reduced[0] == pytest.approx(exact[0], rel=0.01)
+    assert reduced[20] == pytest.approx(exact[20], rel=0.2)
+    assert exact[-1] < 0.05
+    assert reduced[-1] < 0.05
