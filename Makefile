@@ -7,7 +7,7 @@ IMAGES = --image "$(IMAGE)" $(if $(CUDA_IMAGE),--cuda-image "$(CUDA_IMAGE)") $(i
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help env rlhf gsm8k test test-slow lint format register package clean-cache clean
+.PHONY: help env rlhf gsm8k test test-slow bench-quick lint format register package clean-cache clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -32,6 +32,9 @@ test: env  ## check style, then types beside the test suite
 
 test-slow: env  ## run the tests that take minutes, and each property on many examples
 	@HYPOTHESIS_PROFILE=many $(BIN)/python -m pytest -n 2 --dist worksteal -m "(slow or hypothesis) and not gpu" --timeout=1800
+
+bench-quick: env  ## compare speed ratios to TRL and transformers with the stored ones (below 3 minutes)
+	@$(BIN)/python benchmarks/quick.py
 
 lint: env  ## check style and types only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -16,7 +16,7 @@ import gc
 import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             engine.close()
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Tokens per second of the rollout engines against transformers.generate.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -116,7 +116,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--engines", nargs="+", default=["native", "vllm", "transformers"], help="who takes part"
     )
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def build_model(size: str, dtype: str) -> Qwen2ForCausalLM:

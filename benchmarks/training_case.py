@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,13 @@ def make_trainer(folder: Path, steps: int, prompts: int, n: int, **trainer: Any)
         {
             "actor": {"optim": {"lr": 1e-7}},
             "rollout": {"n": n, "max_num_seqs": 256},
-            "reward": {"name": f"{__name__}:even"},
+            "reward": {"name": "even_reward:even"},
             "trainer": {"total_training_steps": steps, "train_batch_size": prompts} | trainer,
         }
     )
     rows = [rl_row("bench", f"{i % 50} plus {i % 40} makes", "0", {}) for i in range(4096)]
     loader = PromptLoader(pd.DataFrame(rows), prompts, 0)
     return RLTrainer(folder, config, loader, max_response_length=LONGEST, max_model_len=128)
-
-
-def even(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
-    """1 for completions with an even number of characters: every group has signal."""
-    return [float(len(text) % 2 == 0) for text in completions]
 
 
 def timed_fit(trainer: RLTrainer, warm: int) -> float:

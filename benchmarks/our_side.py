@@ -1,0 +1,165 @@
+"""Our side of `vs_trl.py`.
+
+    python our_side.py CASE [key=value …]
+
+Arguments are settings of RLConfig or SFTConfig, e.g. `trainer.placement=local`; what isn't named
+has its default.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+from training_case import quiet
+from turns import Turn
+from vs_trl_cases import Case, read_case
+
+from engine.config import RLConfig, SFTConfig
+from engine.data.loader import PromptLoader
+from engine.data.rows import rl_row
+from engine.data.templates import encode_prompts, encode_response
+from engine.data.tokenizer import load_tokenizer
+from engine.models import load_model
+from engine.trainers.rl import RLTrainer
+from engine.trainers.sft import SFTExample, SFTTrainer
+
+Rows = list[dict[str, Any]]
+
+
+def main() -> None:
+    quiet()
+    folder, settings = Path(sys.argv[1]), nested(sys.argv[2:])
+    case, rows = read_case(folder)
+    run = run_sft if case.task == "sft" else run_rl
+    run(folder, case, rows, settings)
+
+
+def nested(items: Sequence[str]) -> dict[str, Any]:
+    """`["a.b=1"]` → `{"a": {"b": 1}}`."""
+    settings: dict[str, Any] = {}
+    for item in items:
+        path, _, value = item.partition("=")
+        *sections, name = path.split(".")
+        place = settings
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = yaml.safe_load(value)
+    return settings
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`, section by section."""
+    result = dict(base)
+    for name, value in over.items():
+        inner = isinstance(value, dict) and isinstance(base.get(name), dict)
+        result[name] = merged(base[name], value) if inner else value
+    return result
+
+
+def speed_settings(case: Case) -> dict[str, Any]:
+    """What makes a step comparable: TRL's computation, weights that hardly change."""
+    micro_batch = case.micro_batch * (case.max_prompt + case.max_new_tokens)
+    optim = {"lr": case.lr, "weight_decay": 0.0, "warmup_ratio": 0.0}
+    total = case.steps * case.turns
+    return {
+        "actor": {
+            "optim": optim,
+            "use_kl_loss": False,
+            "max_tokens_per_micro_batch": micro_batch,
+        },
+        "rollout": {"n": case.n},
+        "reward": {"name": "even_reward:even"},
+        "trainer": {"train_batch_size": case.prompts, "timeline_steps": total},
+    }
+
+
+def run_rl(folder: Path, case: Case, rows: Rows, settings: dict[str, Any]) -> None:
+    """RL steps, `case.steps` a turn; phases are the seconds of each role's calls in a turn.
+
+    The task "accuracy" has the product's settings, and saves the policy after each turn.
+    """
+    own = case.task == "accuracy"
+    trainer_settings = {"total_training_steps": case.steps * case.turns, "threads": case.threads}
+    base = merged({} if own else speed_settings(case), {"trainer": trainer_settings})
+    config = RLConfig.model_validate(merged(base, settings))
+    frame = pd.DataFrame(
+        [
+            rl_row("bench", row["prompt"][0]["content"], row.get("ground_truth", "0"), {})
+            for row in rows
+        ]
+    )
+    turn, measured = Turn(), defaultdict[str, float](float)
+
+    def finished(step: int, total: int, metrics: dict[str, float]) -> None:
+        completions = config.trainer.train_batch_size * config.rollout.n
+        counted = {
+            "tokens": metrics["response/length_mean"] * completions,
+            "completions": float(completions),
+        }
+        for name, value in (counted | phases(trainer, step)).items():
+            measured[name] += value
+        if step % case.steps == 0:
+            turn.done(measured, (lambda: trainer.save(folder / "ours")) if own else None)
+            measured.clear()
+            turn.wait()
+
+    with RLTrainer(
+        folder / "model",
+        config,
+        PromptLoader(frame, config.trainer.train_batch_size, case.seed),
+        max_response_length=case.max_new_tokens,
+        max_model_len=case.max_prompt + case.max_new_tokens,
+        seed=case.seed,
+        on_step=finished,
+    ) as trainer:
+        turn.wait()
+        trainer.fit()
+
+
+def phases(trainer: RLTrainer, step: int) -> dict[str, float]:
+    """Seconds of a step by role and call, e.g. `rollout_s` and `actor.update_s`."""
+    seconds: dict[str, float] = defaultdict(float)
+    for span in trainer.spans:
+        if span.step == step and span.rank == 0:
+            name = "rollout" if span.role == "rollout" else f"{span.role}.{span.name}"
+            seconds[f"{name}_s"] += (span.end_ns - span.start_ns) / 1e9
+    return dict(seconds)
+
+
+def run_sft(folder: Path, case: Case, rows: Rows, settings: dict[str, Any]) -> None:
+    """Steps of the warm start, `case.steps` of them a turn."""
+    model = folder / "model"
+    tokenizer = load_tokenizer(model)
+    prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows], "bench")
+    responses = [encode_response(tokenizer, row["completion"][0]["content"]) for row in rows]
+    examples = [SFTExample(p, r) for p, r in zip(prompts, responses, strict=True)]
+    base = {
+        "max_steps": case.steps * case.turns,
+        "train_batch_size": case.prompts,
+        "threads": case.threads,
+        "optim": {"lr": case.lr, "weight_decay": 0.0, "warmup_ratio": 0.0},
+    }
+    turn = Turn()
+    mean = sum(map(len, responses)) / len(responses)
+
+    def finished(step: int, total: int, metrics: dict[str, float]) -> None:
+        if step % case.steps == 0:
+            turn.done({"tokens": mean * case.prompts * case.steps})
+            turn.wait()
+
+    config = SFTConfig.model_validate(merged(base, settings))
+    trainer = SFTTrainer(
+        load_model(model), tokenizer.pad_token_id or 0, config, seed=0, on_step=finished
+    )
+    turn.wait()
+    trainer.fit(examples, [])
+
+
+if __name__ == "__main__":
+    main()

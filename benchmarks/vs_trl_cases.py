@@ -1,0 +1,196 @@
+"""The cases of `vs_trl.py`: a saved model, its tokenizer, the rows and the settings of a run.
+
+A case is a folder that both sides read: `model/`, `rows.jsonl` (chat messages, and for the default
+task the ground truth) and `case.json`.
+
+How lengths come about, the same way on both sides: the saved weights give the end token the
+probability 1/79 after every token, whatever the text, and all other tokens nearly equal ones. So
+lengths are geometric, cut at the limit: mean 26 of at most 32, mean 77 of at most 256. For that,
+channel 0 of every embedding is 1 and the final norm passes it on at about 1, while the end token's
+own embedding has there what its log-odds ask for. The learning rate is next to nothing, so lengths
+stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from engine.config import DataConfig
+from engine.data.sources import load_splits
+from engine.data.tokenizer import ASSISTANT, CHAT_TEMPLATE, END, PAD, USER, train_tokenizer
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?!+-*/=()"
+MEAN = 79  # tokens of a completion, were there no limit
+LIMITS = {"short": 32, "tail": 256}  # longest completion, by mix
+PROMPT = 46  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model's shape, and how many prompts a step has at that size."""
+
+    family: str  # qwen2 or llama
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    prompts: int
+    micro_batch: int = 0  # completions that go through a pass together; 0: all of a step's
+
+
+SIZES = {
+    "1M": Size("qwen2", 128, 512, 4, 4, 2, MEAN, 16),
+    "10M": Size("qwen2", 320, 1088, 8, 5, 1, MEAN, 16),
+    "60M": Size("qwen2", 640, 1792, 14, 10, 2, MEAN, 8, 32),
+    "135M": Size("llama", 576, 1536, 30, 9, 3, 49152, 4, 8),  # SmolLM2-135M
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What both sides run."""
+
+    task: str  # grpo, sft or accuracy (GRPO on the default task)
+    size: str
+    mix: str  # short or tail; of sft: rows
+    prompts: int  # a step; of sft: rows a step
+    n: int  # completions a prompt
+    max_new_tokens: int
+    max_prompt: int  # longest prompt in tokens
+    steps: int  # a turn
+    turns: int  # at most
+    threads: int
+    micro_batch: int  # rows that go through a pass together
+    lr: float = 1e-7
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.task} {self.size} {self.mix}"
+
+
+def write_grpo_case(
+    folder: Path, size: str, mix: str, n: int, turns: int, threads: int, prompts: int = 0
+) -> Case:
+    """Write model, prompts and settings of a GRPO case into `folder`."""
+    shape = SIZES[size]
+    tokenizer = character_tokenizer(shape.vocabulary)
+    model = build_model(shape, tokenizer, MEAN)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rng = random.Random(0)
+    count = (prompts or shape.prompts) * (turns + 1)
+    length = PROMPT - 3  # beside the template's three tokens
+    texts = ["".join(rng.choices(CHARACTERS, k=length)) for _ in range(count)]
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+    prompts = prompts or shape.prompts
+    micro = min(shape.micro_batch or prompts * n, prompts * n)
+    case = Case("grpo", size, mix, prompts, n, LIMITS[mix], PROMPT, 1, turns, threads, micro)
+    return write_case(folder, case, rows)
+
+
+def write_sft_case(folder: Path, size: str, steps: int, turns: int, threads: int) -> Case:
+    """Write an SFT case: the rows of the default task, 32 a step, as its warm start has them."""
+    splits = load_splits(DataConfig(sft_size=32 * steps * (turns + 1), train_size=64), 0)
+    questions = [row[0]["content"] for row in splits.sft_train["prompt"]]
+    responses = list(splits.sft_train["response"])
+    tokenizer = train_tokenizer([*questions, *responses], 512)
+    model = build_model(SIZES[size], tokenizer, MEAN)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": question}],
+            "completion": [{"role": "assistant", "content": response}],
+        }
+        for question, response in zip(questions, responses, strict=True)
+    ]
+    return write_case(
+        folder, Case("sft", size, "rows", 32, 1, 0, 0, steps, turns, threads, 32, 1e-5), rows
+    )
+
+
+def write_case(folder: Path, case: Case, rows: Sequence[Mapping[str, object]]) -> Case:
+    lines = "\n".join(json.dumps(row) for row in rows)
+    (folder / "rows.jsonl").write_text(lines)
+    (folder / "case.json").write_text(json.dumps(asdict(case)))
+    return case
+
+
+def read_case(folder: Path) -> tuple[Case, list[dict[str, Any]]]:
+    """Return a case's settings and rows."""
+    case = Case(**json.loads((folder / "case.json").read_text()))
+    return case, [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+def character_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """A token a character; a vocabulary beyond 79 is filled with words that no prompt has."""
+    words = [PAD, END, USER, ASSISTANT, *CHARACTERS]
+    words += [f"w{i}" for i in range(len(words), vocabulary)]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def build_model(
+    shape: Size, tokenizer: PreTrainedTokenizerFast, mean_length: int
+) -> PreTrainedModel:
+    """A model with random weights whose completions are `mean_length` tokens long in the mean."""
+    torch.manual_seed(0)
+    vocabulary = len(tokenizer)
+    common = {
+        "vocab_size": vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.002,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    model: Any = (
+        LlamaForCausalLM(LlamaConfig(**common))
+        if shape.family == "llama"
+        else Qwen2ForCausalLM(Qwen2Config(**common))
+    )
+    embeddings = model.get_input_embeddings().weight
+    with torch.no_grad():
+        embeddings[:, 0] = 1.0
+        embeddings[tokenizer.eos_token_id] = 0.0
+        embeddings[tokenizer.eos_token_id, 0] = 1.0 + math.log((vocabulary - 1) / (mean_length - 1))
+        model.model.norm.weight[0] = shape.hidden**-0.5
+    built: PreTrainedModel = model.eval()
+    return built
