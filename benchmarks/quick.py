@@ -19,8 +19,9 @@ from pathlib import Path
 import rollout
 import torch
 import vs_trl
-from training_case import quiet
 from trl_environment import trl_python
+
+from engine.console import quiet
 
 STORED = Path(__file__).with_name("quick.json")
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from training_case import quiet
 from vs_trl import contestant, machine
 from vs_trl_cases import PROMPT, SIZES, Size, build_model, character_tokenizer, write_grpo_case
 
+from engine.console import quiet
 from engine.rollout.protocol import SamplingParams, create_engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

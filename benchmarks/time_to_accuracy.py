@@ -25,13 +25,13 @@ from typing import Any
 
 import pandas as pd
 import torch
-from training_case import quiet
 from trl_environment import CACHE, trl_python
 from turns import Contestant
 from vs_trl import THEIRS, contestant, machine
 from vs_trl_cases import Case, write_case
 
 from engine.config import PipelineConfig
+from engine.console import quiet
 from engine.data.sources import Splits, load_splits
 from engine.data.templates import decode_response, encode_prompts, encode_response, stop_token_ids
 from engine.data.tokenizer import load_tokenizer, train_tokenizer

@@ -30,6 +30,8 @@ from trl_environment import TRL, trl_python
 from turns import Contestant
 from vs_trl_cases import LIMITS, SIZES, Case, write_grpo_case, write_sft_case
 
+from engine.console import quiet
+
 HERE = Path(__file__).parent
 OURS: dict[str, dict[str, list[str]]] = {  # settings by task
     "ours": {"grpo": [], "sft": []},
@@ -43,6 +45,7 @@ Figures = dict[str, float]
 
 def main() -> None:
     args = parse_args()
+    quiet()
     names = args.contestants
     trl = trl_python() if any(name in THEIRS for name in names) else None
     results = []

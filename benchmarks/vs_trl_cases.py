@@ -31,6 +31,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.utils import logging as transformers_logging
 
 from engine.config import DataConfig
 from engine.data.sources import load_splits
@@ -94,9 +95,7 @@ def write_grpo_case(
     """Write model, prompts and settings of a GRPO case into `folder`."""
     shape = SIZES[size]
     tokenizer = character_tokenizer(shape.vocabulary)
-    model = build_model(shape, tokenizer, MEAN)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save(build_model(shape, tokenizer, MEAN), tokenizer, folder / "model")
     rng = random.Random(0)
     count = (prompts or shape.prompts) * (turns + 1)
     length = PROMPT - 3  # beside the template's three tokens
@@ -114,9 +113,7 @@ def write_sft_case(folder: Path, size: str, steps: int, turns: int, threads: int
     questions = [row[0]["content"] for row in splits.sft_train["prompt"]]
     responses = list(splits.sft_train["response"])
     tokenizer = train_tokenizer([*questions, *responses], 512)
-    model = build_model(SIZES[size], tokenizer, MEAN)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save(build_model(SIZES[size], tokenizer, MEAN), tokenizer, folder / "model")
     rows = [
         {
             "prompt": [{"role": "user", "content": question}],
@@ -127,6 +124,13 @@ def write_sft_case(folder: Path, size: str, steps: int, turns: int, threads: int
     return write_case(
         folder, Case("sft", size, "rows", 32, 1, 0, 0, steps, turns, threads, 32, 1e-5), rows
     )
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write a Hugging Face folder."""
+    transformers_logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def write_case(folder: Path, case: Case, rows: Sequence[Mapping[str, object]]) -> Case:
