@@ -75,7 +75,11 @@ def speed_settings(case: Case) -> dict[str, Any]:
         },
         "rollout": {"n": case.n},
         "reward": {"name": "even_reward:even"},
-        "trainer": {"train_batch_size": case.prompts, "timeline_steps": total},
+        "trainer": {
+            "train_batch_size": case.prompts,
+            "timeline_steps": total,
+            "start_timeout_s": 600.0,  # all contestants start at once
+        },
     }
 
 
