@@ -1,7 +1,8 @@
 """HybridFlyte's post-training engine: dataflows over roles, on one process or many.
 
 Importing it loads nothing heavy: the public names below are loaded on first use. It limits how long
-OpenMP threads spin, and keeps transformers from importing scikit-learn.
+OpenMP threads spin, has freed memory kept for the next step, and keeps transformers from importing
+scikit-learn.
 """
 
 import importlib
@@ -9,12 +10,14 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from engine.imports import skip_optional_imports
+from engine.memory import keep_freed_memory
 
 # OpenMP threads wait for each other by spinning. On a busy machine that turns milliseconds into
 # seconds; with a short spin they sleep soon, at no cost on an idle machine. Read when torch is
 # imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 skip_optional_imports()
+keep_freed_memory()
 
 if TYPE_CHECKING:
     from engine.data.loader import make_rl_data_loader

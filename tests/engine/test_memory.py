@@ -1,0 +1,61 @@
+"""What a process frees stays there, in every thread: the next step faults in no page anew."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = 12_000  # of one block, 48 MB
+ROUNDS = 10
+_ALLOCATE = f"""
+import ctypes, resource, threading
+import engine
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = libc.free.argtypes = (ctypes.c_size_t,)
+libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+
+def use_and_free():
+    for _ in range({ROUNDS}):
+        blocks = [libc.malloc({PAGES} * 4096 // 2) for _ in range(2)]
+        for block in blocks:
+            libc.memset(block, 1, {PAGES} * 4096 // 2)
+        for block in blocks:
+            libc.free(block)
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+thread = threading.Thread(target=use_and_free)
+thread.start()
+thread.join()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(**environment: str) -> int:
+    """Minor page faults of a thread that allocates and frees the same memory again and again."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ALLOCATE],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_pages_are_faulted_in_once() -> None:
+    assert page_faults() < 1.5 * PAGES
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_settings_of_the_environment_stay() -> None:
+    assert page_faults(MALLOC_TRIM_THRESHOLD_="131072") > 0.8 * ROUNDS * PAGES
