@@ -6,6 +6,9 @@ READY := $(VENV)/.ready
 IMAGES = --image "$(IMAGE)" $(if $(CUDA_IMAGE),--cuda-image "$(CUDA_IMAGE)") $(if $(ROCM_IMAGE),--rocm-image "$(ROCM_IMAGE)")
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
+# Where it is set, as in many containers, each process would compile all sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help env rlhf gsm8k test test-slow bench-quick lint format register package clean-cache clean
 

@@ -2,7 +2,7 @@
 
 Importing it loads nothing heavy: the public names below are loaded on first use. It limits how long
 OpenMP threads spin, has freed memory kept for the next step, and keeps transformers from importing
-scikit-learn.
+what is not used here.
 """
 
 import importlib

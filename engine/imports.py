@@ -1,7 +1,7 @@
-"""Keeps transformers from importing scikit-learn and SciPy.
+"""Keeps transformers from importing scikit-learn and SciPy, and accelerate from importing boto3.
 
-transformers imports them wherever they are installed, for assisted generation and for a loss of
-object detection; MLflow installs both. That would slow down the start of every Ray worker, rank and
+They import them wherever they are installed: for assisted generation, for a loss of object
+detection, for SageMaker's settings. That would slow down the start of every Ray worker, rank and
 command.
 """
 
@@ -13,10 +13,11 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Module of transformers → the availability check that it must find false.
+# Module → the availability check that it must find false, and the module that it takes it from.
 _CHECKS = {
-    "transformers.generation.candidate_generator": "is_sklearn_available",
-    "transformers.loss.loss_for_object_detection": "is_scipy_available",
+    "transformers.generation.candidate_generator": ("transformers.utils", "is_sklearn_available"),
+    "transformers.loss.loss_for_object_detection": ("transformers.utils", "is_scipy_available"),
+    "accelerate.commands.config.sagemaker": ("accelerate.utils.imports", "is_boto3_available"),
 }
 
 
@@ -27,11 +28,12 @@ class _AvailabilityHook(MetaPathFinder):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name in _CHECKS:
-            setattr(sys.modules["transformers.utils"], _CHECKS[name], lambda: False)
+            source, check = _CHECKS[name]
+            setattr(sys.modules[source], check, lambda: False)
         return None
 
 
 def skip_optional_imports() -> None:
-    """Keep transformers from importing what is not used here; idempotent."""
+    """Keep transformers and accelerate from importing what is not used here; idempotent."""
     if not any(isinstance(finder, _AvailabilityHook) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AvailabilityHook())

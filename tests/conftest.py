@@ -20,6 +20,8 @@ settings.register_profile("few", max_examples=15, deadline=None)
 settings.register_profile("many", max_examples=100, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 
+# Torch, which most tests import before `engine`, reads this when it is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 # Ray runs its workers at niceness 15, and beside the other tests' processes they would starve.
 os.environ.setdefault("RAY_worker_niceness", "0")
 

@@ -19,7 +19,8 @@ except AttributeError as error:
 else:
     raise AssertionError("a name that isn't there")
 import engine.workers.actor, engine.workers.rollout, engine.rollout.vllm, engine.rollout.native
-print(*[name for name in ("sklearn", "scipy.optimize", "vllm", "mlflow") if name in sys.modules])
+unused = ("sklearn", "scipy.optimize", "boto3", "vllm", "mlflow")
+print(*[name for name in unused if name in sys.modules])
 from transformers import GenerationMixin
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 """

@@ -90,7 +90,7 @@ def one_round(root: str, rng: random.Random, pace: list[float]) -> tuple[int, in
 def main() -> None:
     logging.disable(logging.WARNING)  # torn checkpoints are what this is about
     root, rounds = sys.argv[1], int(sys.argv[2])
-    rng = random.Random(7)
+    rng = random.Random(5)  # 15 whole saves in 6 rounds
     pace = [0.05]
     for _ in range(rounds):
         print(*one_round(root, rng, pace), flush=True)
