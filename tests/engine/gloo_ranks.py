@@ -23,7 +23,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _LARGEST = 4
-_PRELOADED = ["pytest", "hypothesis", "engine.workers.actor", "engine.workers.rollout"]
+# peft, which `engine` loads where there are adapters, takes a rank a second and a half.
+_PRELOADED = [
+    *("pytest", "hypothesis", "peft"),
+    *("engine.workers.actor", "engine.workers.rollout", "tiny_engine"),
+]
 _context = multiprocessing.get_context("forkserver")
 _ranks: list[tuple[Any, Connection]] = []
 

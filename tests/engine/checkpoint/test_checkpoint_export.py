@@ -252,6 +252,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     slow.chmod(0o755)
     monkeypatch.setattr(export_beside.sys, "executable", str(slow))
+    monkeypatch.setattr(export_beside, "_NICENESS", 0)  # the other tests leave it no core
     return path
 
 

@@ -42,7 +42,7 @@ def alone(folder: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("parallel", "tp", "kind", "settings"),
     [
-        ({}, 1, SharedWeights, {"sleep": 2}),
+        pytest.param({}, 1, SharedWeights, {"sleep": 2}, marks=pytest.mark.slow),
         pytest.param({"dp": 2}, 1, SharedWeights, {"sleep": 1}, marks=pytest.mark.slow),
         ({"fsdp": 2}, 2, VllmWeights, {"sleep": 2}),
         pytest.param({"tp": 2}, 1, VllmWeights, {}, marks=pytest.mark.slow),
