@@ -64,12 +64,13 @@ def arguments(place: Path, model: Path, *more: str) -> list[str]:
 def test_a_run_reports_validates_saves_and_records(
     place: Path,
     tiny_folder: Path,
+    mlflow_store: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from mlflow import MlflowClient
 
-    uri = f"sqlite:///{place / 'mlflow.db'}"
+    uri = f"sqlite:///{shutil.copy(mlflow_store, place / 'mlflow.db')}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     more = (
         "trainer.total_training_steps=3",

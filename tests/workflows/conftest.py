@@ -17,7 +17,7 @@ from protobufs import Registered, serialised
 
 
 @pytest.fixture(scope="session")
-def finished_run(make_once: MakeOnce) -> Finished:
+def finished_run(make_once: MakeOnce, mlflow_store: Path) -> Finished:
     # Credentials where a person has them: test_rlhf_end_to_end looks for them in all that is left.
     config = settings(ON_RAY, {"retrain": {"path": f"s3://key:{SECRET}@bucket/new"}})
     secrets = {
@@ -29,6 +29,7 @@ def finished_run(make_once: MakeOnce) -> Finished:
     }
 
     def write(folder: Path) -> None:
+        shutil.copy(mlflow_store, folder / "mlflow.db")
         started = time.monotonic()
         command = ("run", str(WORKFLOW), "rlhf", "--config", config)
         outcome = Place(folder).pyflyte(*command, variables=secrets)

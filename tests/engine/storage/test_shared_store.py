@@ -6,6 +6,7 @@ A machine is a HYBRIDFLYTE_HOME; the store is a real S3 server.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -309,7 +310,10 @@ def test_a_store_that_is_not_there_ends_in_a_sentence_in_seconds(
 
 
 def test_lineage_needs_the_store_alone(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    machine: Machine,
+    mlflow_store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A chain, and a model version of it, seen from a machine that has no artifact."""
     folder = machine("first")
@@ -319,6 +323,7 @@ def test_lineage_needs_the_store_alone(
     data = make("rows", source, kind="dataset")
     above = read_manifest(data).as_parent("dataset", share(data))
     model = make("weights", above)
+    shutil.copy(mlflow_store, folder / "mlflow.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
     tracker = Tracker()
     with tracker.stage("promote") as run:
