@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ from engine.data.rows import prompt_text
 from engine.data.sources import Splits
 from engine.errors import DataError
 
+COMMON = 10  # held-out texts
+
 _WORD = re.compile(r"\w+")
 Match = Literal["", "exact", "near"]
 
@@ -29,7 +32,8 @@ class HeldOut:
 
     A text is "near" to a held-out one that shares at least `overlap` (0 to 1; 0: never) of its
     distinct runs of `ngram` words with it (Brown et al. 2020, arXiv:2005.14165, app. C), and
-    "exact" where the words are the same without case and punctuation.
+    "exact" where the words are the same without case and punctuation. Runs that more than
+    `COMMON` or half of the held-out texts have, as those of a prompt's instructions, don't count.
 
     >>> held_out = HeldOut(ngram=3, overlap=0.5)
     >>> held_out.add("Tom has two red apples.")
@@ -43,29 +47,39 @@ class HeldOut:
     overlap: float = 0.8
     _whole: set[int] = field(default_factory=set)
     _texts: dict[int, list[int]] = field(default_factory=dict)  # hash of a run: texts with it
-    _runs: list[int] = field(default_factory=list)  # distinct runs of each text
+    _added: int = 0
+    _own: Counter[int] = field(default_factory=Counter)  # runs of each text that count
+    _counted: int = 0  # texts that `_own` was counted for
 
     def add(self, text: str) -> None:
         """Hold a text out."""
         words = _words(text)
         self._whole.add(hash(words))
-        if not self.overlap:
-            return
-        runs = self._runs_of(words)
-        for run in runs:
-            self._texts.setdefault(run, []).append(len(self._runs))
-        self._runs.append(len(runs))
+        for run in self._runs_of(words) if self.overlap else ():
+            self._texts.setdefault(run, []).append(self._added)
+        self._added += 1
 
     def find(self, text: str) -> Match:
         """How a text is in the held-out ones; empty where it isn't."""
         words = _words(text)
         if hash(words) in self._whole:
             return "exact"
-        shared: Counter[int] = Counter()
-        for run in self._runs_of(words) if self._texts else ():
-            shared.update(self._texts.get(run, ()))
-        near = any(count >= self.overlap * self._runs[text] for text, count in shared.items())
+        if self._counted != self._added:
+            self._own = self._shared(self._texts)
+            self._counted = self._added
+        shared = self._shared(self._runs_of(words)) if self._texts else {}
+        near = any(count >= self.overlap * self._own[held] for held, count in shared.items())
         return "near" if near else ""
+
+    def _shared(self, runs: Iterable[int]) -> Counter[int]:
+        """How many of the runs each held-out text has, without those of many texts."""
+        most = min(COMMON, max(1, self._added // 2))
+        shared: Counter[int] = Counter()
+        for run in runs:
+            texts = self._texts.get(run, ())
+            if len(texts) <= most:
+                shared.update(texts)
+        return shared
 
     def _runs_of(self, words: tuple[str, ...]) -> set[int]:
         n = self.ngram

@@ -37,6 +37,17 @@ def test_runs_of_two_texts_don_t_add_up() -> None:
     assert only_exact.find("one two three four five six seven") == ""
 
 
+def test_instructions_that_all_prompts_share_are_no_match() -> None:
+    instructions = " ".join(f"Rule {n}: think of the {n}th thing first." for n in range(40))
+    held_out = HeldOut()
+    for n in range(30):
+        held_out.add(f"{instructions} {STORY.replace('seven', str(n))}")
+    assert held_out.find(f"{instructions} Why is the sky blue and the grass green?") == ""
+    nearly = STORY.replace("seven", "7").replace("farmer", "farmer, who is old,")
+    assert held_out.find(f"{instructions} Now: {nearly}!") == ""
+    assert held_out.find(f"{instructions} {STORY.replace('seven', '7')} Say so.") == "near"
+
+
 def frame(*questions: str) -> pd.DataFrame:
     return pd.DataFrame([rl_row("x", question, "1", {}) for question in questions])
 
