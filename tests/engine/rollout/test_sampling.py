@@ -115,3 +115,33 @@ def test_noise_depends_on_place_alone(seed: int, prompt: int, j: int) -> None:
     assert uniforms(alone, torch.tensor([3]))[0] == uniforms(among, torch.tensor([0, 3, 9]))[1]
     others = noise_keys(seed + 1, torch.tensor([prompt]), torch.tensor([j]))
     assert others[0] != alone[0]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
+def test_a_large_vocabulary_is_inverted_as_a_small_one(scale: float) -> None:
+    """The drawn token's share of the distribution holds the noise, up to rounding."""
+    generator = torch.Generator().manual_seed(0)
+    logits = scale * torch.randn(400, 5003, generator=generator)
+    noise = torch.rand(400, generator=generator)
+    token, log_prob = sample(logits, noise, SamplingParams())
+    probs = logits.double().softmax(-1)
+    after = probs.cumsum(-1).gather(1, token[:, None])[:, 0]
+    chosen = probs.gather(1, token[:, None])[:, 0]
+    assert (after - chosen - 1e-5 < noise).all()
+    assert (noise < after + 1e-5).all()
+    assert torch.allclose(log_prob.double(), chosen.log(), atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 8.0])
+def test_top_p_keeps_the_same_however_many_tokens_it_takes(scale: float) -> None:
+    """From a handful of candidates to almost all tokens."""
+    generator = torch.Generator().manual_seed(1)
+    logits = scale * torch.randn(64, 3000, generator=generator)
+    noise = torch.rand(64, generator=generator)
+    token, log_prob = sample(logits, noise, SamplingParams(top_p=0.9))
+    probs = logits.double().softmax(-1)
+    for row, index, given_log_prob in zip(probs, token, log_prob, strict=True):
+        chosen = float(row[index])
+        assert float(row[row > chosen].sum()) < 0.9
+        expected = math.log(chosen / kept_mass(row, 0.9))
+        assert float(given_log_prob) == pytest.approx(expected, abs=2e-3)
