@@ -63,7 +63,8 @@ def sft(
             else build_model(start, tokenizer, seed)
         )
         size = sum(p.numel() for p in model.parameters())
-        echo(f"sft: {model.config.model_type} model with {size / 1e6:.2f}M parameters")
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        echo(f"sft: {model.config.model_type} model with {size / 1e6:.2f}M parameters, {dtype}")
         if has_adapters(model):  # a model from scratch has none
             size = sum(p.numel() for p in adapter_parameters(model).values())
             echo(f"sft: trains adapters of {size / 1e6:.2f}M parameters")

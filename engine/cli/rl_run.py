@@ -38,7 +38,7 @@ class RLRun:
     save_freq: int = 0  # steps between model folders; 0: only the last
     validate_first: bool = False  # before the first step of a new run
     seed: int = 0
-    dtype: str = "float32"
+    dtype: str = "auto"
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 
 

@@ -27,7 +27,7 @@ class PolicyModelConfig(Section):
 
     path: str = Field("", description="Hugging Face causal LM folder, or hub id")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "float32",
+        "auto",
         description="Of the weights in training and rollout; auto: bfloat16 where the hardware "
         "computes in it. bfloat16 and float16 have float32 masters in the optimizer",
     )

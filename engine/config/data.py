@@ -161,7 +161,7 @@ class ModelConfig(Section):
     max_position_embeddings: int = Field(1024, ge=16, description="Context, in tokens")
     initializer_range: float = Field(0.08, gt=0, description="Std of the initial weights")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "float32",
+        "auto",
         description="Of the weights in training and rollout; auto: bfloat16 where the hardware "
         "computes in it. bfloat16 and float16 have float32 masters in the optimizer",
     )

@@ -36,7 +36,7 @@ def _plan(options: argparse.Namespace) -> str:
     from engine.config import LoRAConfig, parse_config
     from engine.dataflows import choose_dataflow
     from engine.dataflows.required_passes import RequiredPasses
-    from engine.models import text_config
+    from engine.models import resolve_dtype, text_config
     from engine.trainers.auto_placement import plan_for, workload
 
     lora = LoRAConfig(rank=options.lora_rank)
@@ -44,13 +44,16 @@ def _plan(options: argparse.Namespace) -> str:
     dataflow = choose_dataflow(config.algorithm)
     needs = RequiredPasses.of(config, dataflow)
     roles = needs.roles(dataflow)
+    shape, computed = text_config(model), options.compute_dtype
+    gpu = options.gpus > 0
+    dtype = resolve_dtype(options.dtype, shape.hidden_size, gpu=gpu, compute_dtype=computed)
     work = workload(
         config,
         roles,
         needs,
-        text_config(model),
+        shape,
         lora=lora,
-        dtype=options.dtype,
+        dtype=dtype,
         max_response_length=options.response_length,
         max_model_len=options.prompt_length + options.response_length,
     )
@@ -106,8 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--completions", type=_positive, default=8, help="of a prompt (default: %(default)s)")
     add("--prompt-length", type=_positive, default=512, help="tokens (default: %(default)s)")
     add("--response-length", type=_positive, default=512, help="tokens (default: %(default)s)")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
-    add("--compute-dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, default="auto", help="of the weights (default: %(default)s)")
+    add("--compute-dtype", choices=("", "float32", "bfloat16"), default="", help="as the weights'")
     add("--lora-rank", type=_count, default=0, help="of adapters; 0: all weights are trained")
     add("--rows", type=_positive, default=8, help="of the table (default: %(default)s)")
     return parser

@@ -79,7 +79,7 @@ class RLTrainer:
         max_response_length: int,
         max_model_len: int,
         seed: int = 0,
-        dtype: str = "float32",
+        dtype: str = "auto",
         lora: LoRAConfig | None = None,
         validation: Sequence[Row] = (),
         on_step: OnStep = lambda step, total, metrics: None,

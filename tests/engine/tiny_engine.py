@@ -47,6 +47,7 @@ TINY_MODEL = ModelConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=64,
+    dtype="float32",  # as on any machine, made wider or not
 )
 
 

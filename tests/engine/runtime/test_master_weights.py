@@ -10,6 +10,7 @@ import torch
 from tiny_engine import tiny_model, training_batch
 from torch import Tensor, nn
 
+from engine import HybridActor
 from engine.checkpoint.rank_state import RankState
 from engine.config import OptimConfig
 from engine.errors import CheckpointError, DivergedError
@@ -113,8 +114,7 @@ def saved(state: ShardedTrainState) -> RankState:
 
 
 def masters(state: ShardedTrainState) -> dict[str, Tensor]:
-    moments: dict[str, dict[str, Any]] = state.optimizer.state_dict()["moments"]
-    return {name: values[MASTER].clone() for name, values in moments.items()}
+    return masters_of(state.optimizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -199,3 +199,22 @@ def test_a_scale_grows_again() -> None:
     assert scale.value == 2.0**15
     scale.grow()
     assert scale.value == 2.0**16
+
+
+def test_a_training_script_has_masters_too() -> None:
+    actor = HybridActor(tiny_model("qwen2").to(torch.bfloat16))
+    optimizer = Optimizer(actor, config(lr=1e-6), 10)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    before = masters_of(optimizer)
+    for _ in range(2):
+        actor(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    after = masters_of(optimizer)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    for name, parameter in actor.named_parameters():
+        assert torch.equal(parameter, after[name].to(torch.bfloat16))
+
+
+def masters_of(optimizer: Optimizer) -> dict[str, Tensor]:
+    moments: dict[str, dict[str, Any]] = optimizer.state_dict()["moments"]
+    return {name: values[MASTER].clone() for name, values in moments.items()}
