@@ -2,8 +2,8 @@
 
     python our_side.py CASE [key=value …]
 
-Arguments are settings of RLConfig or SFTConfig, e.g. `trainer.placement=local`; what isn't named
-has its default.
+Arguments are settings of RLConfig or SFTConfig, e.g. `trainer.placement=local`, and `model.dtype`;
+what isn't named has its default.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.data.loader import PromptLoader
 from engine.data.rows import rl_row
 from engine.data.templates import encode_prompts, encode_response
 from engine.data.tokenizer import load_tokenizer
-from engine.models import load_model
+from engine.models import load_model, resolve_dtype, text_config
 from engine.trainers.rl import RLTrainer
 from engine.trainers.sft import SFTExample, SFTTrainer
 
@@ -36,8 +36,10 @@ def main() -> None:
     quiet()
     folder, settings = Path(sys.argv[1]), nested(sys.argv[2:])
     case, rows = read_case(folder)
+    wanted = settings.pop("model", {}).get("dtype", "auto")
+    dtype = resolve_dtype(wanted, text_config(folder / "model").hidden_size)
     run = run_sft if case.task == "sft" else run_rl
-    run(folder, case, rows, settings)
+    run(folder, case, rows, settings, dtype)
 
 
 def nested(items: Sequence[str]) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def speed_settings(case: Case) -> dict[str, Any]:
     }
 
 
-def run_rl(folder: Path, case: Case, rows: Rows, settings: dict[str, Any]) -> None:
+def run_rl(folder: Path, case: Case, rows: Rows, settings: dict[str, Any], dtype: str) -> None:
     """RL steps, `case.steps` a turn; phases are the seconds of each role's calls in a turn.
 
     The task "accuracy" has the product's settings, and saves the policy after each turn.
@@ -120,6 +122,7 @@ def run_rl(folder: Path, case: Case, rows: Rows, settings: dict[str, Any]) -> No
         max_response_length=case.max_new_tokens,
         max_model_len=case.max_prompt + case.max_new_tokens,
         seed=case.seed,
+        dtype=dtype,
         on_step=finished,
     ) as trainer:
         turn.wait()
@@ -136,7 +139,7 @@ def phases(trainer: RLTrainer, step: int) -> dict[str, float]:
     return dict(seconds)
 
 
-def run_sft(folder: Path, case: Case, rows: Rows, settings: dict[str, Any]) -> None:
+def run_sft(folder: Path, case: Case, rows: Rows, settings: dict[str, Any], dtype: str) -> None:
     """Steps of the warm start, `case.steps` of them a turn."""
     model = folder / "model"
     tokenizer = load_tokenizer(model)
@@ -159,7 +162,7 @@ def run_sft(folder: Path, case: Case, rows: Rows, settings: dict[str, Any]) -> N
 
     config = SFTConfig.model_validate(merged(base, settings))
     trainer = SFTTrainer(
-        load_model(model), tokenizer.pad_token_id or 0, config, seed=0, on_step=finished
+        load_model(model, dtype), tokenizer.pad_token_id or 0, config, seed=0, on_step=finished
     )
     turn.wait()
     trainer.fit(examples, [])

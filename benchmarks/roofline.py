@@ -31,10 +31,6 @@ from engine.console import quiet
 from engine.rollout.protocol import SamplingParams, create_engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PRECISION = {  # settings of the update
-    "float32": ["actor.parallel.compute_dtype=float32"],
-    "bfloat16": ["actor.parallel.compute_dtype=bfloat16"],
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +163,7 @@ def rollout_phases(args: argparse.Namespace, shape: Size, dtype: str) -> list[Ph
 def update_phase(args: argparse.Namespace, size: str, dtype: str) -> Phase:
     """The actor's update in a GRPO step."""
     shape = SIZES[size]
-    turns = run_ours(args, size, args.mix, PRECISION[dtype])
+    turns = run_ours(args, size, args.mix, [f"model.dtype={dtype}"])
     length = statistics.mean(turn["tokens"] / turn["completions"] for turn in turns)
     seconds = statistics.median(turn["actor.update_s"] for turn in turns)
     weights, tokens = matrix_parameters(shape), shape.prompts * (PROMPT + args.n * length)

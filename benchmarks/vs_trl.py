@@ -35,6 +35,8 @@ from engine.console import quiet
 HERE = Path(__file__).parent
 OURS: dict[str, dict[str, list[str]]] = {  # settings by task
     "ours": {"grpo": [], "sft": []},
+    "ours fp32": {"grpo": ["model.dtype=float32"], "sft": ["model.dtype=float32"]},
+    "ours bf16": {"grpo": ["model.dtype=bfloat16"], "sft": ["model.dtype=bfloat16"]},
     "ours local": {"grpo": ["trainer.placement=local"], "sft": []},
 }
 THEIRS = {"trl fp32": "float32", "trl bf16": "bfloat16"}
