@@ -25,6 +25,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from transformers.utils import logging as transformers_logging
 from trl_environment import CACHE, trl_python
 from turns import Contestant
 from vs_trl import THEIRS, contestant, machine
@@ -58,6 +59,7 @@ class Curve:
 def main() -> None:
     args = parse_args()
     quiet()
+    transformers_logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
     print(machine(args.threads), flush=True)
     results: dict[int, dict[str, list[tuple[float, float]]]] = {}
@@ -202,10 +204,10 @@ def report(args: argparse.Namespace, seed: int, curves: dict[str, Curve]) -> Non
     for name, curve in curves.items():
         points = curve.points or []
         reached = curve.reached(args.goal)
-        verdict = f"{args.goal:.0%} after {reached:.1f} s" if reached else "goal not reached"
+        verdict = f"after {reached:.1f} s of training" if reached else "not reached"
         turns = len(points) - 1
         print(
-            f"seed {seed}: {name}: {verdict} of training, {turns * args.every} steps; "
+            f"seed {seed}: {name}: {args.goal:.0%} {verdict}, {turns * args.every} steps; "
             f"last {points[-1][1]:.1%} at {points[-1][0]:.1f} s",
             flush=True,
         )
@@ -215,15 +217,17 @@ def summary(args: argparse.Namespace, results: dict[int, dict[str, Any]]) -> Non
     """Print the ratio of each seed and their median, ours to TRL's best."""
     ratios = []
     for seed, curves in results.items():
-        times = {
-            name: Curve(0.0, points).reached(args.goal) or float("inf")
-            for name, points in curves.items()
-        }
-        theirs = min((times[name] for name in times if name in THEIRS), default=float("nan"))
-        ours = min((times[name] for name in times if name not in THEIRS), default=float("nan"))
-        ratios.append(theirs / ours)
-        print(f"seed {seed}: ours {ours:.1f} s, TRL {theirs:.1f} s: {theirs / ours:.2f} times")
-    print(f"median: {statistics.median(ratios):.2f} times")
+        times = {name: Curve(0.0, points).reached(args.goal) for name, points in curves.items()}
+        theirs = [time for name, time in times.items() if time and name in THEIRS]
+        ours = [time for name, time in times.items() if time and name not in THEIRS]
+        if theirs and ours:
+            ratios.append(min(theirs) / min(ours))
+            print(
+                f"seed {seed}: ours {min(ours):.1f} s, TRL {min(theirs):.1f} s: "
+                f"{ratios[-1]:.2f} times as fast"
+            )
+    if ratios:
+        print(f"median of {len(ratios)}: {statistics.median(ratios):.2f} times as fast")
 
 
 if __name__ == "__main__":
