@@ -32,7 +32,7 @@ class ParallelConfig(Section):
     packing: bool | Literal["auto"] = Field(
         "auto",
         description="Rows as one sequence without padding, a shared prompt computed once; auto: "
-        "where that saves a fifth of the positions",
+        "where that saves a twentieth of the positions",
     )
     offload_params: bool = Field(
         False, description="Keep weights in CPU memory between uses (fsdp)"

@@ -35,7 +35,7 @@ class SFTConfig(Section):
     packing: bool | Literal["auto"] = Field(
         "auto",
         description="Rows as one sequence without padding, a shared prompt computed once; auto: "
-        "where that saves a fifth of the positions",
+        "where that saves a twentieth of the positions",
     )
     save_freq: int = Field(50, ge=1, description="Steps between checkpoints, where a run has them")
     max_checkpoints_to_keep: int = Field(2, ge=1, description="The newest ones")

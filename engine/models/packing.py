@@ -25,7 +25,7 @@ from engine.models.critic import CriticModel
 from engine.models.packed_attention import Segments, packed_attention
 
 Packing = bool | Literal["auto"]  # auto: where it saves enough
-WORTHWHILE = 0.8  # of the padded positions; auto packs rows of fewer tokens than that
+WORTHWHILE = 0.95  # of the padded positions; auto packs rows of no more tokens than that
 
 _NAME = "hybridflyte_packed"  # transformers' name of `_attention`
 _OWN = "unpacked_config"  # an attention module's attribute: its configuration as it was

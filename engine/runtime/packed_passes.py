@@ -18,6 +18,8 @@ from engine.config import ParallelConfig
 from engine.errors import ConfigError
 from engine.models.critic import CriticModel
 from engine.models.packing import apply_packing, set_packing
+from engine.parallel.fsdp import shards_weights
+from engine.parallel.layout import DATA_AXES
 from engine.parallel.process_groups import Ranks
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,9 @@ def allow_packing(model: Any, ranks: Ranks, config: ParallelConfig) -> None:
         return
     if ranks.size("pp", "sp") > 1:
         log.info("rows are padded: with pp or sp above 1, shared prompts can't be computed once")
+        return
+    if next(model.parameters()).is_cuda and not _computes_in_half(model, config):
+        log.info("rows are padded: the GPU's kernel for packed ones takes float16 and bfloat16")
         return
     try:
         apply_packing(model, "auto")
@@ -63,15 +68,20 @@ def accept(module: nn.Module, error: float, ranks: Ranks, config: ParallelConfig
     `error`: the mean relative distance of hidden states. Ranks that share the model call it
     together.
     """
-    half = {torch.float16, torch.bfloat16}
-    rounded = config.compute_dtype == "bfloat16" or any(
-        p.dtype in half for p in module.parameters()
-    )
-    fine = error <= (HALF_TOLERANCE if rounded else TOLERANCE)  # not for NaN
-    if ranks.max_over(int(not fine), ("tp", "dp", "fsdp")):
+    half = _computes_in_half(module, config)
+    fine = error <= (HALF_TOLERANCE if half else TOLERANCE)  # not for NaN
+    sharing = ("tp", *DATA_AXES) if shards_weights(ranks) else ("tp",)
+    if ranks.max_over(int(not fine), sharing):
         set_packing(module, False)
         log.warning(
             "packed rows' hidden states are %.2g of their norm away from those of padded rows on "
             "this rank: rows are padded from here on",
             error,
         )
+
+
+def _computes_in_half(module: nn.Module, config: ParallelConfig) -> bool:
+    """Whether passes are in float16 or bfloat16, by the weights or by `compute_dtype`."""
+    if config.compute_dtype:
+        return config.compute_dtype != "float32"
+    return any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())

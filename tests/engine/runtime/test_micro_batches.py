@@ -83,7 +83,7 @@ def test_packed_every_row_comes_once_and_a_prompt_counts_once(
     assert sorted(seen) == list(range(sum(sizes)))
 
 
-def test_auto_packs_where_that_saves_a_fifth() -> None:
+def test_auto_packs_where_that_saves_enough() -> None:
     alike = completions_batch([[5, 6, 7, 8]] * 6, [[9, 10]] * 6)
     unlike = completions_batch([[5, 6, 7, i] for i in range(6)], [[9, 10]] * 6)
     rows = [len(micro) for _, micro in micro_batches(alike, 16, "auto")]
