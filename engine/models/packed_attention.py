@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.algorithms.masked import at_least_float
+
+T = TypeVar("T")
 Run = tuple[int, int, int, int]
 
 _BLOCK = 256  # queries whose scores exist at a time
@@ -98,18 +101,32 @@ def _by_block(
     return out
 
 
+def _without_autocast(function: Callable[..., T]) -> Callable[..., T]:
+    """`function(ctx, tensor, …)` in the dtypes that it chooses, backward passes among them."""
+
+    @functools.wraps(function)
+    def call(ctx: Any, tensor: Tensor, *args: Any) -> T:
+        with torch.autocast(tensor.device.type, enabled=False):
+            return function(ctx, tensor, *args)
+
+    return call
+
+
 class _Attention(torch.autograd.Function):
     """Attention of blocks of queries, whose probabilities the backward pass computes again.
 
-    Appendix B.2 of arXiv:2205.14135 has the equations.
+    Appendix B.2 of arXiv:2205.14135 has the equations. Scores, and sums of gradients over the rows
+    that share a prompt, are in float32 at least.
     """
 
     @staticmethod
+    @_without_autocast
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...], scale: float
     ) -> Tensor:
         out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-        q, k, v, o = query[0], key[0], value[0], out[0].transpose(0, 1)  # [heads, T, d]
+        q, k, v = (at_least_float(t[0]) for t in (query, key, value))  # [heads, T, d]
+        o = out[0].transpose(0, 1)
         for block in _blocks(runs, query.device):
             weights = _weights(block.queries(q, k), block.keys(k), scale, block)
             o[:, block.first : block.stop] = torch.bmm(weights, block.keys(v)).view(
@@ -121,24 +138,26 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out = ctx.saved_tensors
-        q, k, v, g = query[0], key[0], value[0], grad[0].transpose(0, 1)  # [heads, T, d]
-        of_query = torch.empty_like(query)
-        of_key, of_value = (torch.zeros_like(t) for t in (key, value))
-        sums = (grad * out).sum(-1, keepdim=True)[0].transpose(0, 1)  # [heads, T, 1]
+        q, k, v = (at_least_float(t[0]) for t in (query, key, value))  # [heads, T, d]
+        g, o = (at_least_float(t[0]).transpose(0, 1) for t in (grad, out))
+        of_query, of_key, of_value = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        sums = (g * o).sum(-1, keepdim=True)  # [heads, T, 1]
         for block in _blocks(ctx.runs, query.device):
             keys, values = block.keys(k), block.keys(v)
             queries, above = block.queries(q, k), block.queries(g, k)
             weights = _weights(queries, keys, ctx.scale, block)
             scores = torch.bmm(above, values.transpose(1, 2))
             scores.sub_(block.queries(sums, k)).mul_(weights).mul_(ctx.scale)
-            of_query[0, :, block.first : block.stop] = torch.bmm(scores, keys).view(
+            of_query[:, block.first : block.stop] = torch.bmm(scores, keys).view(
                 len(q), -1, q.shape[2]
             )
-            block.add(of_key[0], torch.bmm(scores.transpose(1, 2), queries))
-            block.add(of_value[0], torch.bmm(weights.transpose(1, 2), above))
-        return of_query, of_key, of_value, None, None
+            block.add(of_key, torch.bmm(scores.transpose(1, 2), queries))
+            block.add(of_value, torch.bmm(weights.transpose(1, 2), above))
+        grads = zip((of_query, of_key, of_value), (query, key, value), strict=True)
+        return *(of[None].to(t.dtype) for of, t in grads), None, None
 
 
 @dataclass(frozen=True, slots=True)

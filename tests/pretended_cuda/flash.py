@@ -14,30 +14,43 @@ import torch
 from torch import Tensor
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int) -> None:
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+) -> None:
     for tensor in (query, key, value):
         assert tensor.is_cuda
         assert tensor.dtype in (torch.float16, torch.bfloat16), tensor.dtype
         assert tensor.stride(-1) == 1
         assert tensor.shape[-1] % 8 == 0
         assert tensor.shape[-1] <= 256
-    assert starts.is_cuda
-    assert starts.dtype == torch.int32
-    assert starts[-1] == len(query)
-    assert starts.diff().max() <= longest
+    for each, tokens, most in zip(starts, (query, key), longest, strict=True):
+        assert each.is_cuda
+        assert each.dtype == torch.int32
+        assert each[-1] == len(tokens)
+        assert each.diff().max() <= most
+    assert len(key) == len(value)
 
 
-def _rows(starts: Tensor) -> Iterator[slice]:
-    return (slice(a, b) for a, b in pairwise(starts.tolist()))
+def _rows(starts: Tensor, key_starts: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Each row's queries and keys."""
+    ends = (pairwise(each.tolist()) for each in (starts, key_starts))
+    return ((slice(*q), slice(*k)) for q, k in zip(*ends, strict=True))
 
 
 def _probabilities(
     query: Tensor, key: Tensor, scale: float, left: int | None, right: int | None
 ) -> Tensor:
-    """Weights `[heads, T, T]` of a row's keys: j counts for query i if -left ≤ j - i ≤ right."""
+    """Weights `[heads, n, m]` of a row's keys: j counts for query i if -left ≤ j - i ≤ right.
+
+    Of fewer queries than keys, the last query is at the last key (flash-attention from 2.1 on).
+    """
     scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * scale
-    at = torch.arange(len(query), device=query.device)
-    ahead = at[None] - at[:, None]
+    at = torch.arange(len(key), device=query.device)
+    ahead = at[None] - at[len(key) - len(query) :, None]
     for bound, far in ((right, ahead), (left, -ahead)):
         if bound is not None and bound >= 0:
             scores = scores.masked_fill(far > bound, -torch.inf)
@@ -58,13 +71,13 @@ def forward(
     key_longest: int, dropout: float, is_causal: bool, return_debug_mask: bool, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """As `aten::_flash_attention_forward`: query [T, heads, d], key and value [T, kv_heads, d]."""
-    _check(query, key, value, starts, longest)
+    _check(query, key, value, (starts, key_starts), (longest, key_longest))
     heads, out = query.shape[1], torch.empty_like(query)
     window = _window(options, is_causal)
     k, v = _widened(key, heads), _widened(value, heads).float()
-    for row in _rows(starts):
-        weights = _probabilities(query[row], k[row], options["scale"], *window)
-        out[row] = torch.einsum("hqk,khd->qhd", weights, v[row]).to(out.dtype)
+    for row, seen in _rows(starts, key_starts):
+        weights = _probabilities(query[row], k[seen], options["scale"], *window)
+        out[row] = torch.einsum("hqk,khd->qhd", weights, v[seen]).to(out.dtype)
     unused = query.new_zeros(heads, len(query), dtype=torch.float32)
     return out, unused, starts.new_zeros(2, dtype=torch.uint64), unused, unused
 
@@ -75,18 +88,18 @@ def backward(
     is_causal: bool, state: Tensor, unused: Tensor, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """As `aten::_flash_attention_backward`: gradients of query, key and value."""
-    _check(query, key, value, starts, longest)
+    _check(query, key, value, (starts, key_starts), (longest, key_longest))
     (_, heads, width), kv_heads = query.shape, key.shape[1]
     scale, window = options["scale"], _window(options, is_causal)
     k, v = _widened(key, heads), _widened(value, heads).float()
-    grads = [torch.zeros_like(query, dtype=torch.float32) for _ in range(3)]
-    for row in _rows(starts):
-        weights, g = _probabilities(query[row], k[row], scale, *window), grad[row].float()
-        of_weights = torch.einsum("qhd,khd->hqk", g, v[row])
+    grads = [torch.zeros_like(t, dtype=torch.float32) for t in (query, k, v)]
+    for row, seen in _rows(starts, key_starts):
+        weights, g = _probabilities(query[row], k[seen], scale, *window), grad[row].float()
+        of_weights = torch.einsum("qhd,khd->hqk", g, v[seen])
         of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * scale
-        grads[0][row] = torch.einsum("hqk,khd->qhd", of_scores, k[row].float())
-        grads[1][row] = torch.einsum("hqk,qhd->khd", of_scores, query[row].float())
-        grads[2][row] = torch.einsum("hqk,qhd->khd", weights, g)
+        grads[0][row] = torch.einsum("hqk,khd->qhd", of_scores, k[seen].float())
+        grads[1][seen] = torch.einsum("hqk,qhd->khd", of_scores, query[row].float())
+        grads[2][seen] = torch.einsum("hqk,qhd->khd", weights, g)
     of_kv = (g.view(len(g), kv_heads, heads // kv_heads, width).sum(2) for g in grads[1:])
     return tuple(g.to(query.dtype) for g in (grads[0], *of_kv))
 
