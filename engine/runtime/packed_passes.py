@@ -38,16 +38,18 @@ def allow_packing(model: Any, ranks: Ranks, config: ParallelConfig) -> None:
         apply_packing(model)
     if config.packing != "auto" or not isinstance(model, PreTrainedModel | CriticModel):
         return
+    problem: object = ""
     if ranks.size("pp", "sp") > 1:
-        log.info("rows are padded: with pp or sp above 1, shared prompts can't be computed once")
-        return
-    if next(model.parameters()).is_cuda and not _computes_in_half(model, config):
-        log.info("rows are padded: the GPU's kernel for packed ones takes float16 and bfloat16")
-        return
-    try:
-        apply_packing(model, "auto")
-    except ConfigError as error:
-        log.info("rows are padded, shared prompts computed for each completion: %s", error)
+        problem = "stages and shares of sequences (pp, sp) take padded ones"
+    elif next(model.parameters()).is_cuda and not _computes_in_half(model, config):
+        problem = "the GPU's kernel for packed ones takes float16 and bfloat16"
+    else:
+        try:
+            apply_packing(model, "auto")
+        except ConfigError as error:
+            problem = error
+    if problem and ranks.rank == 0:
+        log.warning("rows are padded, and shared prompts computed once a row: %s", problem)
 
 
 def check_sample(batch: Batch) -> Batch:

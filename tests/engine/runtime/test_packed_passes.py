@@ -102,12 +102,17 @@ def test_ranks_agree_to_pad() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_that_can_t_is_padded_by_auto_and_refused_by_true() -> None:
+def test_a_model_that_can_t_is_padded_by_auto_and_refused_by_true(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     eager = tiny_model("llama")
     eager.set_attn_implementation("eager")
     ranks, config = Ranks(Layout()), ParallelConfig()
     assert config.packing == "auto"
     assert packing_of(ShardedModel(eager, ranks, config).module) is False
+    [said] = caplog.messages
+    assert "rows are padded" in said
+    assert "attn_implementation='eager'" in said
     with pytest.raises(ConfigError, match="leave packing off"):
         ShardedModel(eager, ranks, ParallelConfig(packing=True))
 
