@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 
 from engine.algorithms.masked import at_least_float
 
-T = TypeVar("T")
 Run = tuple[int, int, int, int]
 
 _BLOCK = 256  # queries whose scores exist at a time
@@ -101,11 +100,11 @@ def _by_block(
     return out
 
 
-def _without_autocast(function: Callable[..., T]) -> Callable[..., T]:
+def _without_autocast(function: Callable[..., Any]) -> Any:
     """`function(ctx, tensor, …)` in the dtypes that it chooses, backward passes among them."""
 
     @functools.wraps(function)
-    def call(ctx: Any, tensor: Tensor, *args: Any) -> T:
+    def call(ctx: Any, tensor: Tensor, *args: Any) -> Any:
         with torch.autocast(tensor.device.type, enabled=False):
             return function(ctx, tensor, *args)
 
@@ -137,8 +136,8 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     @_without_autocast
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out = ctx.saved_tensors
         q, k, v = (at_least_float(t[0]) for t in (query, key, value))  # [heads, T, d]

@@ -40,7 +40,10 @@ def assert_refused(outcome: Outcome, place: Place, *words: str) -> None:
     [
         ({"rl": {"actor": {"lr": 1}}}, ["unknown setting 'rl.actor.lr'", "check its spelling"]),
         ({"rl": {"actor": {"optim": {"lr": -1}}}}, ["rl.actor.optim.lr=-1", "greater than 0"]),
-        ({"data": {"source": "csv"}}, ["data.source='csv'", "choose one of arithmetic, files, gsm8k"]),
+        (
+            {"data": {"source": "csv"}},
+            ["data.source='csv'", "choose one of arithmetic, files, gsm8k"],
+        ),
         (
             {"rl": {"algorithm": {"adv_estimator": "grop"}}},
             ["algorithm.adv_estimator='grop' is unknown", "did you mean 'grpo'"],
