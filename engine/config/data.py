@@ -98,23 +98,6 @@ class DataConfig(RowsConfig):
     decontaminate: DecontaminateConfig = DecontaminateConfig()
     vocab_size: int = Field(512, ge=64, description="Size of the BPE vocabulary trained here")
 
-    @model_validator(mode="after")
-    def _only_files_have_these(self) -> Self:
-        if self.source not in ("arithmetic", "gsm8k"):
-            return self
-        for name in ("columns", "templates", "system_prompt", "data_source", "splits"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"{name} has no effect with source={self.source!r}; remove it, or set "
-                    "source=files"
-                )
-        for name in ("sft_size", "train_size"):
-            if not getattr(self, name):
-                raise ValueError(
-                    f"{name}=0 (all rows) needs source=files; {self.source} takes a number above 0"
-                )
-        return self
-
 
 class LoRAConfig(Section):
     """Train low-rank adapters, and leave the model's own weights as they are.

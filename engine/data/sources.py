@@ -14,6 +14,7 @@ from typing import Protocol
 import pandas as pd
 
 from engine.config import DataConfig
+from engine.errors import ConfigError
 from engine.registry import Registry
 from engine.storage.code_version import modules_digest
 
@@ -78,6 +79,25 @@ def _with_code(source: Source, digest: str) -> str:
     return hashlib.sha256(f"{digest}\0{code}".encode()).hexdigest() if code else digest
 
 
+def _check_read(config: DataConfig) -> None:
+    """Raise ConfigError for a setting that the sources with rows of one form don't read."""
+    if config.source not in ("arithmetic", "gsm8k"):
+        return
+    for name in ("columns", "templates", "system_prompt", "data_source", "splits"):
+        if getattr(config, name):
+            raise ConfigError(
+                f"data.{name} has no effect with data.source={config.source}; remove it, or set "
+                "data.source=files"
+            )
+    for name in ("sft_size", "train_size"):
+        if not getattr(config, name):
+            raise ConfigError(
+                f"data.{name}=0 (all rows) needs data.source=files; {config.source} takes a number "
+                "above 0"
+            )
+
+
 def _source(config: DataConfig) -> Source:
+    _check_read(config)
     options = _registry.options(config.source).parse(config.options, "data.options")
     return _registry.get(config.source)(**options)

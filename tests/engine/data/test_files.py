@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pandas as pd
 import pytest
+from s3_server import environment, s3_server
 
 from engine.config import DataConfig
 from engine.data.contract import RL_PROMPTS, SFT_PAIRS, check, check_disjoint
@@ -154,3 +156,22 @@ def test_files_without_good_rows(tmp_path: Path) -> None:
         load_splits(config(""), 0)
     with pytest.raises(DataError, match="is no data file, and no folder"):
         load_splits(config(tmp_path / "gone"), 0)
+
+
+def test_files_in_s3_are_read_as_local_ones(tmp_path: Path) -> None:
+    local = write_csv(tmp_path / "sums.csv", range(30))
+    with s3_server() as endpoint, environment(AWS_ENDPOINT_URL=endpoint):
+        client = boto3.client("s3", endpoint_url=endpoint)
+        client.create_bucket(Bucket="sums")
+        client.upload_file(str(local), "sums", "sets/train.csv")
+        client.upload_file(
+            str(write_csv(tmp_path / "t.csv", range(30, 36))), "sums", "sets/test.csv"
+        )
+        splits = checked(load_splits(config("s3://sums/sets", validation_size=4), 0))
+        one = config("s3://sums/sets/train.csv")
+        assert source_digest(one, 0) == source_digest(config(local), 0)
+        with pytest.raises(DataError, match=r"s3://sums/sets/gone\.csv does not exist"):
+            load_splits(config("s3://sums/sets/gone.csv"), 0)
+    assert {name: len(frame) for name, frame in splits.frames().items()} == {
+        "sft_train": 26, "sft_validation": 4, "train": 26, "validation": 4, "test": 6,
+    }  # fmt: skip

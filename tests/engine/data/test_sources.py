@@ -74,3 +74,14 @@ def test_an_unknown_source_is_refused_with_the_choices(name: str) -> None:
         ConfigError, match=rf"'{name}' is unknown.*choose one of arithmetic, files, gsm8k"
     ):
         load_splits(config(name), 0)
+
+
+@pytest.mark.parametrize("source", ["arithmetic", "gsm8k"])
+def test_settings_of_files_alone_are_refused_with_other_sources(source: str) -> None:
+    mapped = DataConfig(source=source, columns={"prompt": "q"})
+    with pytest.raises(ConfigError, match=rf"data\.columns has no effect with .*={source}; remove"):
+        source_digest(mapped, 0)
+    with pytest.raises(
+        ConfigError, match=r"data\.train_size=0 \(all rows\) needs data\.source=files"
+    ):
+        source_digest(DataConfig(source=source, train_size=0), 0)
