@@ -71,7 +71,8 @@ COLUMNS: dict[str, str] = {
     "partial_group": "what rollout has decoded of a group that is continued, or None",
     "completion": "text of the response",
     "completions": "argument of reward functions",
-    "has_format": "the completion ends in an answer line",
+    "has_format": "the completion keeps the format, where the reward knows one",
+    "reward_correct": "the completion is right",
     "reward_error_cause": 'why the reward failed, or ""',
     "reward_component_names": "names of the parts of the score, the same in each row",
 }

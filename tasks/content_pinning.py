@@ -6,16 +6,17 @@ A hub model gets the commit that it is loaded at; code and folders get a digest.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from engine.config import PipelineConfig, RLConfig
+from engine.config import EvaluateConfig, PipelineConfig, RewardConfig, RLConfig
 
 C = TypeVar("C", bound=PipelineConfig)
 
 
 def pin_named_content(config: C) -> C:
-    """Return the settings with `rl.named_content` and the teacher's commit filled in.
+    """Return the settings with `named_content`, evaluation's reward and the teacher's commit.
 
     Raises ModelError for a teacher on the hub whose commit can't be resolved.
     """
@@ -27,7 +28,26 @@ def pin_named_content(config: C) -> C:
         algorithm = rl.algorithm.model_copy(update={"teacher": teacher})
         rl = rl.model_copy(update={"algorithm": algorithm})
     rl = rl.model_copy(update={"named_content": named_content(rl)})
-    return config.model_copy(update={"rl": rl})
+    return config.model_copy(update={"rl": rl, "evaluate": pinned_evaluation(config)})
+
+
+def pinned_evaluation(config: PipelineConfig) -> EvaluateConfig:
+    """How models are evaluated: by which reward, and the digest of its modules."""
+    from engine.storage.code_version import modules_digest
+
+    evaluate = config.evaluation()
+    code = modules_digest([*evaluate.plugins, *_modules(reward_names(evaluate.scorer))])
+    return evaluate.model_copy(update={"named_content": code})
+
+
+def reward_names(reward: RewardConfig) -> list[str]:
+    """The names of all its functions."""
+    return [spec.name for spec in reward.specs().values()]
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """The modules of those names that are paths like `package.module:name`."""
+    return [name.partition(":")[0] for name in names if ":" in name]
 
 
 def pin_model_commit(config: C) -> C:
@@ -50,9 +70,9 @@ def named_content(rl: RLConfig) -> str:
     from engine.storage.hashing import tree_digest
 
     algorithm, loss = rl.algorithm, rl.actor.policy_loss.loss_mode
-    names = (rl.reward.name, algorithm.dataflow, algorithm.adv_estimator, rl.rollout.engine)
-    paths = [name for name in (*names, loss, algorithm.preference.loss) if ":" in name]
-    code = modules_digest([*rl.plugins, *(path.partition(":")[0] for path in paths)])
+    names = [algorithm.dataflow, algorithm.adv_estimator, rl.rollout.engine, loss]
+    names += [algorithm.preference.loss, *reward_names(rl.reward)]
+    code = modules_digest([*rl.plugins, *_modules(names)])
     teacher = Path(rl.algorithm.teacher)
     weights = tree_digest(teacher) if rl.algorithm.teacher and teacher.is_dir() else ""
     found = f"{code}\0{weights}"

@@ -12,6 +12,7 @@ from flytekit.types.file import FlyteFile
 
 from engine.config import DataConfig, EvaluateConfig, PromoteConfig
 from engine.console import display_path
+from tasks.content_pinning import pinned_evaluation
 from tasks.context import (
     IMAGE,
     SMALL,
@@ -59,12 +60,13 @@ def open_promotion(
         folders = [local_artifact(artifact) for artifact in (dataset, policy, evaluation)]
         digest = check_evidence(*folders)
         seed = seed if seed >= 0 else config.seed
-        require_same_settings(read_manifest(folders[2]), config.data, config.evaluate, seed)
+        evaluate = pinned_evaluation(config)
+        require_same_settings(read_manifest(folders[2]), config.data, evaluate, seed)
         Tracker(experiment=config.tracking.experiment).check()
         run = open_run(config, (digest, ""), "promote_only")
         set_current_run(run)
     approval = config.promote.approval == "required"
-    return PromotionPlan(run, config.data, config.evaluate, config.promote, seed, approval)
+    return PromotionPlan(run, config.data, evaluate, config.promote, seed, approval)
 
 
 @task(

@@ -155,13 +155,15 @@ def check_names(config: RLHFConfig) -> str:
     """
     from engine.data.sources import source_digest
     from engine.plugins import import_plugins
-    from engine.rewards import resolve_reward
+    from engine.rewards import require_rewards
     from engine.storage.hub import require_model_name
 
     require_model_name(config.model.path)
     require_model_name(config.rl.algorithm.teacher, "rl.algorithm.teacher")
-    import_plugins(config.rl.plugins)
-    resolve_reward(config.rl.reward.name, config.rl.reward.options)
+    evaluation = config.evaluation()
+    import_plugins([*config.rl.plugins, *evaluation.plugins])
+    require_rewards(config.rl.reward)
+    require_rewards(evaluation.scorer)
     return source_digest(config.data, config.seed)
 
 

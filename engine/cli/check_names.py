@@ -9,7 +9,7 @@ from __future__ import annotations
 from engine.cli.settings import RunConfig
 from engine.errors import ConfigError, DataError
 from engine.plugins import import_plugins
-from engine.rewards import resolve_reward
+from engine.rewards import require_rewards
 from engine.storage.filesystem import as_path, is_remote
 from engine.storage.hub import pin_revision
 
@@ -24,7 +24,7 @@ def check_names(config: RunConfig) -> None:
         if not is_remote(file) and not as_path(file).exists():
             raise DataError(f"{file} does not exist; check the path")
     import_plugins(config.rl.plugins)
-    resolve_reward(config.rl.reward.name, config.rl.reward.options)
+    require_rewards(config.rl.reward)
     if config.rl.algorithm.teacher:
         pin_revision(config.rl.algorithm.teacher, "algorithm.teacher")
     pin_revision(config.model.path)

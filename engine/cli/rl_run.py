@@ -65,12 +65,12 @@ class RunLog:
         """The run goes on after `step`, from a checkpoint of this attempt or of one before it."""
         self.say(f"rl: continues from {folder}, step {step}")
 
-    def validated_first(self, score: float) -> None:
-        """The reward on the validation rows before the first step."""
-        self.say(f"rl: validation {score:.3f} before training")
-        self.validations.append(score)
-        self.track([{"step": 0.0, SCORE: score}])
-        self._write(0, {SCORE: score})
+    def validated_first(self, metrics: Metrics) -> None:
+        """The metrics of the validation rows before the first step."""
+        self.say(f"rl: validation {metrics[SCORE]:.3f} before training")
+        self.validations.append(metrics[SCORE])
+        self.track([{"step": 0.0} | metrics])
+        self._write(0, metrics)
 
     def step(self, step: int, total: int, metrics: Metrics, history: Sequence[Metrics]) -> None:
         """A step and its metrics; `history` are the rows of the steps before."""

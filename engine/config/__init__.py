@@ -26,13 +26,12 @@ from engine.config.parse import digest, explain, load_config, parse_config
 from engine.config.pipeline import EvaluateConfig, PipelineConfig, TrackingConfig
 from engine.config.promotion import ContaminationConfig, GuardConfig, PromoteConfig
 from engine.config.retrain import RetrainConfig
+from engine.config.reward import OverlongBufferConfig, RewardConfig, RewardSpec
 from engine.config.rl import (
     ActorConfig,
     CriticConfig,
-    OverlongBufferConfig,
     PolicyLossConfig,
     PoolConfig,
-    RewardConfig,
     RLConfig,
     RolloutConfig,
     TrainerConfig,
@@ -66,6 +65,7 @@ __all__ = [
     "RLConfig",
     "RetrainConfig",
     "RewardConfig",
+    "RewardSpec",
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "RowsConfig",

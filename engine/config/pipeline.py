@@ -10,6 +10,7 @@ from engine.config.base import Section
 from engine.config.data import DataConfig, ModelConfig
 from engine.config.promotion import PromoteConfig
 from engine.config.retrain import RetrainConfig
+from engine.config.reward import RewardConfig
 from engine.config.rl import RLConfig
 from engine.config.training import SFTConfig
 
@@ -23,6 +24,20 @@ class EvaluateConfig(Section):
     confidence: float = Field(0.95, gt=0.5, lt=1)
     bootstrap_samples: int = Field(10000, ge=100)
     engine: str = Field("native", description="Rollout engine: native or vllm")
+    reward: RewardConfig | None = Field(
+        None, description="What tells right answers from wrong ones; none: the reward of RL"
+    )
+    plugins: tuple[str, ...] = Field(
+        (), description="Your modules that register the reward; none: those of RL"
+    )
+    named_content: str = Field(
+        "", description="Digest of your modules, for the cache; workflows fill it"
+    )
+
+    @property
+    def scorer(self) -> RewardConfig:
+        """The reward that scores; GSM8K's rule where none is given."""
+        return self.reward or RewardConfig()
 
     @model_validator(mode="after")
     def _enough_samples(self) -> Self:
@@ -51,3 +66,9 @@ class PipelineConfig(Section):
     promote: PromoteConfig = PromoteConfig()
     retrain: RetrainConfig = RetrainConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    def evaluation(self) -> EvaluateConfig:
+        """The section `evaluate`, by RL's reward and plugins where it names none of its own."""
+        own = self.evaluate
+        reward, plugins = own.reward or self.rl.reward, own.plugins or self.rl.plugins
+        return own.model_copy(update={"reward": reward, "plugins": plugins})

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from engine.config.algorithm import AlgorithmConfig
 from engine.config.base import Options, Section
 from engine.config.parallel import ParallelConfig
+from engine.config.reward import RewardConfig
 from engine.config.server import ServerConfig
 from engine.config.training import OptimConfig
 from engine.config.vllm import VllmConfig
@@ -98,38 +99,6 @@ class RolloutConfig(Section):
     kv_cache_memory_mb: int = Field(256, ge=16, description="vLLM's KV cache (CPU)")
     server: ServerConfig = ServerConfig()
     vllm: VllmConfig = VllmConfig()
-
-
-class OverlongBufferConfig(Section):
-    """DAPO's soft penalty on completions that come near the length limit."""
-
-    enable: bool = False
-    len: int = Field(16, ge=1, description="Tokens before the limit where the penalty sets in")
-    penalty_factor: float = Field(1.0, ge=0, description="Penalty at the limit")
-
-
-class RewardConfig(Section):
-    """What a completion is worth."""
-
-    name: str = Field(
-        "answer_match", description="Name in the registry, or package.module:function"
-    )
-    options: Options = Field({}, description="Options that the reward declares, by name")
-    timeout_s: float = Field(30.0, gt=0, description="Deadline for scoring one batch")
-    sample_timeout_s: float = Field(
-        5.0, gt=0, description="Deadline of one completion, for rewards that run in a pool"
-    )
-    processes: int = Field(0, ge=0, description="Of a reward's pool; 0: the cores, 8 at most")
-    isolation: Literal["process", "none"] = Field(
-        "process", description="Where a reward of yours runs: a process of its own, or the role's"
-    )
-    weights: dict[str, float] = Field({}, description="Weights of named components; 1 unless given")
-    on_error: Literal["drop", "zero", "fail"] = Field(
-        "drop", description="A sample whose reward fails: leave it out, score 0, or end the run"
-    )
-    clip: tuple[float, float] | None = Field(None, description="Bounds of a completion's reward")
-    whiten: bool = Field(False, description="Scale token rewards to unit variance over the batch")
-    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
 class PoolConfig(Section):

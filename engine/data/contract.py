@@ -50,10 +50,14 @@ def _is_count(value: Any) -> bool:
     return int(value) >= 0
 
 
-def _is_amount(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return False
-    return math.isfinite(float(value)) and float(value) >= 0
+    return math.isfinite(float(value))
+
+
+def _is_amount(value: Any) -> bool:
+    return _is_number(value) and float(value) >= 0
 
 
 _TEXT = _rule(lambda v: isinstance(v, str), "must be text")
@@ -63,6 +67,7 @@ _DICT = _rule(lambda v: isinstance(v, dict), "must be a dictionary")
 _TRUTH = _rule(_has_ground_truth, "must hold a ground_truth")
 _FLAG = _rule(lambda v: isinstance(v, bool | np.bool_), "must be true or false")
 _COUNT = _rule(_is_count, "must be a whole number, 0 or more")
+_NUMBER = _rule(_is_number, "must be a finite number")
 _AMOUNT = _rule(_is_amount, "must be a finite number, 0 or more")
 _SHARE = _rule(lambda v: not _is_amount(v) or float(v) <= 1, "must be at most 1")
 _ANSWER = _rule(lambda v: isinstance(v, str) or is_missing(v), "must be text or missing")
@@ -105,8 +110,9 @@ EVALUATION_ROWS = _table(
     {
         "index": _column(_COUNT),
         "data_source": _PROSE,
+        "level": _column(_TEXT),
         "prompt": _PROSE,
-        "ground_truth": _PROSE,
+        "ground_truth": _column(_TEXT),
         "model": _column(
             _rule(
                 lambda v: v in ("warm_start", "rl", "champion"),
@@ -116,14 +122,19 @@ EVALUATION_ROWS = _table(
         "greedy_completion": _column(_TEXT),
         "greedy_answer": _column(_ANSWER),
         "greedy_correct": _column(_FLAG),
+        "greedy_score": _column(_NUMBER),
+        "greedy_truncated": _column(_FLAG),
         "sample_answers": _column(_ANSWERS),
         "samples_correct": _column(_COUNT),
         "samples": _column(_COUNT),
+        "sample_score": _column(_NUMBER),
         "majority_answer": _column(_ANSWER),
         "majority_correct": _column(_FLAG),
         "response_length": _column(_AMOUNT),
         "greedy_length": _column(_COUNT),
+        "truncated": _column(_AMOUNT, _SHARE),
         "format_rate": _column(_AMOUNT, _SHARE),
+        "errors": _column(_COUNT),
     }
 )
 

@@ -1,27 +1,33 @@
 """Evaluating a model folder on a split: decode greedily and by sampling, score, one row a problem.
 
-It composes a rollout engine, the tokenizer and the answer rule; statistics and pages are in
+It composes a rollout engine, the tokenizer and the run's scorer; statistics and pages are in
 `engine.evaluation`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from engine.config import EvaluateConfig
+from engine.data.collate import collate_prompts
 from engine.data.rows import prompt_text
 from engine.data.templates import decode_response, encode_prompts, stop_token_ids
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import DataError
-from engine.evaluation.rows import Completions, ModelName, Problems, build_rows
+from engine.evaluation.judging import judge
+from engine.evaluation.rows import Judged, ModelName, Problems, build_rows
 from engine.models import load_model
-from engine.rewards import extract_answer, has_format, normalise_number
+from engine.plugins import import_plugins
+from engine.rewards import Scorer
 from engine.rollout.protocol import Completion, SamplingParams, create_engine
 
 
@@ -43,10 +49,45 @@ def evaluate_model(
     """
     if frame.empty:
         raise DataError("there are no problems to evaluate on; check data.test_size")
-    torch.set_num_threads(os.cpu_count() or 1)
+    import_plugins(config.plugins)
     tokenizer = load_tokenizer(folder)
-    model = load_model(folder).eval()
     prompts = encode_prompts(tokenizer, frame["prompt"], "test")
+    table = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
+    columns = collate_prompts(table, prompts).columns  # as rewards get them in RL
+    scored = {key: list(values) for key, values in columns.items() if key != "prompt"}
+    asked = [prompt[-1]["content"] for prompt in frame["prompt"]]
+    with closing(Scorer(config.scorer, config.plugins)) as scorer:
+        greedy, sampled = _decode(
+            folder, tokenizer, prompts, config, max_response_length, seed, on_progress
+        )
+
+        def judged(completions: Sequence[Completion], n: int) -> list[Judged]:
+            return judge(
+                scorer,
+                [decode_response(tokenizer, one.token_ids) for one in completions],
+                [len(one.token_ids) for one in completions],
+                [one.finish_reason == "length" for one in completions],
+                _repeated(asked, n),
+                {key: _repeated(values, n) for key, values in scored.items()},
+            )
+
+        first, each = judged(greedy, 1), judged(sampled, config.samples)
+    groups = [each[i : i + config.samples] for i in range(0, len(each), config.samples)]
+    return build_rows(name, _problems(frame), first, groups)
+
+
+def _decode(
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    config: EvaluateConfig,
+    max_response_length: int,
+    seed: int,
+    on_progress: Callable[[int], None] | None,
+) -> tuple[list[Completion], list[Completion]]:
+    """One greedy completion a prompt, and `config.samples` sampled ones, by a model's folder."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    model = load_model(folder).eval()
     engine = create_engine(
         config.engine,
         model,
@@ -68,28 +109,27 @@ def evaluate_model(
         sampled = engine.generate(prompts, sampling, lambda done: report(len(prompts) + done))
     finally:
         engine.close()
+    return greedy, sampled
 
-    def text(completion: Completion) -> str:
-        return decode_response(tokenizer, completion.token_ids)
 
-    groups = [sampled[i : i + config.samples] for i in range(0, len(sampled), config.samples)]
-    problems = Problems(
+def _problems(frame: pd.DataFrame) -> Problems:
+    extra = frame["extra_info"] if "extra_info" in frame else [None] * len(frame)
+    return Problems(
         index=list(range(len(frame))),
         data_source=list(frame["data_source"]),
+        level=[_level(row) for row in extra],
         prompt=[prompt_text(prompt) for prompt in frame["prompt"]],
         ground_truth=[str(rule["ground_truth"]) for rule in frame["reward_model"]],
     )
-    completions = Completions(
-        greedy=[text(c) for c in greedy],
-        greedy_lengths=[len(c.token_ids) for c in greedy],
-        samples=[[text(c) for c in group] for group in groups],
-        sample_lengths=[[len(c.token_ids) for c in group] for group in groups],
-    )
-    return build_rows(
-        name,
-        problems,
-        completions,
-        extract_answer,
-        lambda answer, truth: answer == normalise_number(truth),
-        has_format,
-    )
+
+
+def _level(extra: Any) -> str:
+    """How hard a problem is, as its row's `extra_info` says: `level`, or `difficulty`."""
+    found = extra if isinstance(extra, Mapping) else {}
+    value = next((found[key] for key in ("level", "difficulty") if found.get(key) is not None), "")
+    return str(value)
+
+
+def _repeated(values: Sequence[Any], n: int) -> list[Any]:
+    """Each value n times, one after the other."""
+    return [value for value in values for _ in range(n)]

@@ -1,14 +1,14 @@
-"""The table of an evaluation: one row a problem and model, built from plain completions.
+"""The table of an evaluation: one row a problem and model, built from completions with scores.
 
-Also the check that two tables can be compared: same problems, same order, same text. Decoding
-and scoring come in as lists and callables; statistics over the table live in `summary`.
+Also the check that two tables can be compared: same problems, same order, same text. Decoding and
+scoring are in `evaluate`; statistics over the table live in `summary`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -22,20 +22,26 @@ ModelName = Literal["warm_start", "rl", "champion"]
 COLUMNS: dict[str, str] = {
     "index": "position of the problem in its test set",
     "data_source": "where the problem is from, e.g. 'gsm8k'",
+    "level": "how hard it is, e.g. 'Level 3'; empty where the data don't say",
     "prompt": "the text that the model was given",
     "ground_truth": "the right answer",
     "model": "warm_start, rl or champion",
     "greedy_completion": "text decoded at temperature 0",
     "greedy_answer": "answer read from it, or None",
-    "greedy_correct": "whether that answer is right",
+    "greedy_correct": "whether the completion is right",
+    "greedy_score": "its score",
+    "greedy_truncated": "whether it hit the limit of tokens",
     "sample_answers": "answers of the sampled completions, None where there is none",
-    "samples_correct": "sampled completions with the right answer",
+    "samples_correct": "sampled completions that are right",
     "samples": "sampled completions",
+    "sample_score": "their mean score",
     "majority_answer": "most frequent answer of the samples, or None",
-    "majority_correct": "whether that answer is right",
+    "majority_correct": "whether that answer, or most frequent text where none is read, is right",
     "response_length": "mean tokens of the samples",
     "greedy_length": "tokens of the greedy completion",
-    "format_rate": "share of the samples that keep the answer format",
+    "truncated": "share of the samples that hit the limit of tokens",
+    "format_rate": "share of the samples that keep the format; 1 where the scorer knows none",
+    "errors": "completions that could not be scored, and count as wrong",
 }
 
 _IDENTITY = ["index", "data_source", "prompt", "ground_truth"]  # what makes a problem the same
@@ -47,71 +53,70 @@ class Problems:
 
     index: Sequence[int]  # position in the test set, e.g. [0, 1]
     data_source: Sequence[str]  # e.g. ["arithmetic", "arithmetic"]
+    level: Sequence[str]  # e.g. ["Level 1", "Level 5"], or ["", ""]
     prompt: Sequence[str]  # e.g. ["Tom has 3 apples …", …]
     ground_truth: Sequence[str]  # e.g. ["7", "12"]
 
 
 @dataclass(frozen=True, slots=True)
-class Completions:
-    """What one model answered to the N problems, in their order."""
+class Judged:
+    """A completion and what the scorer says of it."""
 
-    greedy: Sequence[str]  # [N] texts
-    greedy_lengths: Sequence[int]  # [N] tokens
-    samples: Sequence[Sequence[str]]  # [N][n] texts, n ≥ 1
-    sample_lengths: Sequence[Sequence[int]]  # [N][n] tokens
+    text: str
+    tokens: int
+    truncated: bool  # at the limit of tokens
+    correct: bool
+    score: float  # weighted sum of the components
+    answer: str | None  # read from the text; None: there is none, or the scorer reads none
+    vote: str | None  # what counts in a majority vote: the answer, or the text
+    well_formed: bool
+    failed: bool  # it could not be scored
 
 
 def build_rows(
     model: ModelName,
     problems: Problems,
-    completions: Completions,
-    extract: Callable[[str], str | None],
-    correct: Callable[[str, str], bool],
-    well_formed: Callable[[str], bool] | None = None,
+    greedy: Sequence[Judged],
+    samples: Sequence[Sequence[Judged]],
 ) -> pd.DataFrame:
-    """Score the completions of one model; returns N rows with the columns of `COLUMNS`.
+    """One model's N greedy and N × n sampled completions as N rows with the columns of `COLUMNS`.
 
-    extract: completion → its answer, or None where there is none.
-    correct: (answer, ground truth) → right or not; never called without an answer.
-    well_formed: completion → whether it keeps the format; by default, whether it has an answer.
     Raises DataError when the lists don't fit together.
     """
     if model not in get_args(ModelName):
         raise DataError(f"model={model!r} is unknown; choose one of {get_args(ModelName)}")
-    _check_sizes(problems, completions)
-
-    def is_right(answer: str | None, truth: str) -> bool:
-        return answer is not None and bool(correct(answer, truth))
-
+    _check_sizes(problems, greedy, samples)
     rows: list[dict[str, Any]] = []
-    for i, truth in enumerate(problems.ground_truth):
-        greedy = _storable(completions.greedy[i])
-        samples = [_storable(text) for text in completions.samples[i]]
-        greedy_answer = extract(greedy)
-        answers = [extract(text) for text in samples]
-        majority = majority_vote(answers)
-        if well_formed is None:
-            kept = [answer is not None for answer in answers]
-        else:
-            kept = [well_formed(text) for text in samples]
+    for i, (first, several) in enumerate(zip(greedy, samples, strict=True)):
+        majority = majority_vote([one.vote for one in several])
+        winner = next(
+            (one for one in several if majority is not None and one.vote == majority), None
+        )
+        n = len(several)
         rows.append(
             {
                 "index": int(problems.index[i]),
                 "data_source": problems.data_source[i],
+                "level": problems.level[i],
                 "prompt": problems.prompt[i],
-                "ground_truth": truth,
+                "ground_truth": problems.ground_truth[i],
                 "model": model,
-                "greedy_completion": greedy,
-                "greedy_answer": greedy_answer,
-                "greedy_correct": is_right(greedy_answer, truth),
-                "sample_answers": answers,
-                "samples_correct": sum(is_right(answer, truth) for answer in answers),
-                "samples": len(answers),
-                "majority_answer": majority,
-                "majority_correct": is_right(majority, truth),
-                "response_length": sum(completions.sample_lengths[i]) / len(answers),
-                "greedy_length": int(completions.greedy_lengths[i]),
-                "format_rate": format_rate(kept),
+                "greedy_completion": _storable(first.text),
+                "greedy_answer": _storable(first.answer),
+                "greedy_correct": first.correct,
+                "greedy_score": float(first.score),
+                "greedy_truncated": first.truncated,
+                "sample_answers": [_storable(one.answer) for one in several],
+                "samples_correct": sum(one.correct for one in several),
+                "samples": n,
+                "sample_score": sum(one.score for one in several) / n,
+                "majority_answer": _storable(winner.answer) if winner else None,
+                "majority_correct": winner is not None and winner.correct,
+                "response_length": sum(one.tokens for one in several) / n,
+                "greedy_length": first.tokens,
+                "truncated": sum(one.truncated for one in several) / n,
+                "format_rate": format_rate([one.well_formed for one in several]),
+                "errors": sum(one.failed for one in (first, *several)),
             }
         )
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
@@ -157,9 +162,9 @@ def check_paired(before: pd.DataFrame, after: pd.DataFrame) -> str:
     return digest
 
 
-def _storable(text: str) -> str:
+def _storable(text: str | None) -> Any:
     """Replace lone surrogates, which a model can emit and Parquet can't hold, by question marks."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text if text is None else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _first_difference(before: pd.DataFrame, after: pd.DataFrame) -> tuple[int, str]:
@@ -171,19 +176,16 @@ def _first_difference(before: pd.DataFrame, after: pd.DataFrame) -> tuple[int, s
     raise AssertionError("digests differ, rows do not")
 
 
-def _check_sizes(problems: Problems, completions: Completions) -> None:
-    """Hold every list to N entries, and every problem's samples to their lengths."""
+def _check_sizes(
+    problems: Problems, greedy: Sequence[Judged], samples: Sequence[Sequence[Judged]]
+) -> None:
+    """Hold every list to N entries, and every problem to one sample at least."""
     sizes = {name: len(getattr(problems, name)) for name in Problems.__slots__}
-    sizes |= {name: len(getattr(completions, name)) for name in Completions.__slots__}
+    sizes |= {"greedy": len(greedy), "samples": len(samples)}
     if len(set(sizes.values())) > 1:
         raise DataError(f"an evaluation needs one entry a problem in every list, got {sizes}")
     if len(problems.index) == 0:
         raise DataError("an evaluation needs at least one problem; the test split is empty")
-    for i, (texts, lengths) in enumerate(
-        zip(completions.samples, completions.sample_lengths, strict=True)
-    ):
-        if not texts or len(texts) != len(lengths):
-            raise DataError(
-                f"problem {i} has {len(texts)} samples and {len(lengths)} lengths; "
-                "give one length a sample, and at least one sample"
-            )
+    for i, several in enumerate(samples):
+        if not several:
+            raise DataError(f"problem {i} has no samples; give at least one")

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from engine.config import DataConfig, EvaluateConfig
 from engine.errors import LineageError
 from engine.redaction import redact_values
+from engine.rewards import scorer_identity
 
 if TYPE_CHECKING:
     from engine.storage.manifest import Manifest
 
-SCORER = "answer_match"  # module of engine.rewards that tells right answers from wrong ones
 KEYS = ("data", "evaluate", "seed", "scorer")
 
 Settings = dict[str, Any]  # JSON values by key
@@ -26,11 +26,12 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> 
 
     Of `data` only the token budget counts.
     """
+    scorer = {"reward", "plugins", "named_content"}  # where the reward is found, and how called
     return {
         "data": {"max_response_length": data.max_response_length},
-        "evaluate": redact_values(config.model_dump(mode="json")),
+        "evaluate": redact_values(config.model_dump(mode="json", exclude=scorer)),
         "seed": seed,
-        "scorer": SCORER,
+        "scorer": scorer_identity(config.scorer, config.named_content),
     }
 
 

@@ -46,9 +46,15 @@ class RewardRows:
 
     def row(self, index: int) -> RewardRows:
         """Return row `index` as rows of its own (B = 1)."""
-        only = slice(index, index + 1)
-        columns = {name: values[only] for name, values in self.columns.items()}
-        return RewardRows(self.prompts[only], self.completions[only], columns)
+        return self.select([index])
+
+    def select(self, places: Sequence[int]) -> RewardRows:
+        """Return the rows at `places`, in that order."""
+        columns = {name: [values[i] for i in places] for name, values in self.columns.items()}
+        prompts, completions = (
+            [some[i] for i in places] for some in (self.prompts, self.completions)
+        )
+        return RewardRows(prompts, completions, columns)
 
 
 @dataclass(frozen=True, slots=True)

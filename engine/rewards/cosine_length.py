@@ -6,15 +6,22 @@ tokens is `reward.overlong_buffer`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from math import cos, pi
 from typing import Any
 
 from engine.errors import RewardError
 from engine.rewards.registry import declared_components, register_reward, resolve_reward
 
 
-@register_reward("cosine_length", pooled=True)
+def least_of_right(
+    right: tuple[float, float] = (1.0, 0.5), wrong: tuple[float, float] = (-1.0, -0.5)
+) -> float:
+    """The least score of a right answer; more than any of a wrong one, where they differ at all."""
+    return max(min(right), math.nextafter(max(wrong), math.inf))
+
+
+@register_reward("cosine_length", pooled=True, right_from=least_of_right)
 def cosine_length(
     prompts: Sequence[str],
     completions: Sequence[str],
@@ -44,5 +51,5 @@ def cosine_length(
     for text, mark in zip(completions, marks, strict=True):
         first, last = right if mark >= 1 else wrong
         share = min(len(text) / max_length, 1.0)
-        scores.append(last + 0.5 * (first - last) * (1 + cos(share * pi)))
+        scores.append(last + 0.5 * (first - last) * (1 + math.cos(share * math.pi)))
     return scores

@@ -4,8 +4,8 @@ Adding one: a module in this package whose function carries `@register_reward("n
 `components=("answer", ...)` if it returns named components. Its options are its keyword-only
 parameters with defaults; `reward.options` sets them.
 
-A completion is right where its reward says so with at least 1: by the component `correct` (else
-`answer`), or by the score of a reward that has neither.
+A completion is right where its reward says so with at least 1 (`right_from`): by the component
+`correct` (else `answer`), or by the score of a reward that has neither.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class RegisteredReward:
     pooled: bool = False
     imports: tuple[str, ...] = ()
     answer: Callable[..., str | None] | None = None
-    well_formed: Callable[[str], bool] | None = None
+    well_formed: Callable[..., bool] | None = None
+    right_from: Callable[..., float] | None = None
 
 
 _registry: Registry[RegisteredReward] = Registry(
@@ -48,7 +49,8 @@ def register_reward(
     pooled: bool = False,
     imports: tuple[str, ...] = (),
     answer: Callable[..., str | None] | None = None,
-    well_formed: Callable[[str], bool] | None = None,
+    well_formed: Callable[..., bool] | None = None,
+    right_from: Callable[..., float] | None = None,
 ) -> Callable[[_F], _F]:
     """Make a reward function selectable as `reward.name=<name>`; a name can be taken once.
 
@@ -56,9 +58,9 @@ def register_reward(
     list. `pooled` is for the engine's own rewards whose time depends on what a model writes: they
     run in processes of their own, each completion with a deadline (see `pool`); those processes
     load `imports` once. `answer(completion)` reads the answer that evaluation shows and votes on;
-    an option of the reward that is a keyword of it is given to it as well. `well_formed` says
-    whether a completion keeps the format. Raises ConfigError for a name that is taken and for a
-    component that is named twice.
+    `well_formed(completion)` says whether it keeps the format; `right_from()` is the least score
+    of a right one, 1 without it. Options of the reward that are keywords of these are given to
+    them. Raises ConfigError for a name that is taken and for a component that is named twice.
     """
     if isinstance(components, str) or len(set(components)) < len(components):
         raise ConfigError(
@@ -66,7 +68,9 @@ def register_reward(
         )
 
     def add(function: _F) -> _F:
-        entry = RegisteredReward(function, tuple(components), pooled, imports, answer, well_formed)
+        entry = RegisteredReward(
+            function, tuple(components), pooled, imports, answer, well_formed, right_from
+        )
         _registry.add(name, entry, function)
         return function
 

@@ -42,24 +42,32 @@ def score(
     Raises RewardError then, and where columns don't fit the completions.
     """
     rows = RewardRows(prompts, completions, columns)
-    whole: RewardFailure | None = None
     if not len(rows):
         return Scores(components, [], {})
-    try:
-        scores = scorer.score_all(rows, timeout_s, components)
-    except RewardFailure as failure:
-        if on_error == "fail":
-            raise
-        whole = failure
-        if len(rows) == 1:
-            scores = Scores.of(components, {}, {0: failure})
-        else:
-            scores = _one_by_one(scorer, rows, timeout_s, components)
+    if on_error == "fail":
+        scores, whole = scorer.score_all(rows, timeout_s, components), None
+    else:
+        scores, whole = score_rows(scorer, rows, timeout_s, components)
     if on_error == "fail" and scores.failures:
         raise scores.failures[min(scores.failures)]
     if whole is not None or scores.failures:
         _log(scorer.name, scores, whole, on_error)
     return scores
+
+
+def score_rows(
+    scorer: RewardScorer,
+    rows: RewardRows,
+    timeout_s: float,
+    components: tuple[str, ...] | None,
+) -> tuple[Scores, RewardFailure | None]:
+    """All rows in one call, or each by itself where that fails; and how it did, if so."""
+    try:
+        return scorer.score_all(rows, timeout_s, components), None
+    except RewardFailure as failure:
+        if len(rows) == 1:
+            return Scores.of(components, {}, {0: failure}), failure
+        return _one_by_one(scorer, rows, timeout_s, components), failure
 
 
 def _one_by_one(

@@ -9,7 +9,7 @@ from engine.rewards.registry import register_reward
 _TAGS = ("think", "answer")
 
 
-def has_tags(text: str, tags: Sequence[str]) -> bool:
+def has_tags(text: str, tags: Sequence[str] = _TAGS) -> bool:
     """Whether each tag stands once, in order, closed, with nothing but blanks outside of them.
 
     >>> has_tags("<think>2+2</think> <answer>4</answer>", ("think", "answer"))
@@ -27,7 +27,7 @@ def has_tags(text: str, tags: Sequence[str]) -> bool:
     return not rest
 
 
-@register_reward("think_format", well_formed=lambda text: has_tags(text, _TAGS))
+@register_reward("think_format", well_formed=has_tags)
 def think_format(
     prompts: Sequence[str],
     completions: Sequence[str],

@@ -51,7 +51,7 @@ from engine.trainers.shutdown import (
     lost_workers_explained,
     raise_preempted,
 )
-from engine.trainers.step_metrics import staleness_metrics, step_metrics
+from engine.trainers.step_metrics import staleness_metrics, step_metrics, validation_metrics
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class RLTrainer:
                     if saver is not None:
                         metrics |= saver.take_metrics()
                     if self.validation and _is_due(self.step, stop, settings.test_freq):
-                        metrics[SCORE] = self.validate(self.validation)
+                        metrics |= self.validate(self.validation)
                     self.on_step(self.step, stop, metrics)
                     self.history.append({"step": float(self.step)} | metrics)
                     save_due = notice.received or _is_due(self.step, stop, settings.save_freq)
@@ -191,11 +191,11 @@ class RLTrainer:
                 saver.finish()
         return metrics
 
-    def validate(self, rows: Sequence[Row]) -> float:
-        """Mean reward of greedy completions to the prompts of `rows`."""
+    def validate(self, rows: Sequence[Row]) -> Metrics:
+        """Of greedy completions to the prompts of `rows`: `validation/reward`, their mean, …"""
         batch = LazyBatch(self.roles.rollout.generate_greedy(self.source.prompts.encode(rows)))
         batch |= self.roles.reward.score(batch)
-        return float(batch["token_level_scores"].sum(1).mean())
+        return validation_metrics(batch.resolve())
 
     def resume(self, checkpoint_dir: str | Path) -> Checkpoint | None:
         """Resume from the newest good checkpoint of a folder; return it, or None without one."""

@@ -17,7 +17,7 @@ from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError
 from engine.models import require_model_folder
 from engine.plugins import import_plugins
-from engine.rewards import open_reward
+from engine.rewards import Scorer
 from engine.rollout.protocol import check_engine_settings, engine_capabilities
 from engine.trainers.rollout_sources import get_rollout_source, sampler_count
 from engine.trainers.unused_settings import unused_settings
@@ -94,22 +94,14 @@ def _check_rewards(config: RLConfig, max_response_length: int | None) -> None:
             f"reward.overlong_buffer.len={buffer.len} is more than the longest completion of "
             f"{max_response_length} tokens (data.max_response_length); lower it"
         )
-    opened = open_reward(
-        reward.name, reward.options, isolation=reward.isolation, plugins=config.plugins
-    )
-    opened.close()
-    components = opened.components
+    scorer = Scorer(reward, config.plugins)
+    scorer.close()
+    components = scorer.components
     if config.algorithm.adv_estimator == "gdpo" and components == ():
         raise ConfigError(
             f"algorithm.adv_estimator=gdpo normalises each component of a reward, and "
             f"reward.name={reward.name} has none; choose one with components, such as "
             "answer_and_format"
-        )
-    unknown = set(reward.weights) - set(components or reward.weights)
-    if unknown or (components == () and reward.weights):
-        raise ConfigError(
-            f"reward.weights names {sorted(unknown or reward.weights)}, but the components of "
-            f"reward.name={reward.name} are {list(components or ())}; correct the names"
         )
 
 

@@ -22,7 +22,6 @@ def step_metrics(batch: Batch, seconds: float) -> dict[str, float]:
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(correction=0)),
         "reward/errors": float(failed.float().mean()),
-        "reward/format_rate": float(batch.columns["has_format"].astype(float).mean()),
         "reward/groups_with_signal": _groups_with_signal(scores, batch["group_ids"][~failed]),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
@@ -30,8 +29,37 @@ def step_metrics(batch: Batch, seconds: float) -> dict[str, float]:
         "perf/step_s": seconds,
         "perf/tokens_per_s": tokens / seconds,
     }
-    for name, column in _reward_components(batch):
-        metrics[f"reward/{name}"] = float(column[~failed].mean())
+    if "has_format" in batch:
+        metrics["reward/format_rate"] = float(batch.columns["has_format"].astype(float).mean())
+    return metrics | reward_metrics(batch, "reward")
+
+
+def validation_metrics(batch: Batch) -> dict[str, float]:
+    """`validation/reward`, the mean of all rows, and `reward_metrics` below `validation/`."""
+    mean = float(batch["token_level_scores"].sum(1).mean())
+    return {"validation/reward": mean} | reward_metrics(batch, "validation")
+
+
+def reward_metrics(batch: Batch, prefix: str) -> dict[str, float]:
+    """Share of right completions and means of the components, of all and by source.
+
+    A batch of one source has no metrics by source. Rows whose reward failed count as wrong, and
+    are left out of means.
+    """
+    scored = ~batch["reward_error"]
+    right = torch.tensor(batch.columns["reward_correct"].astype(float))
+    means = dict(_reward_components(batch))
+    metrics = {f"{prefix}/correct": float(right.mean())}
+    metrics |= {f"{prefix}/{name}": float(column[scored].mean()) for name, column in means.items()}
+    means = {"mean": batch["token_level_scores"].sum(1)} | means
+    sources = [str(one) for one in batch.columns.get("data_source", ())]
+    names = sorted(set(sources))
+    for source in names if len(names) > 1 else ():
+        rows = torch.tensor([one == source for one in sources])
+        metrics[f"{prefix}/{source}/correct"] = float(right[rows].mean())
+        if (rows & scored).any():
+            for name, column in means.items():
+                metrics[f"{prefix}/{source}/{name}"] = float(column[rows & scored].mean())
     return metrics
 
 

@@ -10,13 +10,7 @@ from engine.batch import Batch, Column
 from engine.config import RewardConfig
 from engine.data.templates import decode_response
 from engine.data.tokenizer import load_tokenizer
-from engine.rewards import (
-    Scores,
-    has_format,
-    open_reward,
-    ordered_weights,
-    score,
-)
+from engine.rewards import Scorer, Scores
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
 
 _WRITES = (
@@ -26,6 +20,7 @@ _WRITES = (
     "reward_failed",
     "completion",
     "has_format",
+    "reward_correct",
     "reward_error_cause",
     "reward_component_names",
 )
@@ -48,17 +43,7 @@ class RewardWorker(Worker):
         """`plugins` are the modules that may register the reward."""
         super().__init__(context)
         self.config = config
-        self.reward = open_reward(
-            config.name,
-            config.options,
-            isolation=config.isolation,
-            plugins=plugins,
-            processes=config.processes,
-            sample_timeout_s=config.sample_timeout_s,
-        )
-        self.components = self.reward.components
-        if self.components is not None:
-            ordered_weights(config.name, self.components, config.weights)
+        self.scorer = Scorer(config, plugins)
         self.tokenizer = load_tokenizer(model_path)
 
     @dispatch(Dispatch.DATA_PARALLEL, writes=_WRITES)
@@ -71,9 +56,10 @@ class RewardWorker(Worker):
         `reward_failed [B]` bool, true for those rows that must not be learned from, which is all
         of them with on_error=drop.
 
-        Columns added: `completion` (text), `has_format` (it ends in an answer line),
-        `reward_error_cause` ("" or one of raised, deadline, malformed, not_finite, crashed)
-        and, with components, `reward_component_names` (the K names in order, the same in each row).
+        Columns added: `completion` (text), `reward_correct` (right or not), `has_format` (whether
+        it keeps the format, where the reward knows one), `reward_error_cause` ("" or one of raised,
+        deadline, malformed, not_finite, crashed) and, with components, `reward_component_names`
+        (the K names in order, the same in each row).
         """
         return self._score(batch, whole=True)
 
@@ -88,30 +74,29 @@ class RewardWorker(Worker):
 
     def close(self) -> None:
         """End the reward's process and what it left behind."""
-        self.reward.close()
+        self.scorer.close()
 
     def _score(self, batch: Batch, whole: bool) -> Batch:
         texts = self._completions(batch)
-        scores = score(
-            self.reward,
+        scores = self.scorer.score(
             [message[-1]["content"] for message in batch.columns["prompt"]],
             texts,
             {name: list(values) for name, values in batch.columns.items() if name != "prompt"},
-            self.config.timeout_s,
-            components=self.components,
-            on_error=self.config.on_error,
         )
         if whole:
             scores.raise_if_none()
-        self.components = scores.components
+        sources = batch.columns.get("data_source", [""] * len(batch))
         columns: dict[str, Column] = {
             "completion": texts,
-            "has_format": [has_format(text) for text in texts],
+            "reward_correct": self.scorer.correct(scores, sources),
             "reward_error_cause": [
                 scores.failures[row].cause if row in scores.failures else ""
                 for row in range(len(batch))
             ],
         }
+        kept = self.scorer.well_formed(texts, sources)
+        if kept is not None:
+            columns["has_format"] = kept
         if scores.components:
             columns["reward_component_names"] = [scores.components] * len(batch)
         return Batch(self._tensors(scores, batch["response_mask"]), columns)
@@ -128,7 +113,7 @@ class RewardWorker(Worker):
         names = scores.components
         weights: list[float] = []  # nothing is known of the columns before the first result
         if names is not None:
-            weights = ordered_weights(self.config.name, names, self.config.weights)
+            weights = self.scorer.weights(names)
         table = torch.tensor(scores.rows, dtype=torch.float32).reshape(len(mask), len(weights))
         error = torch.tensor([row in scores.failures for row in range(len(mask))], dtype=torch.bool)
         dropped = error if self.config.on_error == "drop" else torch.zeros_like(error)

@@ -17,7 +17,7 @@ from engine.data.contract import (
 )
 from engine.data.rows import rl_row, sft_row, user_message
 from engine.errors import DataError
-from engine.evaluation.rows import COLUMNS, Completions, Problems, build_rows
+from engine.evaluation.rows import COLUMNS, Judged, Problems, build_rows
 
 SIZE = 12
 
@@ -42,10 +42,14 @@ def kto() -> pd.DataFrame:
 
 
 def evaluation() -> pd.DataFrame:
-    problems = Problems(list(range(SIZE)), ["sums"] * SIZE, ["2+3?"] * SIZE, ["5"] * SIZE)
-    texts = ["5" if i % 2 else "" for i in range(SIZE)]
-    completions = Completions(texts, [2] * SIZE, [["5", "6"]] * SIZE, [[2, 3]] * SIZE)
-    return build_rows("rl", problems, completions, lambda t: t or None, lambda a, b: a == b)
+    sources, empty = ["sums"] * SIZE, [""] * SIZE
+    problems = Problems(list(range(SIZE)), sources, empty, ["2+3?"] * SIZE, ["5"] * SIZE)
+
+    def judged(answer: str | None) -> Judged:
+        return Judged(answer or "", 2, False, answer == "5", 1.0, answer, answer, True, False)
+
+    greedy = [judged("5" if i % 2 else None) for i in range(SIZE)]
+    return build_rows("rl", problems, greedy, [[judged("5"), judged("6")]] * SIZE)
 
 
 TABLES = [

@@ -1,25 +1,11 @@
-"""Two small models' completions to six problems, scored by the GSM8K mark."""
-
-import re
+"""Two small models' completions to six problems, judged by the GSM8K mark."""
 
 import pytest
+from judged_completions import judged
 
-from engine.evaluation.rows import Completions, Problems, build_rows
+from engine.evaluation.rows import Problems, build_rows
 
 TRUTHS = ["3", "14", "15", "92", "65", "35"]
-
-
-def read_answer(text):
-    found = re.search(r"#### (-?\d+)", text)
-    return found[1] if found else None
-
-
-def same(answer, truth):
-    return answer == truth
-
-
-def written(answers):
-    return ["no idea" if a is None else f"so\n#### {a}" for a in answers]
 
 
 @pytest.fixture
@@ -27,6 +13,7 @@ def problems():
     return Problems(
         index=list(range(6)),
         data_source=["arithmetic"] * 6,
+        level=["easy", "easy", "easy", "hard", "hard", "hard"],
         prompt=[f"Question {i}: what is {truth} + 0?" for i, truth in enumerate(TRUTHS)],
         ground_truth=TRUTHS,
     )
@@ -37,13 +24,12 @@ def make_rows(problems):
     """Rows of a model from its greedy answers `[6]` and sampled answers `[6][n]`."""
 
     def make(model, greedy, samples, problems=problems):
-        completions = Completions(
-            greedy=written(greedy),
-            greedy_lengths=[5 + i for i in range(6)],
-            samples=[written(s) for s in samples],
-            sample_lengths=[[4, 6, 8, 10][: len(s)] for s in samples],
-        )
-        return build_rows(model, problems, completions, read_answer, same)
+        first = [judged(a, t, 5 + i) for i, (a, t) in enumerate(zip(greedy, TRUTHS, strict=True))]
+        each = [
+            [judged(a, t, n) for a, n in zip(some, (4, 6, 8, 10), strict=False)]
+            for some, t in zip(samples, TRUTHS, strict=True)
+        ]
+        return build_rows(model, problems, first, each)
 
     return make
 

@@ -1,12 +1,11 @@
 """The evaluation table: its values, a Parquet round trip, and the pairing check."""
 
-from dataclasses import replace
-
 import pandas as pd
 import pytest
+from judged_completions import judged
 
 from engine.errors import DataError
-from engine.evaluation.rows import COLUMNS, Completions, build_rows, check_paired, prompt_digest
+from engine.evaluation.rows import COLUMNS, Problems, build_rows, check_paired, prompt_digest
 
 
 def test_one_row_a_problem_with_its_scores(before):
@@ -33,23 +32,28 @@ def test_no_answer_is_wrong_and_never_wins_a_vote(before):
     assert (one_answer["majority_answer"], one_answer["majority_correct"]) == ("35", True)
 
 
-def test_correct_is_not_asked_about_a_missing_answer(problems):
-    completions = Completions(["none"] * 6, [1] * 6, [["none"]] * 6, [[1]] * 6)
-
-    def correct(answer, truth):
-        raise AssertionError("asked")
-
-    rows = build_rows("rl", problems, completions, lambda text: None, correct)
-    assert rows["samples_correct"].sum() == 0
-    assert rows["greedy_answer"].isna().all()
+def one_each(**changes):
+    return [judged("7", "7", **changes)] * 6
 
 
-def test_a_format_may_ask_for_more_than_an_answer(problems):
-    completions = Completions(["7"] * 6, [1] * 6, [["7", "7!"]] * 6, [[1, 2]] * 6)
-    arguments = ("rl", problems, completions, lambda text: text, lambda a, t: False)
-    assert set(build_rows(*arguments)["format_rate"]) == {1.0}
-    strict = build_rows(*arguments, well_formed=lambda text: text.isdigit())
-    assert set(strict["format_rate"]) == {0.5}
+def test_what_the_scorer_says_is_kept(problems):
+    good = judged("7", "7", 3, score=1.25)
+    cut = judged(None, "7", 8, score=-0.5, truncated=True, failed=True, well_formed=False)
+    rows = build_rows("rl", problems, one_each(failed=True, score=0.5), [[good, cut]] * 6)
+    row = rows.iloc[0]
+    assert (row["greedy_score"], row["sample_score"], row["truncated"]) == (0.5, 0.375, 0.5)
+    assert (row["errors"], row["format_rate"], row["level"]) == (2, 0.5, "easy")
+    assert not row["greedy_truncated"]
+    assert list(rows["level"]) == ["easy"] * 3 + ["hard"] * 3
+
+
+def test_where_no_answer_is_read_the_texts_vote(problems):
+    """As for programs: the winner has no answer to show, and is right where its text is."""
+    votes = [("a", False), ("b", True), ("b", True)]
+    samples = [judged(None, "7", vote=vote, correct=right) for vote, right in votes]
+    row = build_rows("rl", problems, one_each(), [samples] * 6).iloc[0]
+    assert row["majority_correct"]
+    assert pd.isna(row["majority_answer"])
 
 
 def test_rows_survive_parquet(before, after, tmp_path):
@@ -63,8 +67,8 @@ def test_rows_survive_parquet(before, after, tmp_path):
 
 
 def test_half_a_character_does_not_lose_the_evaluation(problems, tmp_path):
-    completions = Completions(["\ud83d 3"] * 6, [1] * 6, [["\ud83d"]] * 6, [[1]] * 6)
-    rows = build_rows("rl", problems, completions, lambda text: text, lambda a, t: False)
+    half = [judged("\ud83d 3", "3", text="\ud83d 3")] * 6
+    rows = build_rows("rl", problems, half, [[one] for one in half])
     rows.to_parquet(tmp_path / "rows.parquet")
     assert set(rows["greedy_completion"]) == set(rows["greedy_answer"]) == {"? 3"}
 
@@ -76,28 +80,25 @@ def test_column_types_do_not_depend_on_the_answers(make_rows, before):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("greedy", "samples", "message"),
     [
-        ({"greedy": ["x"] * 5}, "'greedy': 5"),
-        ({"greedy_lengths": [1]}, "'greedy_lengths': 1"),
-        ({"samples": [["x"]] * 7}, "'samples': 7"),
-        ({"samples": [["x"]] * 5 + [[]]}, "problem 5 has 0 samples and 1 lengths"),
-        ({"sample_lengths": [[1]] * 3 + [[1, 2]] + [[1]] * 2}, "problem 3 has 1 samples and 2"),
+        (5, [1] * 6, "'greedy': 5"),
+        (6, [1] * 7, "'samples': 7"),
+        (6, [1] * 5 + [0], "problem 5 has no samples"),
     ],
 )
-def test_lists_that_do_not_fit_are_refused(problems, change, message):
-    good = Completions(["x"] * 6, [1] * 6, [["x"]] * 6, [[1]] * 6)
+def test_lists_that_do_not_fit_are_refused(problems, greedy, samples, message):
+    one = judged("7", "7")
     with pytest.raises(DataError, match=message):
-        build_rows("rl", problems, replace(good, **change), lambda t: t, lambda a, t: True)
+        build_rows("rl", problems, [one] * greedy, [[one] * n for n in samples])
 
 
-def test_an_empty_test_split_and_an_unknown_model_are_refused(problems):
-    empty = type(problems)([], [], [], [])
-    nothing = Completions([], [], [], [])
+def test_an_empty_test_split_and_an_unknown_model_are_refused():
+    empty = Problems([], [], [], [], [])
     with pytest.raises(DataError, match="test split is empty"):
-        build_rows("rl", empty, nothing, lambda t: t, lambda a, t: True)
+        build_rows("rl", empty, [], [])
     with pytest.raises(DataError, match="model='best' is unknown"):
-        build_rows("best", empty, nothing, lambda t: t, lambda a, t: True)
+        build_rows("best", empty, [], [])
 
 
 # pairing

@@ -1,0 +1,136 @@
+"""One scorer from one configuration: sources, further components, right and wrong, answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from engine.config import RewardConfig
+from engine.errors import ConfigError
+from engine.rewards import Scorer, require_rewards, scorer_identity
+
+HERE = __name__
+TEXTS = ["so 5\n#### 4", "#### 5", "I take \\boxed{B}", "(B) is right"]
+ROWS = {"data_source": ["gsm8k", "gsm8k", "mmlu", "mmlu"], "ground_truth": ["4", "4", "B", "C"]}
+
+
+def length(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+    return [len(text) / 10 for text in completions]
+
+
+def not_for_maths(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+    if any("#" in text for text in completions):
+        raise ValueError("no maths")
+    return [0.5] * len(completions)
+
+
+def parts(prompts: Any, completions: Sequence[str], **columns: Any) -> dict[str, list[float]]:
+    return {"correct": [1.0, 0.0, 1.0, 0.0], "style": [2.0] * 4}
+
+
+@contextmanager
+def scorer(**settings: Any) -> Iterator[Scorer]:
+    opened = Scorer(RewardConfig.model_validate({"isolation": "none", "processes": 1} | settings))
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def test_each_source_has_its_own_reward() -> None:
+    with scorer(sources={"mmlu": "multiple_choice"}) as subject:
+        scores = subject.score(TEXTS, TEXTS, ROWS)
+        sources = ROWS["data_source"]
+        assert scores.components == subject.components == ("answer",)
+        assert scores.rows == [[1.0], [0.0], [1.0], [0.0]]
+        assert subject.correct(scores, sources) == [True, False, True, False]
+        assert subject.answers(TEXTS, sources) == (["4", "5", "B", "B"], True)
+        assert subject.well_formed(TEXTS, sources) == [True] * 4
+        assert subject.well_formed(["so 4", "#### 4", "hm", "C"], sources) == [
+            False, True, False, True,
+        ]  # fmt: skip
+
+
+def test_further_components_are_weighed_and_don_t_make_an_answer_right() -> None:
+    with scorer(
+        components={"length": f"{HERE}:length", "format": "think_format"},
+        weights={"length": -0.5, "format": 3},
+    ) as subject:
+        assert subject.components == ("answer", "length", "format")
+        texts = ["#### 4", "<think></think><answer></answer>"]
+        scores = subject.score(texts, texts, {"ground_truth": ["4", "4"]})
+        assert scores.components == subject.components
+        assert scores.rows == [[1.0, 0.6, 0.0], [0.0, 3.2, 1.0]]
+        assert subject.totals(scores) == pytest.approx([0.7, 1.4])
+        assert subject.correct(scores, ["", ""]) == [True, False]
+
+
+def test_components_of_a_reward_stand_beside_those_of_others() -> None:
+    settings = {"name": f"{HERE}:parts", "components": {"length": f"{HERE}:length"}}
+    with scorer(**settings, sources={"other": "answer_match"}) as subject:
+        assert subject.components is None, "known after the first call"
+        scores = subject.score(TEXTS, TEXTS, ROWS)
+        assert scores.components == subject.components == ("correct", "style", "answer", "length")
+        rows = [dict(zip(scores.components or (), row, strict=True)) for row in scores.rows]
+        assert [row["style"] for row in rows] == [2.0] * 4
+        assert [row["length"] for row in rows] == [len(text) / 10 for text in TEXTS]
+        assert subject.correct(scores, ROWS["data_source"]) == [True, False, True, False]
+        mixed = {"data_source": ["x", "x", "x", "x", "other"], "ground_truth": ["4"] * 5}
+        scores = subject.score([*TEXTS, "#### 4"], [*TEXTS, "#### 4"], mixed)
+        assert subject.correct(scores, mixed["data_source"])[4], "by its own component, `answer`"
+
+
+def test_a_failure_of_one_part_costs_its_rows_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with scorer(
+        name="multiple_choice", components={"mood": f"{HERE}:not_for_maths"}, on_error="zero"
+    ) as subject:
+        truths = {"ground_truth": ["A", "A", "B", "C"]}
+        scores = subject.score(TEXTS, TEXTS, truths)
+        assert sorted(scores.failures) == [0, 1]
+        assert scores.rows == [[0.0, 0.0], [0.0, 0.0], [1.0, 0.5], [0.0, 0.5]]
+        assert subject.correct(scores, [""] * 4) == [False, False, True, False]
+    assert "failed for 2 of 4 completions" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_shaped_reward_says_what_is_right() -> None:
+    """A right answer of some length is worth less than 1 and is right all the same."""
+    with scorer(name="cosine_length", options={"max_length": 20}) as subject:
+        texts = ["#### 4", "a long way to go to it\n#### 4", "#### 5"]
+        scores = subject.score(texts, texts, {"ground_truth": ["4"] * 3})
+        assert max(row[0] for row in scores.rows) < 1
+        assert subject.correct(scores, [""] * 3) == [True, True, False]
+
+
+def test_rewards_that_can_t_stand_side_by_side_are_refused() -> None:
+    for settings, said in (
+        ({"components": {"form": "answer_and_format"}}, r"reward.components.form is .*of its own"),
+        (
+            {"components": {"answer": "think_format"}},
+            r"names \['answer'\], which the reward itself",
+        ),
+        ({"components": {"form": "think_format"}, "weights": {"style": 1}}, r"\['style'\]"),
+        ({"sources": {"gsm8k": "no_such_rule"}}, "no_such_rule"),
+    ):
+        with pytest.raises(ConfigError, match=said), scorer(**settings):
+            pass
+    with pytest.raises(ConfigError, match="metod"):
+        require_rewards(RewardConfig(sources={"a": {"options": {"metod": "strict"}}}))  # type: ignore[dict-item]
+
+
+def test_what_makes_two_scorers_the_same() -> None:
+    plain = RewardConfig()
+    assert scorer_identity(plain) == scorer_identity(RewardConfig(timeout_s=1)) == "answer_match"
+    others = [
+        RewardConfig(options={"method": "flexible"}),
+        RewardConfig(weights={"format": 0.5}),
+        RewardConfig.model_validate({"sources": {"a": "math"}}),
+        RewardConfig.model_validate({"sources": {"b": "math"}}),
+    ]
+    found = [scorer_identity(one) for one in (plain, *others)] + [scorer_identity(plain, "code")]
+    assert len(set(found)) == len(found)
+    hidden = RewardConfig(name="x", options={"api_key": "sk-1"})
+    assert "sk-1" not in scorer_identity(hidden)
