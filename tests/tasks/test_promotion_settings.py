@@ -106,12 +106,13 @@ def test_a_champion_judged_by_another_seed_scorer_or_code_is_evaluated_anew(
 def test_what_two_evaluations_must_share(bench: Bench) -> None:
     one = read_manifest(bench.evaluation(bench.model(seed=1), 20))
     assert incomparable(one, one) == []
+    asked = one.config["evaluate"]
     for key, value, said in (
         ("seed", 1, "seed"),
         ("scorer", "judge", "scorer"),
         ("data", {"max_response_length": 8}, "data.max_response_length"),
-        ("evaluate", {**EVALUATE.model_dump(), "temperature": 0.5}, "evaluate.temperature"),
-        ("evaluate", {**EVALUATE.model_dump(), "engine": "vllm"}, "evaluate.engine"),
+        ("evaluate", {**asked, "temperature": 0.5}, "evaluate.temperature"),
+        ("evaluate", {**asked, "engine": "vllm"}, "evaluate.engine"),
     ):
         other = one.model_copy(update={"config": {**one.config, key: value}})
         assert incomparable(one, other) == [said]
@@ -144,7 +145,10 @@ def test_an_evaluation_with_other_settings_than_the_promotion_promotes_nobody(
     same = RLHFConfig(data=bench.data, evaluate=EVALUATE)
     with pytest.raises(StageError, match=r"seed is 1, and the evaluation \w+ was made with 0"):
         open_promotion(config=same, **{**given, "seed": 1})
-    assert open_promotion(config=same, **given).evaluate == EVALUATE
+    assert open_promotion(config=same, **given).evaluate.scorer == EVALUATE.scorer
+    stricter = RLHFConfig(data=bench.data, evaluate=EVALUATE, rl={"reward": {"name": "math"}})
+    with pytest.raises(StageError, match=r"scorer is 'math', .* was made with 'answer_match'"):
+        open_promotion(config=stricter, **given)
 
 
 def test_the_evaluation_of_a_run_records_what_it_is_compared_by(bench: Bench) -> None:

@@ -60,7 +60,7 @@ SERVER: dict[str, Any] = {"engine": "server", "server": {"url": "http://127.0.0.
             "no effect without rollout_rs",
         ),
         ({"algorithm": GDPO}, "reward.name=answer_match has none"),
-        ({"reward": {"weights": {"format": 2.0}}}, "components of reward.name=answer_match"),
+        ({"reward": {"weights": {"format": 2.0}}}, "reward.weights names .*format"),
         ({"reward": PARTS | {"weights": {"form": 2.0}}}, r"names \['form'\]"),
         ({"reward": {"clip": [1.0, 0.0]}}, "reward.clip=.* is empty"),
         ({"algorithm": {"dataflow": "distillation"}}, "set algorithm.teacher to a model folder"),

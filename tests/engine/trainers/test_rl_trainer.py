@@ -56,7 +56,7 @@ def run(folder: Path, out: Path, settings: RLConfig) -> tuple[list[dict[str, flo
     with trainer(folder, settings) as subject:
         subject.on_step = lambda step, total, metrics: history.append(dict(metrics))
         subject.fit()
-        history.append({"validation": subject.validate(arithmetic_rows(5))})
+        history.append(subject.validate(arithmetic_rows(5)))
         subject.save(out)
     times = ("perf/step_s", "perf/tokens_per_s")
     kept = [{k: v for k, v in metrics.items() if k not in times} for metrics in history]
@@ -149,7 +149,9 @@ def test_validation_is_part_of_the_loop(tiny_folder: Path) -> None:
         subject.validation = arithmetic_rows(5)
         subject.on_step = lambda step, total, metrics: seen.append("validation/reward" in metrics)
         last = subject.fit()
-        assert last["validation/reward"] == subject.validate(arithmetic_rows(5))
+        assert (
+            last["validation/reward"] == subject.validate(arithmetic_rows(5))["validation/reward"]
+        )
     assert seen == [False, True, True]
     assert ["validation/reward" in row for row in subject.history] == seen
 
