@@ -29,7 +29,11 @@ class RewardScorer(Protocol):
     """A reward function that is ready to be called, in this process or in one of its own."""
 
     name: str  # in messages, e.g. "my_rewards.by_length"
-    components: tuple[str, ...] | None  # that were declared; None: nothing is known
+
+    @property
+    def components(self) -> tuple[str, ...] | None:
+        """Those that were declared; None: nothing is known."""
+        ...
 
     def score_all(
         self, rows: RewardRows, timeout_s: float, components: tuple[str, ...] | None

@@ -85,7 +85,7 @@ class RewardWorker(Worker):
         )
         if whole:
             scores.raise_if_none()
-        sources = batch.columns.get("data_source", [""] * len(batch))
+        sources = list(batch.columns.get("data_source", [""] * len(batch)))
         columns: dict[str, Column] = {
             "completion": texts,
             "reward_correct": self.scorer.correct(scores, sources),
