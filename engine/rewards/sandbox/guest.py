@@ -1,0 +1,172 @@
+"""What runs in a sandbox, as its first process: it builds the walls, then runs programs in them.
+
+    owner → `main` (waits) → `_serve` (first process of the namespaces) → a process a program
+
+Only the standard library, and what lies beside this file. Requests and answers are `messages`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from engine.rewards.sandbox import messages, programs, seccomp, walls
+
+_ALONE = 1_000_000  # users from here on are those of sandboxes
+_DRAIN = 1 << 16
+
+
+def main(control_fd: int, program_fd: int) -> None:
+    """Answer the owner at `control_fd`; `program_fd` is the channel of programs that are called."""
+    control = socket.socket(fileno=control_fd)
+    setup = messages.receive(control, 60.0)
+    wanted = setup["walls"]
+    walls.die_with_parent()
+    uid = _ALONE + os.getpid()
+    layers = {"namespaces": wanted["namespaces"] and walls.new_namespaces()}
+    walls.hide()
+    child = os.fork() if layers["namespaces"] else 0
+    if child:
+        control.close()
+        os.close(program_fd)
+        _, status = os.waitpid(child, 0)
+        os._exit(0 if status == 0 else 1)
+    try:
+        walls.die_with_parent()
+        layers["root"] = layers["namespaces"] and walls.own_root(setup["folder"], setup["disk_mb"])
+        if not layers["root"]:
+            os.chdir(setup["folder"])
+        _serve(_Sandbox(control, program_fd, setup, layers, uid))
+    except messages.Closed:  # the owner has gone
+        pass
+    os._exit(0)
+
+
+class _Sandbox:
+    """The sandbox of this process: its channels, settings and walls."""
+
+    def __init__(
+        self,
+        control: socket.socket,
+        program_fd: int,
+        setup: dict[str, Any],
+        layers: dict[str, bool],
+        uid: int,
+    ) -> None:
+        self.control, self.program_fd, self.setup = control, program_fd, setup
+        self.layers, self.uid = layers, uid
+        self.wanted = setup["walls"]
+
+    def confine(self, told: int) -> None:
+        """Put the walls around this process; tell by `told` which ones the host has given."""
+        setup, layers = self.setup, self.layers
+        private = self.wanted["user"] and (os.geteuid() == 0 or layers["namespaces"])
+        if not layers["root"] and os.geteuid() == 0:
+            os.chown(setup["folder"], self.uid, self.uid)
+        layers["user"] = self.wanted["user"] and walls.other_user(self.uid)
+        walls.die_with_parent()
+        walls.limit(
+            setup["memory_mb"], setup["cpu_s"], setup["disk_mb"], setup["threads"] * private
+        )
+        layers["landlock"] = (
+            not layers["root"] and self.wanted["landlock"] and walls.landlock(setup["folder"])
+        )
+        layers["seccomp"] = self.wanted["seccomp"] and seccomp.restrict()
+        os.write(told, "".join("01"[bool(layers[name])] for name in programs.LAYERS).encode())
+        os.close(told)
+
+
+def _serve(sandbox: _Sandbox) -> None:
+    while True:
+        request = messages.receive(sandbox.control, 3600.0)
+        messages.send(sandbox.control, _run(sandbox, request))
+
+
+def _run(sandbox: _Sandbox, request: dict[str, Any]) -> dict[str, Any]:
+    """Run one program to its end, or to its deadline; what it wrote, and how it ended."""
+    told, tell = os.pipe()
+    output, write = os.pipe()
+    start = time.monotonic()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(told)
+            os.close(output)
+            sandbox.control.close()
+            programs.connect(request, write)
+            sandbox.confine(tell)
+            programs.run(request, sandbox.program_fd)
+        finally:
+            os._exit(1)
+    os.close(tell)
+    os.close(write)
+    if request["kind"] != "stdin":  # the other end must learn when the program has ended
+        os.close(sandbox.program_fd)
+    text, ended = _watch(child, output, start + request["wall_s"], sandbox.setup["output_bytes"])
+    status = _end(child)
+    walls_told = os.read(told, len(programs.LAYERS)).decode()
+    os.close(told)
+    os.close(output)
+    if sandbox.layers["namespaces"]:
+        _end_all()
+    return {
+        "output": text.decode("utf-8", "replace"),
+        "ended": ended,  # by itself, or cut at a limit
+        "status": status,
+        "seconds": time.monotonic() - start,
+        "layers": dict(zip(programs.LAYERS, (one == "1" for one in walls_told), strict=False)),
+    }
+
+
+def _watch(child: int, output: int, until: float, most: int) -> tuple[bytes, str]:
+    """Read what a program writes until it ends, is late, or has written `most` bytes."""
+    parts: list[bytes] = []
+    size = 0
+    end = os.pidfd_open(child)
+    sources = [output, end]
+    try:
+        while True:
+            ready, _, _ = select.select(sources, [], [], max(0.0, until - time.monotonic()))
+            if output in ready:
+                some = os.read(output, _DRAIN)
+                parts.append(some)
+                size += len(some)
+                if size > most:
+                    return b"".join(parts)[:most], "output"
+                if not some:  # closed: only the end of the program is of interest now
+                    sources = [end]
+            elif end in ready:
+                return b"".join(parts), "itself"
+            if time.monotonic() >= until:
+                return b"".join(parts), "late"
+    finally:
+        os.close(end)
+
+
+def _end(child: int) -> int:
+    """Make sure that a program has ended; its exit status, or minus the number of a signal."""
+    os.kill(child, signal.SIGKILL)  # of one that has ended already, a zombie, nothing changes
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _end_all() -> None:
+    """Kill what a program left behind; as the namespace's first process this one is spared."""
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:  # nothing is there
+        return
+    while True:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

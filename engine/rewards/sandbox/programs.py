@@ -1,0 +1,193 @@
+"""The programs of a sandbox: one that reads and writes, one whose functions are called, a tester.
+
+A tester has the tests and none of the judged code: what that defines, it calls in another sandbox
+through `Remote`, value by value. So judged code never meets the answers that are expected.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import builtins
+import json
+import math
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+from engine.rewards.sandbox import messages
+
+LAYERS = ("namespaces", "root", "user", "landlock", "seccomp")
+_PATIENCE_S = 3600.0  # deadlines are those of the sandbox
+
+
+def connect(request: dict[str, Any], write: int) -> None:
+    """Give this process its standard input and output; errors are thrown away."""
+    stdin = os.memfd_create("stdin")
+    os.write(stdin, request.get("stdin", "").encode("utf-8", "replace"))
+    os.lseek(stdin, 0, os.SEEK_SET)
+    nowhere = os.open("/dev/null", os.O_WRONLY)
+    for source, target in ((stdin, 0), (write, 1), (nowhere, 2)):
+        os.dup2(source, target)
+    for descriptor in (stdin, write, nowhere):
+        if descriptor > 2:
+            os.close(descriptor)
+    sys.stdin = os.fdopen(0, "r", encoding="utf-8", errors="replace", closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="replace", closefd=False)
+
+
+def run(request: dict[str, Any], program_fd: int) -> None:
+    """Run the program of a request, and end this process."""
+    sys.argv = ["solution.py"]
+    channel = socket.socket(fileno=program_fd)
+    kind = request["kind"]
+    code = 1
+    try:
+        if kind == "stdin":
+            channel.close()
+            _execute(request["code"], {"__name__": "__main__"})
+        elif kind == "served":
+            _serve(request["code"], channel)
+        else:
+            _test(request, channel)
+        threading._shutdown()  # type: ignore[attr-defined]  # as at Python's end: wait for threads
+        atexit._run_exitfuncs()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+        finally:
+            os._exit(code & 255)
+
+
+def _execute(code: str, namespace: dict[str, Any]) -> None:
+    exec(compile(code, "solution.py", "exec"), namespace)
+
+
+def _serve(code: str, channel: socket.socket) -> None:
+    """Run code, tell the names that it defines, and do what the other end asks of them."""
+    namespace: dict[str, Any] = {"__name__": "solution"}
+    _execute(code, namespace)
+    objects: list[Any] = []
+
+    def held(value: Any) -> list[Any]:
+        objects.append(value)
+        return ["o", len(objects) - 1]
+
+    def found(coded: Any) -> Any:
+        if coded[0] != "o":
+            raise ValueError("no object")
+        return objects[coded[1]]
+
+    names = [name for name in namespace if not name.startswith("__")]
+    messages.send(channel, names)
+    while True:
+        try:
+            what, target, details = messages.receive(channel, _PATIENCE_S)
+        except messages.Closed:
+            return
+        try:
+            if what == "name":
+                value = namespace[target]
+            elif what == "get":
+                value = getattr(found(target), details)
+            else:
+                arguments, words = messages.decode(details, found)
+                value = found(target)(*arguments, **words)
+            answer = ["value", messages.encode(value, held)]
+        except SystemExit:
+            raise
+        except BaseException as error:
+            answer = ["error", type(error).__name__]
+        messages.send(channel, answer)
+
+
+class Remote:
+    """Something that judged code defines, in the sandbox where that runs."""
+
+    def __init__(self, channel: socket.socket, place: Any) -> None:
+        self.__dict__["_remote"] = (channel, place)
+
+    def __call__(self, *arguments: Any, **words: Any) -> Any:
+        channel, place = self._remote
+        details = messages.encode((arguments, words), _place_of)
+        return ask(channel, "call", place, details)
+
+    def __getattr__(self, name: str) -> Any:
+        channel, place = self._remote
+        return ask(channel, "get", place, name)
+
+
+def ask(
+    channel: socket.socket, what: str, target: Any, details: Any = None, until: float = math.inf
+) -> Any:
+    """Ask a served program; raise what it raised, as far as Python has that kind of error.
+
+    Raises messages.Closed where no answer comes by `until`, and for one that is none.
+    """
+    left = min(_PATIENCE_S, until - time.monotonic())
+    messages.send(channel, [what, target, details], left)
+    said = messages.receive(channel, left)
+    if not isinstance(said, list) or len(said) != 2:
+        raise messages.Closed("no answer")
+    status, answer = said
+    if status == "value":
+        return messages.decode(answer, lambda coded: _remote(channel, coded))
+    kind = getattr(builtins, str(answer), RuntimeError)
+    is_error = isinstance(kind, type) and issubclass(kind, Exception)
+    raise kind("raised by the program") if is_error else RuntimeError(str(answer))
+
+
+def _remote(channel: socket.socket, coded: Any) -> Remote:
+    if not isinstance(coded, list) or coded[0] != "o":
+        raise ValueError("no object")
+    return Remote(channel, coded)
+
+
+def _place_of(value: Any) -> Any:
+    if isinstance(value, Remote):
+        return value._remote[1]
+    raise TypeError(f"{type(value).__name__} can't be given to a program")
+
+
+def _test(request: dict[str, Any], channel: socket.socket) -> None:
+    """Run the tests of a request, one top-level statement after the other, and print the verdict.
+
+    Each top-level assertion or call is a test. The verdict is a JSON list: true where it passed.
+    """
+    verdict = sys.stdout
+    sys.stdout = sys.stderr
+    namespace: dict[str, Any] = {"__name__": "tests"}
+    passed: list[bool] = []
+    tests = [one for one in ast.parse(request["code"]).body if not isinstance(one, ast.FunctionDef)]
+    judged = [one for one in tests if isinstance(one, ast.Assert | ast.Expr)]
+    try:
+        for name in messages.receive(channel, _PATIENCE_S):
+            namespace[str(name)] = ask(channel, "name", str(name))
+        if request["candidate"]:
+            namespace["candidate"] = namespace.get(request["candidate"])
+        for statement in ast.parse(request["code"]).body:
+            part = compile(ast.Module([statement], []), "tests.py", "exec")
+            try:
+                exec(part, namespace)
+                ok = True
+            except messages.Closed:
+                break
+            except BaseException:
+                ok = False
+            if isinstance(statement, ast.Assert | ast.Expr):
+                passed.append(ok)
+    except messages.Closed:
+        pass
+    passed += [False] * (len(judged) - len(passed))
+    verdict.write(json.dumps(passed))
+    verdict.flush()

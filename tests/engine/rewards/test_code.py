@@ -1,0 +1,233 @@
+"""Programs are judged by their tests, and can neither cheat nor harm the host."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from hostile_programs import CHEATS, HARMLESS, HOSTILE
+
+from engine.errors import RewardError
+from engine.rewards import open_reward, score
+from engine.rewards.code import code, has_program, program
+from engine.rewards.code_tests import read_tests, same_output, same_value
+from engine.rewards.sandbox.run import ALL, LIMITS, Limits, Sandbox, Walls
+
+WANTS_42 = {"inputs": ["41"], "outputs": ["42"]}
+SMALL = Limits(memory_mb=256)
+
+
+def judge(truth: Any, text: str, seconds: float = 4.0, walls: Walls = ALL) -> list[bool]:
+    return read_tests(truth, 0).judge(text, SMALL, seconds, stop=False, walls=walls).passed
+
+
+@pytest.fixture(scope="module")
+def mark(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of the host that everybody may read and write."""
+    path = tmp_path_factory.mktemp("host") / "mark"
+    path.write_text("42")
+    path.chmod(0o666)
+    for folder in (path.parent, path.parent.parent):
+        folder.chmod(0o755)
+    return path
+
+
+@pytest.fixture(scope="module")
+def calls() -> Any:
+    """A server of this host that notes who calls."""
+    called: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(2, 2) as udp:
+        server.settimeout(0.2)
+        udp.bind(server.getsockname())
+        udp.settimeout(0.2)
+        done = threading.Event()
+
+        def listen(one: socket.socket, how: str) -> None:
+            while not done.is_set():
+                try:
+                    one.accept() if how == "tcp" else one.recv(1)
+                    called.append(how)
+                except TimeoutError:
+                    continue
+
+        threads = [threading.Thread(target=listen, args=a) for a in ((server, "tcp"), (udp, "udp"))]
+        for thread in threads:
+            thread.start()
+        yield server.getsockname()[1], called
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_no_hostile_program_passes_or_does_harm(
+    mark: Path, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them side by side, as the completions of a batch are."""
+    monkeypatch.setenv("SECRET", "hush")
+    port, called = calls
+    before = {process.pid for process in psutil.process_iter()}
+    free = psutil.virtual_memory().available
+
+    def passes(text: str) -> list[bool]:
+        placed = text.replace("PORT", str(port)).replace("MARK", str(mark))
+        return judge(WANTS_42, placed, seconds=1.5)
+
+    with ThreadPoolExecutor(8) as threads:
+        results = dict(zip(HOSTILE, threads.map(passes, HOSTILE.values()), strict=True))
+    assert {name: passed for name, passed in results.items() if passed == [True]} == {}
+    assert judge(WANTS_42, HARMLESS, seconds=20) == [True], "the host judges on"
+    assert mark.read_text() == "42"
+    assert list(mark.parent.iterdir()) == [mark]
+    assert called == []
+    assert free - psutil.virtual_memory().available < 2 << 30
+    assert left_behind(before) == []
+
+
+def left_behind(before: set[int]) -> list[str]:
+    """Processes of sandboxes that are still there after a moment."""
+    until = time.monotonic() + 10
+    while True:
+        new = [p for p in psutil.process_iter(["uids", "cmdline"]) if p.pid not in before]
+        uids = [(p.info["uids"].real if p.info["uids"] else 0) for p in new]
+        sandboxed = [str(p) for p, uid in zip(new, uids, strict=True) if uid >= 1_000_000]
+        if not sandboxed or time.monotonic() > until:
+            return sandboxed
+        time.sleep(0.1)
+
+
+def test_no_cheat_passes() -> None:
+    forms: list[Any] = ["assert f(41) == 42", {"fn_name": "f", "inputs": [[41]], "outputs": [42]}]
+    cases = [(form, text) for form in forms for text in CHEATS.values()]
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda case: judge(*case, seconds=3.0), cases))
+    assert [case for case, passed in zip(cases, found, strict=True) if any(passed)] == []
+    for form in forms:
+        assert judge(form, "def f(x): return x + 1", seconds=20) == [True]
+
+
+WALLS = {
+    "without seccomp": Walls(seccomp=False),
+    "without namespaces": Walls(namespaces=False),
+    "as the same user": Walls(user=False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("walls", WALLS.values(), ids=WALLS)
+def test_each_wall_holds_without_another(walls: Walls, mark: Path) -> None:
+    names = ["fork_bomb", "fork_bomb_that_goes_on", "memory_bomb", "kills_everybody", "daemon"]
+    names += ["reads_files", "writes_files", "fills_the_disk", "spins", "searches_proc"]
+    before = {process.pid for process in psutil.process_iter()}
+    for name in names:
+        judge(WANTS_42, HOSTILE[name].replace("MARK", str(mark)), 1.5, walls)
+    assert mark.read_text() == "42"
+    assert judge(WANTS_42, HARMLESS, 20, walls) == [True]
+    assert left_behind(before) == []
+
+
+def test_a_sandbox_tells_what_the_host_gives() -> None:
+    with Sandbox(LIMITS) as sandbox:
+        first = sandbox.run("print(input())\nopen('a', 'w').write('x')", 20, "a line")
+        assert (first.output, first.how, first.status, first.well) == (
+            "a line\n",
+            "itself",
+            0,
+            True,
+        )
+        assert first.layers["seccomp"]
+        assert first.layers["root"] or first.layers["landlock"]
+        failed = sandbox.run("raise ValueError", 20)
+        assert (failed.status, failed.well) == (1, False)
+        late = sandbox.run("while True: pass", 0.3)
+        assert (late.how, late.well) == ("late", False)
+        assert late.seconds < 5
+        waits = (
+            "import threading, time\nthreading.Thread(target=lambda: (time.sleep(.1), print(1)))"
+        )
+        assert sandbox.run(waits + ".start()", 20).output == "1\n", "threads are waited for"
+        folder = sandbox._folder
+    assert not os.path.exists(folder)
+
+
+def test_the_kinds_of_tests() -> None:
+    add = "def add(a, b): return a + b"
+    for truth, text, passed in (
+        ({"inputs": ["1 2", "3 4"], "outputs": ["3", "8"]}, "print(sum(map(int, input().split())))",
+         [True, False]),
+        ([{"input": "2", "output": "4 \n"}], "n = int(input())\nprint(n * n)\n", [True]),
+        (json.dumps({"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [[3], "ab"]}),
+         add, [True, True]),
+        ([{"input": "[1, 2]\n[3]", "output": "[1, 2, 3]", "fn_name": "add"}],
+         "class Solution:\n    def add(self, a, b): return a + b", [True]),
+        ({"fn_name": "add", "inputs": np.array([[1, 2]]), "outputs": np.array([3])}, add, [True]),
+        (["assert add(1, 2) == 3", "assert add([1], [2]) == [1]"], add, [True, False]),
+        ("import math\nassert math.isclose(add(.1, .2), .3)\nassert add((1,), ()) == (1,)", add,
+         [True, True]),
+        ({"test": "def check(candidate):\n    assert candidate(1, 2) == 3", "entry_point": "add"},
+         add, [True]),
+        ("try:\n    root(-1)\nexcept ValueError:\n    ok = True\nassert ok and STEP == 2",
+         "import math\nSTEP = 2\ndef root(x): return math.sqrt(x)", [True]),
+        ("s = Stack()\nassert s.top() == 3",
+         "class Stack:\n    def top(self): return 3", [True]),
+    ):  # fmt: skip
+        assert judge(truth, text, seconds=20) == passed, truth
+
+
+def test_outputs_and_results_are_compared_as_data_sets_mean_them() -> None:
+    assert same_output("1  2 \n3\n\n", "1 2\n3")
+    assert same_output("0.30000000001", "0.3")
+    assert not same_output("1\n2", "1 2")
+    assert not same_output("1.0", "1")
+    assert not same_output("nan", "1.5")
+    assert same_value((1, [2.0]), [1, [2.0]])
+    assert same_value({1: "a"}, {"1": "a"})
+    assert not same_value(True, 1)
+    assert not same_value("1", 1)
+    assert same_value(0.1 + 0.2, 0.3)
+
+
+def test_the_last_fenced_program_counts() -> None:
+    text = "```python\nprint(1)\n```\nno:\n```py\nprint(2)\n```\n```text\noutput\n```"
+    assert program(text) == "print(2)\n"
+    assert program("```\nprint(3)") == "print(3)"
+    assert program("print(4)") == "print(4)"
+    assert has_program(text)
+    assert not has_program("```\nprint(3)")
+
+
+@pytest.mark.parametrize(
+    ("truth", "said"),
+    [
+        ("x = (", "holds no test cases"),
+        ("x = 1", "has no test cases"),
+        ({"answer": 3}, r"its keys are \['answer'\]"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        (None, "holds no test cases"),
+    ],
+)
+def test_a_ground_truth_without_tests_is_an_error(truth: Any, said: str) -> None:
+    with pytest.raises(RewardError, match=f"ground_truth of row 0.*{said}"):
+        code([""], ["print(1)"], ground_truth=[truth])
+
+
+def test_the_reward_scores_in_its_pool() -> None:
+    truths = [{"inputs": ["1", "2"], "outputs": ["2", "3"]}] * 3
+    texts = [f"```python\n{HARMLESS}\n```", "```\nprint(2)\n```", "no idea"]
+    columns = {"ground_truth": truths}
+    for options, wanted in (({}, [1.0, 0.0, 0.0]), ({"partial": True}, [1.0, 0.5, 0.0])):
+        reward = open_reward("code", options, processes=2, sample_timeout_s=30)
+        try:
+            scores = score(reward, texts, texts, columns, 60.0)
+        finally:
+            reward.close()
+        assert [row[0] for row in scores.rows] == wanted
+        assert not scores.failures
