@@ -54,7 +54,8 @@ def evaluate_model(
     prompts = encode_prompts(tokenizer, frame["prompt"], "test")
     table = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
     columns = collate_prompts(table, prompts).columns  # as rewards get them in RL
-    scored = {key: list(values) for key, values in columns.items() if key != "prompt"}
+    scored = {"messages": list(columns["prompt"])}
+    scored |= {key: list(values) for key, values in columns.items() if key != "prompt"}
     asked = [prompt[-1]["content"] for prompt in frame["prompt"]]
     with closing(Scorer(config.scorer, config.plugins)) as scorer:
         greedy, sampled = _decode(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,12 @@ _WRITES = (
     "reward_error_cause",
     "reward_component_names",
 )
+
+
+def reward_columns(columns: Mapping[str, Column]) -> dict[str, list[object]]:
+    """The columns that rewards get: those of the batch, and prompts as `messages`."""
+    others = {name: list(values) for name, values in columns.items() if name != "prompt"}
+    return {"messages": list(columns["prompt"]), **others}
 
 
 class RewardWorker(Worker):
@@ -81,7 +89,7 @@ class RewardWorker(Worker):
         scores = self.scorer.score(
             [message[-1]["content"] for message in batch.columns["prompt"]],
             texts,
-            {name: list(values) for name, values in batch.columns.items() if name != "prompt"},
+            reward_columns(batch.columns),
         )
         if whole:
             scores.raise_if_none()

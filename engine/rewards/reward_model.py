@@ -1,0 +1,122 @@
+"""A reward model: any sequence-classification folder of Hugging Face, scoring whole conversations.
+
+It is loaded once a process and stays there. It runs on the GPU that the reward role has
+(`trainer.pools`), without one on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine.errors import RewardError
+from engine.rewards.registry import register_reward
+
+_lock = threading.Lock()  # one batch at a time: single rows come from several threads
+
+
+def passing(pass_from: float = 0.0) -> float:
+    """The least score of a right completion."""
+    return pass_from
+
+
+@register_reward("reward_model", right_from=passing)
+def reward_model(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    model: str = "",
+    batch_size: int = 8,
+    max_length: int = 0,
+    dtype: Literal["", "float32", "bfloat16"] = "",
+    device: str = "",
+    label: int = -1,
+    pass_from: float = 0.0,
+    **columns: Sequence[Any],
+) -> list[float]:
+    """Score B completions: the model's one logit, or the probability of `label` of several.
+
+    It reads the row's messages and the completion by its own chat template (without one, prompt and
+    completion on lines of their own), the last `max_length` tokens (0: what the model takes).
+    `dtype` and `device` are as the machine has them where they are empty. Raises RewardError
+    for a folder that is no such model.
+    """
+    if not model or batch_size < 1:
+        raise RewardError(
+            "reward 'reward_model' needs reward.options.model, a folder or hub id, and a "
+            "batch_size of at least 1"
+        )
+    loaded = _load(model, dtype, device)
+    messages = columns.get("messages") or [[{"role": "user", "content": one}] for one in prompts]
+    texts = [loaded.text(m, c) for m, c in zip(messages, completions, strict=True)]
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # batches of like lengths
+    scores = [0.0] * len(texts)
+    with _lock:
+        for start in range(0, len(order), batch_size):
+            some = order[start : start + batch_size]
+            for i, score in zip(
+                some, loaded.score([texts[i] for i in some], max_length, label), strict=True
+            ):
+                scores[i] = score
+    return scores
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A model on its device, with its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+
+    def text(self, messages: Sequence[Any], completion: str) -> str:
+        """The conversation that ends in the completion."""
+        if not self.tokenizer.chat_template:
+            return "\n".join([str(messages[-1]["content"]), completion])
+        turns = [*messages, {"role": "assistant", "content": completion}]
+        return str(self.tokenizer.apply_chat_template(turns, tokenize=False))
+
+    def score(self, texts: list[str], max_length: int, label: int) -> list[float]:
+        import torch
+
+        limit = max_length or getattr(self.model.config, "max_position_embeddings", 0) or 1 << 20
+        templated = bool(self.tokenizer.chat_template)  # which has the special tokens already
+        batch = self.tokenizer(
+            texts,
+            padding=True,
+            truncation=True,
+            max_length=limit,
+            add_special_tokens=not templated,
+            return_tensors="pt",
+        ).to(self.model.device)
+        with torch.inference_mode():
+            logits = self.model(
+                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+            ).logits.float()
+        one = logits[:, 0] if logits.shape[1] == 1 else logits.softmax(1)[:, label]
+        return [float(value) for value in one.cpu()]
+
+
+@functools.cache
+def _load(folder: str, dtype: str, device: str) -> _Loaded:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    kind = getattr(torch, dtype or ("bfloat16" if on.type == "cuda" else "float32"))
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=kind)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise RewardError(
+            f"reward.options.model={folder!r} can't be loaded for sequence classification "
+            f"({' '.join(str(error).split())[:300]})"
+        ) from None
+    tokenizer.truncation_side = "left"  # the completion, at the end, must be seen
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return _Loaded(model.to(on).eval(), tokenizer)
