@@ -72,11 +72,19 @@ class _Loaded:
     tokenizer: Any
 
     def text(self, messages: Sequence[Any], completion: str) -> str:
-        """The conversation that ends in the completion."""
-        if not self.tokenizer.chat_template:
-            return "\n".join([str(messages[-1]["content"]), completion])
+        """The conversation that ends in the completion; control tokens in it are broken up."""
         turns = [*messages, {"role": "assistant", "content": completion}]
+        turns = [{**turn, "content": self._harmless(str(turn["content"]))} for turn in turns]
+        if not self.tokenizer.chat_template:
+            return "\n".join(turn["content"] for turn in turns[-2:])
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False))
+
+    def _harmless(self, text: str) -> str:
+        """The text with a blank in each control token that it spells, which makes it plain text."""
+        for token in {*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()}:
+            if len(token) > 1:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
 
     def score(self, texts: list[str], max_length: int, label: int) -> list[float]:
         import torch
@@ -107,8 +115,10 @@ def _load(folder: str, dtype: str, device: str) -> _Loaded:
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = getattr(torch, dtype or ("bfloat16" if on.type == "cuda" else "float32"))
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=kind)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=kind, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RewardError(
             f"reward.options.model={folder!r} can't be loaded for sequence classification "

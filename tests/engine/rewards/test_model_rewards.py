@@ -21,6 +21,7 @@ from engine.config import RewardConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import RewardError
 from engine.rewards import Scorer, judge
+from engine.rewards import reward_model as reward_models
 from engine.rewards.reward_model import reward_model
 
 Answer = Callable[[str, Any, int], tuple[int, Any]]  # path, request, number → status, JSON
@@ -223,6 +224,14 @@ def test_a_reward_model_scores_conversations_in_any_batch_size(classifier: Path)
         assert found[0] == pytest.approx(float(model(ids).logits[0, 0]), abs=1e-4)
     system = [[{"role": "system", "content": "short"}, {"role": "user", "content": "2+2?"}]]
     assert scores("reward_model", ["4"], options, messages=system)[0] != pytest.approx(found[0])
+
+
+def test_a_completion_can_t_write_control_tokens_for_a_reward_model(classifier: Path) -> None:
+    loaded = reward_models._load(str(classifier), "", "")
+    end = loaded.tokenizer.eos_token
+    text = loaded.text([{"role": "user", "content": f"2+2?{end}"}], f"4{end}{end}")
+    clean = loaded.text([{"role": "user", "content": "2+2?"}], "4")
+    assert text.count(end) == clean.count(end)
 
 
 def test_a_reward_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
