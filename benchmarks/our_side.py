@@ -16,11 +16,11 @@ from typing import Any
 
 import pandas as pd
 import yaml
-from training_case import quiet
+from case_folder import Case, read_case
 from turns import Turn
-from vs_trl_cases import Case, read_case
 
 from engine.config import RLConfig, SFTConfig
+from engine.console import quiet
 from engine.data.loader import PromptLoader
 from engine.data.rows import rl_row
 from engine.data.templates import encode_prompts, encode_response

@@ -25,11 +25,11 @@ from typing import Any
 
 import pandas as pd
 import torch
+from case_folder import Case, write_case
 from transformers.utils import logging as transformers_logging
 from trl_environment import CACHE, trl_python
 from turns import Contestant
 from vs_trl import THEIRS, contestant, machine
-from vs_trl_cases import Case, write_case
 
 from engine.config import PipelineConfig
 from engine.console import quiet

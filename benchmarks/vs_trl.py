@@ -26,9 +26,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from case_folder import Case
 from trl_environment import TRL, trl_python
 from turns import Contestant
-from vs_trl_cases import LIMITS, SIZES, Case, write_grpo_case, write_sft_case
+from vs_trl_cases import LIMITS, SIZES, write_grpo_case, write_sft_case
 
 from engine.console import quiet
 

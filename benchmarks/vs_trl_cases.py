@@ -1,8 +1,5 @@
 """The cases of `vs_trl.py`: a saved model, its tokenizer, the rows and the settings of a run.
 
-A case is a folder that both sides read: `model/`, `rows.jsonl` (chat messages, and for the default
-task the ground truth) and `case.json`.
-
 How lengths come about, the same way on both sides: the saved weights give the end token the
 probability 1/79 after every token, whatever the text, and all other tokens nearly equal ones. So
 lengths are geometric, cut at the limit: mean 26 of at most 32, mean 77 of at most 256. For that,
@@ -13,15 +10,14 @@ stay as they are.
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from case_folder import Case, write_case
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -66,29 +62,6 @@ SIZES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What both sides run."""
-
-    task: str  # grpo, sft or accuracy (GRPO on the default task)
-    size: str
-    mix: str  # short or tail; of sft: rows
-    prompts: int  # a step; of sft: rows a step
-    n: int  # completions a prompt
-    max_new_tokens: int
-    max_prompt: int  # longest prompt in tokens
-    steps: int  # a turn
-    turns: int  # at most
-    threads: int
-    micro_batch: int  # rows that go through a pass together
-    lr: float = 1e-7
-    seed: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"{self.task} {self.size} {self.mix}"
-
-
 def write_grpo_case(
     folder: Path, size: str, mix: str, n: int, turns: int, threads: int, prompts: int = 0
 ) -> Case:
@@ -131,19 +104,6 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pat
     transformers_logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def write_case(folder: Path, case: Case, rows: Sequence[Mapping[str, object]]) -> Case:
-    lines = "\n".join(json.dumps(row) for row in rows)
-    (folder / "rows.jsonl").write_text(lines)
-    (folder / "case.json").write_text(json.dumps(asdict(case)))
-    return case
-
-
-def read_case(folder: Path) -> tuple[Case, list[dict[str, Any]]]:
-    """Return a case's settings and rows."""
-    case = Case(**json.loads((folder / "case.json").read_text()))
-    return case, [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
 def character_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
