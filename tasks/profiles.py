@@ -11,23 +11,18 @@ Values only: `tasks.placement` applies them to the engine's settings, `tasks.ray
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from flytekit import PodTemplate
-from kubernetes.client import (
-    V1Container,
-    V1EmptyDirVolumeSource,
-    V1EnvVar,
-    V1PodSpec,
-    V1ResourceRequirements,
-    V1Toleration,
-    V1Volume,
-    V1VolumeMount,
-)
 
 from engine.config import ParallelConfig
+
+if TYPE_CHECKING:
+    from kubernetes.client import V1PodSpec, V1Volume
 
 NVIDIA = "nvidia.com/gpu"
 AMD = "amd.com/gpu"
@@ -160,31 +155,54 @@ def stage_pod(profile: Profile) -> PodTemplate | None:
     return _pod(profile, "primary", cpus, memory, 1)
 
 
+class _LazyPodTemplate(PodTemplate):
+    """Builds its pod spec when Flyte asks for it, at registration.
+
+    The Kubernetes client's 800 modules would slow down the start of every command.
+    """
+
+    def __init__(self, container: str, build: Callable[[], V1PodSpec]) -> None:
+        self.primary_container_name = container
+        self._build = build
+
+    @cached_property
+    def pod_spec(self) -> V1PodSpec:
+        return self._build()
+
+
 def _pod(profile: Profile, container: str, cpus: int, memory_gib: int, gpus: int) -> PodTemplate:
+    return _LazyPodTemplate(
+        container, lambda: _pod_spec(profile, container, cpus, memory_gib, gpus)
+    )
+
+
+def _pod_spec(profile: Profile, container: str, cpus: int, memory_gib: int, gpus: int) -> V1PodSpec:
+    from kubernetes import client
+
     amounts = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
     if gpus:
         amounts[profile.gpu_resource] = str(gpus)
-    tolerations = [V1Toleration(key=profile.gpu_resource, operator="Exists", effect="NoSchedule")]
+    taint = client.V1Toleration(key=profile.gpu_resource, operator="Exists", effect="NoSchedule")
     shared = profile.shared_memory_gib * max(gpus, 1) // max(profile.gpus, 1)
-    return PodTemplate(
-        primary_container_name=container,
-        pod_spec=V1PodSpec(
-            containers=[
-                V1Container(
-                    name=container,
-                    resources=V1ResourceRequirements(requests=amounts, limits=amounts),
-                    env=[V1EnvVar(name=k, value=v) for k, v in profile.environment.items()] or None,
-                    volume_mounts=[V1VolumeMount(name="shm", mount_path="/dev/shm")],
-                )
-            ],
-            node_selector=dict(profile.node_labels) or None,
-            tolerations=tolerations if gpus else None,
-            volumes=[shared_memory(shared)],
-        ),
+    variables = [client.V1EnvVar(name=k, value=v) for k, v in profile.environment.items()]
+    return client.V1PodSpec(
+        containers=[
+            client.V1Container(
+                name=container,
+                resources=client.V1ResourceRequirements(requests=amounts, limits=amounts),
+                env=variables or None,
+                volume_mounts=[client.V1VolumeMount(name="shm", mount_path="/dev/shm")],
+            )
+        ],
+        node_selector=dict(profile.node_labels) or None,
+        tolerations=[taint] if gpus else None,
+        volumes=[shared_memory(shared)],
     )
 
 
 def shared_memory(gib: int) -> V1Volume:
     """The volume "shm": Ray's object store and torch's queues need more than the usual 64 MB."""
-    source = V1EmptyDirVolumeSource(medium="Memory", size_limit=f"{gib}Gi")
-    return V1Volume(name="shm", empty_dir=source)
+    from kubernetes import client
+
+    source = client.V1EmptyDirVolumeSource(medium="Memory", size_limit=f"{gib}Gi")
+    return client.V1Volume(name="shm", empty_dir=source)

@@ -8,7 +8,7 @@ import sys
 LOAD = """
 import engine, sys
 import workflows.launch_plans  # what each command of pyflyte loads
-assert not {"torch", "transformers", "mlflow"} & sys.modules.keys()
+assert not {"torch", "transformers", "mlflow", "kubernetes"} & sys.modules.keys()
 assert "HybridActor" in dir(engine)
 from engine import *
 assert HybridActor.__module__ == "engine.runtime.hybrid_actor"
