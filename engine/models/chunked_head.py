@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+
+from engine.models.products import input_gradient, linear, weight_gradient
 
 _CPU_ELEMENTS = 1 << 24  # logits of a chunk
 _DEVICE_ELEMENTS = 1 << 26
@@ -143,9 +144,9 @@ class _Head(torch.autograd.Function):
                 slope.neg_().scatter_add_(1, targets[at, None], of_log_probs[at, None])
                 slope = slope.div_(asked.temperature).to(weight.dtype)
                 if grad_hidden is not None:
-                    torch.mm(slope, weight, out=grad_hidden[at])
+                    grad_hidden[at] = input_gradient(slope, weight)
                 if grad_weight is not None:
-                    _add_product(grad_weight, slope.t(), hidden[at])
+                    grad_weight += weight_gradient(slope, hidden[at])
                 if grad_bias is not None:
                     grad_bias += slope.sum(0, dtype=grad_bias.dtype)
         return (
@@ -160,7 +161,7 @@ class _Head(torch.autograd.Function):
 def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     """log softmax(logits / temperature) [n, V] in float32, or float64."""
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = F.linear(hidden, weight, bias)
+        logits = linear(hidden, weight, bias)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if temperature != 1.0:
             logits.div_(temperature)
@@ -174,14 +175,6 @@ def _finite(log_p: Tensor) -> Tensor:
 
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(like, dtype=dtype)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, which may be wider."""
-    if total.dtype == right.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:

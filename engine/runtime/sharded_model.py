@@ -23,6 +23,7 @@ from engine.algorithms.aggregation import Denominators
 from engine.algorithms.metrics import MeanAccumulator, merge
 from engine.batch import Batch
 from engine.config import OptimConfig, ParallelConfig
+from engine.models.fused import apply_fused
 from engine.models.packing import packing_of
 from engine.models.token_statistics import TokenStatistics, token_statistics
 from engine.parallel import fsdp, gradients
@@ -224,6 +225,8 @@ class ShardedModel:
         ranks, config = self.ranks, self.config
         module: Any = model
         allow_packing(module, ranks, config)
+        if ranks.size("tp") == 1 and _dtype(module) == torch.float32:  # bfloat16 gains nothing
+            apply_fused(module)
         if ranks.size("pp") > 1:
             module = stages.extract_stage(model, ranks.index("pp"), ranks.size("pp"))
         shards = fsdp.shards_weights(ranks)

@@ -1,0 +1,223 @@
+"""The Llama family's training forward with fewer passes over memory, on the model's own parameters.
+
+`apply_fused` gives norms, attention and MLP of one model instance forwards of ours. They compute
+what transformers' do; backward is written out, so that a sum of gradients is part of a matrix
+product, and what a pass can compute again is not kept. What attends (SDPA, packed rows, Ulysses) is
+the module's own choice as before. The functions are in `fused_functions`, their matrix products in
+`products`. On the CPU only: a GPU has better ways.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from engine.models.fused_functions import gated_mlp, linears, rms_norm, rotate, silu_product
+
+log = logging.getLogger(__name__)
+
+_FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
+_PROBE_TOKENS = 5
+
+
+def apply_fused(model: Any) -> bool:
+    """Give `model`, a language model or a critic, fused forwards in place; say whether it has them.
+
+    Left as it is: a model of another family, on another device than the CPU, or whose first layer
+    computes something else than transformers' when it is tried here.
+    """
+    layers = _layers(model)
+    if not layers or _is_fused(layers[0].mlp):
+        return bool(layers)
+    if not _agrees(layers[0], model):
+        log.warning(
+            "the fused forward of %s gives other numbers than transformers'; it is left out",
+            model.config.model_type,
+        )
+        return False
+    for module in _parts(layers, model.base_model):
+        _fuse(module)
+    return True
+
+
+def remove_fused(model: Any) -> None:
+    """Give `model` transformers' forwards back."""
+    for module in model.modules():
+        if _is_fused(module):
+            _restore(module)
+
+
+class _Fused:
+    """A forward method that takes the place of a module's own, `plain`, where it can."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self.plain, self._module, self._run = module.forward, module, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):  # it chooses dtypes by operation
+            return self.plain(*args, **kwargs)
+        return self._run(self._module, self.plain, *args, **kwargs)
+
+
+def _layers(model: Any) -> list[Any]:
+    """The decoder layers that can have fused forwards; none of a model that can't."""
+    if getattr(getattr(model, "config", None), "model_type", None) not in _FAMILIES:
+        return []
+    body = model.base_model
+    if not all(p.device.type == "cpu" and not _is_sharded(p) for p in body.parameters()):
+        return []
+    layers = list(body.layers)
+    return layers if all(_is_gated(layer.mlp) for layer in layers) else []
+
+
+def _parts(layers: list[Any], body: Any) -> list[nn.Module]:
+    """Norms, attentions and MLPs."""
+    norms = [m for m in body.modules() if type(m).__name__.endswith("RMSNorm")]
+    return [*norms, *(part for layer in layers for part in (layer.self_attn, layer.mlp))]
+
+
+def _fuse(module: Any) -> None:
+    if type(module).__name__.endswith("RMSNorm"):
+        module.forward = _Fused(module, _norm_forward)
+    elif hasattr(module, "gate_proj"):
+        module.forward = _Fused(module, _mlp_forward)
+    else:
+        module.forward = _Fused(module, _attention_forward)
+
+
+def _restore(module: Any) -> None:
+    del module.__dict__["forward"]
+
+
+def _is_fused(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get("forward"), _Fused)
+
+
+def _is_gated(mlp: Any) -> bool:
+    names = ("gate_proj", "up_proj", "down_proj")
+    silu = type(getattr(mlp, "act_fn", None)).__name__ in ("SiLUActivation", "SiLU")
+    return silu and all(hasattr(mlp, name) for name in names)
+
+
+def _norm_forward(module: Any, plain: Callable[..., Any], hidden_states: Tensor) -> Any:
+    if hidden_states.dtype != module.weight.dtype:
+        return plain(hidden_states)
+    return rms_norm(hidden_states, module.weight, module.variance_epsilon)
+
+
+def _mlp_forward(module: Any, plain: Callable[..., Any], x: Tensor) -> Any:
+    matrices = [module.gate_proj, module.up_proj, module.down_proj]
+    if all(_is_plain(linear) and linear.bias is None for linear in matrices):
+        return gated_mlp(x, *(linear.weight for linear in matrices))
+    gate, up = _project(x, matrices[:2])
+    return module.down_proj(silu_product(gate, up))
+
+
+def _attention_forward(
+    module: Any,
+    plain: Callable[..., Any],
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """As the module's own, which decodes with a cache by itself."""
+    cos, sin = position_embeddings
+    if past_key_values is not None or cos.shape[-1] != module.head_dim:
+        return plain(
+            hidden_states=hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+    shape = hidden_states.shape[:-1]
+    projections = [module.q_proj, module.k_proj, module.v_proj]
+    query, key, value = (
+        out.view(*shape, -1, module.head_dim) for out in _project(hidden_states, projections)
+    )
+    if hasattr(module, "q_norm"):
+        query, key = module.q_norm(query), module.k_norm(key)
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [B, L, 1, d]
+    query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(
+        module.config._attn_implementation,
+        sys.modules[type(module).__module__].eager_attention_forward,  # type: ignore[attr-defined]
+    )
+    out, weights = attend(
+        module,
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attention_mask,
+        dropout=module.attention_dropout if module.training else 0.0,
+        scaling=module.scaling,
+        sliding_window=getattr(
+            module, "sliding_window", getattr(module.config, "sliding_window", None)
+        ),
+        **kwargs,
+    )
+    (out,) = _project(out.reshape(*shape, -1), [module.o_proj])
+    return out, weights
+
+
+def _project(x: Tensor, modules: list[Any]) -> tuple[Tensor, ...]:
+    """`x` through linear layers that share it; adapted and quantised ones run by themselves."""
+    if all(_is_plain(linear) for linear in modules):
+        return linears(x, [(linear.weight, linear.bias) for linear in modules])
+    return tuple(linear(x) for linear in modules)
+
+
+def _is_plain(linear: Any) -> bool:
+    return (
+        type(linear) is nn.Linear
+        and not linear._forward_hooks
+        and not linear._forward_pre_hooks
+        and not _is_sharded(linear.weight)
+    )
+
+
+def _is_sharded(parameter: Any) -> bool:
+    return isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor)
+
+
+def _agrees(layer: Any, model: Any) -> bool:
+    """Whether the fused layer's output and gradient are the plain one's on a few random tokens."""
+    weight = layer.input_layernorm.weight
+    draw = torch.Generator().manual_seed(0)
+    width = model.config.hidden_size
+    hidden = torch.randn(1, _PROBE_TOKENS, width, generator=draw).to(weight.dtype)
+    positions = torch.arange(3, 3 + _PROBE_TOKENS)[None]
+    training = layer.training
+    layer.eval()  # an adapter's dropout would differ from run to run
+    parts = _parts([layer], layer)
+    found: list[Tensor] = []
+    try:
+        with torch.enable_grad():
+            for fused in (False, True):
+                for part in parts if fused else []:
+                    _fuse(part)
+                x = hidden.clone().requires_grad_()
+                rotary = model.base_model.rotary_emb(x, positions)
+                out = layer(
+                    x, attention_mask=None, position_ids=positions, position_embeddings=rotary
+                )
+                out = out[0] if isinstance(out, tuple) else out
+                (grad,) = torch.autograd.grad(out.float().square().sum(), x)
+                found += [out.detach().float(), grad.float()]
+    finally:
+        for part in parts:
+            if _is_fused(part):
+                _restore(part)
+        layer.train(training)
+    tolerance = 1e-4 if weight.dtype == torch.float32 else 0.05
+    pairs = zip(found[:2], found[2:], strict=True)
+    return all((ours - theirs).norm() <= tolerance * theirs.norm() for theirs, ours in pairs)

@@ -1,0 +1,210 @@
+"""Pieces of a decoder layer whose backward pass is written out; `fused` puts them in place.
+
+All keep less than autograd would: a norm its input and one number a row, rotary nothing of its
+input, an MLP neither silu(gate) nor the product. Dtypes and rounding are transformers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from engine.models.products import input_gradient, linear, weight_gradient
+
+_CHUNK_ELEMENTS = 1 << 18  # whose float32 intermediates stay in a core's cache
+
+Affine = tuple[Tensor, Tensor | None]  # weight [out, in], bias [out]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight · x / √(mean(x²) + eps) over the last axis, of one dtype, normalised in float32."""
+    out: Tensor = _RMSNorm.apply(x, weight, eps)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: x · cos + rotate_half(x) · sin; no gradient flows to cos and sin."""
+    out: Tensor = _Rotate.apply(x, cos, sin)
+    return out
+
+
+def linears(x: Tensor, affines: Sequence[Affine]) -> tuple[Tensor, ...]:
+    """x [..., in] through several linear layers."""
+    flat = [tensor for affine in affines for tensor in affine]
+    out: tuple[Tensor, ...] = _Linears.apply(x, *flat)
+    return out
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    out: Tensor = _SiluProduct.apply(gate, up)
+    return out
+
+
+def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """down(silu(gate(x)) · up(x)) of three matrices [out, in]."""
+    out: Tensor = _GatedMLP.apply(x, gate, up, down)
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    """With r = 1 / √(mean(x²) + eps): ∂x = r · (w ∂y − x · r² · mean(w ∂y x)), ∂w = Σ ∂y x r."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out = torch.empty_like(rows)
+        scale = torch.empty(len(rows), 1, dtype=_wide(rows[:0]).dtype, device=x.device)
+        for at in _chunks(rows):
+            wide = _wide(rows[at])
+            norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+            scale[at] = norm.square_().div_(rows.shape[1]).add_(eps).rsqrt_()
+            if wide.dtype == rows.dtype:
+                torch.mul(wide, scale[at], out=out[at])
+            else:
+                out[at] = wide.mul_(scale[at])
+            out[at].mul_(weight)
+        ctx.save_for_backward(x, weight, scale)
+        return out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        width = x.shape[-1]
+        rows, above = x.reshape(-1, width), gradients[0].reshape(-1, width)
+        to_weight = ctx.needs_input_grad[1]
+        grad = torch.empty_like(rows)
+        wide_weight = _wide(weight)
+        of_weight = torch.zeros_like(wide_weight)
+        for at in _chunks(rows):
+            wide, top, r = _wide(rows[at]), _wide(above[at]), scale[at]
+            product = top * wide
+            if to_weight:
+                of_weight.addmv_(product.t(), r.squeeze(1))
+            dot = torch.mv(product, wide_weight)[:, None]
+            part = torch.mul(top, wide_weight, out=product).mul_(r)
+            part.addcmul_(wide, dot.mul_(r * r).mul_(r).div_(width), value=-1.0)
+            grad[at] = part
+        return grad.view(x.shape), of_weight.to(weight.dtype) if to_weight else None, None
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        half = x.shape[-1] // 2
+        out = torch.mul(x, cos)
+        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1.0)
+        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        (cos, sin), above = ctx.saved_tensors, gradients[0]
+        half = above.shape[-1] // 2
+        out = torch.mul(above, cos, out=above.new_empty(above.shape))  # contiguous
+        out[..., :half].addcmul_(above[..., half:], sin[..., half:])
+        out[..., half:].addcmul_(above[..., :half], sin[..., :half], value=-1.0)
+        return out, None, None
+
+
+class _Linears(torch.autograd.Function):
+    """The gradients of the input are summed by the products that make them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *affines: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = affines[::2], affines[1::2]
+        ctx.save_for_backward(x, *weights)
+        return tuple(linear(x, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        rows = x.reshape(-1, x.shape[-1])
+        of_x: Tensor | None = None
+        out: list[Tensor | None] = []
+        for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
+            above = gradient.reshape(-1, weight.shape[0])
+            if ctx.needs_input_grad[0]:
+                of_x = input_gradient(above, weight, of_x)
+            to_weight, to_bias = ctx.needs_input_grad[1 + 2 * index : 3 + 2 * index]
+            out.append(weight_gradient(above, rows) if to_weight else None)
+            out.append(above.sum(0) if to_bias else None)
+        return (None if of_x is None else of_x.view(x.shape), *out)
+
+
+class _SiluProduct(torch.autograd.Function):
+    """Keeps gate and up; silu(gate) is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        above = gradients[0]
+        of_up = F.silu(gate).mul_(above)
+        return _silu_gradient(above * up, gate), of_up
+
+
+class _GatedMLP(torch.autograd.Function):
+    """Keeps the outputs of gate and up; silu and the product are computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        gated, raised = linear(rows, gate), linear(rows, up)
+        ctx.save_for_backward(x, gate, up, down, gated, raised)
+        out = linear(F.silu(gated).mul_(raised), down)
+        return out.view(*x.shape[:-1], down.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        x, gate, up, down, gated, raised = ctx.saved_tensors
+        to_x, to_gate, to_up, to_down = ctx.needs_input_grad
+        rows = x.reshape(-1, x.shape[-1])
+        above = gradients[0].reshape(-1, down.shape[0])
+        silu = F.silu(gated)
+        of_down = weight_gradient(above, silu * raised) if to_down else None
+        of_product = input_gradient(above, down)
+        of_raised = silu.mul_(of_product)
+        of_gated = _silu_gradient(of_product.mul_(raised), gated)
+        of_x: Tensor | None = None
+        if to_x:
+            of_x = input_gradient(of_raised, up, input_gradient(of_gated, gate)).view(x.shape)
+        return (
+            of_x,
+            weight_gradient(of_gated, rows) if to_gate else None,
+            weight_gradient(of_raised, rows) if to_up else None,
+            of_down,
+        )
+
+
+def _silu_gradient(above: Tensor, gate: Tensor) -> Tensor:
+    """∂silu(gate), written over `above`."""
+    torch.ops.aten.silu_backward.grad_input(above, gate, grad_input=above)
+    return above
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _chunks(rows: Tensor) -> Iterator[slice]:
+    size = max(1, _CHUNK_ELEMENTS // max(1, rows.shape[1]))
+    for start in range(0, len(rows), size):
+        yield slice(start, start + size)
