@@ -225,7 +225,8 @@ class ShardedModel:
         ranks, config = self.ranks, self.config
         module: Any = model
         allow_packing(module, ranks, config)
-        if ranks.size("tp") == 1 and _dtype(module) == torch.float32:  # bfloat16 gains nothing
+        whole = ranks.size("tp") == 1 and not fsdp.shards_weights(ranks)
+        if whole and _dtype(module) == torch.float32:  # bfloat16 gains nothing
             apply_fused(module)
         if ranks.size("pp") > 1:
             module = stages.extract_stage(model, ranks.index("pp"), ranks.size("pp"))
