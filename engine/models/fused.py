@@ -150,7 +150,7 @@ def _attention_forward(
     query, key = rotate(query, cos, sin), rotate(key, cos, sin)
     attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(
         module.config._attn_implementation,
-        sys.modules[type(module).__module__].eager_attention_forward,  # type: ignore[attr-defined]
+        sys.modules[type(module).__module__].eager_attention_forward,
     )
     out, weights = attend(
         module,
