@@ -25,7 +25,6 @@ from engine.errors import (
 )
 from engine.redaction import redact_causes
 from tasks.images import image
-from tasks.interrupts import set_ctrl_c_status
 from tasks.literal_types import cache_literal_types
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 quiet()
 cache_literal_types()
-set_ctrl_c_status()
 
 IMAGE = image()
 

@@ -402,3 +402,33 @@ def test_a_signal_stops_the_workers_and_ray(
         assert time.monotonic() < deadline, [p.cmdline() for p in left]
         time.sleep(0.2)
     assert not list((place / "out").glob(".step_*"))
+
+
+@pytest.mark.slow
+def test_a_ray_that_does_not_start_in_time_is_one_sentence(
+    place: Path, tiny_folder: Path, ray_home: Path
+) -> None:
+    environment: dict[str, Any] = os.environ | {"RAY_TMPDIR": str(ray_home), "OMP_NUM_THREADS": "1"}
+    environment.pop("RAY_ADDRESS", None)
+    command = [sys.executable, "-m", "engine.main_ppo"]
+    with subprocess.Popen(
+        [*command, *arguments(place, tiny_folder, "trainer.placement=ray")],
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        deadline = time.monotonic() + 120
+        while not (raylets := [p for p in of(ray_home) if "raylet" in p.name()]):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for raylet in raylets:
+            raylet.suspend()  # before it has told Ray that it is there
+        _, errors = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "Traceback" not in errors
+    sentences = [line for line in errors.splitlines() if "Ray could not be started" in line]
+    assert len(sentences) == 1
+    assert "timed out during startup" in sentences[0]
+    assert "rl.trainer.placement=local" in sentences[0]

@@ -11,7 +11,7 @@ from tasks.interrupts import set_ctrl_c_status
 
 
 def test_ctrl_c_ends_with_130() -> None:
-    set_ctrl_c_status()  # as `tasks.context` does
+    set_ctrl_c_status()  # as `tasks` does
     set_ctrl_c_status()
 
     def as_flytekit(number: int, frame: object) -> None:

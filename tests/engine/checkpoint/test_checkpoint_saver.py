@@ -379,5 +379,5 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, kil
     for before, acknowledged, found, _ in rounds:
         assert found >= acknowledged >= before
         assert found - acknowledged <= 1
-    assert rounds[-1][2] > kills, "some saves have to come through"
+    assert rounds[-1][2] >= kills, "some saves have to come through"
     assert sum(torn for *_, torn in rounds) >= kills // 4, "many kills have to strike inside a save"
