@@ -90,7 +90,7 @@ def sft(
             final = trainer.fit(train, validation, checkpoints.folder, checkpoints.previous)
         save_model(model, tokenizer, this.folder)
         this.tracked.log_folder(this.folder, "checkpoint")
-        published = this.publish(final)
+        published = this.publish(final, step=trainer.total_steps(len(train)))
         this.delete_local_checkpoints()
         return published
 

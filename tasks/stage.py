@@ -155,19 +155,23 @@ class Stage:
             shutil.rmtree(self.checkpoints().folder, ignore_errors=True)
 
     def publish(
-        self, metrics: Mapping[str, float], changed_settings: Sequence[Mapping[str, Any]] = ()
+        self,
+        metrics: Mapping[str, float],
+        changed_settings: Sequence[Mapping[str, Any]] = (),
+        step: int = 0,
     ) -> FlyteDirectory:
         """Write the manifest and publish the folder, locally and in the shared store.
 
         Settings that changed when the run was resumed stand in the manifest's configuration.
-        MLflow gets those of the metrics that it does not have of the stage's steps already.
+        MLflow gets those of the metrics that it does not have of the stage's steps already, at
+        `step`.
         """
         from engine.storage.artifacts import publish
         from engine.storage.manifest import Draft, read_manifest
 
         metrics = {"seconds": time.perf_counter() - self.started, **metrics}
         new = {k: v for k, v in metrics.items() if k not in self.tracked.logged}
-        self.tracked.log_metrics(new)
+        self.tracked.log_metrics(new, step)
         changed = {"changed_settings": list(changed_settings)} if changed_settings else {}
         draft = Draft(
             kind=self.kind,

@@ -161,7 +161,7 @@ class TrainerConfig(Section):
         (), description="Which roles sit together, and where; none: the policy's, and the reward"
     )
     threads: int = Field(0, ge=0, description="CPU threads of a worker; 0: all cores")
-    start_timeout_s: float = Field(120.0, gt=0, description="Deadline for the workers to be up")
+    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the workers to be up")
     step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for one call to a worker")
 
 

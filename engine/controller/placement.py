@@ -49,7 +49,7 @@ class Placement:
 
     pools: tuple[Pool, ...]
     kind: Literal["ray", "local"] = "ray"
-    start_timeout_s: float = 120.0  # deadline for the processes to start
+    start_timeout_s: float = 600.0  # deadline for the processes to start
     call_timeout_s: float = 1800.0  # deadline for one call
     strategy: Strategy = "PACK"  # processes on few nodes, or on many; STRICT_: one, or all apart
     timeline: bool = False  # record spans of all calls, see `timeline`

@@ -393,7 +393,7 @@ def test_a_run_that_was_told_to_end_goes_on_after_it_was_requeued(
     first = slurm.start("--gpu-vendor", "none", "--", *arguments)
     slurm.wait_for("rl    2/60", first, 240)
     first.send_signal(signal.SIGTERM)
-    assert first.wait(120) == 1, slurm.everything()
+    assert first.wait(120) == 143, slurm.everything()
     (stopped,) = re.findall(r"pre-empted after step (\d+)", slurm.output())
     assert slurm.requeued()
     gone(slurm)

@@ -97,20 +97,26 @@ class Run:
 
 
 class Patient(AsyncRollout):
-    """Before it closes, all its workers get the weights of the last update too."""
+    """Each update waits until all workers have it, so that none misses one on a busy machine.
+
+    Before it closes, they get the weights of the last update too.
+    """
 
     publisher: WeightPublisher
 
-    def close(self) -> None:
+    def update_weights(self, weights: PublishedWeights) -> None:
+        super().update_weights(weights)
         deadline = time.monotonic() + 90
-        if self._error is None and not self._closing:
-            self.update_weights(self.publisher.publish(STEPS))
         while self._error is None and not self._closing:
             workers = self.fleet.workers.values()
             if all(worker.version == self.fleet.version for worker in workers):
                 break
             assert time.monotonic() < deadline, workers
             time.sleep(0.02)
+
+    def close(self) -> None:
+        if self._error is None and not self._closing:
+            self.update_weights(self.publisher.publish(STEPS))
         super().close()
 
 
