@@ -250,7 +250,7 @@ def test_two_kick_offs_at_once(calendar: Calendar) -> None:
         for _ in range(2)
     ]
     texts = [process.communicate(timeout=500)[0] for process in running]
-    # One at a time trains in a checkpoint folder: the second is refused, or finds the first's result.
+    # One at a time trains in a checkpoint folder; the second is refused, or finds the result.
     assert 0 in [process.returncode for process in running], "\n".join(texts)
     for process, text in zip(running, texts, strict=True):
         assert process.returncode == 0 or "is in use by another run" in text, text

@@ -32,8 +32,7 @@ def run(*arguments: str) -> list[str]:
         timeout=240,
         cwd=ROOT,
         # Buffered, so that the lines of two ranks don't mix.
-        env=os.environ
-        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
