@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from engine.controller.launch import Placement, init_options, init_ray
-from engine.errors import PlacementError, StorageError
+from engine.errors import EngineError, PlacementError, StorageError, WorkerError
 
 PROBE_SECONDS = 60.0  # for the first task on each machine
 
@@ -19,7 +19,7 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
     """Start or join Ray for the block, unless roles are placed locally; end it if it was started.
 
     Joins the cluster that RAY_ADDRESS names, or starts one, whose object store has that many
-    bytes; PlacementError when that fails.
+    bytes. Raises PlacementError where that cluster can't be joined, WorkerError where none starts.
     """
     import ray
 
@@ -44,14 +44,14 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
         ray.shutdown()
 
 
-def _not_started(address: str | None, error: Exception) -> PlacementError:
+def _not_started(address: str | None, error: Exception) -> EngineError:
     cause = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".;")
     if address:
         return PlacementError(
             f"Ray could not be started at RAY_ADDRESS={address}: {cause}; check the address, or "
             "unset RAY_ADDRESS"
         )
-    return PlacementError(
+    return WorkerError(
         f"Ray could not be started: {cause}; run again when this machine has less to do, or set "
         "rl.trainer.placement=local to do without Ray"
     )
