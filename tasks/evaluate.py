@@ -1,7 +1,8 @@
 """Task `evaluate`: the warm start and the RL model on the same held-out problems.
 
 Artifact `evaluation`: `rows_warm_start.parquet`, `rows_rl.parquet` (schema `EVALUATION_ROWS`),
-`comparison.json` (rates with intervals, the paired gain), `report.html` (also the task's Deck).
+`comparison.json` (rates with intervals, the paired gain), `parts.json` (by source and level),
+`report.html` (also the task's Deck).
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ def evaluate(
 
     from engine.console import points, progress
     from engine.data.contract import EVALUATION_ROWS, check
+    from engine.evaluation.breakdown import breakdown
     from engine.evaluation.evaluate import evaluate_model
     from engine.evaluation.report import render_report
     from engine.evaluation.settings import comparable_settings
     from engine.evaluation.summary import summarise
+    from engine.rewards import scorer_identity
 
     with stage("evaluation", run, comparable_settings(data, config, seed)) as this:
         test_file = this.load_parent("dataset", dataset) / "test.parquet"
@@ -92,6 +95,12 @@ def evaluate(
             seed,
         )
         (this.folder / "comparison.json").write_text(comparison.to_json())
+        parts = breakdown(
+            *rows.values(), config.k, config.confidence, config.bootstrap_samples, seed
+        )
+        listed = json.dumps([part.to_dict() for part in parts], indent=2)
+        (this.folder / "parts.json").write_text(listed)
+        known = known_from_training(test_file.parent, test)
         page = render_report(
             comparison,
             rows["warm_start"],
@@ -99,6 +108,8 @@ def evaluate(
             facts={
                 "run": run.run_id,
                 "data": describe_problems(data.source, test, models["rl"]),
+                "scorer": scorer_identity(config.scorer),
+                "known from training": known,
                 **model_facts(this.parent("policy").digest),
                 "promotion": "decided after this page; then the run's report.html has the verdict",
             },
@@ -109,8 +120,10 @@ def evaluate(
         echo(
             f"evaluation: pass@1 {comparison.before.pass_at_1.mean:.1%} → "
             f"{comparison.after.pass_at_1.mean:.1%}, gain "
-            f"{points(comparison.gain.mean, comparison.gain.low, comparison.gain.high)}"
+            f"{points(comparison.gain.mean, comparison.gain.low, comparison.gain.high)}; {known}"
         )
+        for part in parts:
+            echo(f"evaluation: {part.line()}")
         return this.publish(
             {
                 "pass_at_1_warm_start": comparison.before.pass_at_1.mean,
@@ -131,6 +144,22 @@ def describe_problems(source: str, test: pd.DataFrame, model: Path) -> str:
     spelled = rows_spelling_control_tokens(rows, load_tokenizer(model), "escape", "test")
     escaped = f", {len(spelled)} of them with control tokens kept as plain text" * bool(spelled)
     return f"{source}, {len(test)} held-out problems{escaped}"
+
+
+def known_from_training(dataset: Path, test: pd.DataFrame) -> str:
+    """How many test prompts were trained on, by the words of the promotion rule's defaults."""
+    import pandas as pd
+
+    from engine.config import ContaminationConfig
+    from engine.data.rows import prompt_text
+    from engine.promotion.contamination import trained_on
+
+    rule = ContaminationConfig()
+    frames = (pd.read_parquet(dataset / f"{name}.parquet") for name in ("sft_train", "train"))
+    training = (prompt_text(prompt) for frame in frames for prompt in frame["prompt"])
+    texts = [prompt_text(prompt) for prompt in test["prompt"]]
+    known = sum(trained_on(texts, training, rule.ngram, rule.overlap))
+    return f"{known} of {len(test)} test prompts known from training ({known / len(test):.1%})"
 
 
 def update_progress(bar: Progress[None], offset: int) -> Callable[[int], None]:

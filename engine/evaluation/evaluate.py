@@ -88,7 +88,9 @@ def _decode(
 ) -> tuple[list[Completion], list[Completion]]:
     """One greedy completion a prompt, and `config.samples` sampled ones, by a model's folder."""
     torch.set_num_threads(os.cpu_count() or 1)
-    model = load_model(folder).eval()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = "float32" if device.type == "cpu" else "bfloat16"
+    model = load_model(folder, dtype).to(device).eval()
     engine = create_engine(
         config.engine,
         model,
