@@ -96,7 +96,12 @@ def evaluate(
         )
         (this.folder / "comparison.json").write_text(comparison.to_json())
         parts = breakdown(
-            *rows.values(), config.k, config.confidence, config.bootstrap_samples, seed
+            rows["warm_start"],
+            rows["rl"],
+            config.k,
+            config.confidence,
+            config.bootstrap_samples,
+            seed,
         )
         listed = json.dumps([part.to_dict() for part in parts], indent=2)
         (this.folder / "parts.json").write_text(listed)

@@ -90,7 +90,8 @@ def _decode(
     torch.set_num_threads(os.cpu_count() or 1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = "float32" if device.type == "cpu" else "bfloat16"
-    model = load_model(folder, dtype).to(device).eval()
+    model = load_model(folder, dtype).eval()
+    torch.nn.Module.to(model, device)  # in place
     engine = create_engine(
         config.engine,
         model,
