@@ -219,3 +219,31 @@ def test_no_rank_writes_what_another_has(folder: str, tmp_path: Path) -> None:
     counts = [len(rank.get("boxes")) for rank in ranks]
     assert counts[0] == counts[1] > 0
     assert counts[2:] == [0, 0]  # the second replica
+
+
+def reduced(folder: str, parallel: dict[str, Any], lora: int, dtype: str) -> dict[str, float]:
+    """The metrics of a second step."""
+    return train(worker(folder, "actor", parallel, lora, dtype), 0, 2)[1]
+
+
+BFLOAT16: tuple[str, int] = ("bfloat16", 0)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "dtype", "lora"),
+    and_slow(
+        [({"fsdp": 2}, "bfloat16", 4)],
+        [({axis: 2}, *BFLOAT16) for axis in ("dp", "fsdp", "sp", "tp", "pp")]
+        + [({"fsdp": 2}, "float16", 0)]
+        + [
+            ({"fsdp": 2, name: True}, *BFLOAT16) for name in ("offload_optimizer", "offload_params")
+        ],
+    ),
+)
+def test_reduced_weights_train_on_ranks_as_on_one(
+    folder: str, parallel: dict[str, Any], dtype: str, lora: int
+) -> None:
+    [wanted] = run_ranks(1, reduced, folder, {}, lora, dtype)
+    for found in run_ranks(2, reduced, folder, parallel, lora, dtype):
+        assert found["actor/grad_norm"] == pytest.approx(wanted["actor/grad_norm"], rel=0.1)
+        assert found["actor/ppo_kl"] == pytest.approx(wanted["actor/ppo_kl"], rel=0.1)
