@@ -62,12 +62,14 @@ def main() -> None:
 def training_ratios(threads: int) -> dict[str, float]:
     """TRL's seconds a step over ours, on the smallest model."""
     ratios = {}
-    for task, mix, theirs, rounds in (
-        ("grpo", "short", "trl fp32", "5"),
-        ("grpo", "tail", "trl fp32", "2"),
-        ("sft", "rows", "trl fp32", "3"),
+    theirs = "trl fp32"
+    for task, mix, rounds, prompts in (
+        ("grpo", "short", 4, 16),
+        ("grpo", "tail", 2, 8),
+        ("sft", "rows", 3, 0),
     ):
-        options = ["--contestants", f"ours,{theirs}", "--rounds", rounds, "--sizes", "1M"]
+        options = ["--contestants", f"ours,{theirs}", "--sizes", "1M"]
+        options += ["--rounds", str(rounds), "--prompts", str(prompts)]
         args = vs_trl.parse_args([*options, "--threads", str(threads)])
         with tempfile.TemporaryDirectory() as folder:
             case = vs_trl.write_case(args, task, "1M", mix, Path(folder))

@@ -18,7 +18,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,9 +124,10 @@ def best(call: Callable[[], object], repeats: int) -> float:
     return min(times)
 
 
-def phases(args: argparse.Namespace, size: str, dtype: str) -> list[Phase]:
-    """Prefill, decoding and update of a GRPO step at one size."""
-    return [*rollout_phases(args, SIZES[size], dtype), update_phase(args, size, dtype)]
+def phases(args: argparse.Namespace, size: str, dtype: str) -> Iterator[Phase]:
+    """Prefill, decoding and update of a GRPO step at one size, as they are measured."""
+    yield from rollout_phases(args, SIZES[size], dtype)
+    yield update_phase(args, size, dtype)
 
 
 def rollout_phases(args: argparse.Namespace, shape: Size, dtype: str) -> list[Phase]:
