@@ -175,6 +175,8 @@ def init_ray(options: Mapping[str, Any]) -> None:
         # Ray has no argument for this: it takes this machine's address in place of 127.0.0.1,
         # unless it is told, by a variable at its import, that there is no cluster of machines.
         ray_constants.ENABLE_RAY_CLUSTER = False
+        # Ray's default is 15: whatever else this machine does would starve the run.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         ray.init(**options)
     finally:
