@@ -9,8 +9,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from engine.allocator import keep_freed_memory
 from engine.imports import skip_optional_imports
-from engine.memory import keep_freed_memory
 
 # OpenMP threads wait for each other by spinning. On a busy machine that turns milliseconds into
 # seconds; with a short spin they sleep soon, at no cost on an idle machine. Read when torch is

@@ -221,7 +221,7 @@ WRONG_ROWS = {
     ),
     "megabytes": (
         json.dumps({"prompt": "1+1=" * 2_500_000, "ground_truth": 2}),
-        ": 1 prompts are longer than 64 tokens (row 2); shorten or remove them",
+        ", row 2: column 'prompt' has 10,000,000 characters, more than 4,000,000; shorten",
     ),
     "NaN": ('{"prompt": "1+1=", "ground_truth": NaN}', "1 of 2 rows have no ground truth (row 2)"),
     "prompts": ('{"prompt": "1+1=", "prompts": 1}', "row 2: column 'prompts' has the name of a"),

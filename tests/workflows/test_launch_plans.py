@@ -18,6 +18,7 @@ from protobufs import Registered
 
 from engine.config import digest
 from engine.errors import ConfigError
+from tasks.content_pinning import pin_named_content
 from tasks.inputs import RLHFConfig
 from tasks.profiles import ProfileName
 from workflows import launch_plans
@@ -215,7 +216,7 @@ def test_a_local_run_has_the_launch_plan_s_inputs(smoke: tuple[Place, Outcome]) 
     assert outcome.stages == list(STAGES)
     summary = outcome.summary
     # Its source, which is fixed, and its seed, which is a default, won over the settings'.
-    assert summary["config_digest"] == digest(in_this_process())
+    assert summary["config_digest"] == digest(pin_named_content(in_this_process()))
     assert summary["mlflow"]["experiment"] == "hybridflyte-smoke"
     assert summary["promotion"]["model_name"] == "hybridflyte-smoke"
 

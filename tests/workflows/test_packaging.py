@@ -138,7 +138,7 @@ def test_help_documents_the_inputs(place: Place) -> None:
     said = " ".join(outcome.out.split())
     for words in (
         "config: Settings as JSON or a YAML file",
-        "source: Data source, arithmetic or gsm8k",
+        "source: Data source, arithmetic, gsm8k or files",
         "model: Hugging Face model folder to start from",
         "seed: Seed of data, weights and sampling",
     ):

@@ -15,6 +15,7 @@ from engine.parallel.layout import Layout
 from engine.trainers.auto_placement import fixed_settings
 from engine.trainers.layouts import check_layouts
 from engine.trainers.rl_checks import check_config
+from tasks.content_pinning import pin_named_content
 from tasks.inputs import RLHFConfig
 from tasks.placement import apply_profile
 from tasks.profiles import PROFILES, ProfileName, head_pod, stage_pod, worker_pod
@@ -25,7 +26,8 @@ GPU["mi300x"] = "amd.com/gpu"
 
 
 def settings(**rl: Any) -> RLHFConfig:
-    return RLHFConfig.model_validate({"rl": rl})
+    """As a plan has them."""
+    return pin_named_content(RLHFConfig.model_validate({"rl": rl}))
 
 
 def ray_job(registered: Registered, profile: str) -> RayJob:

@@ -22,6 +22,7 @@ from engine.config import digest
 from engine.data.contract import EVALUATION_ROWS, check, check_disjoint
 from engine.storage.hashing import hash_file
 from engine.storage.manifest import read_manifest, verify
+from tasks.content_pinning import pin_named_content
 from tasks.inputs import RLHFConfig
 
 STEPS = TINY["rl"]["trainer"]["total_training_steps"]
@@ -65,7 +66,8 @@ def test_the_summary_holds_what_was_promised(finished: Finished) -> None:
     assert summary["gain"] == pytest.approx(rates["rl"] - rates["warm_start"])
     low, high = summary["gain_interval"]
     assert low <= summary["gain"] <= high
-    assert summary["config_digest"] == digest(RLHFConfig.model_validate_json(finished.config))
+    settings = pin_named_content(RLHFConfig.model_validate_json(finished.config))
+    assert summary["config_digest"] == digest(settings)
     assert set(summary["seconds"]) == {*STAGES, "total"}
     assert all(seconds > 0 for seconds in summary["seconds"].values())
     assert sum(summary["seconds"][s] for s in STAGES) < summary["seconds"]["total"]
