@@ -30,7 +30,7 @@ gsm8k: env  ## run a few steps of the main job on real GSM8K (GSM8K=folder; with
 test: env  ## check style, then types beside the test suite
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/mypy >$(VENV)/mypy.log 2>&1 & types=$$!; \
-	$(BIN)/python -m pytest -n 2 --dist worksteal; tests=$$?; \
+	$(BIN)/python -m pytest -n 3 --dist worksteal; tests=$$?; \
 	wait $$types || { cat $(VENV)/mypy.log; tests=1; }; exit $$tests
 
 test-slow: env  ## run the tests that take minutes, and each property on many examples

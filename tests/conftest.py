@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sqlite3
@@ -70,4 +71,6 @@ def mlflow_store(make_once: MakeOnce) -> Path:
 
 def _skip_fsync(connection: Any, record: object) -> None:
     if isinstance(connection, sqlite3.Connection):
-        connection.execute("PRAGMA synchronous = OFF")
+        # A file that is no database fails at its first use, as it does without this.
+        with contextlib.suppress(sqlite3.DatabaseError):
+            connection.execute("PRAGMA synchronous = OFF")
