@@ -8,12 +8,14 @@ all threads.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import TypeVar
 
 from engine.batch import Batch
@@ -26,6 +28,8 @@ from engine.futures import Future
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_SOFT_PAUSE = 1  # omp_pause_soft: threads end, settings stay
 
 
 class LocalHost:
@@ -47,6 +51,7 @@ class LocalHost:
         """Run `work` after all earlier work."""
         if not self._open:
             raise WorkerError(f"{self.host.name} is closed; call its roles before")
+        end_openmp_team()
         done: futures.Future[T] = futures.Future()
         self._tasks.put(partial(_run, work, done))
         return done
@@ -69,6 +74,26 @@ class LocalHost:
         while (task := self._tasks.get()) is not None:
             task()
             del task  # or the last batch would stay until the next call
+
+
+def end_openmp_team() -> None:
+    """End the OpenMP threads that wait for the calling thread's next computation.
+
+    OpenMP counts them against the cores. With the threads of a host there are more than cores, and
+    it then puts each thread to sleep between two operations: small ones take twice as long.
+    """
+    for library in _openmp():
+        library.omp_pause_resource_all(_SOFT_PAUSE)
+
+
+@cache
+def _openmp() -> list[ctypes.CDLL]:
+    """Torch's own OpenMP library, where there is one."""
+    import torch
+
+    folder = Path(torch.__file__).parent / "lib"
+    found = [ctypes.CDLL(str(path)) for path in sorted(folder.glob("libgomp*.so*"))]
+    return [library for library in found if hasattr(library, "omp_pause_resource_all")]
 
 
 def _run(work: Callable[[], T], done: futures.Future[T]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from probe_worker import Probe
@@ -329,6 +330,20 @@ def test_each_local_pool_computes_with_its_own_threads() -> None:
     with launch(Placement(pools, kind="local"), specs) as roles:
         assert (roles.probe.threads().result(), roles.other.threads().result()) == (3, 1)
         assert torch.get_num_threads() == 2, "roles leave the caller's count alone"
+
+
+def test_a_local_call_ends_the_threads_that_wait_for_its_caller_s_next_operation() -> None:
+    group = local_group(1)
+    torch.set_num_threads(3)  # `one_thread` restores it
+    before = psutil.Process().num_threads()
+    torch.ones(1_000_000).exp_()
+    assert psutil.Process().num_threads() == before + 2
+    group.threads().result()
+    until = time.monotonic() + 5.0
+    while psutil.Process().num_threads() > before:
+        assert time.monotonic() < until, "the threads are still there"
+        time.sleep(0.01)
+    assert torch.get_num_threads() == 3
 
 
 def test_a_local_call_has_a_deadline(caplog: pytest.LogCaptureFixture) -> None:

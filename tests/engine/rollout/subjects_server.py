@@ -19,7 +19,7 @@ from server_process import vllm_url
 from engine.rollout.protocol import create_engine
 
 
-@subject("server-vllm", shared=True, marks=(pytest.mark.timeout(600),))  # the server's start
+@subject("server-vllm", shared=True, marks=(pytest.mark.slow, pytest.mark.timeout(600)))
 def _vllm() -> Iterator[Subject]:
     model = build("qwen2")
     engine = create_engine("server", model, max_model_len=CONTEXT, seed=0, url=vllm_url())
