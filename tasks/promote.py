@@ -30,6 +30,7 @@ from tasks.context import (
     user_facing_errors,
 )
 from tasks.stage import Stage, stage
+from tasks.start_model import first_model
 
 if TYPE_CHECKING:
     from engine.promotion import Champions, Decision
@@ -221,7 +222,8 @@ def compare_and_decide(
     from engine.storage.manifest import read_manifest
 
     after = pd.read_parquet(case.evaluation / "rows_rl.parquet")
-    against: Literal["champion", "warm_start"] = "champion" if former else "warm_start"
+    began = first_model(read_manifest(case.evaluation).parents)
+    against: Literal["champion", "warm_start", "start_model"] = "champion" if former else began
     if former is None:
         before, recorded = pd.read_parquet(case.evaluation / "rows_warm_start.parquet"), None
     else:

@@ -28,6 +28,7 @@ from tasks.context import (
     user_facing_errors,
 )
 from tasks.pages import run_folder, write_pages
+from tasks.start_model import START_MODEL
 
 NEAR_ZERO = 0.02  # pass@1, a fraction
 
@@ -87,6 +88,7 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
         "run_id": run.run_id,
         # Folder or hub id; empty: from scratch; null where the warm start does not say.
         "start_model": start["path"] if isinstance(start, dict) else None,
+        "warm_start": manifests["sft"].kind != START_MODEL,
         "pass_at_1": {"warm_start": before["value"], "rl": after["value"]},
         "pass_at_1_interval": {"warm_start": before["interval"], "rl": after["interval"]},
         "gain": gain["mean"],
@@ -158,13 +160,15 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
         if name != "total"
     )
     decision = facts["promotion"]
+    first = "warm start" if facts["warm_start"] else "start model"
     rows = {
-        "pass@1 warm start": rate("warm_start"),
+        f"pass@1 {first}": rate("warm_start"),
         "pass@1 after RL": rate("rl"),
         "gain": f"{points(facts['gain'], low, high)} on {facts['problems']} problems",
         "promotion": f"version {decision['model_version']} "
         f"{'promoted' if decision['promoted'] else 'not promoted'} (why: below)",
         "time": f"{human_time(facts['seconds']['total'])} ({times})",
+        **({} if facts["warm_start"] else {"start model": facts["start_model"]}),
         "model": display_path(folders["rl"]),
         "report (Deck)": display_path(Path(facts["report"])),
         "summary": display_path(path),

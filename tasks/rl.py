@@ -42,8 +42,12 @@ def rl(
     config: RLConfig,
     lora: LoRAConfig,
     seed: int,
+    dtype: str = "",
 ) -> FlyteDirectory:
-    """Improve the warm start by reinforcement learning on the dataset's prompts."""
+    """Improve the warm start by reinforcement learning on the dataset's prompts.
+
+    dtype: `model.dtype`; empty: that of the warm start's folder, which resolved it.
+    """
     import pandas as pd
 
     from engine.cli.ray_session import ray_session
@@ -58,8 +62,10 @@ def rl(
     }
     if data.sampling != SamplingConfig():
         settings["sampling"] = data.sampling.model_dump(mode="json")
-    if lora.rank:
+    if lora.rank or lora.from_folder:
         settings["lora"] = lora.model_dump(mode="json")
+    if dtype:
+        settings["dtype"] = dtype
     ray = ray_session(config.trainer.placement, LOCAL_OBJECT_STORE_BYTES)
     with stage("rl", run, settings) as this, ray:
         folder = this.load_parent("dataset", dataset)
@@ -92,7 +98,7 @@ def rl(
             save_model,
             previous_checkpoints=checkpoints.previous,
             seed=seed,
-            dtype=saved_dtype(model),  # as the warm start resolved model.dtype
+            dtype=dtype or saved_dtype(model),
             lora=lora,
         )
         log = RunLog(this.tracked)

@@ -1,4 +1,7 @@
-"""Task `sft`: the warm start. Artifact `sft`: a Hugging Face model folder with its tokenizer."""
+"""Task `sft`: the warm start, or with `sft.skip` none.
+
+Artifact `sft`: a Hugging Face model folder with its tokenizer. Without a warm start: `start_model`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from engine.config import ModelConfig, SFTConfig
 from tasks.context import LARGE, RunContext, echo
 from tasks.preprocess import log_splits
 from tasks.stage import stage, stage_cache
+from tasks.start_model import publish_start_model
 from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
@@ -35,7 +39,9 @@ def sft(
     config: SFTConfig,
     seed: int,
 ) -> FlyteDirectory:
-    """Fine-tune the start model on the dataset's prompt/response pairs."""
+    """Fine-tune the start model on the dataset's prompt/response pairs, unless `config.skip`."""
+    if config.skip:
+        return publish_start_model(run, dataset, start, start_digest)
     from engine.console import Progress, progress
     from engine.data.tokenizer import load_tokenizer
     from engine.models import (

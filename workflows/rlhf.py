@@ -1,4 +1,4 @@
-"""The main job: data → warm start → RL → evaluation → promotion.
+"""The main job: data → warm start (or none) → RL → evaluation → promotion.
 
     pyflyte run workflows/rlhf.py rlhf
     pyflyte run workflows/rlhf.py rlhf --source gsm8k --path ../shared/data/gsm8k \
@@ -31,7 +31,7 @@ def rlhf(
     seed: int = -1,
     profile: ProfileName = ProfileName.LAPTOP,
 ) -> FlyteFile:
-    """Warm-start a model, improve it by RL, compare both, and promote the better one.
+    """Warm-start a model (unless `sft.skip`), improve it by RL, and promote it if it is better.
 
     Args:
         config: Settings as JSON or a YAML file; see engine/config/ for all of them.
@@ -72,6 +72,7 @@ def rlhf(
         config=p.rl,
         lora=p.lora,
         seed=p.seed,
+        dtype=p.rl_dtype,
     )
     evaluation = evaluate(
         p.profile,

@@ -25,6 +25,9 @@ class OptimConfig(Section):
 class SFTConfig(Section):
     """The warm start: supervised fine-tuning on prompt/response rows."""
 
+    skip: bool = Field(
+        False, description="No warm start: RL begins with model.path as it is, e.g. an instruct model"
+    )
     epochs: float = Field(5.0, gt=0)
     max_steps: int = Field(0, ge=0, description="Stop after so many steps; 0: by epochs")
     train_batch_size: int = Field(32, ge=1, description="Rows an optimizer step")

@@ -14,9 +14,14 @@ from typing import Protocol
 import pandas as pd
 
 from engine.config import DataConfig
+from engine.data.mapping import RowMapper
+from engine.data.rows import prompt_text
 from engine.errors import ConfigError
 from engine.registry import Registry
 from engine.storage.code_version import modules_digest
+
+
+OF_ONE_FORM = ("arithmetic", "gsm8k")  # sources with a question and an answer in each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ Keyword-only parameters of its constructor that have defaults are its options (`
 def load_splits(config: DataConfig, seed: int) -> Splits:
     """Read the rows of `config.source`; equal settings, seed and content give equal rows."""
     source = _source(config)
-    splits = source.load(config, seed)
+    splits = _worded(source.load(config, seed), config)
     return replace(splits, source_digest=_with_code(source, splits.source_digest))
 
 
@@ -79,16 +84,30 @@ def _with_code(source: Source, digest: str) -> str:
     return hashlib.sha256(f"{digest}\0{code}".encode()).hexdigest() if code else digest
 
 
+def _worded(splits: Splits, config: DataConfig) -> Splits:
+    """Questions of one form as `data.templates.prompt` and `data.system_prompt` put them."""
+    if config.source not in OF_ONE_FORM or not (config.templates or config.system_prompt):
+        return splits
+    mapper = RowMapper(config)
+    frames = {}
+    for name, frame in splits.frames().items():
+        rows = [{"question": prompt_text(prompt), "prompt": prompt} for prompt in frame["prompt"]]
+        prompts = [mapper(row, f"{name}, row {i}")["prompt"] for i, row in enumerate(rows)]
+        frames[name] = frame.assign(prompt=prompts)
+    return replace(splits, **frames)
+
+
 def _check_read(config: DataConfig) -> None:
     """Raise ConfigError for a setting that the sources with rows of one form don't read."""
-    if config.source not in ("arithmetic", "gsm8k"):
+    if config.source not in OF_ONE_FORM:
         return
-    for name in ("columns", "templates", "system_prompt", "data_source", "splits"):
-        if getattr(config, name):
-            raise ConfigError(
-                f"data.{name} has no effect with data.source={config.source}; remove it, or set "
-                "data.source=files"
-            )
+    unread = [name for name in ("columns", "data_source", "splits") if getattr(config, name)]
+    unread += [f"templates.{column}" for column in config.templates if column != "prompt"]
+    if unread:
+        raise ConfigError(
+            f"data.{unread[0]} has no effect with data.source={config.source}; remove it, or set "
+            "data.source=files"
+        )
     for name in ("sft_size", "train_size"):
         if not getattr(config, name):
             raise ConfigError(

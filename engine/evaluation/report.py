@@ -20,7 +20,12 @@ from engine.evaluation.metrics import Interval
 from engine.evaluation.rows import check_paired
 from engine.evaluation.summary import EvaluationComparison
 
-_MODEL_TITLES = {"warm_start": "warm start", "rl": "RL model", "champion": "champion"}
+_MODEL_TITLES = {
+    "warm_start": "warm start",
+    "start_model": "start model",
+    "rl": "RL model",
+    "champion": "champion",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +81,19 @@ def render_report(
     curves: Mapping[str, Sequence[float]] | None = None,
     verdict: Verdict | None = None,
     examples: int = 4,
+    before: str = "",
 ) -> str:
     """Return the page.
 
     facts: label → value, shown on top (run id, data, model, …). curves: metric → one value a
     training step. verdict: what promotion decided; None before it. examples: problems shown of each
-    kind, drawn with the comparison's seed.
+    kind, drawn with the comparison's seed. before: what the first model is, `start_model` where
+    there was no warm start; empty: what its table says.
     Raises DataError when the two tables are not of the same problems.
     """
     check_paired(rows_before, rows_after)
     models = (comparison.before, comparison.after)
-    names = (_title(comparison.before.model), _title(comparison.after.model))
+    names = (_title(before or comparison.before.model), _title(comparison.after.model))
     curves = {name: values for name, values in (curves or {}).items() if len(values)}
     lengths_before = rows_before["response_length"].to_numpy()
     lengths_after = rows_after["response_length"].to_numpy()

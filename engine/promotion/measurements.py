@@ -26,7 +26,7 @@ KL_COLUMN = "actor/kl"
 def measure(
     before: pd.DataFrame,
     after: pd.DataFrame,
-    against: Literal["champion", "warm_start"],
+    against: Literal["champion", "warm_start", "start_model"],
     *,
     policy: Path,
     datasets: Iterable[Path],

@@ -23,7 +23,7 @@ Measured = float | str | list[float] | None
 class Measurements:
     """What was measured of a new model against another one; None: could not be measured."""
 
-    against: Literal["champion", "warm_start"]  # what it was compared with
+    against: Literal["champion", "warm_start", "start_model"]  # what it was compared with
     gain: Interval | None  # of greedy pass@1, a fraction, e.g. Interval(0.1, 0.05, 0.15)
     score: Interval | None = None  # the new model's greedy pass@1, e.g. Interval(0.5, 0.4, 0.6)
     guards: Mapping[str, Interval | None] = field(default_factory=dict)  # change by guard's name
@@ -101,7 +101,7 @@ def _gain(measurements: Measurements, rules: PromoteConfig) -> RuleOutcome:
         return _unreadable("gain", gain, minimum, "the gain in pass@1")
     over = measurements.against.replace("_", " ")
     shown = f"pass@1 gain {points(gain.mean, gain.low, gain.high, 2)} over the {over}"
-    if measurements.against == "warm_start" and rules.bootstrap:
+    if measurements.against != "champion" and rules.bootstrap:
         sentence = f"{shown}, of which promote.bootstrap asks nothing for the first champion"
         return RuleOutcome("gain", True, _three(gain), None, sentence)
     bound = f"the required gain of {_points(minimum)} percentage points"

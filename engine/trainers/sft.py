@@ -155,6 +155,7 @@ class SFTTrainer:
     def _settings(self, rows: int) -> dict[str, object]:
         """What a checkpoint records: a resumed run must share it, but for the optimizer's."""
         may_differ = {
+            "skip",
             "save_freq",
             "max_checkpoints_to_keep",
             "on_damaged_checkpoints",

