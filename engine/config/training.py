@@ -26,7 +26,8 @@ class SFTConfig(Section):
     """The warm start: supervised fine-tuning on prompt/response rows."""
 
     skip: bool = Field(
-        False, description="No warm start: RL begins with model.path as it is, e.g. an instruct model"
+        False,
+        description="No warm start: RL begins with model.path as it is, e.g. an instruct one",
     )
     epochs: float = Field(5.0, gt=0)
     max_steps: int = Field(0, ge=0, description="Stop after so many steps; 0: by epochs")

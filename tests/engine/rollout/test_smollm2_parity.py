@@ -1,4 +1,4 @@
-"""One real pretrained model in transformers, native rollout and vLLM: same tokens, same log-probs."""
+"""A real pretrained model in transformers, native rollout and vLLM: tokens and log-probs agree."""
 
 from __future__ import annotations
 
