@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import pandas as pd
 
@@ -88,7 +88,7 @@ def _worded(splits: Splits, config: DataConfig) -> Splits:
     if config.source not in OF_ONE_FORM or not (config.templates or config.system_prompt):
         return splits
     mapper = RowMapper(config)
-    frames = {}
+    frames = dict[str, Any]()
     for name, frame in splits.frames().items():
         rows = [{"question": prompt_text(prompt), "prompt": prompt} for prompt in frame["prompt"]]
         prompts = [mapper(row, f"{name}, row {i}")["prompt"] for i, row in enumerate(rows)]
