@@ -160,6 +160,7 @@ ABOVE = {
             "data.rows",
         ),
     ),
+    "release": ("errors", "console", "redaction", "storage", "lineage", "evaluation"),
     "health": ("errors", "console", "redaction", "storage", "tracking.connection"),
 }
 
@@ -183,7 +184,8 @@ def test_a_room_knows_of_the_others_what_it_needs(room: str) -> None:
         ("planner", ("engine.trainers.auto_placement",)),
         ("promotion", ()),
         ("health", ()),
-        ("lineage", ("engine.promotion",)),
+        ("lineage", ("engine.promotion", "engine.release")),
+        ("release", ("engine.export",)),
     ],
 )
 def test_a_room_is_known_to_few(room: str, users: tuple[str, ...]) -> None:
@@ -197,7 +199,7 @@ def test_a_room_is_known_to_few(room: str, users: tuple[str, ...]) -> None:
     assert others == []
 
 
-@pytest.mark.parametrize("room", ["planner", "promotion", "lineage", "health"])
+@pytest.mark.parametrize("room", ["planner", "promotion", "lineage", "release", "health"])
 def test_planning_lineage_and_health_compute_nothing(room: str) -> None:
     """They answer in a moment: no file of theirs loads what training needs."""
     heavy = ("torch", "transformers", "ray", "vllm", "tensordict", "peft")

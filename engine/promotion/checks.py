@@ -12,12 +12,8 @@ from engine.lineage.audit import audit
 from engine.lineage.review import review
 from engine.storage.artifacts import local_path
 from engine.storage.manifest import SOURCE, read_manifest
-from engine.tracking.registry import (
-    ARTIFACT_TAG,
-    ModelRegistry,
-    ModelVersion,
-    require_tagged_content,
-)
+from engine.tracking.copies import intact_copy
+from engine.tracking.registry import ModelRegistry, ModelVersion
 
 DATASET = "dataset"
 
@@ -49,19 +45,9 @@ def require_intact_copy(registry: ModelRegistry, version: ModelVersion) -> None:
 
     Raises LineageError when it is not the content that the version's tags name, or has none.
     """
-    place = Path(version.source.removeprefix("file://"))
     try:
-        if not version.tags.get(ARTIFACT_TAG):
-            raise LineageError(
-                f"{version.name} version {version.version} has no tag {ARTIFACT_TAG} to hold its "
-                "files against; register the model through engine.tracking, or choose another "
-                "version"
-            )
-        if place.is_absolute() and place.is_dir():
-            require_tagged_content(place, version)
-            return
         with tempfile.TemporaryDirectory(prefix="hybridflyte-promotion-") as scratch:
-            registry.download_model(version.name, version.version, Path(scratch) / "model")
+            intact_copy(registry, version, Path(scratch))
     except LineageError as error:
         raise LineageError(f"{error}; nothing was moved") from error
 
