@@ -184,7 +184,7 @@ def test_a_room_knows_of_the_others_what_it_needs(room: str) -> None:
         ("planner", ("engine.trainers.auto_placement",)),
         ("promotion", ()),
         ("health", ()),
-        ("lineage", ("engine.promotion", "engine.release")),
+        ("lineage", ("engine.promotion", "engine.release", "engine.serve")),
         ("release", ("engine.export",)),
     ],
 )

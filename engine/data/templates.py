@@ -192,6 +192,14 @@ def _plain_text(messages: Sequence[Message]) -> str:
     return "\n".join([*lines, "Answer:"])
 
 
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Encode a prompt that its author has put into the model's own format.
+
+    Control tokens that it spells are control tokens: it is for text of the author's alone.
+    """
+    return [int(i) for i in tokenizer.encode(text, add_special_tokens=True)]
+
+
 def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Encode what the assistant says; the end token comes once, at the end.
 

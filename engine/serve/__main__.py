@@ -1,0 +1,151 @@
+"""`python -m engine.serve MODEL`: an OpenAI-compatible endpoint of a checked model.
+
+Exit status: 0 never, as it serves until it is stopped; 1, not started, or the server ended, with
+one sentence that says why; 2, wrong usage; 130 after Ctrl-C, 143 after SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from engine.console import INTERRUPTED, human_time, quiet, say
+from engine.errors import EngineError, RolloutError
+from engine.serve.served_model import Identity, resolve
+
+FAILED, TERMINATED = 1, 143
+STATUS = (
+    "exit status: 1 not started, or the server ended; 2 wrong usage; 130 after Ctrl-C, 143 after "
+    "SIGTERM"
+)
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    split = given.index("--") if "--" in given else len(given)
+    options = parser.parse_args(given[:split])
+    options.vllm = given[split + 1 :]
+    quiet()
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        with tempfile.TemporaryDirectory(prefix="hybridflyte-serve-") as scratch:
+            return _serve(options, Path(scratch))
+    except EngineError as error:
+        say(f"error: {error}", error=True)
+        return FAILED
+    except KeyboardInterrupt:
+        say("interrupted; the server has stopped", error=True)
+        return INTERRUPTED
+    except _Terminated:
+        say("terminated; the server has stopped", error=True)
+        return TERMINATED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _serve(options: argparse.Namespace, scratch: Path) -> int:
+    from engine.serve.vllm_process import is_installed
+
+    engine = options.engine
+    if engine == "auto":
+        engine = "vllm" if is_installed() else "native"
+    if options.vllm and engine != "vllm":
+        raise RolloutError(f"{' '.join(options.vllm)} is for vLLM, which is not the engine here")
+    return _with_vllm(options, scratch) if engine == "vllm" else _with_native(options, scratch)
+
+
+def _with_native(options: argparse.Namespace, scratch: Path) -> int:
+    from engine.serve.native import Backend, NativeServer
+
+    # The port first: a model that can't be served there need not be hashed and loaded.
+    server = NativeServer(options.host, options.port, options.request_timeout)
+    started = time.monotonic()
+    try:
+        folder, identity = resolve(options.model, scratch, options.name)
+        server.start(identity)
+        server.backend = Backend.load(folder, options.max_model_len)
+        _say_ready(identity, "native", f"http://{options.host}:{server.server_port}", started)
+        threading.Event().wait()
+    finally:
+        server.stop()
+    return FAILED
+
+
+def _with_vllm(options: argparse.Namespace, scratch: Path) -> int:
+    from engine.serve.vllm_process import check_port, log_end, vllm_server
+
+    started, port = time.monotonic(), check_port(options.host, options.port)
+    folder, identity = resolve(options.model, scratch, options.name)
+    more = [] if options.max_model_len is None else [f"--max-model-len={options.max_model_len}"]
+    with vllm_server(
+        folder, identity, options.host, port, [*more, *options.vllm], scratch, options.start_timeout
+    ) as (process, url):
+        _say_ready(identity, "vLLM", url, started)
+        status = process.wait()
+    raise RolloutError(f"vLLM's server ended with status {status}: {log_end(scratch)}")
+
+
+def _say_ready(identity: Identity, engine: str, url: str, started: float) -> None:
+    version = f" version {identity.version}" if identity.version else ""
+    say(
+        f"{url}/v1: {identity.name}{version}, content {identity.digest}, served by {engine} after "
+        f"{human_time(time.monotonic() - started)}"
+    )
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.serve",
+        description="Serve a model over OpenAI's API (/v1/completions, /v1/chat/completions, "
+        "/v1/models), after its files were re-hashed. /health names its version and digest. "
+        "What stands behind -- is passed on to vLLM.",
+        epilog=STATUS,
+    )
+    add = parser.add_argument
+    add("model", help="models:/NAME@ALIAS, models:/NAME/VERSION, or a model's folder")
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
+    add(
+        "--engine",
+        choices=("auto", "vllm", "native"),
+        default="auto",
+        help="what decodes (default: vllm where it is installed, else native)",
+    )
+    add("--name", default="", help="the model's id in the API (default: its registered name, or "
+        "its folder's)")  # fmt: skip
+    add("--max-model-len", type=int, metavar="TOKENS", help="default: the model's context")
+    add(
+        "--request-timeout", type=float, default=600.0, metavar="SECONDS",
+        help="native: longest wait for an answer (default: 600)",
+    )  # fmt: skip
+    add(
+        "--start-timeout", type=float, default=900.0, metavar="SECONDS",
+        help="vllm: longest wait for its start (default: 900)",
+    )  # fmt: skip
+    return parser
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A batch under way is in a thread that can't be ended, and Python's own exit would tear at it.
+    os._exit(status)

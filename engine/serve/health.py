@@ -1,0 +1,26 @@
+"""Middleware in vLLM's server: its `/health` says which model it serves.
+
+vLLM imports it by name (`--middleware engine.serve.health.identify`); what to say is in the
+environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+IDENTITY_VARIABLE = "HYBRIDFLYTE_SERVED_MODEL"
+IDENTIFY = f"{__name__}.identify"
+
+
+async def identify(request: Any, call_next: Callable[[Any], Awaitable[Any]]) -> Any:
+    """Answer a healthy server's `/health` with the model's identity; leave all else as it is."""
+    response = await call_next(request)
+    if request.url.path != "/health" or response.status_code != 200:
+        return response
+    from starlette.responses import JSONResponse
+
+    model = json.loads(os.environ[IDENTITY_VARIABLE])
+    return JSONResponse({"status": "ok", "engine": "vllm", "model": model})
