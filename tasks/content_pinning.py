@@ -32,12 +32,17 @@ def pin_named_content(config: C) -> C:
 
 
 def pinned_evaluation(config: PipelineConfig) -> EvaluateConfig:
-    """How models are evaluated: by which reward, and the digest of its modules."""
+    """How models are evaluated: the digest of the reward's modules, and of own tasks' files."""
     from engine.storage.code_version import modules_digest
+    from engine.storage.hashing import tree_digest
 
     evaluate = config.evaluation()
     code = modules_digest([*evaluate.plugins, *_modules(reward_names(evaluate.scorer))])
-    return evaluate.model_copy(update={"named_content": code})
+    harness = evaluate.lm_eval
+    if Path(harness.include_path).is_dir() and harness.include_path:
+        content = tree_digest(Path(harness.include_path))
+        harness = harness.model_copy(update={"named_content": content})
+    return evaluate.model_copy(update={"named_content": code, "lm_eval": harness})
 
 
 def reward_names(reward: RewardConfig) -> list[str]:

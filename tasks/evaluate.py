@@ -2,13 +2,14 @@
 
 Artifact `evaluation`: `rows_warm_start.parquet`, `rows_rl.parquet` (schema `EVALUATION_ROWS`),
 `comparison.json` (rates with intervals, the paired gain), `parts.json` (by source and level),
-`report.html` (also the task's Deck).
+`report.html` (also the task's Deck), and with `evaluate.lm_eval.tasks` `lm_eval.json`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from engine.console import Progress
+    from engine.evaluation.lm_eval import HarnessScore
 
 
 @on_profiles(
@@ -56,6 +58,7 @@ def evaluate(
     from engine.data.contract import EVALUATION_ROWS, check
     from engine.evaluation.breakdown import breakdown
     from engine.evaluation.evaluate import evaluate_model
+    from engine.evaluation.lm_eval import pairs, require_lm_eval
     from engine.evaluation.report import render_report
     from engine.evaluation.settings import comparable_settings
     from engine.evaluation.summary import summarise
@@ -65,6 +68,7 @@ def evaluate(
         test_file = this.load_parent("dataset", dataset) / "test.parquet"
         test = pd.read_parquet(test_file)
         check_held_out(test_file.parent)
+        require_lm_eval(config.lm_eval)  # of this machine, which may be another than the plan's
         log_splits(this, test_file.parent, ("test",))
         models = {
             "warm_start": this.load_parent("warm_start", warm_start),
@@ -87,6 +91,7 @@ def evaluate(
                 )
                 check(rows[name], EVALUATION_ROWS, f"evaluation of {name}")
                 rows[name].to_parquet(this.folder / f"rows_{name}.parquet", index=False)
+        harness = harness_scores(this.folder, models, config, seed)
         comparison = summarise(
             rows["warm_start"],
             rows["rl"],
@@ -121,6 +126,7 @@ def evaluate(
             },
             curves=training_curves(models["rl"]),
             before=first_model(this.parents),
+            harness=pairs(harness, "warm_start", "rl"),
         )
         (this.folder / "report.html").write_text(page)
         Deck("Evaluation", page)
@@ -138,8 +144,36 @@ def evaluate(
                 "gain": comparison.gain.mean,
                 "gain_low": comparison.gain.low,
                 "gain_high": comparison.gain.high,
+                **harness_metrics(harness),
             }
         )
+
+
+def harness_scores(
+    folder: Path, models: Mapping[str, Path], config: EvaluateConfig, seed: int
+) -> dict[str, list[HarnessScore]]:
+    """Run the lm-evaluation-harness on each model, as configured, and write `lm_eval.json`."""
+    from engine.evaluation.lm_eval import FILE, run_lm_eval, to_json
+
+    scores: dict[str, list[HarnessScore]] = {}
+    if not config.lm_eval.tasks:
+        return scores
+    for name, model in models.items():
+        with tempfile.TemporaryDirectory(prefix="hybridflyte-lm-eval-") as scratch:
+            scores[name] = run_lm_eval(model, config.lm_eval, seed, Path(scratch))
+        shown = ", ".join(f"{one.task} {one.metric} {one.value:.4g}" for one in scores[name])
+        echo(f"evaluation: lm-evaluation-harness on {name}: {shown}")
+    (folder / FILE).write_text(to_json(scores, config.confidence))
+    return scores
+
+
+def harness_metrics(scores: Mapping[str, Sequence[HarnessScore]]) -> dict[str, float]:
+    """The harness's scores as metrics of the stage: the RL model's by their names."""
+    return {
+        score.key if name == "rl" else f"{score.key}_{name}": score.value
+        for name, found in scores.items()
+        for score in found
+    }
 
 
 def describe_problems(source: str, test: pd.DataFrame, model: Path) -> str:

@@ -17,6 +17,7 @@ from tasks.context import RunContext, echo
 from tasks.start_model import first_model
 
 if TYPE_CHECKING:
+    from engine.evaluation.lm_eval import HarnessScore
     from engine.evaluation.report import Link, Verdict
 
 REPORT, LINEAGE = "report.html", "lineage.html"
@@ -70,12 +71,23 @@ def write_pages(run: RunContext, promotion: Path) -> Path:
         curves=training_curves(policy),
         verdict=read_verdict(promotion),
         before=first_model(read_manifest(evaluation).parents),
+        harness=read_harness(evaluation),
     )
     write_page(folder / REPORT, page)
     Deck("Evaluation", page)
     if graph:
         Deck("Lineage", graph)
     return folder / REPORT
+
+
+def read_harness(evaluation: Path) -> list[tuple[HarnessScore, HarnessScore]]:
+    """Both models' scores in the lm-evaluation-harness; none where it was not run."""
+    from engine.evaluation.lm_eval import FILE, from_json, pairs
+
+    file = evaluation / FILE
+    if not file.is_file():
+        return []
+    return pairs(from_json(file.read_bytes(), str(file)), "warm_start", "rl")
 
 
 def model_facts(digest: str, page: bool = False) -> dict[str, str | Link]:

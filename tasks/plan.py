@@ -141,6 +141,7 @@ def rl_lora(model: ModelConfig) -> LoRAConfig:
 
 def check_settings(config: RLHFConfig) -> None:
     """Raise ConfigError for settings that can't work with any data or model."""
+    from engine.evaluation.lm_eval import require_lm_eval
     from engine.rollout.protocol import check_engine
     from engine.trainers.rl_checks import check_config
     from engine.trainers.rl_setup import check_lora
@@ -148,6 +149,7 @@ def check_settings(config: RLHFConfig) -> None:
     check_config(config.rl, config.data.max_response_length)
     check_lora(config.model.lora, config.rl)
     check_engine(config.evaluate.engine)
+    require_lm_eval(config.evaluate.lm_eval)
 
 
 def check_names(config: RLHFConfig) -> str:

@@ -23,7 +23,12 @@ from engine.config.data import (
 )
 from engine.config.parallel import ParallelConfig
 from engine.config.parse import digest, explain, load_config, parse_config
-from engine.config.pipeline import EvaluateConfig, PipelineConfig, TrackingConfig
+from engine.config.pipeline import (
+    EvaluateConfig,
+    LMEvalConfig,
+    PipelineConfig,
+    TrackingConfig,
+)
 from engine.config.promotion import ContaminationConfig, GuardConfig, PromoteConfig
 from engine.config.retrain import RetrainConfig
 from engine.config.reward import OverlongBufferConfig, RewardConfig, RewardSpec
@@ -51,6 +56,7 @@ __all__ = [
     "FilterGroupsConfig",
     "GuardConfig",
     "KLControlConfig",
+    "LMEvalConfig",
     "LoRAConfig",
     "ModelConfig",
     "OptimConfig",

@@ -15,6 +15,23 @@ from engine.config.rl import RLConfig
 from engine.config.training import SFTConfig
 
 
+class LMEvalConfig(Section):
+    """Tasks of the lm-evaluation-harness, run on both models beside the test split."""
+
+    tasks: tuple[str, ...] = Field((), description="Names of its tasks; none: it is not run")
+    include_path: str = Field("", description="Folder with task files (YAML) of your own")
+    num_fewshot: int | None = Field(None, ge=0, description="Examples in a prompt; none: the task's")
+    limit: int = Field(0, ge=0, description="Documents a task; 0: all")
+    batch_size: int = Field(8, ge=1)
+    apply_chat_template: bool = Field(False, description="Put prompts into the model's template")
+    offline: bool = Field(True, description="Take data from this machine alone, not from the hub")
+    python: str = Field("", description="A Python that has lm_eval; empty: the run's own")
+    timeout_s: float = Field(6 * 3600.0, gt=0, description="Longest run on one model, in seconds")
+    named_content: str = Field(
+        "", description="Digest of include_path, for the cache; workflows fill it"
+    )
+
+
 class EvaluateConfig(Section):
     """How the two models are compared."""
 
@@ -24,6 +41,7 @@ class EvaluateConfig(Section):
     confidence: float = Field(0.95, gt=0.5, lt=1)
     bootstrap_samples: int = Field(10000, ge=100)
     engine: str = Field("native", description="Rollout engine: native or vllm")
+    lm_eval: LMEvalConfig = LMEvalConfig()
     reward: RewardConfig | None = Field(
         None, description="What tells right answers from wrong ones; none: the reward of RL"
     )

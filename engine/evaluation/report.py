@@ -16,6 +16,7 @@ from jinja2 import Environment
 
 from engine import html_templates
 from engine.evaluation import plots
+from engine.evaluation.lm_eval import HarnessScore
 from engine.evaluation.metrics import Interval
 from engine.evaluation.rows import check_paired
 from engine.evaluation.summary import EvaluationComparison
@@ -80,13 +81,15 @@ def render_report(
     facts: Mapping[str, str | Link] | None = None,
     curves: Mapping[str, Sequence[float]] | None = None,
     verdict: Verdict | None = None,
+    harness: Sequence[tuple[HarnessScore, HarnessScore]] = (),
     examples: int = 4,
     before: str = "",
 ) -> str:
     """Return the page.
 
     facts: label → value, shown on top (run id, data, model, …). curves: metric → one value a
-    training step. verdict: what promotion decided; None before it. examples: problems shown of each
+    training step. verdict: what promotion decided; None before it. harness: both models' scores in
+    the lm-evaluation-harness. examples: problems shown of each
     kind, drawn with the comparison's seed. before: what the first model is, `start_model` where
     there was no warm start; empty: what its table says.
     Raises DataError when the two tables are not of the same problems.
@@ -105,6 +108,7 @@ def render_report(
         curves=plots.training_curves(curves),
         facts=facts or {},
         groups=_example_groups(comparison, rows_before, rows_after, examples),
+        harness=harness,
         lengths=plots.length_histogram(lengths_before, lengths_after, names),
         models=models,
         names=names,
@@ -120,6 +124,7 @@ def _templates() -> Environment:
         "points": _points,
         "ends": _ends,
         "gain_ends": _gain_ends,
+        "plain_ends": _plain_ends,
     }
     return environment
 
@@ -174,3 +179,8 @@ def _ends(interval: Interval) -> str:
 
 def _gain_ends(interval: Interval) -> str:
     return f"[{_points(interval.low)}, {_points(interval.high)}]"
+
+
+def _plain_ends(interval: Interval | None) -> str:
+    """Ends of a score that need be no fraction; empty without an interval."""
+    return f"[{interval.low:.4g}, {interval.high:.4g}]" if interval is not None else ""

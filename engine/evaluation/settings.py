@@ -26,10 +26,11 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> 
 
     Of `data` only the token budget counts.
     """
-    scorer = {"reward", "plugins", "named_content"}  # where the reward is found, and how called
+    # Where the reward is found, and how called; and what is run beside it.
+    apart = {"reward", "plugins", "named_content", "lm_eval"}
     return {
         "data": {"max_response_length": data.max_response_length},
-        "evaluate": redact_values(config.model_dump(mode="json", exclude=scorer)),
+        "evaluate": redact_values(config.model_dump(mode="json", exclude=apart)),
         "seed": seed,
         "scorer": scorer_identity(config.scorer, config.named_content),
     }

@@ -7,23 +7,18 @@ this machine are left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
-from engine.console import points
-from engine.evaluation.metrics import Interval
-from engine.evaluation.summary import EvaluationComparison, ModelSummary
 from engine.lineage.graph import ArtifactNode
 from engine.redaction import presentable
 from engine.release.base import Base, Licence
+from engine.release.markdown import line, table
 from engine.release.model import ReleasedModel
+from engine.release.scores import results, score_sections
 from engine.storage.hub import is_hub_id
 from engine.storage.manifest import SOURCE
-
-if TYPE_CHECKING:
-    from huggingface_hub import EvalResult
 
 SETTINGS_OF = ("dataset", "model", "sft", "rl")  # the nearest stage of each kind
 _PLACE = re.compile(r"(?:[a-z][a-z0-9+.-]*://|/|~)\S*")  # an address or a folder
@@ -44,9 +39,9 @@ def model_card(
 ) -> str:
     """The whole README.md. `repository` is what a reader loads the model by."""
     sections = [
-        f"# {_line(model.name)}",
+        f"# {line(model.name)}",
         _facts(model, base, licence),
-        *_scores(model),
+        *score_sections(model),
         "## Data\n\n" + _data(model),
         "## Settings\n\n" + _settings(model),
         "## Lineage\n\n" + _lineage(model),
@@ -61,7 +56,7 @@ def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | No
 
     kinds = [node.kind for node in (model.graph.nodes[model.key], *model.ancestors)]
     said = licence or Licence("")
-    results = _results(model)
+    found = results(model, _source_name(model))
     data = ModelCardData(
         base_model=(base.hub_id or None) if base else None,
         datasets=_hub_datasets(model) or None,
@@ -69,51 +64,12 @@ def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | No
         license=said.id or None,
         license_name=said.name or None,
         license_link=said.link or None,
-        model_name=model.name if results else None,
-        eval_results=results or None,
+        model_name=model.name if found else None,
+        eval_results=found or None,
         pipeline_tag="text-generation",
         tags=["hybridflyte", *(kind for kind in ("sft", "rl") if kind in kinds)],
     )
     return str(data.to_yaml())
-
-
-def _results(model: ReleasedModel) -> list[EvalResult]:
-    """One result a metric, with the ends of its interval as the metric's arguments."""
-    from huggingface_hub import EvalResult
-
-    found, evaluation = model.comparison, model.evaluation
-    if found is None or evaluation is None:
-        return []
-    dataset = {parent.name: parent.digest for parent in evaluation.parents}.get("dataset", "")
-    source = _source_name(model)
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=source,
-            dataset_name=f"{source}, held-out problems",
-            dataset_split="test",
-            dataset_args={"problems": found.problems, "digest": dataset},
-            metric_type=kind,
-            metric_name=name,
-            metric_value=round(value.mean, 6),
-            metric_args={
-                "confidence": found.confidence,
-                "low": round(value.low, 6),
-                "high": round(value.high, 6),
-            },
-        )
-        for kind, name, value in _rates(found, found.after)
-    ]
-
-
-def _rates(found: EvaluationComparison, side: ModelSummary) -> list[tuple[str, str, Interval]]:
-    """Type, name and value of each rate."""
-    return [
-        ("pass@1", "pass@1 (greedy)", side.pass_at_1),
-        (f"pass@{found.k}", f"pass@{found.k} (of {found.samples} samples)", side.pass_at_k),
-        ("majority", f"majority vote of {found.samples}", side.majority),
-        ("format", "answers in the format", side.format_rate),
-    ]
 
 
 def _facts(model: ReleasedModel, base: Base | None, licence: Licence | None) -> str:
@@ -133,7 +89,7 @@ def _facts(model: ReleasedModel, base: Base | None, licence: Licence | None) -> 
         ("made by", f"stage `{manifest.kind}`, code `{manifest.code_version}`"),
         ("made at", f"{manifest.created_at:%Y-%m-%d %H:%M} UTC"),
     ]
-    return _table(("", ""), rows)
+    return table(("", ""), rows)
 
 
 def _licence(base: Base | None, licence: Licence | None) -> str:
@@ -143,39 +99,17 @@ def _licence(base: Base | None, licence: Licence | None) -> str:
     return f"{named} ({licence.source})" if licence.source else named
 
 
-def _scores(model: ReleasedModel) -> list[str]:
-    found, evaluation = model.comparison, model.evaluation
-    if found is None or evaluation is None:
-        return ["## Scores\n\nThis model was not evaluated."]
-    head = ("", found.before.model.replace("_", " "), "this model")
-    rows = [
-        (name, _percent(before), _percent(after))
-        for (_, name, before), (_, _, after) in zip(
-            _rates(found, found.before), _rates(found, found.after), strict=True
-        )
-    ]
-    lengths = [f"{side.response_length.mean:.1f}" for side in (found.before, found.after)]
-    rows.append(("mean response, tokens", *lengths))
-    return [
-        f"## Scores\n\n{found.problems} held-out problems, the same for both models, with "
-        f"{found.confidence:.0%} intervals; evaluation `{evaluation.digest}`, seed {found.seed}.",
-        _table(head, rows),
-        f"Paired gain in greedy pass@1: {points(found.gain.mean, found.gain.low, found.gain.high)}"
-        f"; {found.fixed} problems became right and {found.broken} wrong.",
-    ]
-
-
 def _data(model: ReleasedModel) -> str:
     nodes = [node for node in model.ancestors if node.kind in ("dataset", SOURCE)]
     rows = [(_name(node), f"`{node.digest}`", _counts(node)) for node in nodes]
-    return _table(("", "content digest", ""), rows) if rows else "No data are recorded."
+    return table(("", "content digest", ""), rows) if rows else "No data are recorded."
 
 
 def _settings(model: ReleasedModel) -> str:
     """What each stage was made by, the model's own first."""
-    line = [model.graph.nodes[model.key], *model.ancestors]
+    stages = [model.graph.nodes[model.key], *model.ancestors]
     nearest: dict[str, ArtifactNode] = {}
-    for node in line:
+    for node in stages:
         if node.kind in SETTINGS_OF and node.config:
             nearest.setdefault(node.kind, node)
     return "\n\n".join(_block(node) for node in nearest.values()) or "None are recorded."
@@ -198,7 +132,7 @@ def _lineage(model: ReleasedModel) -> str:
         rows.append((_name(node), f"`{node.digest}`", *made))
     return (
         "All that it was made from, nearest first; `lineage.json` has it for programs.\n\n"
-        + _table(("", "content digest", "manifest digest", "code"), rows)
+        + table(("", "content digest", "manifest digest", "code"), rows)
     )
 
 
@@ -255,14 +189,3 @@ def _name(node: ArtifactNode) -> str:
     return f"{node.kind} {public_values(node.label)}" if node.kind == SOURCE else node.kind
 
 
-def _percent(value: Interval) -> str:
-    return f"{value.mean:.1%} [{value.low:.1%}, {value.high:.1%}]"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(_line(cell) for cell in line) + " |" for line in lines)
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

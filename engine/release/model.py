@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import LineageError
+from engine.evaluation.lm_eval import FILE, HarnessScore, from_json
 from engine.evaluation.summary import EvaluationComparison
 from engine.lineage.audit import audit
 from engine.lineage.graph import MODEL_VERSION, ArtifactNode, Graph, artifact_node
@@ -36,6 +37,7 @@ class ReleasedModel:
     key: str  # the model's node in the graph
     evaluation: Manifest | None
     comparison: EvaluationComparison | None  # of the evaluation; its `after` is this model
+    harness: tuple[HarnessScore, ...]  # of the evaluation, where the lm-evaluation-harness was run
     notes: tuple[str, ...]  # what could not be checked
 
     @property
@@ -81,6 +83,7 @@ def read_model(reference: str, stores: Sequence[str] = ()) -> ReleasedModel:
         model.key,
         evaluation.manifest if evaluation else None,
         _comparison(evaluation.uri) if evaluation else None,
+        _harness(evaluation) if evaluation else (),
         tuple(note.text for note in checked.notes),
     )
 
@@ -144,3 +147,10 @@ def _comparison(evaluation: str) -> EvaluationComparison:
     except (FileNotFoundError, ValueError) as error:
         raise LineageError(f"{where} can't be read ({error}); evaluate the model again") from error
     return EvaluationComparison.from_dict(values)
+
+
+def _harness(evaluation: ArtifactNode) -> tuple[HarnessScore, ...]:
+    if evaluation.manifest is None or FILE not in evaluation.manifest.files:
+        return ()
+    where = f"{evaluation.uri}/{FILE}"
+    return tuple(from_json(read_file(where, LineageError), where).get("rl", ()))
