@@ -3,6 +3,12 @@
 Each is judged by a test that wants the output "42" for the input "41".
 """
 
+from __future__ import annotations
+
+import platform
+
+TGKILL = {"x86_64": 234, "aarch64": 131}.get(platform.machine(), 234)
+
 HARMLESS = "print(int(input()) + 1)"
 HOSTILE = {
     "fork_bomb": "import os\nwhile True:\n    os.fork()",
@@ -31,7 +37,7 @@ HOSTILE = {
     "kills_everybody": "import os\nos.kill(-1, 9)\nprint(42)",
     "kills_by_thread": (
         "import ctypes\nlibc = ctypes.CDLL(None)\n"
-        "assert libc.syscall(234, 1, 1, 9) == 0, 'refused'\nprint(42)"
+        f"assert libc.syscall({TGKILL}, 1, 1, 9) == 0, 'refused'\nprint(42)"
     ),
     "stops_its_parent": "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\nprint(42)",
     "socket": "import socket\ns = socket.socket()\ns.connect(('127.0.0.1', PORT))\nprint(42)",
