@@ -1,0 +1,32 @@
+"""The native server on a GPU: its model is there; skipped without one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from served import SHAPE
+from tiny_engine import write_tiny_folder
+
+from engine.serve.native import Backend
+from engine.serve.openai_api import CompletionRequest
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA or ROCm device"),
+]
+
+
+def test_a_served_model_is_on_the_device(tmp_path: Path) -> None:
+    wide = SHAPE.model_copy(update={"hidden_size": 128, "num_attention_heads": 4})
+    backend = Backend.load(write_tiny_folder(tmp_path / "model", wide), None)
+    model = backend._engine._handle.get()  # type: ignore[attr-defined]
+    assert {p.device.type for p in model.parameters()} == {"cuda"}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    request = CompletionRequest(prompt="1+1=", max_tokens=4, n=2)
+    answers, tokens = backend.complete(request, time.monotonic() + 60)
+    assert len(answers) == 2
+    assert tokens > 0
+    backend.batcher.close(10)
