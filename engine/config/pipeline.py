@@ -20,7 +20,9 @@ class LMEvalConfig(Section):
 
     tasks: tuple[str, ...] = Field((), description="Names of its tasks; none: it is not run")
     include_path: str = Field("", description="Folder with task files (YAML) of your own")
-    num_fewshot: int | None = Field(None, ge=0, description="Examples in a prompt; none: the task's")
+    num_fewshot: int | None = Field(
+        None, ge=0, description="Examples in a prompt; none: the task's"
+    )
     limit: int = Field(0, ge=0, description="Documents a task; 0: all")
     batch_size: int = Field(8, ge=1)
     apply_chat_template: bool = Field(False, description="Put prompts into the model's template")

@@ -110,6 +110,8 @@ def _hub_card(path: str) -> dict[str, Any]:
     except unavailable:
         pass
     try:
-        return _folder_card(Path(hf_hub_download(name, CARD, revision=revision, local_files_only=True)))
+        return _folder_card(
+            Path(hf_hub_download(name, CARD, revision=revision, local_files_only=True))
+        )
     except unavailable:
         return {}

@@ -26,12 +26,12 @@ _HUB_DATASET = re.compile(r"hf://([\w.-]+(?:/[\w.-]+)?)")
 UNKNOWN = "unknown: no card of the base says it"
 OWNERS = "the owner's to choose"
 
-USE = '''```python
+USE = """```python
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 model = AutoModelForCausalLM.from_pretrained("{name}")
 tokenizer = PreTrainedTokenizerFast.from_pretrained("{name}")
-```'''
+```"""
 
 
 def model_card(
@@ -119,9 +119,7 @@ def _block(node: ArtifactNode) -> str:
     text = yaml.safe_dump(public_values(node.config), sort_keys=False, allow_unicode=True)
     fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text) or ["``"]))
     title = f"{node.kind} <code>{node.digest[:12]}</code>"
-    return (
-        f"<details><summary>{title}</summary>\n\n{fence}yaml\n{text}{fence}\n\n</details>"
-    )
+    return f"<details><summary>{title}</summary>\n\n{fence}yaml\n{text}{fence}\n\n</details>"
 
 
 def _lineage(model: ReleasedModel) -> str:
@@ -187,5 +185,3 @@ def _counts(node: ArtifactNode) -> str:
 def _name(node: ArtifactNode) -> str:
     """Kind, and of a source the last part of where it came from."""
     return f"{node.kind} {public_values(node.label)}" if node.kind == SOURCE else node.kind
-
-

@@ -55,7 +55,7 @@ def read_model(reference: str, stores: Sequence[str] = ()) -> ReleasedModel:
     """Read a model by the folder of its artifact, `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
 
     It, its evaluation and all that both were made from are re-hashed; sources made elsewhere may
-    have changed. stores: folders or s3:// prefixes to search; without any, its own and this machine's.
+    have changed. stores: folders or s3:// prefixes to search; else its own and this machine's.
     Raises LineageError for what is missing, unreadable or not as recorded and for an artifact that
     is no model, TrackingError and StorageError where MLflow or a store doesn't answer.
     """
@@ -114,9 +114,7 @@ def _model_node(graph: Graph, start: ArtifactNode) -> ArtifactNode:
     return node
 
 
-def _evaluation_of(
-    graph: Graph, start: ArtifactNode, model: ArtifactNode
-) -> ArtifactNode | None:
+def _evaluation_of(graph: Graph, start: ArtifactNode, model: ArtifactNode) -> ArtifactNode | None:
     """The evaluation that a version names, else the newest one of the model; None without any."""
     wanted, uri = (start.facts.get(f"evaluation_{part}", "") for part in ("manifest", "uri"))
     found = [

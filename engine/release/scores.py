@@ -76,7 +76,7 @@ def score_sections(model: ReleasedModel) -> list[str]:
     if found is None or evaluation is None:
         return ["## Scores\n\nThis model was not evaluated."]
     head = ("", found.before.model.replace("_", " "), "this model")
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (name, _percent(before), _percent(after))
         for (_, name, before), (_, _, after) in zip(
             _rates(found, found.before), _rates(found, found.after), strict=True
@@ -110,5 +110,3 @@ def _harness_table(model: ReleasedModel) -> list[str]:
 
 def _percent(value: Interval) -> str:
     return f"{value.mean:.1%} [{value.low:.1%}, {value.high:.1%}]"
-
-

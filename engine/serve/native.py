@@ -39,7 +39,10 @@ _log = logging.getLogger(__name__)
 LARGEST = 8 << 20  # bytes of a request
 SOCKET_S = 60.0  # for a client to send its request, and to take the answer
 STOP_S = 3.0  # for the batch under way when the server ends
-KINDS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+}
 
 
 class Backend:

@@ -179,9 +179,10 @@ def chunks(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for choice in whole["choices"]:
         said = {"index": choice["index"], "finish_reason": None}
         ended: dict[str, Any] = {"index": choice["index"], "finish_reason": choice["finish_reason"]}
-        piece = {"delta": choice["message"]} if chat else {"text": choice["text"]}
+        piece: dict[str, Any] = {"delta": choice["message"]} if chat else {"text": choice["text"]}
         yield head | {"choices": [said | piece]}
-        yield head | {"choices": [ended | ({"delta": {}} if chat else {"text": ""})]}
+        rest: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+        yield head | {"choices": [ended | rest]}
 
 
 def models(name: str, started: int, context: int | None) -> dict[str, Any]:

@@ -34,9 +34,7 @@ def test_the_model_that_decodes_is_on_the_device(
     frame = pd.DataFrame(arithmetic_rows(4))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    rows = evaluate.evaluate_model(
-        tiny_folder, frame, "rl", config, max_response_length=8, seed=0
-    )
+    rows = evaluate.evaluate_model(tiny_folder, frame, "rl", config, max_response_length=8, seed=0)
     assert len(rows) == 4
     assert {device for device, _ in seen} == {"cuda"}
     assert torch.bfloat16 in {dtype for _, dtype in seen}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -57,14 +58,16 @@ def test_scores_survive_their_file_and_are_paired_by_metric() -> None:
     assert from_json(text, "there") == scores
     assert pairs(scores, "warm_start", "rl") == [(ACC, ACC)]
     for torn in ("{", "{}", '{"models": {"rl": [{"task": 1}]}}'):
-        with pytest.raises(LineageError, match="lm_eval.json can't be read"):
+        with pytest.raises(LineageError, match=r"lm_eval\.json can't be read"):
             from_json(torn, "lm_eval.json")
 
 
 def stand_in(folder: Path, body: str) -> str:
     """A program that is called as Python is, with `-m lm_eval …`."""
     program = folder / "python"
-    program.write_text(f"#!{sys.executable}\nimport json, os, sys, time\nargs = sys.argv[1:]\n{body}")
+    program.write_text(
+        f"#!{sys.executable}\nimport json, os, sys, time\nargs = sys.argv[1:]\n{body}"
+    )
     program.chmod(0o755)
     return str(program)
 
@@ -90,7 +93,7 @@ def test_the_harness_is_asked_for_the_tasks_on_the_folder_and_offline(
     assert run_lm_eval(tiny_folder, config, 7, scratch)[0] == ACC
     args, offline = json.loads((scratch / "log").read_text())
     assert offline == "1"
-    given = dict(zip(args[:-1:1], args[1:], strict=True))
+    given = dict(itertools.pairwise(args))
     assert args[:4] == ["-m", "lm_eval", "--model", "hf"]
     assert given["--tasks"] == "sums,words"
     assert given["--include_path"] == str(tmp_path / "tasks")

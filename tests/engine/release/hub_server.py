@@ -151,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _commit(self, place: str, lines: list[dict[str, Any]]) -> None:
         state, header = self.state, lines[0]["value"]
         if header.get("parentCommit") != state.sha(place):
-            self._answer(412, {"error": "A commit has happened since. Please refresh and try again."})
+            self._answer(412, {"error": "A commit has happened since. Please try again."})
             return
         files = dict(state.files[place])
         for line in lines[1:]:
@@ -167,7 +167,8 @@ class _Handler(BaseHTTPRequestHandler):
         name = place.partition("@")[0]
         oid = state.sha(place)
         self._answer(
-            200, {"success": True, "commitUrl": f"{state.url}/{name}/commit/{oid}", "commitOid": oid}
+            200,
+            {"success": True, "commitUrl": f"{state.url}/{name}/commit/{oid}", "commitOid": oid},
         )
 
     def _body(self) -> bytes:

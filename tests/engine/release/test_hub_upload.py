@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import ModelCard, close_session, constants
 from hub_server import TOKEN, Hub, hub_server
+from huggingface_hub import ModelCard, close_session, constants
 from release_store import make_run
 
 from engine.export import main

@@ -1,4 +1,4 @@
-"""`python -m engine.export MODEL --to FOLDER`: what the folder and its card say, and what refuses."""
+"""`python -m engine.export MODEL --to FOLDER`: what folder and card say, and what is refused."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def registered(
-    tmp_path: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch
-) -> Made:
+def registered(tmp_path: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     shutil.copy(mlflow_store, tmp_path / "mlflow.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     made = make_run(tmp_path)

@@ -42,9 +42,7 @@ def kernels_numbers(machine: str) -> dict[str, int]:
 
 
 def ours(machine: str) -> dict[str, int]:
-    return dict(
-        zip(seccomp._NAMES.split(), map(int, TABLES[machine].split()), strict=True)
-    )
+    return dict(zip(seccomp._NAMES.split(), map(int, TABLES[machine].split()), strict=True))
 
 
 @pytest.mark.parametrize("machine", HEADERS)

@@ -114,9 +114,7 @@ def test_lengths_that_are_decoded_together_end_at_their_own(url: str) -> None:
     """9 to 16 tokens are one batch."""
     whole = texts(complete(url, temperature=0, max_tokens=16))[0]
     with ThreadPoolExecutor(8) as pool:
-        answers = list(
-            pool.map(lambda n: complete(url, temperature=0, max_tokens=n), range(9, 17))
-        )
+        answers = list(pool.map(lambda n: complete(url, temperature=0, max_tokens=n), range(9, 17)))
     for tokens, answer in zip(range(9, 17), answers, strict=True):
         assert answer["usage"]["completion_tokens"] <= tokens
         assert whole.startswith(texts(answer)[0].rstrip("\ufffd"))
@@ -133,9 +131,11 @@ def test_a_stop_text_ends_an_answer(url: str) -> None:
 @pytest.mark.parametrize("kind", ["completions", "chat/completions"])
 def test_a_stream_says_the_same(url: str, kind: str) -> None:
     asked: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "n": 2, "stream": True}
-    asked |= {"messages": [{"role": "user", "content": PROMPT}]} if "chat" in kind else {
-        "prompt": PROMPT
-    }
+    asked |= (
+        {"messages": [{"role": "user", "content": PROMPT}]}
+        if "chat" in kind
+        else {"prompt": PROMPT}
+    )
     answer = httpx.post(f"{url}/v1/{kind}", json=asked, timeout=120)
     assert answer.headers["content-type"] == "text/event-stream"
     events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
