@@ -89,9 +89,9 @@ def render_report(
 
     facts: label → value, shown on top (run id, data, model, …). curves: metric → one value a
     training step. verdict: what promotion decided; None before it. harness: both models' scores in
-    the lm-evaluation-harness. examples: problems shown of each
-    kind, drawn with the comparison's seed. before: what the first model is, `start_model` where
-    there was no warm start; empty: what its table says.
+    the lm-evaluation-harness. examples: problems shown of each kind, drawn with the comparison's
+    seed. before: what the first model is, `start_model` where there was no warm start; empty: what
+    its table says.
     Raises DataError when the two tables are not of the same problems.
     """
     check_paired(rows_before, rows_after)

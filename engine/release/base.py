@@ -11,6 +11,7 @@ from engine.lineage.graph import ArtifactNode
 from engine.storage.hub import SECONDS, is_hub_id, split_revision
 
 CARD = "README.md"
+STARTS = ("sft", "start_model")  # the stages that record which model they began with
 FROM_SCRATCH = "none: its weights began at random"
 
 
@@ -50,14 +51,14 @@ class Licence:
 def find_base(line: Iterable[ArtifactNode]) -> Base | None:
     """The model that the oldest stage began with; None where no stage says.
 
-    `line`: a model and all that it was made from, nearest first. A warm start records the model in
-    its settings, a fetched one where it came from.
+    `line`: a model and all that it was made from, nearest first. A warm start, or the stage in its
+    place, records the model in its settings, a fetched one where it came from.
     """
     base = None
     for node in line:
         config = node.config
         start = config.get("model")
-        if node.kind == "sft" and isinstance(start, dict) and "path" in start:
+        if node.kind in STARTS and isinstance(start, dict) and "path" in start:
             base = Base(str(start["path"]), str(config.get("start_digest") or ""))
         elif node.kind == "model" and config.get("source"):
             digest = node.manifest.digest if node.manifest else ""

@@ -20,7 +20,7 @@ from engine.release.scores import results, score_sections
 from engine.storage.hub import is_hub_id
 from engine.storage.manifest import SOURCE
 
-SETTINGS_OF = ("dataset", "model", "sft", "rl")  # the nearest stage of each kind
+SETTINGS_OF = ("dataset", "model", "start_model", "sft", "rl")  # the nearest stage of each kind
 _PLACE = re.compile(r"(?:[a-z][a-z0-9+.-]*://|/|~)\S*")  # an address or a folder
 _HUB_DATASET = re.compile(r"hf://([\w.-]+(?:/[\w.-]+)?)")
 UNKNOWN = "unknown: no card of the base says it"

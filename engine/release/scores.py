@@ -75,7 +75,9 @@ def score_sections(model: ReleasedModel) -> list[str]:
     found, evaluation = model.comparison, model.evaluation
     if found is None or evaluation is None:
         return ["## Scores\n\nThis model was not evaluated."]
-    head = ("", found.before.model.replace("_", " "), "this model")
+    kinds = {parent.name: parent.kind for parent in evaluation.parents}
+    start = "start_model" if kinds.get("warm_start") == "start_model" else found.before.model
+    head = ("", start.replace("_", " "), "this model")
     rows: list[tuple[str, ...]] = [
         (name, _percent(before), _percent(after))
         for (_, name, before), (_, _, after) in zip(

@@ -40,8 +40,8 @@ def parent(name: str, path: Path) -> Parent:
     return read_manifest(path).as_parent(name, path)
 
 
-def make_run(folder: Path, start: str = "", start_digest: str = "") -> Made:
-    """source → dataset → sft (of the model `start`) → rl → evaluation."""
+def make_run(folder: Path, start: str = "", start_digest: str = "", first: str = "sft") -> Made:
+    """source → dataset → `first` (sft or start_model, of the model `start`) → rl → evaluation."""
     raw = folder / "raw.jsonl"
     raw.write_text('{"question": "1+1"}\n')
     source = Parent(name="source", kind="source", digest=hash_file(raw), uri=str(raw))
@@ -52,7 +52,7 @@ def make_run(folder: Path, start: str = "", start_digest: str = "") -> Made:
     )  # fmt: skip
     weights = {"config.json": "{}", "model.safetensors": "warm", "tokenizer.json": "{}"}
     sft = make(
-        "sft", weights, parent("dataset", dataset),
+        first, weights, parent("dataset", dataset),
         config={"model": {"path": start}, "start_digest": start_digest, "sft": {"lr": 0.001}},
     )  # fmt: skip
     rl = make(

@@ -205,3 +205,14 @@ def test_wrong_references_and_targets_are_sentences(
         with pytest.raises(SystemExit) as ended:
             main(wrong)
         assert ended.value.code == 2
+
+
+def test_rl_from_an_instruct_model_as_it_is_names_that_as_its_base(tmp_path: Path) -> None:
+    base = tmp_path / "instruct"
+    base.mkdir()
+    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    made = make_run(tmp_path, start=str(base), first="start_model")
+    card = export(made.rl, tmp_path / "out")
+    assert card.data.license == "apache-2.0"
+    assert card.data.tags == ["hybridflyte", "rl"]
+    assert "| start model | this model |" in card.text
