@@ -45,7 +45,8 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
 
 
 def _not_started(address: str | None, error: Exception) -> EngineError:
-    cause = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".;")
+    cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    cause = cause.split(". ")[0].rstrip(".;")  # Ray goes on to say what may be the reason
     if address:
         return PlacementError(
             f"Ray could not be started at RAY_ADDRESS={address}: {cause}; check the address, or "

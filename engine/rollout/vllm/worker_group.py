@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from multiprocessing.connection import wait
@@ -76,7 +77,10 @@ class WorkerMonitor:
         if self._closing.is_set():
             return
         process = next(p for p in self._processes if p.sentinel == dead[0])
-        process.join(1.0)
+        # vLLM collects it as well; who comes second learns the exit code a moment later.
+        until = time.monotonic() + 1.0
+        while process.exitcode is None and time.monotonic() < until:
+            time.sleep(0.01)
         self.kill(f"{process.name} (pid {process.pid}) {_ending(process.exitcode)}")
         self._seen.set()
 

@@ -60,7 +60,9 @@ def trainer(folder: Path, mode: str, **rollout: Any) -> RLTrainer:
         }
     )
     loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), 4, seed=0)
-    return RLTrainer(folder, settings, loader, max_response_length=6, max_model_len=64)
+    return RLTrainer(
+        folder, settings, loader, max_response_length=6, max_model_len=64, dtype="float32"
+    )
 
 
 def version_served() -> str:

@@ -169,7 +169,8 @@ def strike_once(
     while driver.listen(1.0) and time.monotonic() < silent:
         continue
     report["noticed_s"] = round(time.monotonic() - struck, 2)
-    report["hung"] = alive(driver.pid)
+    # A process that ends closes its files a moment before it is gone.
+    report["hung"] = not wait_for(lambda: not alive(driver.pid), 5.0)
     if report["hung"]:
         os.kill(driver.pid, signal.SIGKILL)
     done = ended(driver)
