@@ -431,4 +431,4 @@ def test_a_ray_that_does_not_start_in_time_is_one_sentence(
     sentences = [line for line in errors.splitlines() if "Ray could not be started" in line]
     assert len(sentences) == 1
     assert "timed out during startup" in sentences[0]
-    assert "rl.trainer.placement=local" in sentences[0]
+    assert "set trainer.placement=local" in sentences[0]
