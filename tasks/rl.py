@@ -1,6 +1,7 @@
 """Task `rl`: GRPO or PPO from the warm start, on Ray actors.
 
-Artifact `rl`: a Hugging Face model folder with its tokenizer, `metrics.parquet`, a row a step, and
+Artifact `rl`: a Hugging Face model folder with its tokenizer, `metrics.parquet`, a row a step,
+`rollouts/`, samples of what the policy wrote (also the task's Deck, while it runs), and
 with `trainer.timeline_steps` a `timeline.json` for https://ui.perfetto.dev.
 """
 
@@ -11,10 +12,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flytekit.deck import DeckField
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, LoRAConfig, RLConfig, SamplingConfig
 from tasks.context import SMALL, RunContext
+from tasks.live_deck import LiveDeck
 from tasks.preprocess import log_splits
 from tasks.ray_cluster import LOCAL_OBJECT_STORE_BYTES, ray_cluster
 from tasks.stage import stage, stage_cache
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     retries=5,
     interruptible=True,
     timeout=timedelta(days=3),
+    enable_deck=True,
+    deck_fields=(DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT),
 )
 def rl(
     run: RunContext,
@@ -54,6 +59,8 @@ def rl(
     from engine.cli.rl_run import RLRun, RunLog, headline, train_policy
     from engine.data.loader import PromptLoader
     from engine.models import saved_dtype
+    from engine.rollouts.files import FOLDER as ROLLOUTS
+    from engine.rollouts.files import copy_samples
 
     settings = {
         "rl": config.model_dump(mode="json"),
@@ -100,12 +107,15 @@ def rl(
             seed=seed,
             dtype=dtype or saved_dtype(model),
             lora=lora,
+            on_page=LiveDeck("Rollouts").show,
         )
         log = RunLog(this.tracked)
         log.say(headline(config))
         _, history = train_policy(training, log)
         pd.DataFrame(history).to_parquet(this.folder / "metrics.parquet", index=False)
         this.tracked.log_folder(this.folder, "checkpoint")
+        if config.trainer.log_rollouts_freq:
+            copy_samples(f"{checkpoints.folder}/{ROLLOUTS}", this.folder / ROLLOUTS)
         final = history[-1]
         published = this.publish(final, changed)
         this.delete_local_checkpoints()

@@ -148,6 +148,7 @@ ABOVE = {
     "storage": ("errors", "console", "redaction"),
     "tracking": ("errors", "redaction", "storage"),
     "lineage": ("errors", "redaction", "storage", "tracking", "checkpoint", "html_templates"),
+    "rollouts": ("batch", "errors", "html_templates", "storage.filesystem"),
     "promotion": (
         *(
             "errors",
@@ -186,6 +187,7 @@ def test_a_room_knows_of_the_others_what_it_needs(room: str) -> None:
         ("health", ()),
         ("lineage", ("engine.promotion", "engine.release", "engine.serve")),
         ("release", ("engine.export",)),
+        ("rollouts", ("engine.cli",)),
     ],
 )
 def test_a_room_is_known_to_few(room: str, users: tuple[str, ...]) -> None:

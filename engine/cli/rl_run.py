@@ -13,6 +13,9 @@ from engine.cli.step_line import step_line
 from engine.config import LoRAConfig, RLConfig
 from engine.console import say
 from engine.data.loader import PromptLoader
+from engine.data.tokenizer import load_tokenizer
+from engine.rollouts.files import FOLDER as ROLLOUTS
+from engine.rollouts.writer import RolloutLog
 from engine.trainers.attempts import run_with_retries
 from engine.trainers.resume import SCORE
 from engine.trainers.rl import Metrics, RLTrainer, Row
@@ -35,11 +38,13 @@ class RLRun:
     checkpoints: str | Path  # a folder or s3://…
     save_model: Callable[[RLTrainer], Path]  # writes a model folder and returns it
     previous_checkpoints: str | Path | None = None  # of the attempt before
+    rollouts: str | Path = ""  # samples of them: a folder or s3://…; empty: beside the checkpoints
     save_freq: int = 0  # steps between model folders; 0: only the last
     validate_first: bool = False  # before the first step of a new run
     seed: int = 0
     dtype: str = "auto"
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    on_page: Callable[[str], None] | None = None  # the page of rollouts, as it is written anew
 
 
 class RunLog:
@@ -90,6 +95,11 @@ class RunLog:
                 self._tracked_steps.add(step)
                 self._tracked.log_metrics({k: v for k, v in row.items() if k != "step"}, step)
 
+    def file(self, path: Path) -> None:
+        """Track a file of the run's rollouts; called from another thread than the rest."""
+        if self._tracked is not None:
+            self._tracked.log_file(path, ROLLOUTS)
+
     def _write(self, step: int, metrics: Metrics) -> None:
         if self._file is not None:
             self._file.write(json.dumps({"step": step} | metrics) + "\n")
@@ -123,13 +133,20 @@ def train_policy(run: RLRun, log: RunLog) -> tuple[Path, list[Metrics]]:
 
         def on_step(step: int, total: int, metrics: Metrics) -> None:
             log.step(step, total, metrics, trainer.history)
+            rollouts.step_done([*trainer.history, {"step": float(step)} | metrics])
             if step < total and run.save_freq > 0 and step % run.save_freq == 0:
                 log.say(f"rl: saved {run.save_model(trainer)}")
 
-        trainer.on_resume = log.resumed
+        def on_resume(folder: str, step: int) -> None:
+            log.resumed(folder, step)
+            rollouts.resumed(step)
+
+        trainer.on_resume, trainer.on_rollouts = on_resume, rollouts.rollouts
         first = run.validation and run.validate_first and not run.config.trainer.resume_from
-        if not trainer.resume(run.checkpoints) and first:
-            log.validated_first(trainer.validate(run.validation))
+        if not trainer.resume(run.checkpoints):
+            rollouts.resumed(0)
+            if first:
+                log.validated_first(trainer.validate(run.validation))
         trainer.on_step = on_step
         if not trainer.fit(checkpoint_dir=run.checkpoints, resume_from=run.previous_checkpoints):
             log.say(f"rl: all {trainer.step} steps are done already; nothing to train")
@@ -137,9 +154,23 @@ def train_policy(run: RLRun, log: RunLog) -> tuple[Path, list[Metrics]]:
         model, history = run.save_model(trainer), trainer.history
         trainer.write_timeline(run.folder / "timeline.json")
 
-    with hold_lock(run.checkpoints):  # before any worker starts
+    with hold_lock(run.checkpoints), _rollout_log(run, log) as rollouts:  # before workers start
         run_with_retries(make, attempt, run.checkpoints, run.config.trainer.max_attempts)
     return model, history
+
+
+def _rollout_log(run: RLRun, log: RunLog) -> RolloutLog:
+    settings, previous = run.config.trainer, run.previous_checkpoints
+    return RolloutLog(
+        run.rollouts or f"{run.checkpoints}/{ROLLOUTS}",
+        lambda: load_tokenizer(run.model),
+        every=settings.log_rollouts_freq,
+        rows=settings.log_rollouts_rows,
+        last_step=settings.total_training_steps,
+        previous=f"{previous}/{ROLLOUTS}" if previous else None,
+        on_file=log.file,
+        on_page=run.on_page,
+    )
 
 
 def headline(config: RLConfig) -> str:

@@ -17,6 +17,7 @@ from engine.cli.settings import RunConfig
 from engine.console import human_time
 from engine.data.tokenizer import load_tokenizer
 from engine.models import vocabulary_and_context
+from engine.rollouts.files import FOLDER as ROLLOUTS
 from engine.storage.locations import home
 from engine.trainers.rl_checks import check_config
 
@@ -68,6 +69,7 @@ def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: R
         folder,
         checkpoint_folder(config, folder),
         lambda trainer: save_atomically(trainer.save, folder / f"step_{trainer.step}"),
+        rollouts=folder / ROLLOUTS,
         save_freq=config.run.save_freq,
         validate_first=config.run.val_before_train,
         seed=config.seed,

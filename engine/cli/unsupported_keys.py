@@ -45,6 +45,7 @@ _GREEDY = "validation takes one greedy completion a prompt"
 _WARMUP = "set lr_warmup_steps_ratio, the share of all steps"
 _NO_LORA = "a critic trains all its weights; leave it out"
 _TEXT = "prompts are text"
+_SAMPLES = "samples go to trainer.default_local_dir/rollouts, see trainer.log_rollouts_freq"
 
 UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     # Sizes and memory: other values give the same result.
@@ -195,9 +196,9 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _ignore("trainer.use_*", "there is one trainer"),
     _reject("trainer.critic_warmup", "critic and policy start together", (0,)),
     _reject("trainer.val_only", "set trainer.val_before_train=true and one step", (False,)),
-    _reject("trainer.log_val_generations", "look at the report of tasks/evaluate.py", (0,)),
-    _reject("trainer.rollout_data_dir", "completions are not written"),
-    _reject("trainer.validation_data_dir", "completions are not written"),
+    _ignore("trainer.log_val_generations", _SAMPLES),
+    _ignore("trainer.rollout_data_dir", _SAMPLES),
+    _ignore("trainer.validation_data_dir", _SAMPLES),
     _reject("trainer.default_hdfs_dir", "copy trainer.default_local_dir when the run is over"),
     _reject("trainer.max_actor_ckpt_to_keep", "all saved models are kept"),
     _reject(

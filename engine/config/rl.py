@@ -153,6 +153,14 @@ class TrainerConfig(Section):
         20.0, gt=0, description="Deadline after SIGTERM to finish the step and save it"
     )
     timeline_steps: int = Field(0, ge=0, description="Steps whose timeline is written (Perfetto)")
+    log_rollouts_freq: int = Field(
+        10,
+        ge=0,
+        description="Steps between samples of rollouts, see docs/watching.md; 0: none",
+    )
+    log_rollouts_rows: int = Field(
+        32, ge=1, le=1024, description="Completions of a sample: whole groups, as far as they fit"
+    )
     placement: Literal["ray", "local", "auto"] = Field(
         "ray",
         description="Ray actors, or this process; auto: Ray, laid out for the machines it has",

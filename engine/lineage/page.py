@@ -7,9 +7,7 @@ style and script are in `templates/`.
 
 from __future__ import annotations
 
-import base64
 import functools
-import hashlib
 import os
 import uuid
 from collections import defaultdict
@@ -90,7 +88,7 @@ def render_page(
         most_files=MOST_FILES,
         notes=notes,
         parents=parents,
-        policy=_policy(css, script),
+        policy=html_templates.content_policy(css, script),
         review=review,
         rows=_rows(graph, marks),
         script=script,
@@ -127,18 +125,6 @@ def _templates() -> Environment:
     }
     environment.globals |= {"facts": _facts, "flatten": flatten}
     return environment
-
-
-def _policy(css: str, script: str) -> str:
-    """Permit this style and this script, and no address at all."""
-
-    def source(content: str) -> str:
-        return base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-
-    return (
-        f"default-src 'none'; img-src data:; style-src 'sha256-{source(css)}'; "
-        f"script-src 'sha256-{source(script)}'; base-uri 'none'; form-action 'none'"
-    )
 
 
 def _title(review: Review, comparison: ArtifactComparison | None) -> str:

@@ -111,6 +111,11 @@ class StageRun:
         with self._connection.translated("upload a folder"):
             self._connection.client.log_artifacts(self.run_id, str(path), artifact_path)
 
+    def log_file(self, path: str | Path, artifact_path: str | None = None) -> None:
+        """Copy a file into the run's artifacts, replacing one of its name."""
+        with self._connection.translated("upload a file"):
+            self._connection.client.log_artifact(self.run_id, str(path), artifact_path)
+
     def log_figure(self, figure: Figure, name: str) -> None:
         """Store a matplotlib figure as `name`, e.g. `reward.png`."""
         with self._connection.translated("upload a figure"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from engine.batch import Batch
 from engine.checkpoint import Checkpoint, Saver, open_checkpoint
 from engine.checkpoint.lock import hold_lock
 from engine.checkpoint.rng import process_rng, set_process_rng
@@ -58,6 +59,7 @@ log = logging.getLogger(__name__)
 Metrics = dict[str, float]
 OnStep = Callable[[int, int, Metrics], None]  # step (1-based), total steps, metrics
 OnResume = Callable[[str, int], None]  # the checkpoint's address, its step
+OnRollouts = Callable[[str, int, Batch], None]  # "train" or "validation", step, its batch
 Row = dict[str, Any]  # of a data set
 
 
@@ -67,7 +69,8 @@ class RLTrainer:
     A context manager: leaving it stops the workers. `on_step(step, total_steps, metrics)` is
     called after every step; every `trainer.test_freq` steps and after the last one the metrics
     have `validation/reward`, the mean reward on the rows `validation`. Raises ConfigError or
-    PlacementError before any worker starts. `on_resume(folder, step)` is called after a resumption.
+    PlacementError before any worker starts. `on_resume(folder, step)` is called after a resumption,
+    `on_rollouts(split, step, batch)` with what each step and validation decoded.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class RLTrainer:
         check_layouts(config, lora, text_config(model_path))
         self.config, self.on_step, self.validation = effective_config(config), on_step, validation
         self.on_resume: OnResume = lambda folder, step: None
+        self.on_rollouts: OnRollouts = lambda split, step, batch: None
         self.tokenizer = load_tokenizer(model_path)
         if "teacher" in self.dataflow.roles:
             check_teacher(config.algorithm.teacher, self.tokenizer)
@@ -174,6 +178,7 @@ class RLTrainer:
                         update_metrics = [update.result() for update in updates]
                         self.step += 1
                         metrics = self._metrics(result.batch, update_metrics, start)
+                    self.on_rollouts("train", self.step, result.batch.resolve())
                     if saver is not None:
                         metrics |= saver.take_metrics()
                     if self.validation and _is_due(self.step, stop, settings.test_freq):
@@ -195,6 +200,7 @@ class RLTrainer:
         """Of greedy completions to the prompts of `rows`: `validation/reward`, their mean, …"""
         batch = LazyBatch(self.roles.rollout.generate_greedy(self.source.prompts.encode(rows)))
         batch |= self.roles.reward.score(batch)
+        self.on_rollouts("validation", self.step, batch.resolve())
         return validation_metrics(batch.resolve())
 
     def resume(self, checkpoint_dir: str | Path) -> Checkpoint | None:

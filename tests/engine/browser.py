@@ -83,9 +83,16 @@ class Page:
 
     def open(self, path: Path) -> None:
         """Load a file and wait until it is there."""
+        self._load("Page.navigate", url=path.as_uri())
+
+    def reload(self) -> None:
+        """Load the same address again."""
+        self._load("Page.reload")
+
+    def _load(self, method: str, **parameters: Any) -> None:
         self._loaded = False
         self.requests.clear()
-        self.call("Page.navigate", url=path.as_uri())
+        self.call(method, **parameters)
         end = time.monotonic() + ANSWER_SECONDS
         while not self._loaded:
             self._receive(end)

@@ -50,3 +50,11 @@ def test_templates_are_installed_with_the_package() -> None:
     assert len(found) > 5
     for path in found:
         assert any(fnmatch(f"templates/{path.name}", pattern) for pattern in patterns), path
+
+
+def test_a_policy_permits_this_script_alone() -> None:
+    policy = html_templates.content_policy("a {}", "run()")
+    assert "default-src 'none'" in policy
+    assert "script-src 'sha256-" in policy
+    assert policy != html_templates.content_policy("a {}", "run(1)")
+    assert "unsafe" not in policy

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.data.tokenizer import load_tokenizer
 from engine.main_ppo import main
+from engine.rollouts.files import SampleFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -59,6 +60,10 @@ def arguments(place: Path, model: Path, *more: str) -> list[str]:
         "trainer.threads=1",
         *more,
     ]
+
+
+SAMPLES = ("train_000001", "train_000003", "validation_000000", "validation_000002")
+SAMPLES += ("validation_000003",)
 
 
 def test_a_run_reports_validates_saves_and_records(
@@ -97,10 +102,13 @@ def test_a_run_reports_validates_saves_and_records(
     assert sorted(p.name for p in (place / "out").iterdir()) == [
         "checkpoints",
         "metrics.jsonl",
+        "rollouts",
         "step_2",
         "step_3",
         "timeline.json",
     ]
+    samples = sorted(p.name for p in (place / "out" / "rollouts").iterdir())
+    assert samples == ["rollouts.html", *(f"{name}.parquet" for name in SAMPLES)]
     events = json.loads((place / "out" / "timeline.json").read_text())["traceEvents"]
     updates = [e for e in events if e["name"] == "actor.update" and e["ph"] == "X"]
     assert [event["args"]["step"] for event in updates] == [1, 2]
@@ -116,6 +124,14 @@ def test_a_run_reports_validates_saves_and_records(
     assert run.info.run_name == "tiny"
     assert run.info.status == "FINISHED"
     assert [m.step for m in client.get_metric_history(run.info.run_id, "reward/mean")] == [1, 2, 3]
+    uploaded = client.list_artifacts(run.info.run_id, "rollouts")
+    assert sorted(file.path for file in uploaded) == [f"rollouts/{name}" for name in samples]
+    rows = pd.read_parquet(place / "out" / "rollouts" / "train_000003.parquet")
+    assert len(rows) == 16, "all of a step this small"
+    assert rows["reward"].mean() == pytest.approx(rewards[-1])
+    assert all(
+        len(a) == len(t) > 0 for a, t in zip(rows["advantages"], rows["tokens"], strict=True)
+    )
 
 
 def test_unseen_data_of_two_columns_trains_with_one_command_line(
@@ -174,6 +190,10 @@ def test_the_same_command_again_goes_on_where_it_ended(
     assert re.findall(r"^rl +(\d)/4", out, re.M) == ["3", "4"]
     lines = (place / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
+    folder = SampleFolder(place / "out" / "rollouts")
+    assert [name.step for name in folder.names() if name.split == "train"] == [1, 2, 4]
+    sampled = [row["step"] for name in folder.names() for row in folder.read(name)[1]]
+    assert sampled == [1, 2, 3, 4]
     names = ("whole/step_4/model.safetensors", "out/step_4/model.safetensors")
     first, second = ((place / name).read_bytes() for name in names)
     assert first == second, "in two parts as in one"

@@ -109,6 +109,7 @@ def test_retries_deadlines_and_spot_machines(tasks: dict[str, Any]) -> None:
 
 def test_the_deck_is_registered(tasks: dict[str, Any]) -> None:
     assert tasks["evaluate_laptop"].metadata.generates_deck.value
+    assert tasks["rl_laptop"].metadata.generates_deck.value
     assert not tasks["sft_laptop"].metadata.generates_deck.value
 
 

@@ -198,6 +198,19 @@ def test_a_report_and_a_deck_are_written(finished: Finished) -> None:
     assert any(verdict in deck and "Lineage" in deck for deck in decks)
 
 
+def test_the_rollouts_of_the_run_can_be_looked_at(
+    finished: Finished, client: MlflowClient, runs: dict[str, Run]
+) -> None:
+    folder = finished.artifact("rl") / "rollouts"
+    names = sorted(path.name for path in folder.iterdir())
+    assert {"rollouts.html", "train_000001.parquet", f"train_{STEPS:06d}.parquet"} <= set(names)
+    tracked = client.list_artifacts(runs["rl"].info.run_id, "rollouts")
+    assert sorted(file.path for file in tracked) == [f"rollouts/{name}" for name in names]
+    page = (folder / "rollouts.html").read_text()
+    decks = [path.read_text() for path in (finished.place.root / "tmp").rglob("deck.html")]
+    assert any(page in deck for deck in decks)
+
+
 def test_the_output_is_ours_alone(finished: Finished) -> None:
     ours = re.compile(
         r"Running Execution on local\.|run \d{8}-\d{6}-\w{4}: |(dataset|sft|rl|evaluation|evaluate"

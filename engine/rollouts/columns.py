@@ -1,0 +1,40 @@
+"""The columns of a sample: a row is a completion, with one value a token in its lists."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+TRAIN, VALIDATION = "train", "validation"
+COMPONENT = "reward."  # before the name of a reward's component, in the name of its column
+
+# One number a token of the completion; null where nothing of the run computed it.
+TOKEN_VALUES = (
+    "advantages",
+    "rollout_log_probs",  # the tokens were sampled with
+    "old_log_probs",  # by the trainer, before the update
+    "ref_log_probs",  # by the frozen reference
+    "values",  # the critic's
+)
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("split", pa.string()),  # TRAIN or VALIDATION
+        ("group", pa.int64()),  # completions of one prompt have one number
+        ("data_source", pa.string()),
+        ("prompt", pa.string()),
+        ("ground_truth", pa.string()),
+        ("completion", pa.string()),
+        ("reward", pa.float32()),  # as given
+        ("shaped_reward", pa.float32()),  # what advantages are made of; null in validation
+        ("correct", pa.bool_()),
+        ("has_format", pa.bool_()),
+        ("truncated", pa.bool_()),
+        ("reward_error", pa.string()),  # why the reward failed, or ""
+        ("policy_version", pa.int64()),
+        ("token_ids", pa.list_(pa.int64())),
+        ("tokens", pa.list_(pa.string())),
+        *((name, pa.list_(pa.float32())) for name in TOKEN_VALUES),
+    ]
+)
+"""Beside these, `reward.NAME` (float32) for each component of the reward."""
