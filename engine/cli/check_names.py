@@ -1,4 +1,4 @@
-"""Whether what a run names is there: model, teacher, data files, reward.
+"""Whether what a run names is there: model, teacher, data files, reward, packages of loggers.
 
 It loads neither torch nor Ray, so that a wrong name is known at once. What is in the files is
 checked by `data` and the trainer.
@@ -12,6 +12,7 @@ from engine.plugins import import_plugins
 from engine.rewards import require_rewards
 from engine.storage.filesystem import as_path, is_remote
 from engine.storage.hub import pin_revision
+from engine.tracking.metric_logs import require_packages
 
 
 def check_names(config: RunConfig) -> None:
@@ -23,6 +24,7 @@ def check_names(config: RunConfig) -> None:
     for file in (*config.data.train_files, *config.data.val_files):
         if not is_remote(file) and not as_path(file).exists():
             raise DataError(f"{file} does not exist; check the path")
+    require_packages(config.run.logger)
     import_plugins(config.rl.plugins)
     require_rewards(config.rl.reward)
     if config.rl.algorithm.teacher:

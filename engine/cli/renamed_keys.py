@@ -32,14 +32,17 @@ def _listed(value: object, key: str) -> list[object]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+_LOGGERS = ("console", "file", "jsonl", "mlflow", "tensorboard", "wandb")
+
+
 def _loggers(value: object, key: str) -> list[object]:
     """Names of loggers; those that only verl has are rejected with the way out."""
     names = _listed(value, key)
-    foreign = [name for name in names if name not in ("console", "file", "mlflow")]
+    foreign = [name for name in names if name not in _LOGGERS]
     if foreign:
         raise ConfigError(
-            f"{key}: {', '.join(map(str, foreign))} is not a logger here; choose from console, "
-            "file and mlflow"
+            f"{key}: {', '.join(map(str, foreign))} is not a logger here; choose from "
+            f"{', '.join(_LOGGERS)}"
         )
     return names
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from engine.checkpoint.lock import hold_lock
 from engine.cli.step_line import step_line
@@ -22,6 +23,9 @@ from engine.trainers.rl import Metrics, RLTrainer, Row
 
 if TYPE_CHECKING:
     from engine.tracking import StageRun
+    from engine.tracking.metric_logs import MetricLog
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +52,19 @@ class RLRun:
 
 
 class RunLog:
-    """Progress lines, tracked metrics and a file of metrics."""
+    """Progress lines, and a run's metrics in MLflow and elsewhere."""
 
     def __init__(
         self,
         tracked: StageRun | None = None,
-        file: TextIO | None = None,
+        logs: Mapping[str, MetricLog] | None = None,
         *,
         step_lines: bool = True,
     ) -> None:
+        """`logs` are other places for metrics, by the names that `run.logger` has for them."""
         self.rewards: list[float] = []  # of this process's steps
         self.validations: list[float] = []
-        self._tracked, self._file, self._step_lines = tracked, file, step_lines
+        self._tracked, self._logs, self._step_lines = tracked, dict(logs or {}), step_lines
         self._tracked_steps: set[int] = set()
 
     def say(self, line: str) -> None:
@@ -69,13 +74,13 @@ class RunLog:
     def resumed(self, folder: str, step: int) -> None:
         """The run goes on after `step`, from a checkpoint of this attempt or of one before it."""
         self.say(f"rl: continues from {folder}, step {step}")
+        self._each_log(methodcaller("resumed", step))
 
     def validated_first(self, metrics: Metrics) -> None:
         """The metrics of the validation rows before the first step."""
         self.say(f"rl: validation {metrics[SCORE]:.3f} before training")
         self.validations.append(metrics[SCORE])
         self.track([{"step": 0.0} | metrics])
-        self._write(0, metrics)
 
     def step(self, step: int, total: int, metrics: Metrics, history: Sequence[Metrics]) -> None:
         """A step and its metrics; `history` are the rows of the steps before."""
@@ -83,7 +88,6 @@ class RunLog:
         if SCORE in metrics:
             self.validations.append(metrics[SCORE])
         self.track([*history, {"step": float(step)} | metrics])
-        self._write(step, metrics)
         if self._step_lines:
             self.say(step_line(step, total, metrics, [*history, metrics]))
 
@@ -91,19 +95,28 @@ class RunLog:
         """Track the rows that this process has not tracked; an earlier one had a run of its own."""
         for row in history:
             step = int(row["step"])
-            if self._tracked is not None and step not in self._tracked_steps:
-                self._tracked_steps.add(step)
-                self._tracked.log_metrics({k: v for k, v in row.items() if k != "step"}, step)
+            if step in self._tracked_steps:
+                continue
+            self._tracked_steps.add(step)
+            metrics = {name: value for name, value in row.items() if name != "step"}
+            if self._tracked is not None:
+                self._tracked.log_metrics(metrics, step)
+            self._each_log(methodcaller("log_metrics", metrics, step))
 
     def file(self, path: Path) -> None:
         """Track a file of the run's rollouts; called from another thread than the rest."""
         if self._tracked is not None:
             self._tracked.log_file(path, ROLLOUTS)
 
-    def _write(self, step: int, metrics: Metrics) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps({"step": step} | metrics) + "\n")
-            self._file.flush()
+    def _each_log(self, call: Callable[[MetricLog], None]) -> None:
+        """Call all logs; one that fails is left out from here on, and the run goes on."""
+        for name, log in list(self._logs.items()):
+            try:
+                call(log)
+            except Exception as error:  # trackers raise errors of many libraries
+                del self._logs[name]
+                warning = "run.logger: %s gets no more metrics: %s; training continues"
+                _log.warning(warning, name, str(error) or type(error).__name__)
 
 
 def train_policy(run: RLRun, log: RunLog) -> tuple[Path, list[Metrics]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.cli.data import Prompts, read_prompts
 from engine.cli.failures import error_details_file
+from engine.cli.loggers import open_log
 from engine.cli.model_folders import make_output_folder, save_atomically
 from engine.cli.ray_session import ray_session, require_shared
 from engine.cli.rl_run import RLRun, RunLog, headline, train_policy
@@ -20,9 +18,6 @@ from engine.models import vocabulary_and_context
 from engine.rollouts.files import FOLDER as ROLLOUTS
 from engine.storage.locations import home
 from engine.trainers.rl_checks import check_config
-
-if TYPE_CHECKING:
-    from engine.tracking import StageRun
 
 
 def run(config: RunConfig) -> Path:
@@ -38,12 +33,15 @@ def run(config: RunConfig) -> Path:
     prompts = read_prompts(config, load_tokenizer(model), context)
     config = _with_steps(config, len(prompts.loader))
     placement = config.rl.trainer.placement
-    with error_details_file(folder), _tracked(config) as tracked, ray_session(placement):
+    resumes = any(checkpoint_folder(config, folder).glob("step_*"))
+    with (
+        error_details_file(folder),
+        open_log(config, folder, resumes) as log,
+        ray_session(placement),
+    ):
         if placement != "local":
             require_shared([str(folder), *([model] if Path(model).is_dir() else [])])
-        with _metrics_file(config, folder) as file:
-            log = RunLog(tracked, file, step_lines="console" in config.run.logger)
-            return _train(config, model, prompts, folder, log)
+        return _train(config, model, prompts, folder, log)
 
 
 def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: RunLog) -> Path:
@@ -122,29 +120,3 @@ def _local(model: str) -> str:
     """A folder as an absolute path, for workers in other working directories; a hub id as it is."""
     path = Path(model).expanduser()
     return str(path.absolute()) if path.is_dir() else model
-
-
-@contextlib.contextmanager
-def _metrics_file(config: RunConfig, folder: Path) -> Iterator[TextIO | None]:
-    """`metrics.jsonl` where `run.logger` asks for it; a resumed run appends."""
-    if "file" not in config.run.logger:
-        yield None
-        return
-    resumes = any(checkpoint_folder(config, folder).glob("step_*"))
-    with (folder / "metrics.jsonl").open("a" if resumes else "w") as file:
-        yield file
-
-
-@contextlib.contextmanager
-def _tracked(config: RunConfig) -> Iterator[StageRun | None]:
-    """An MLflow run for the block where `run.logger` asks for one; the store is checked first."""
-    if "mlflow" not in config.run.logger:
-        yield None
-        return
-    from engine.tracking import Tracker
-
-    tracker = Tracker(experiment=config.run.project_name)
-    tracker.check()
-    settings: dict[str, Any] = config.model_dump(mode="json")
-    with tracker.stage(config.run.experiment_name, params=settings) as tracked:
-        yield tracked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from engine.config import LoRAConfig, RLConfig, RowsConfig, Section
 
@@ -50,11 +50,20 @@ class OutputConfig(Section):
         description="Folder for models and metrics; empty: "
         "$HYBRIDFLYTE_HOME/checkpoints/<project>/<experiment>",
     )
-    project_name: str = Field("hybridflyte", min_length=1, description="MLflow experiment")
-    experiment_name: str = Field("ppo", min_length=1, description="MLflow run")
-    logger: tuple[Literal["console", "file", "mlflow"], ...] = Field(
-        ("console",), description="Where metrics go; file: metrics.jsonl beside the models"
+    project_name: str = Field(
+        "hybridflyte", min_length=1, description="MLflow experiment, project of Weights & Biases"
     )
+    experiment_name: str = Field("ppo", min_length=1, description="Name of the run there")
+    logger: tuple[Literal["console", "file", "mlflow", "tensorboard", "wandb"], ...] = Field(
+        ("console",),
+        description="Where metrics go; file (or jsonl): metrics.jsonl beside the models",
+    )
+
+    @field_validator("logger", mode="before")
+    @classmethod
+    def _jsonl_is_the_file(cls, value: object) -> object:
+        names = value if isinstance(value, list | tuple) else [value]
+        return tuple("file" if name == "jsonl" else name for name in names)
 
 
 class RunConfig(Section):

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from tiny_engine import arithmetic_rows
+from tracker_files import tensorboard_points
 from transformers import AutoModelForCausalLM
 
 from engine.data.tokenizer import load_tokenizer
@@ -77,11 +78,12 @@ def test_a_run_reports_validates_saves_and_records(
 
     uri = f"sqlite:///{shutil.copy(mlflow_store, place / 'mlflow.db')}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     more = (
         "trainer.total_training_steps=3",
         "trainer.test_freq=2",
         "trainer.save_freq=2",
-        "trainer.logger=['console','file','mlflow']",
+        "trainer.logger=['console','jsonl','mlflow','tensorboard','wandb']",
         "trainer.project_name=ops",
         "trainer.experiment_name=tiny",
         "trainer.timeline_steps=2",
@@ -105,8 +107,14 @@ def test_a_run_reports_validates_saves_and_records(
         "rollouts",
         "step_2",
         "step_3",
+        "tensorboard",
         "timeline.json",
+        "wandb",
     ]
+    assert tensorboard_points(place / "out" / "tensorboard", "reward/mean") == [
+        (step, pytest.approx(reward)) for step, reward in enumerate(rewards, 1)
+    ]
+    assert len(list((place / "out" / "wandb").glob("offline-run-*/*.wandb"))) == 1
     samples = sorted(p.name for p in (place / "out" / "rollouts").iterdir())
     assert samples == ["rollouts.html", *(f"{name}.parquet" for name in SAMPLES)]
     events = json.loads((place / "out" / "timeline.json").read_text())["traceEvents"]

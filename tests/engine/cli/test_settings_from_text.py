@@ -87,6 +87,8 @@ def test_no_key_is_both_known_and_absent() -> None:
         ("trainer.total_epochs=3", "run.total_epochs", 3),
         ("trainer.experiment_name=2026", "run.experiment_name", "2026"),
         ("trainer.logger=console", "run.logger", ("console",)),
+        ("trainer.logger=[jsonl,wandb]", "run.logger", ("file", "wandb")),
+        ("run.logger=jsonl", "run.logger", ("file",)),
         ("trainer.logger=['console','mlflow']", "run.logger", ("console", "mlflow")),
         ("trainer.placement=local", "rl.trainer.placement", "local"),
         (
@@ -242,7 +244,7 @@ def test_steps_win_over_epochs_as_in_verl() -> None:
         ("actor_rollout_ref.actor.fsdp_config.fsdp_size=8", ("rl.actor.parallel.fsdp",)),
         ("actor_rollout_ref.rollout.expert_parallel_size=2", ("not available here",)),
         ("critic.model.path=/other", ("critic.model.path", "starts from the policy's model")),
-        ("trainer.logger=['console','wandb']", ("trainer.logger: wandb", "mlflow")),
+        ("trainer.logger=['console','swanlab']", ("trainer.logger: swanlab", "mlflow")),
         ("trainer.critic_warmup=5", ("trainer.critic_warmup=5",)),
         ("data.truncation=left", ("data.filter_overlong_prompts=true",)),
         ("actor_rollout_ref.actor.optim.lr=abc", ("actor_rollout_ref.actor.optim.lr='abc'",)),
