@@ -121,7 +121,7 @@ def evaluate(
                 "data": describe_problems(data.source, test, models["rl"]),
                 "scorer": scorer_identity(config.scorer),
                 "known from training": known,
-                **model_facts(this.parent("policy").digest),
+                **model_facts(this.parent("policy").digest, models["rl"]),
                 "promotion": "decided after this page; then the run's report.html has the verdict",
             },
             curves=training_curves(models["rl"]),
@@ -219,11 +219,12 @@ def check_held_out(dataset: Path) -> None:
 
 def training_curves(policy: Path) -> dict[str, list[float]]:
     """Per-step metrics of the RL run that made the model; empty for other models."""
-    import pandas as pd
+    from engine.evaluation.policy_steps import read_policy_steps
 
-    if not (policy / "metrics.parquet").is_file():
+    run = read_policy_steps(policy)
+    if run is None:
         return {}
-    steps = pd.read_parquet(policy / "metrics.parquet")
+    steps = run.rows
     wanted = {
         "reward": "reward/mean",
         "KL": "actor/kl",

@@ -66,7 +66,7 @@ def write_pages(run: RunContext, promotion: Path) -> Path:
         facts={
             "run": run.run_id,
             "data": f"{comparison.problems} held-out problems of {parents['dataset'].digest[:12]}",
-            **model_facts(digest, page=bool(graph)),
+            **model_facts(digest, policy, page=bool(graph)),
         },
         curves=training_curves(policy),
         verdict=read_verdict(promotion),
@@ -90,13 +90,17 @@ def read_harness(evaluation: Path) -> list[tuple[HarnessScore, HarnessScore]]:
     return pairs(from_json(file.read_bytes(), str(file)), "warm_start", "rl")
 
 
-def model_facts(digest: str, page: bool = False) -> dict[str, str | Link]:
-    """The evaluated model's digest and its lineage: a page beside the report, or the command."""
+def model_facts(digest: str, policy: Path, page: bool = False) -> dict[str, str | Link]:
+    """The evaluated model's digest, its step of the RL run that made it, and its lineage: a page
+    beside the report, or the command."""
+    from engine.evaluation.policy_steps import read_policy_steps
     from engine.evaluation.report import Link
 
     command = f"python -m engine.lineage {digest[:12]} --html {LINEAGE}"
     link = Link(f"{LINEAGE} (in a Deck: the tab Lineage)", LINEAGE)
-    return {"model": digest, "lineage": link if page else command}
+    steps = read_policy_steps(policy)
+    of = {} if steps is None else {"step of RL": str(steps)}
+    return {"model": digest, **of, "lineage": link if page else command}
 
 
 def lineage_page(policy: str, stores: Sequence[str]) -> str:

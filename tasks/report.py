@@ -70,6 +70,7 @@ def report(
 
 def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> dict[str, Any]:
     """Collect the run's facts from its artifacts."""
+    from engine.evaluation.policy_steps import read_policy_steps
     from engine.storage.manifest import read_manifest
     from tasks.evaluate import read_comparison
 
@@ -78,6 +79,7 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
     comparison = read_comparison(folders["evaluation"])
     decision = json.loads((folders["promotion"] / "decision.json").read_text())
     gain, execution = comparison["gain"], execution_name(run)
+    steps = read_policy_steps(folders["rl"])
 
     def passed(which: str) -> dict[str, Any]:
         interval = comparison[which]["pass_at_1"]
@@ -91,6 +93,7 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
         "warm_start": manifests["sft"].kind != START_MODEL,
         "pass_at_1": {"warm_start": before["value"], "rl": after["value"]},
         "pass_at_1_interval": {"warm_start": before["interval"], "rl": after["interval"]},
+        "policy_step": None if steps is None else str(steps),  # of its RL run
         "gain": gain["mean"],
         "gain_interval": [gain["low"], gain["high"]],
         "problems": comparison["problems"],
@@ -170,6 +173,7 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
         "time": f"{human_time(facts['seconds']['total'])} ({times})",
         **({} if facts["warm_start"] else {"start model": facts["start_model"]}),
         "model": display_path(folders["rl"]),
+        "model's step": facts["policy_step"] or "made by no RL run",
         "report (Deck)": display_path(Path(facts["report"])),
         "summary": display_path(path),
         "MLflow run": f"{facts['mlflow']['run_id']} in {facts['mlflow']['experiment']!r}",

@@ -1,7 +1,8 @@
 """Task `rl`: GRPO or PPO from the warm start, on Ray actors.
 
-Artifact `rl`: a Hugging Face model folder with its tokenizer, `metrics.parquet`, a row a step,
-`rollouts/`, samples of what the policy wrote (also the task's Deck, while it runs), and
+Artifact `rl`: a Hugging Face model folder with its tokenizer, of the step that
+`trainer.final_model` says; `metrics.parquet`, a row a step, with the column `model` for that step;
+`rollouts/`, samples of what the policy wrote (also the task's Deck, while it runs); and
 with `trainer.timeline_steps` a `timeline.json` for https://ui.perfetto.dev.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flytekit.deck import DeckField
 from flytekit.types.directory import FlyteDirectory
@@ -24,7 +25,7 @@ from tasks.stage import stage, stage_cache
 from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
-    from engine.trainers.rl import RLTrainer
+    from engine.cli.rl_run import WriteModel
 
 # Requests are the submitter's; they are copied to no Ray pod that has a template of its own.
 
@@ -58,6 +59,7 @@ def rl(
     from engine.cli.ray_session import ray_session
     from engine.cli.rl_run import RLRun, RunLog, headline, train_policy
     from engine.data.loader import PromptLoader
+    from engine.evaluation.policy_steps import FILE, MODEL
     from engine.models import saved_dtype
     from engine.rollouts.files import FOLDER as ROLLOUTS
     from engine.rollouts.files import copy_samples
@@ -86,11 +88,8 @@ def rl(
         checkpoints = this.checkpoints()
         this.record_origin(checkpoints)
 
-        changed: list[dict[str, Any]] = []
-
-        def save_model(trainer: RLTrainer) -> Path:
-            trainer.save(this.folder)
-            changed[:] = trainer.changed_settings
+        def save_model(write: WriteModel, step: int) -> Path:
+            write(str(this.folder))
             return this.folder
 
         training = RLRun(
@@ -111,12 +110,14 @@ def rl(
         )
         log = RunLog(this.tracked)
         log.say(headline(config))
-        _, history = train_policy(training, log)
-        pd.DataFrame(history).to_parquet(this.folder / "metrics.parquet", index=False)
+        trained = train_policy(training, log)
+        steps = pd.DataFrame(trained.history)
+        steps[MODEL] = steps["step"] == trained.final.step
+        steps.to_parquet(this.folder / FILE, index=False)
         this.tracked.log_folder(this.folder, "checkpoint")
         if config.trainer.log_rollouts_freq:
             copy_samples(f"{checkpoints.folder}/{ROLLOUTS}", this.folder / ROLLOUTS)
-        final = history[-1]
-        published = this.publish(final, changed)
+        of_model = next(row for row in trained.history if row["step"] == trained.final.step)
+        published = this.publish(of_model | trained.final.metrics(), trained.changed_settings)
         this.delete_local_checkpoints()
         return published

@@ -200,6 +200,18 @@ def verify(folder: Folder) -> Marker:
     return marker
 
 
+def copy_checkpoint(source: Folder, target: Folder, marker: Marker) -> None:
+    """Copy the files of a complete checkpoint, but for its marker, hashing them on the way.
+
+    Raises DamagedCheckpointError where one isn't what `checksums.json` recorded.
+    """
+    checksums = read_checksums(source, marker)
+    check_sizes(source, checksums)
+    for name in checksums:
+        _compare(source, name, target.write(name, source.files.chunks(name)), checksums)
+    write_checksums(target, checksums)
+
+
 def _checked_bytes(folder: Folder, name: str, checksums: dict[str, FileEntry]) -> bytes:
     data = folder.read(name)
     _compare(folder, name, hash_chunks([data]), checksums)

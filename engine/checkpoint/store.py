@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -20,6 +20,7 @@ from engine.checkpoint.format import (
     STATE,
     Marker,
     check_sizes,
+    copy_checkpoint,
     rank_file_prefix,
     ranks_in,
     read_checksums,
@@ -190,6 +191,30 @@ class CheckpointStore:
         """Names of the folders of all checkpoints that have their marker, oldest first."""
         markers = self._markers()
         return sorted(markers, key=lambda name: markers[name].sequence)
+
+    def newest_of(self, step: int) -> Checkpoint | None:
+        """The newest checkpoint of one step, whose files are not verified; None without one."""
+        found = {name: marker for name, marker in self._markers().items() if marker.step == step}
+        if not found:
+            return None
+        name = max(found, key=lambda name: found[name].sequence)
+        return Checkpoint((self.root / name).uri, found[name])
+
+    def adopt(self, other: Checkpoint) -> None:
+        """Copy a checkpoint of another root into this one, as older than all that are here.
+
+        No commit may be under way. Raises CheckpointError where it can't be copied, as it was.
+        """
+        draft = self.begin(other.step)
+        folder = Folder(draft.folder)
+        try:
+            copy_checkpoint(Folder(other.folder), folder, other.marker)
+            write_marker(folder, replace(other.marker, sequence=0))
+            self._publish(folder, other.step)
+        except BaseException:
+            self.abandon(draft)
+            raise
+        _open_drafts.discard(folder.uri)
 
     def _collect(self, folder: Folder, draft: CheckpointDraft) -> dict[str, FileEntry]:
         """The checksums of all files that ranks reported and of the controller's state."""

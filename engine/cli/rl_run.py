@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.checkpoint import CheckpointStore
 from engine.checkpoint.lock import hold_lock
+from engine.checkpoint.state_dict import StateDict
 from engine.cli.step_line import step_line
 from engine.config import LoRAConfig, RLConfig
 from engine.console import say
@@ -17,7 +20,10 @@ from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.rollouts.files import FOLDER as ROLLOUTS
 from engine.rollouts.writer import RolloutLog
+from engine.errors import CheckpointError
 from engine.trainers.attempts import run_with_retries
+from engine.trainers.export import write_policy
+from engine.trainers.final_model import FinalModel, choose_final_model
 from engine.trainers.resume import SCORE
 from engine.trainers.rl import Metrics, RLTrainer, Row
 
@@ -26,6 +32,9 @@ if TYPE_CHECKING:
     from engine.tracking.metric_logs import MetricLog
 
 _log = logging.getLogger(__name__)
+
+
+WriteModel = Callable[[str], None]  # writes a model's files into a folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +49,11 @@ class RLRun:
     max_response_length: int
     folder: Path  # of timeline.json
     checkpoints: str | Path  # a folder or s3://…
-    save_model: Callable[[RLTrainer], Path]  # writes a model folder and returns it
+    save_model: Callable[[WriteModel, int], Path]  # a step's model folder, which it returns
     previous_checkpoints: str | Path | None = None  # of the attempt before
     rollouts: str | Path = ""  # samples of them: a folder or s3://…; empty: beside the checkpoints
-    save_freq: int = 0  # steps between model folders; 0: only the last
+    save_freq: int = 0  # steps between model folders; 0: none before the end
+    keep_last: bool = False  # a model folder of the last step, too, where another is handed over
     validate_first: bool = False  # before the first step of a new run
     seed: int = 0
     dtype: str = "auto"
@@ -91,6 +101,12 @@ class RunLog:
         if self._step_lines:
             self.say(step_line(step, total, metrics, [*history, metrics]))
 
+    def hands_over(self, final: FinalModel) -> None:
+        """Which step's policy is the result of the run."""
+        self.say(f"rl: hands over {final}")
+        if self._tracked is not None:
+            self._tracked.log_metrics(final.metrics(), final.last)
+
     def track(self, history: Sequence[Metrics]) -> None:
         """Track the rows that this process has not tracked; an earlier one had a run of its own."""
         for row in history:
@@ -119,13 +135,23 @@ class RunLog:
                 _log.warning(warning, name, str(error) or type(error).__name__)
 
 
-def train_policy(run: RLRun, log: RunLog) -> tuple[Path, list[Metrics]]:
-    """Train, in new attempts after lost workers; return the model's folder and the history.
+@dataclass(frozen=True, slots=True)
+class TrainedPolicy:
+    """What a run leaves."""
+
+    folder: Path  # of the model that it hands over
+    final: FinalModel  # which step that is
+    history: list[Metrics]  # a row a step
+    changed_settings: list[StateDict]  # of resumptions, see `engine.trainers.run_settings`
+
+
+def train_policy(run: RLRun, log: RunLog) -> TrainedPolicy:
+    """Train, in new attempts after lost workers; return the model and how it came about.
 
     A run that has checkpoints resumes from the newest. Raises an EngineError.
     """
     start = run.loader.state_dict()
-    model, history = Path(), list[Metrics]()
+    trained: list[TrainedPolicy] = []
 
     def make() -> RLTrainer:
         run.loader.load_state_dict(start)
@@ -142,13 +168,11 @@ def train_policy(run: RLRun, log: RunLog) -> tuple[Path, list[Metrics]]:
         )
 
     def attempt(trainer: RLTrainer) -> None:
-        nonlocal model, history
-
         def on_step(step: int, total: int, metrics: Metrics) -> None:
             log.step(step, total, metrics, trainer.history)
             rollouts.step_done([*trainer.history, {"step": float(step)} | metrics])
             if step < total and run.save_freq > 0 and step % run.save_freq == 0:
-                log.say(f"rl: saved {run.save_model(trainer)}")
+                log.say(f"rl: saved {run.save_model(trainer.save, step)}")
 
         def on_resume(folder: str, step: int) -> None:
             log.resumed(folder, step)
@@ -164,12 +188,31 @@ def train_policy(run: RLRun, log: RunLog) -> tuple[Path, list[Metrics]]:
         if not trainer.fit(checkpoint_dir=run.checkpoints, resume_from=run.previous_checkpoints):
             log.say(f"rl: all {trainer.step} steps are done already; nothing to train")
         log.track(trainer.history)  # also of a run that was finished before
-        model, history = run.save_model(trainer), trainer.history
+        folder, final = _save_final(run, trainer, log)
+        log.hands_over(final)
+        trained.append(TrainedPolicy(folder, final, trainer.history, trainer.changed_settings))
         trainer.write_timeline(run.folder / "timeline.json")
 
     with hold_lock(run.checkpoints), _rollout_log(run, log) as rollouts:  # before workers start
         run_with_retries(make, attempt, run.checkpoints, run.config.trainer.max_attempts)
-    return model, history
+    return trained[-1]
+
+
+def _save_final(run: RLRun, trainer: RLTrainer, log: RunLog) -> tuple[Path, FinalModel]:
+    """Write the model folder of the step that is handed over."""
+    rule, history = run.config.trainer.final_model, trainer.history
+    final = choose_final_model(rule, history, CheckpointStore(run.checkpoints))
+    if not final.checkpoint:
+        return run.save_model(trainer.save, trainer.step), final
+    if run.keep_last:
+        run.save_model(trainer.save, trainer.step)
+    write = partial(write_policy, final.checkpoint, model=run.model)
+    try:
+        return run.save_model(write, final.step), final
+    except CheckpointError as error:
+        log.say(f"rl: {final} is lost, and the last step is handed over: {error}")
+    final = choose_final_model("last", history, CheckpointStore(run.checkpoints))
+    return run.save_model(trainer.save, trainer.step), final
 
 
 def _rollout_log(run: RLRun, log: RunLog) -> RolloutLog:

@@ -10,7 +10,7 @@ from engine.cli.failures import error_details_file
 from engine.cli.loggers import open_log
 from engine.cli.model_folders import make_output_folder, save_atomically
 from engine.cli.ray_session import ray_session, require_shared
-from engine.cli.rl_run import RLRun, RunLog, headline, train_policy
+from engine.cli.rl_run import RLRun, RunLog, TrainedPolicy, headline, train_policy
 from engine.cli.settings import RunConfig
 from engine.console import human_time
 from engine.data.tokenizer import load_tokenizer
@@ -21,7 +21,7 @@ from engine.trainers.rl_checks import check_config
 
 
 def run(config: RunConfig) -> Path:
-    """Train, validate, save; return the folder of the last model.
+    """Train, validate, save; return the folder of the model that the run hands over.
 
     Raises an EngineError; what is wrong with the input is found before any worker starts, and what
     it names by `check_names` before this module is loaded.
@@ -66,17 +66,18 @@ def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: R
         config.data.max_response_length,
         folder,
         checkpoint_folder(config, folder),
-        lambda trainer: save_atomically(trainer.save, folder / f"step_{trainer.step}"),
+        lambda write, step: save_atomically(write, folder / f"step_{step}"),
         rollouts=folder / ROLLOUTS,
         save_freq=config.run.save_freq,
+        keep_last=True,
         validate_first=config.run.val_before_train,
         seed=config.seed,
         dtype=config.model.dtype,
         lora=config.model.lora,
     )
-    saved, _ = train_policy(run, log)
-    _print_summary(log, saved, time.monotonic() - started)
-    return saved
+    trained = train_policy(run, log)
+    _print_summary(log, trained, time.monotonic() - started)
+    return trained.folder
 
 
 def checkpoint_folder(config: RunConfig, folder: Path) -> Path:
@@ -93,14 +94,14 @@ def output_folder(config: RunConfig) -> Path:
     return home() / "checkpoints" / config.run.project_name / config.run.experiment_name
 
 
-def _print_summary(log: RunLog, model: Path, seconds: float) -> None:
+def _print_summary(log: RunLog, trained: TrainedPolicy, seconds: float) -> None:
     """Rewards first → last, time, and where the model is."""
     log.say(f"rl: done, {len(log.rewards)} steps in {human_time(seconds)}")
     if log.rewards:
         log.say(f"  reward      {_first_to_last(log.rewards)}")
     if log.validations:
         log.say(f"  validation  {_first_to_last(log.validations)}")
-    log.say(f"  model       {model}")
+    log.say(f"  model       {trained.folder} ({trained.final})")
 
 
 def _first_to_last(values: list[float]) -> str:

@@ -54,7 +54,7 @@ class PromoteConfig(Section):
     )
     guards: tuple[GuardConfig, ...] = Field((), description="Where it must not be worse")
     max_kl: float | None = Field(
-        None, gt=0, description="Mean KL to the reference over the last tenth of RL's steps"
+        None, gt=0, description="Mean KL to the reference over the last tenth of the model's RL steps"
     )
     max_length_ratio: float | None = Field(
         None, gt=0, description="Mean response length over the former's; upper end of the interval"

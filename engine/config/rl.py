@@ -143,6 +143,11 @@ class TrainerConfig(Section):
     on_damaged_checkpoints: Literal["stop", "restart"] = Field(
         "stop", description="Where every checkpoint is damaged: stop, or replace them from step 1"
     )
+    final_model: Literal["best", "last"] = Field(
+        "best",
+        description="Which policy is handed over: of the step with the highest validation reward "
+        "(the later one of equals; without validation the last), or of the last step",
+    )
     save_huggingface: bool = Field(
         False, description="Also write a Hugging Face folder of each checkpoint, in the background"
     )

@@ -14,6 +14,7 @@ from engine.config import EvaluateConfig, GuardConfig, PromoteConfig
 from engine.data.rows import prompt_text
 from engine.errors import DataError
 from engine.evaluation.metrics import Interval, paired_bootstrap, wilson_interval
+from engine.evaluation.policy_steps import read_policy_steps
 from engine.evaluation.rows import check_paired
 from engine.promotion.contamination import share_trained_on
 from engine.promotion.rules import Measurements
@@ -98,13 +99,14 @@ def length_ratio(
 
 
 def last_kl(policy: Path) -> float | None:
-    """Mean KL of the last tenth of an RL run's steps (at least one); None where it is not known."""
-    path = policy / "metrics.parquet"
-    if not path.is_file():
+    """Mean KL of the last tenth of the steps that an RL model learned from (at least one).
+
+    None where it is not known.
+    """
+    run = read_policy_steps(policy)
+    if run is None or KL_COLUMN not in run.rows:
         return None
-    steps = pd.read_parquet(path)
-    if KL_COLUMN not in steps or steps.empty:
-        return None
+    steps = run.until_model
     last = steps[KL_COLUMN].to_numpy(float)[-max(1, math.ceil(LAST_STEPS * len(steps))) :]
     # Not nanmean: of a step without a number nothing is known.
     return float(last.mean()) if np.isfinite(last).all() else None

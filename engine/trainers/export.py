@@ -54,23 +54,21 @@ def export_policy(
     source, place = resolve_checkpoint(checkpoint), Folder(target)
     if is_exported(place) or (place.is_local and (place.sizes() or place.folders())):
         raise _target_exists(place)
-    values = read_values(source)
-    start = values.get("policy")
-    if start is None:
-        raise CheckpointError(
-            f"{source} has no policy of an RL run; a warm start's model folder is the result of "
-            "its stage"
-        )
-    saved = read_role_states(source, "actor")
-    path = str(model or start["model"])
-    require_model_folder(path, "the start model (--model)")
-    policy = load_policy_model(path, start["dtype"], LoRAConfig.model_validate(start["lora"]))
-    _load_saved_weights(policy, saved, source, path)
+    policy, path, step = _load_policy(source, model)
     if place.is_local:
-        _write_local(policy, path, place, int(values["step"]))
+        _write_local(policy, path, place, step)
     else:
         _upload(policy, path, place)
     return source
+
+
+def write_policy(checkpoint: str | Path, folder: str | Path, model: str | Path) -> None:
+    """Write the policy in one checkpoint among the files of a local folder, file by file.
+
+    `model` is the start model. Raises as `export_policy` does.
+    """
+    policy, path, _ = _load_policy(str(checkpoint), model)
+    save_model(policy, load_tokenizer(path), Path(folder))
 
 
 def is_exported(place: Folder) -> bool:
@@ -90,6 +88,23 @@ def resolve_checkpoint(checkpoint: str | Path) -> str:
             f"file {MARKER}, or the folder of a run"
         )
     return found.folder
+
+
+def _load_policy(source: str, model: str | Path | None) -> tuple[PreTrainedModel, str, int]:
+    """The policy in a checkpoint, the start model that it was loaded into, and its step."""
+    values = read_values(source)
+    start = values.get("policy")
+    if start is None:
+        raise CheckpointError(
+            f"{source} has no policy of an RL run; a warm start's model folder is the result of "
+            "its stage"
+        )
+    saved = read_role_states(source, "actor")
+    path = str(model or start["model"])
+    require_model_folder(path, "the start model (--model)")
+    policy = load_policy_model(path, start["dtype"], LoRAConfig.model_validate(start["lora"]))
+    _load_saved_weights(policy, saved, source, path)
+    return policy, path, int(values["step"])
 
 
 def _load_saved_weights(

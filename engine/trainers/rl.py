@@ -31,6 +31,7 @@ from engine.futures import LazyBatch
 from engine.models import resolve_lora, text_config
 from engine.trainers.auto_placement import resolve_auto
 from engine.trainers.export import resolve_checkpoint, start_model_info
+from engine.trainers.final_model import carry_best, is_new_best
 from engine.trainers.layouts import check_layouts
 from engine.trainers.precision import model_dtype
 from engine.trainers.preemption import PreemptionNotice
@@ -186,7 +187,7 @@ class RLTrainer:
                     self.on_step(self.step, stop, metrics)
                     self.history.append({"step": float(self.step)} | metrics)
                     save_due = notice.received or _is_due(self.step, stop, settings.save_freq)
-                    if saver is not None and save_due:
+                    if saver is not None and (save_due or self._is_new_best(metrics)):
                         self.save_checkpoint(saver, metrics)
                     if notice.received and self.step < stop:
                         raise_preempted(saver, self.step)
@@ -211,10 +212,11 @@ class RLTrainer:
             self._restore(saver, found)
         return found
 
-    def load_checkpoint(self, folder: str | Path) -> None:
+    def load_checkpoint(self, folder: str | Path) -> Checkpoint:
         """Resume from a checkpoint like "ckpt/step_500"; raise CheckpointError for a bad one."""
         checkpoint = open_checkpoint(folder)
         self._restore(self.make_saver(checkpoint.folder.rpartition("/")[0]), checkpoint)
+        return checkpoint
 
     def make_saver(self, folder: str | Path) -> Saver:
         """A saver of this run's checkpoints under `folder`."""
@@ -281,13 +283,21 @@ class RLTrainer:
         saver = None if checkpoint_dir is None else self.make_saver(checkpoint_dir)
         if self.step > 0 or (checkpoint_dir is not None and self.resume(checkpoint_dir)):
             return saver
-        if resume_from is None or not self.resume(resume_from):
+        resumed = None if resume_from is None else self.resume(resume_from)
+        if resumed is None:
             if not self.config.trainer.resume_from:
                 return saver
-            self.load_checkpoint(resolve_checkpoint(self.config.trainer.resume_from))
-        if saver is not None:
-            self.save_checkpoint(saver, {})  # the next attempt looks in `checkpoint_dir`
+            resumed = self.load_checkpoint(resolve_checkpoint(self.config.trainer.resume_from))
+        if saver is not None:  # the next attempt looks in `checkpoint_dir`
+            self.save_checkpoint(saver, self.history[-1] if self.history else {})
+            if self.config.trainer.final_model == "best":
+                carry_best(saver, self.history, resumed)
         return saver
+
+    def _is_new_best(self, metrics: Metrics) -> bool:
+        """Whether the step that has just ended is one to keep, in case that none is better."""
+        wanted = self.config.trainer.final_model == "best" and SCORE in metrics
+        return wanted and is_new_best(self.history)
 
     def _settings(self) -> dict[str, object]:
         return run_settings(self.config, self.spec.max_response_length, self.spec.seed)

@@ -27,6 +27,7 @@ def facts(tracking_uri: str, url: str) -> dict[str, Any]:
         "run_id": "20261121-024512-3f9a",
         "pass_at_1": {"warm_start": 0.4, "rl": 0.9},
         "pass_at_1_interval": {"warm_start": [0.3, 0.5], "rl": [0.8, 1.0]},
+        "policy_step": "step 40 of 80, validation reward 0.812",
         "gain": 0.5,
         "gain_interval": [0.4, 0.6],
         "problems": 32,
