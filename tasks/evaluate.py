@@ -1,8 +1,9 @@
 """Task `evaluate`: the warm start and the RL model on the same held-out problems.
 
 Artifact `evaluation`: `rows_warm_start.parquet`, `rows_rl.parquet` (schema `EVALUATION_ROWS`),
-`comparison.json` (rates with intervals, the paired gain), `parts.json` (by source and level),
-`report.html` (also the task's Deck), and with `evaluate.lm_eval.tasks` `lm_eval.json`.
+`comparison.json` (rates with intervals, the paired gain, on the split `test`), `sets.json` (the
+same of every evaluation set, by source and level, and what is known from training), `report.html`
+(also the task's Deck), and with `evaluate.lm_eval.tasks` `lm_eval.json`.
 """
 
 from __future__ import annotations
@@ -54,35 +55,36 @@ def evaluate(
     """Compare the two models by greedy pass@1, pass@k, majority vote, format and length."""
     import pandas as pd
 
-    from engine.console import points, progress
+    from engine.console import progress
     from engine.data.contract import EVALUATION_ROWS, check
-    from engine.evaluation.breakdown import breakdown
+    from engine.data.evaluation_sets import evaluation_files
     from engine.evaluation.evaluate import evaluate_model
     from engine.evaluation.lm_eval import pairs, require_lm_eval
     from engine.evaluation.report import render_report
+    from engine.evaluation.sets import TEST, compare_sets, rows_of_set, write_sets
     from engine.evaluation.settings import comparable_settings
-    from engine.evaluation.summary import summarise
     from engine.rewards import scorer_identity
 
     with stage("evaluation", run, comparable_settings(data, config, seed)) as this:
-        test_file = this.load_parent("dataset", dataset) / "test.parquet"
-        test = pd.read_parquet(test_file)
-        check_held_out(test_file.parent)
+        data_folder = this.load_parent("dataset", dataset)
+        files = evaluation_files(data_folder)
+        problems = {name: pd.read_parquet(path) for name, path in files.items()}
+        check_held_out(data_folder)
         require_lm_eval(config.lm_eval)  # of this machine, which may be another than the plan's
-        log_splits(this, test_file.parent, ("test",))
+        log_splits(this, data_folder, [path.stem for path in files.values()])
         models = {
             "warm_start": this.load_parent("warm_start", warm_start),
             "rl": this.load_parent("policy", policy),
         }
         rows: dict[str, pd.DataFrame] = {}
-        each = len(test) * (1 + config.samples)
+        each = sum(map(len, problems.values())) * (1 + config.samples)
         bar: Progress[None] = progress(len(models) * each, "evaluate", "answer")
         with bar:
             for name, folder in models.items():
                 update = update_progress(bar, len(rows) * each)
                 rows[name] = evaluate_model(
                     folder,
-                    test,
+                    problems,
                     name,  # type: ignore[arg-type]
                     config,
                     max_response_length=data.max_response_length,
@@ -92,51 +94,41 @@ def evaluate(
                 check(rows[name], EVALUATION_ROWS, f"evaluation of {name}")
                 rows[name].to_parquet(this.folder / f"rows_{name}.parquet", index=False)
         harness = harness_scores(this.folder, models, config, seed)
-        comparison = summarise(
+        sets = compare_sets(
             rows["warm_start"],
             rows["rl"],
+            {name: known_from_training(data_folder, frame) for name, frame in problems.items()},
             config.k,
             config.confidence,
             config.bootstrap_samples,
             seed,
         )
+        write_sets(this.folder, sets)
+        comparison = sets[0].comparison
         (this.folder / "comparison.json").write_text(comparison.to_json())
-        parts = breakdown(
-            rows["warm_start"],
-            rows["rl"],
-            config.k,
-            config.confidence,
-            config.bootstrap_samples,
-            seed,
-        )
-        listed = json.dumps([part.to_dict() for part in parts], indent=2)
-        (this.folder / "parts.json").write_text(listed)
-        known = known_from_training(test_file.parent, test)
         page = render_report(
             comparison,
-            rows["warm_start"],
-            rows["rl"],
+            rows_of_set(rows["warm_start"], TEST),
+            rows_of_set(rows["rl"], TEST),
             facts={
                 "run": run.run_id,
-                "data": describe_problems(data.source, test, models["rl"]),
+                "data": describe_problems(data.source, problems[TEST], models["rl"]),
                 "scorer": scorer_identity(config.scorer),
-                "known from training": known,
+                "known from training": "; ".join(
+                    f"{one.name}: {one.contamination}" for one in sets
+                ),
                 **model_facts(this.parent("policy").digest, models["rl"]),
                 "promotion": "decided after this page; then the run's report.html has the verdict",
             },
             curves=training_curves(models["rl"]),
             before=first_model(this.parents),
             harness=pairs(harness, "warm_start", "rl"),
+            sets=sets,
         )
         (this.folder / "report.html").write_text(page)
         Deck("Evaluation", page)
-        echo(
-            f"evaluation: pass@1 {comparison.before.pass_at_1.mean:.1%} → "
-            f"{comparison.after.pass_at_1.mean:.1%}, gain "
-            f"{points(comparison.gain.mean, comparison.gain.low, comparison.gain.high)}; {known}"
-        )
-        for part in parts:
-            echo(f"evaluation: {part.line()}")
+        for line in (line for one in sets for line in one.lines()):
+            echo(f"evaluation: {line}")
         return this.publish(
             {
                 "pass_at_1_warm_start": comparison.before.pass_at_1.mean,
@@ -146,6 +138,8 @@ def evaluate(
                 "gain_high": comparison.gain.high,
                 **harness_metrics(harness),
             }
+            | {f"{one.name}/pass_at_1_rl": one.comparison.after.pass_at_1.mean for one in sets[1:]}
+            | {f"{one.name}/gain": one.comparison.gain.mean for one in sets[1:]}
         )
 
 
@@ -187,8 +181,8 @@ def describe_problems(source: str, test: pd.DataFrame, model: Path) -> str:
     return f"{source}, {len(test)} held-out problems{escaped}"
 
 
-def known_from_training(dataset: Path, test: pd.DataFrame) -> str:
-    """How many test prompts were trained on, by the words of the promotion rule's defaults."""
+def known_from_training(dataset: Path, test: pd.DataFrame) -> int:
+    """How many of these prompts were trained on, by the words of the promotion rule's defaults."""
     import pandas as pd
 
     from engine.config import ContaminationConfig
@@ -199,8 +193,7 @@ def known_from_training(dataset: Path, test: pd.DataFrame) -> str:
     frames = (pd.read_parquet(dataset / f"{name}.parquet") for name in ("sft_train", "train"))
     training = (prompt_text(prompt) for frame in frames for prompt in frame["prompt"])
     texts = [prompt_text(prompt) for prompt in test["prompt"]]
-    known = sum(trained_on(texts, training, rule.ngram, rule.overlap))
-    return f"{known} of {len(test)} test prompts known from training ({known / len(test):.1%})"
+    return sum(trained_on(texts, training, rule.ngram, rule.overlap))
 
 
 def update_progress(bar: Progress[None], offset: int) -> Callable[[int], None]:

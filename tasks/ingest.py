@@ -71,6 +71,7 @@ def with_new_rows(previous: Path, new_data: NewData, config: RetrainConfig, seed
     import pandas as pd
 
     from engine.data.columns import uniform_columns
+    from engine.data.evaluation_sets import evaluation_files
     from engine.data.incremental_data import NewFiles
     from engine.data.new_rows import find_new_rows, sample_replay
     from engine.data.sources import Splits
@@ -91,4 +92,9 @@ def with_new_rows(previous: Path, new_data: NewData, config: RetrainConfig, seed
         f"out), {len(replay)} replayed; test set of {len(splits['test'])} unchanged"
     )
     digest = json_digest({file.path: file.sha256 for file in new_data.files})
-    return Splits(**splits, source_digest=digest, source_uri=new_data.prefix)
+    sets = {
+        name: pd.read_parquet(path)
+        for name, path in evaluation_files(previous).items()
+        if name != "test"
+    }
+    return Splits(**splits, source_digest=digest, source_uri=new_data.prefix, evaluation=sets)

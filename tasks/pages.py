@@ -46,6 +46,7 @@ def write_pages(run: RunContext, promotion: Path) -> Path:
     import pandas as pd
 
     from engine.evaluation.report import render_report
+    from engine.evaluation.sets import TEST, read_sets, rows_of_set
     from engine.evaluation.summary import EvaluationComparison
     from engine.lineage.page import write_page
     from engine.storage.artifacts import local_path
@@ -55,23 +56,25 @@ def write_pages(run: RunContext, promotion: Path) -> Path:
     parents = {parent.name: parent for parent in read_manifest(promotion).parents}
     evaluation, policy = (local_path(parents[name].uri) for name in ("evaluation", "policy"))
     comparison = EvaluationComparison.from_dict(read_comparison(evaluation))
-    digest, folder = parents["policy"].digest, run_folder(run)
+    digest, folder, sets = parents["policy"].digest, run_folder(run), read_sets(evaluation)
     graph = lineage_page(parents["policy"].uri, [parents["evaluation"].uri, str(promotion)])
     if graph:
         write_page(folder / LINEAGE, graph)
     page = render_report(
         comparison,
-        pd.read_parquet(evaluation / "rows_warm_start.parquet"),
-        pd.read_parquet(evaluation / "rows_rl.parquet"),
+        rows_of_set(pd.read_parquet(evaluation / "rows_warm_start.parquet"), TEST),
+        rows_of_set(pd.read_parquet(evaluation / "rows_rl.parquet"), TEST),
         facts={
             "run": run.run_id,
             "data": f"{comparison.problems} held-out problems of {parents['dataset'].digest[:12]}",
+            "known from training": "; ".join(f"{one.name}: {one.contamination}" for one in sets),
             **model_facts(digest, policy, page=bool(graph)),
         },
         curves=training_curves(policy),
         verdict=read_verdict(promotion),
         before=first_model(read_manifest(evaluation).parents),
         harness=read_harness(evaluation),
+        sets=sets,
     )
     write_page(folder / REPORT, page)
     Deck("Evaluation", page)

@@ -1,8 +1,8 @@
 """Task `preprocess`: a source becomes validated Parquet splits and a tokenizer.
 
 Artifact `dataset`: `sft_train`, `sft_validation`, `train`, `validation`, `test` (`.parquet`, in the
-data contract of `engine.data.contract`), `tokenizer/` (Hugging Face), `dataset.json` (lengths in
-tokens), `README.md` (the card).
+data contract of `engine.data.contract`), `test_<name>.parquet` of each evaluation set, `tokenizer/`
+(Hugging Face), `dataset.json` (lengths in tokens), `README.md` (the card).
 
 `python -m tasks.preprocess --help` writes files of a data set without the rest.
 """
@@ -68,7 +68,7 @@ def preprocess(
         facts = write_splits(this, splits, tokenizer, data, context)
         echo(
             f"dataset: {data.source}, "
-            + ", ".join(f"{name} {facts[f'rows_{name}']:.0f}" for name in SPLITS)
+            + ", ".join(f"{name} {facts[f'rows_{name}']:.0f}" for name in splits.tables())
             + f" rows; longest prompt {facts['max_prompt_length']:.0f} tokens"
         )
         return this.publish(facts)
@@ -91,17 +91,17 @@ def write_splits(
 
     splits, spelled = apply_control_tokens(splits, tokenizer, data.control_tokens)
     splits, tokens = fit_to_context(splits, tokenizer, data, context)
-    lengths = {"max_prompt_length": max(map(max, tokens.values()))}
-    for name in SPLITS:
-        write_split(getattr(splits, name), this.folder / f"{name}.parquet")
+    lengths = {"max_prompt_length": max(max(tokens[name]) for name in SPLITS)}
+    for name, frame in splits.tables().items():
+        write_split(frame, this.folder / f"{name}.parquet")
     write_card(this.folder, data.source, splits, tokens)
     tokenizer.save_pretrained(this.folder / "tokenizer")
     (this.folder / "dataset.json").write_text(json.dumps(lengths, indent=2))
     this.parents.append(
         Parent(name="source", kind="source", digest=splits.source_digest, uri=splits.source_uri)
     )
-    log_splits(this, this.folder, SPLITS, splits.source_uri)
-    rows = {f"rows_{name}": float(len(getattr(splits, name))) for name in SPLITS}
+    log_splits(this, this.folder, list(splits.tables()), splits.source_uri)
+    rows = {f"rows_{name}": float(len(frame)) for name, frame in splits.tables().items()}
     rows["control_token_rows"] = float(spelled)
     return rows | {name: float(length) for name, length in lengths.items()}
 
@@ -117,7 +117,7 @@ def write_card(
     from engine.storage.hashing import hash_file
 
     cards = []
-    for name, frame in splits.frames().items():
+    for name, frame in splits.tables().items():
         card = SplitCard(name, "tokens", digest=hash_file(folder / f"{name}.parquet"))
         for row, length in zip(frame.to_dict("records"), tokens[name], strict=True):
             card.add({str(column): cell for column, cell in row.items()}, length)
@@ -144,13 +144,12 @@ def write_split(frame: pd.DataFrame, path: Path) -> None:
 
 
 def check_contract(splits: Splits) -> None:
-    """Check every split's schema and that splits are disjoint; DataError names rows and columns."""
+    """Check every table's schema and that splits are disjoint; DataError names rows and columns."""
     from engine.data.contract import RL_PROMPTS, SFT_PAIRS, check, check_disjoint
 
-    frames = splits.frames()
-    for name, frame in frames.items():
+    for name, frame in splits.tables().items():
         check(frame, SFT_PAIRS if name.startswith("sft_") else RL_PROMPTS, name)
-    check_disjoint(frames)
+    check_disjoint(splits.frames())
 
 
 def choose_tokenizer(splits: Splits, data: DataConfig, model_path: str) -> PreTrainedTokenizerBase:
@@ -179,13 +178,11 @@ def apply_control_tokens(
     Returns the splits and how many such rows there were. Raises DataError with policy "fail", and
     when a split loses all its rows.
     """
-    from dataclasses import replace
-
     from engine.data.control_tokens import rows_spelling_control_tokens
     from engine.errors import DataError
 
     total, kept = 0, dict[str, Any]()
-    for name, frame in splits.frames().items():
+    for name, frame in splits.tables().items():
         rows = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
         found = rows_spelling_control_tokens(rows, tokenizer, policy, name)
         total += len(found)
@@ -200,7 +197,7 @@ def apply_control_tokens(
         if found and policy == "drop":
             frame = frame.reset_index(drop=True).drop(index=found).reset_index(drop=True)
         kept[name] = frame
-    return replace(splits, **kept), total
+    return splits.with_tables(kept), total
 
 
 def fit_to_context(
@@ -221,8 +218,7 @@ def fit_to_context(
 
     limit = data.max_prompt_length or context
     kept, tokens = {}, dict[str, list[int]]()
-    for name in SPLITS:
-        frame = getattr(splits, name)
+    for name, frame in splits.tables().items():
         encoded = encode_short_prompts(tokenizer, frame["prompt"], limit, name)
         long = [row for row, ids in enumerate(encoded) if ids is None]
         if long and not data.max_prompt_length:
@@ -242,7 +238,7 @@ def fit_to_context(
         kept[name] = frame[[ids is not None for ids in encoded]].reset_index(drop=True)
         tokens[name] = [len(ids) for ids in encoded if ids is not None]
     check_context(max(map(max, tokens.values())), data.max_response_length, context)
-    return replace(splits, **kept), tokens
+    return splits.with_tables(kept), tokens
 
 
 def log_splits(this: Stage, dataset: Path, names: Sequence[str], uri: str = "") -> None:

@@ -9,6 +9,7 @@ Not cached: the champion may have changed. Running it again for the same model c
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -216,9 +217,9 @@ def compare_and_decide(
     """Compare the new model with the champion (without one, the warm start), and decide."""
     import pandas as pd
 
-    from engine.promotion import decide
+    from engine.promotion import decide_on_sets
     from engine.promotion.champion_evaluation import Evaluated, champion_evaluation
-    from engine.promotion.measurements import measure
+    from engine.promotion.measurements import judged_sets, measure
     from engine.storage.manifest import read_manifest
 
     after = pd.read_parquet(case.evaluation / "rows_rl.parquet")
@@ -247,22 +248,32 @@ def compare_and_decide(
     rows.unlink(missing_ok=True)  # of a decision that is made again
     if former is not None and recorded is None:
         before.to_parquet(rows, index=False)
-    measurements = measure(
-        before,
-        after,
-        against,
-        policy=case.policy,
-        datasets=case.datasets,
-        rules=case.config,
-        evaluate=case.evaluate,
-        seed=case.seed,
-        approved_by=case.approved_by,
-    )
-    text = json.dumps(measurements.to_dict(), indent=2, sort_keys=True)
+    wanted = ["test", *(one.name for one in case.data.evaluation_sets)]
+    sets = {
+        name: measure(
+            before,
+            after,
+            against,
+            dataset=name,
+            policy=case.policy,
+            datasets=case.datasets,
+            rules=case.config,
+            evaluate=case.evaluate,
+            seed=case.seed,
+            approved_by=case.approved_by,
+        )
+        for name in judged_sets(after, case.config.dataset, wanted)
+    }
+    # The set that decides: the one with the least certain gain.
+    name = min(sets, key=lambda name: gain.low if (gain := sets[name].gain) else -math.inf)
+    evidence = sets[name].to_dict() | {"dataset": name}
+    if len(sets) > 1:
+        evidence["sets"] = {name: measured.to_dict() for name, measured in sets.items()}
+    text = json.dumps(evidence, indent=2, sort_keys=True)
     (case.this.folder / "evidence.json").write_text(text)
-    gain = measurements.gain
+    gain = sets[name].gain
     interval = [gain.mean, gain.low, gain.high] if gain is not None else None
-    return Comparison(former, decide(measurements, case.config), interval, recorded)
+    return Comparison(former, decide_on_sets(sets, case.config), interval, recorded)
 
 
 def publish_decision(

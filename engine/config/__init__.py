@@ -16,6 +16,7 @@ from engine.config.base import Options, Section
 from engine.config.data import (
     DataConfig,
     DecontaminateConfig,
+    EvaluationSetConfig,
     LoRAConfig,
     ModelConfig,
     RowsConfig,
@@ -53,6 +54,7 @@ __all__ = [
     "DataConfig",
     "DecontaminateConfig",
     "EvaluateConfig",
+    "EvaluationSetConfig",
     "FilterGroupsConfig",
     "GuardConfig",
     "KLControlConfig",

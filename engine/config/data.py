@@ -18,9 +18,33 @@ class SamplingConfig(Section):
     curriculum: str = Field(
         "", description="Column with each row's difficulty, e.g. extra_info.level: easy rows first"
     )
+    pass_rate: tuple[float, float] | None = Field(
+        None,
+        description="Least and most share of right completions, e.g. [0.1, 0.9]: an epoch has the "
+        "prompts that had so many when they were last sampled, and those that never were",
+    )
+    pass_rate_recheck: int = Field(
+        3,
+        ge=0,
+        description="Epochs after which a prompt outside pass_rate is tried again; 0: never",
+    )
     max_uses: int = Field(
         0, ge=0, description="Times that a prompt may be drawn in a run; 0: no limit"
     )
+
+    @model_validator(mode="after")
+    def _bounds_hold_a_rate(self) -> Self:
+        if self.pass_rate is not None and not 0 <= self.pass_rate[0] <= self.pass_rate[1] <= 1:
+            raise ValueError(
+                f"sampling.pass_rate={list(self.pass_rate)} must be two shares, the lower first, "
+                "e.g. [0.1, 0.9]"
+            )
+        if self.pass_rate is None and self.pass_rate_recheck != 3:
+            raise ValueError(
+                f"sampling.pass_rate_recheck={self.pass_rate_recheck} has no effect without "
+                "sampling.pass_rate; remove it"
+            )
+        return self
 
 
 class RowsConfig(Section):
@@ -72,6 +96,24 @@ class DecontaminateConfig(Section):
     )
 
 
+class EvaluationSetConfig(Section):
+    """Problems that models are judged on besides the split `test`, and never trained on."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="e.g. math500; not test or all")
+    path: str = Field(
+        min_length=1, description="File, folder, s3://… or hf://ID: its test split, if it has one"
+    )
+    columns: dict[str, str] = Field({}, description="As data.columns; neither given: data's own")
+    templates: dict[str, str] = Field({}, description="As data.templates")
+    data_source: str = Field("", description="data_source of rows that have none; empty: the name")
+    size: int = Field(0, ge=0, description="Rows, drawn by seed; 0: all")
+
+    @property
+    def split(self) -> str:
+        """The name of its table in a dataset, e.g. `test_math500`."""
+        return f"test_{self.name}"
+
+
 class DataConfig(RowsConfig):
     """What to learn from."""
 
@@ -95,8 +137,20 @@ class DataConfig(RowsConfig):
     train_size: int = Field(4096, ge=0, description="Prompts for RL; files: 0 is all")
     validation_size: int = Field(256, ge=1, description="Rows for validation")
     test_size: int = Field(512, ge=1, description="Held-out rows, seen in no stage but evaluation")
+    evaluation_sets: tuple[EvaluationSetConfig, ...] = Field(
+        (), description="Problems to evaluate on besides the split test; held out of training, too"
+    )
     decontaminate: DecontaminateConfig = DecontaminateConfig()
     vocab_size: int = Field(512, ge=64, description="Size of the BPE vocabulary trained here")
+
+    @model_validator(mode="after")
+    def _sets_have_names_of_their_own(self) -> Self:
+        names = [one.name for one in self.evaluation_sets]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"data.evaluation_sets has the name {twice[0]} twice; rename one")
+        if taken := {"test", "all"} & set(names):
+            raise ValueError(f"data.evaluation_sets can't have the name {taken.pop()}; rename it")
+        return self
 
 
 class LoRAConfig(Section):

@@ -87,6 +87,19 @@ class PipelineConfig(Section):
     retrain: RetrainConfig = RetrainConfig()
     tracking: TrackingConfig = TrackingConfig()
 
+    @model_validator(mode="after")
+    def _judged_sets_are_there(self) -> Self:
+        names = ["test", *(one.name for one in self.data.evaluation_sets)]
+        asked = {"promote.dataset": self.promote.dataset} if self.promote.dataset != "all" else {}
+        asked |= {f"promote.guards ({g.name})": g.dataset for g in self.promote.guards if g.dataset}
+        for setting, name in asked.items():
+            if name not in names:
+                raise ValueError(
+                    f"{setting} names the evaluation set {name!r}, and there are "
+                    f"{', '.join(names)}; add it to data.evaluation_sets, or name one of these"
+                )
+        return self
+
     def evaluation(self) -> EvaluateConfig:
         """The section `evaluate`, by RL's reward and plugins where it names none of its own."""
         own = self.evaluate

@@ -14,7 +14,8 @@ GuardMetric = Literal["pass_at_1", "sampled", "majority", "format_rate"]
 class GuardConfig(Section):
     """Problems on which the new model must not be worse."""
 
-    data_source: str = Field("", description="Test problems of this source; empty: all of them")
+    dataset: str = Field("", description="Problems of this evaluation set; empty: of all")
+    data_source: str = Field("", description="Of these, those of this source; empty: all of them")
     metric: GuardMetric = Field(
         "pass_at_1", description="Greedy, sampled or majority answers right, or format kept"
     )
@@ -25,7 +26,8 @@ class GuardConfig(Section):
     @property
     def name(self) -> str:
         """How messages and evidence name it, e.g. `pass_at_1 of gsm8k`."""
-        return f"{self.metric} of {self.data_source or 'all problems'}"
+        where = " in ".join(filter(None, (self.data_source, self.dataset)))
+        return f"{self.metric} of {where or 'all problems'}"
 
 
 class ContaminationConfig(Section):
@@ -43,6 +45,12 @@ class PromoteConfig(Section):
 
     model_name: str = Field("hybridflyte-policy", min_length=1)
     alias: str = Field("champion", min_length=1)
+    dataset: str = Field(
+        "test",
+        min_length=1,
+        description="Evaluation set that decides: test, a name of data.evaluation_sets, or all: "
+        "every one must pass",
+    )
     minimum_gain: float = Field(
         0.0, ge=0, lt=1, description="Lower end of the interval must top it"
     )
@@ -54,7 +62,7 @@ class PromoteConfig(Section):
     )
     guards: tuple[GuardConfig, ...] = Field((), description="Where it must not be worse")
     max_kl: float | None = Field(
-        None, gt=0, description="Mean KL to the reference over the last tenth of the model's RL steps"
+        None, gt=0, description="Mean KL to the reference, last tenth of the model's RL steps"
     )
     max_length_ratio: float | None = Field(
         None, gt=0, description="Mean response length over the former's; upper end of the interval"

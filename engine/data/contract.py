@@ -108,6 +108,7 @@ KTO_ROWS = _table(
 
 EVALUATION_ROWS = _table(
     {
+        "dataset": _PROSE,
         "index": _column(_COUNT),
         "data_source": _PROSE,
         "level": _column(_TEXT),

@@ -89,12 +89,14 @@ class HeldOut:
 def without_held_out(splits: Splits, config: DataConfig) -> Splits:
     """The splits, where no training prompt is in a held-out one, nor a validation prompt in test.
 
-    The evaluation sets of `config.decontaminate.against` are held out of both. What was left out is
-    in the notes. Raises DataError where no row of a split is left.
+    The splits' evaluation sets and those of `config.decontaminate.against` are held out of both.
+    What was left out is in the notes. Raises DataError where no row of a split is left.
     """
     settings = config.decontaminate
     held_out = HeldOut(settings.ngram, settings.overlap)
     hold_out_files(config, held_out)
+    for prompt in (prompt for one in splits.evaluation.values() for prompt in one["prompt"]):
+        held_out.add(question_text(prompt))
     frames: dict[str, Any] = dict(splits.frames())
     notes = list(splits.notes)
     for names in (("test",), ("validation", "sft_validation"), ("train", "sft_train")):

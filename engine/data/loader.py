@@ -16,6 +16,7 @@ import pandas as pd
 
 from engine.config import SamplingConfig
 from engine.data.order import EpochOrder, Order, WeightedOrder, difficulty_of
+from engine.data.pass_rates import PassRates
 from engine.data.rl_rows import Row
 from engine.data.row_files import read_rl_rows
 from engine.data.rows import row_numbers
@@ -66,8 +67,15 @@ class PromptLoader:
         sampling = sampling or SamplingConfig()
         if sampling.weights or sampling.curriculum:
             self._settings |= sampling.model_dump(include={"weights", "curriculum"})
+        if sampling.pass_rate is not None:
+            live = {"pass_rate", "pass_rate_recheck"}
+            self._settings |= sampling.model_dump(mode="json", include=live)
         self._digest = _digest_prompts(self._rows)
-        self._order = make_order(self._rows, seed, shuffle, sampling)
+        self._order = make_order(self._rows, seed, shuffle, sampling, self.batch_size)
+        self.wants_rates = sampling.pass_rate is not None
+        self._rows_of: dict[int, list[int]] = {}  # by their prompt's hash
+        for row, values in enumerate(self._rows if self.wants_rates else ()):
+            self._rows_of.setdefault(hash(_as_json(values.get("prompt"))), []).append(row)
 
     def __len__(self) -> int:
         """Rows an epoch."""
@@ -85,6 +93,11 @@ class PromptLoader:
         """
         return [dict(self._rows[self._order.next()]) for _ in range(self.batch_size)]
 
+    def observe(self, prompt: Any, rate: float) -> None:
+        """Note the share of right completions that a prompt has had (`sampling.pass_rate`)."""
+        for row in self._rows_of.get(hash(_as_json(prompt)), ()):
+            self._order.observe(row, rate)
+
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is: plain values, fit for JSON."""
         data = {"rows": len(self._rows), "digest": self._digest}
@@ -97,7 +110,8 @@ class PromptLoader:
         order are not those of the saved state.
         """
         present = self.state_dict()
-        for key in ("rows", "digest", "seed", "shuffle", "weights", "curriculum"):
+        fixed = ("rows", "digest", "seed", "shuffle", "weights", "curriculum")
+        for key in (*fixed, "pass_rate", "pass_rate_recheck"):
             if state.get(key) != present.get(key):
                 raise DataError(
                     f"the saved loader state is of other data: {key} is {state.get(key)!r} there "
@@ -107,13 +121,28 @@ class PromptLoader:
 
 
 def make_order(
-    rows: Sequence[Mapping[str, Any]], seed: int, shuffle: bool, sampling: SamplingConfig
+    rows: Sequence[Mapping[str, Any]],
+    seed: int,
+    shuffle: bool,
+    sampling: SamplingConfig,
+    batch_size: int,
 ) -> Order:
-    """The order in which rows are drawn."""
+    """The order in which rows are drawn, in batches of about `batch_size`."""
     difficulty = difficulty_of(rows, sampling.curriculum) if sampling.curriculum else None
-    uses = sampling.max_uses
+    uses, bounds, recheck = sampling.max_uses, sampling.pass_rate, sampling.pass_rate_recheck
+
+    def rates(size: int) -> PassRates | None:
+        return None if bounds is None else PassRates(size, bounds, recheck, uses, batch_size)
+
     if not sampling.weights:
-        return EpochOrder(len(rows), seed, shuffle=shuffle, difficulty=difficulty, max_uses=uses)
+        return EpochOrder(
+            len(rows),
+            seed,
+            shuffle=shuffle,
+            difficulty=difficulty,
+            max_uses=uses,
+            rates=rates(len(rows)),
+        )
     sources = [str(row.get("data_source")) for row in rows]
     return WeightedOrder(
         sources,
@@ -122,6 +151,7 @@ def make_order(
         shuffle=shuffle,
         difficulty=difficulty,
         max_uses=uses,
+        rates=rates,
     )
 
 
@@ -182,8 +212,12 @@ def frame_of(rows: Sequence[Row]) -> pd.DataFrame:
 
 def _digest_prompts(rows: list[dict[str, Any]]) -> str:
     """Tell one list of prompts from another, order included."""
-    text = json.dumps([row.get("prompt") for row in rows], sort_keys=True, default=_plain)
+    text = _as_json([row.get("prompt") for row in rows])
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=_plain)
 
 
 def _plain(value: Any) -> Any:

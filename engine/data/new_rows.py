@@ -13,10 +13,11 @@ from pathlib import Path
 import pandas as pd
 
 from engine.data.columns import RULE, truth_of
+from engine.data.evaluation_sets import evaluation_files
 from engine.data.incremental_data import NewFiles, read_new_files
 from engine.data.rows import normalise, prompt_text
 
-HELD_OUT = ("test", "validation", "sft_validation")
+HELD_OUT = ("validation", "sft_validation")  # and the evaluation sets, `test` among them
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ def find_new_rows(dataset: Path, new_files: NewFiles) -> NewRows:
     if arrived.empty:
         return NewRows(arrived, 0)
     keys = prompt_keys(arrived)
-    seen = {key for name in HELD_OUT for key in prompt_keys(_read_split(dataset, name))}
+    judged = [path.stem for path in evaluation_files(dataset).values()]
+    seen = {key for name in (*HELD_OUT, *judged) for key in prompt_keys(_read_split(dataset, name))}
     train = _read_split(dataset, "train")
     trained = set(zip(prompt_keys(train), map(truth_of, train[RULE]), strict=True))
     kept = []

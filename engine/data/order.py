@@ -6,11 +6,12 @@ Indices in, indices out; each order says where it is and goes on from there. Row
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from engine.data.pass_rates import PassRates
 from engine.data.rows import brief
 from engine.errors import ConfigError, DataError
 
@@ -30,6 +31,10 @@ class Order(Protocol):
 
     def next(self) -> int:
         """The next row; DataError where none may be used again."""
+        ...
+
+    def observe(self, row: int, rate: float) -> None:
+        """Note the share of right completions that a row has had; read at its next epoch."""
         ...
 
     def state_dict(self) -> State: ...
@@ -54,14 +59,16 @@ class EpochOrder:
         difficulty: Sequence[float] | None = None,
         max_uses: int = 0,
         stream: Sequence[int] = (),
+        rates: PassRates | None = None,
     ) -> None:
         """`difficulty` of each row: an epoch goes from easy to hard, equal rows in drawn order.
 
-        `max_uses`: epochs there are (0: endless). `stream` tells orders of one seed apart.
+        `max_uses`: times that a row may be given (0: endless). `stream` tells orders of one seed
+        apart. `rates` chooses each epoch's rows, and counts their uses.
         """
         self._size, self._seed, self._shuffle, self._stream = size, seed, shuffle, tuple(stream)
         self._difficulty = None if difficulty is None else np.asarray(difficulty)
-        self._max_uses = max_uses
+        self._max_uses, self._rates = max_uses, rates
         self._epoch, self._position = 0, 0  # rows of this epoch already given
         self._order = self._draw()
 
@@ -72,6 +79,8 @@ class EpochOrder:
     @property
     def ended(self) -> bool:
         """Whether every row was used as often as it may be."""
+        if self._rates is not None:
+            return not len(self._order)
         return bool(self._max_uses) and self._epoch >= self._max_uses
 
     def next(self) -> int:
@@ -82,23 +91,35 @@ class EpochOrder:
             )
         row = int(self._order[self._position])
         self._position += 1
-        if self._position == self._size:
+        if self._rates is not None:
+            self._rates.use(row)
+        if self._position == len(self._order):
             self._epoch, self._position = self._epoch + 1, 0
+            if self._rates is not None:
+                self._rates.begin_epoch()
             self._order = self._draw()
         return row
 
+    def observe(self, row: int, rate: float) -> None:
+        if self._rates is not None:
+            self._rates.observe(row, rate)
+
     def state_dict(self) -> State:
-        return {"epoch": self._epoch, "position": self._position}
+        rates = {} if self._rates is None else {"rates": self._rates.state_dict()}
+        return {"epoch": self._epoch, "position": self._position, **rates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         epoch, position = int(state["epoch"]), int(state["position"])
-        if epoch < 0 or not 0 <= position < self._size:
+        if self._rates is not None:
+            self._rates.load_state_dict(state["rates"])
+        self._epoch, self._position = max(0, epoch), position
+        self._order = self._draw()
+        rows = len(self._order)
+        if epoch < 0 or not 0 <= position < max(1, rows):
             raise DataError(
                 f"the saved loader state is damaged: epoch {epoch}, position {position} of "
-                f"{self._size} rows; resume from another checkpoint"
+                f"{rows} rows; resume from another checkpoint"
             )
-        self._epoch, self._position = epoch, position
-        self._order = self._draw()
 
     def _draw(self) -> np.ndarray[Any, Any]:
         order = np.arange(self._size)
@@ -108,6 +129,8 @@ class EpochOrder:
             )
         if self._difficulty is not None:
             order = order[np.argsort(self._difficulty[order], kind="stable")]
+        if self._rates is not None:
+            order = order[self._rates.chosen[order]]
         return order
 
 
@@ -127,8 +150,12 @@ class WeightedOrder:
         shuffle: bool = True,
         difficulty: Sequence[float] | None = None,
         max_uses: int = 0,
+        rates: Callable[[int], PassRates | None] = lambda size: None,
     ) -> None:
-        """`sources` are those of the rows. ConfigError where `weights` are not theirs."""
+        """`sources` are those of the rows, `rates(size)` the pass rates of so many rows of one.
+
+        ConfigError where `weights` are not theirs.
+        """
         names = list(dict.fromkeys(sources))
         for name in [
             *(n for n in names if n not in weights),
@@ -151,9 +178,11 @@ class WeightedOrder:
                 difficulty=None if difficulty is None else [difficulty[i] for i in rows],
                 max_uses=max_uses,
                 stream=(1, number),
+                rates=rates(len(rows)),
             )
             for number, (name, rows) in enumerate(self._rows.items())
         }
+        self._place = {row: (n, i) for n, own in self._rows.items() for i, row in enumerate(own)}
         self._drawn = 0
         self._block = self._draw_block()
 
@@ -171,6 +200,10 @@ class WeightedOrder:
         bounds = np.cumsum(self._weights * (open_ if open_.any() else 1))
         name = self._names[int(np.searchsorted(bounds, draw * bounds[-1], side="right"))]
         return self._rows[name][self._orders[name].next()]
+
+    def observe(self, row: int, rate: float) -> None:
+        name, place = self._place[row]
+        self._orders[name].observe(place, rate)
 
     def state_dict(self) -> State:
         sources = {name: order.state_dict() for name, order in self._orders.items()}

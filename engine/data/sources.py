@@ -7,8 +7,8 @@ A source is a class with `@register_source("x")`, in a module of this package or
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import pandas as pd
@@ -35,11 +35,21 @@ class Splits:
     source_digest: str  # SHA-256 (hex) of what was read
     source_uri: str  # where it was read from, e.g. "s3://bucket/gsm8k"
     notes: tuple[str, ...] = ()  # what was left out, a sentence each
+    evaluation: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # further test sets
 
     def frames(self) -> dict[str, pd.DataFrame]:
         """Return the five tables by name."""
         names = ("sft_train", "sft_validation", "train", "validation", "test")
         return {name: getattr(self, name) for name in names}
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """Return the five tables and, as `test_<name>`, the evaluation sets."""
+        return self.frames() | {f"test_{name}": frame for name, frame in self.evaluation.items()}
+
+    def with_tables(self, tables: Mapping[str, pd.DataFrame]) -> Splits:
+        """Return these splits with other tables, all of them."""
+        five: dict[str, Any] = {name: tables[name] for name in self.frames()}
+        return replace(self, **five, evaluation={n: tables[f"test_{n}"] for n in self.evaluation})
 
 
 class Source(Protocol):
@@ -63,24 +73,38 @@ Keyword-only parameters of its constructor that have defaults are its options (`
 
 
 def load_splits(config: DataConfig, seed: int) -> Splits:
-    """Read the rows of `config.source`; equal settings, seed and content give equal rows."""
+    """Read the rows of `config.source` and of `config.evaluation_sets`.
+
+    Equal settings, seed and content give equal rows.
+    """
+    from engine.data.evaluation_sets import read_evaluation_sets
+
     source = _source(config)
     splits = _worded(source.load(config, seed), config)
-    return replace(splits, source_digest=_with_code(source, splits.source_digest))
+    sets, notes = read_evaluation_sets(config, seed)
+    return replace(
+        splits,
+        source_digest=_with_more(config, source, splits.source_digest),
+        evaluation=sets,
+        notes=(*splits.notes, *notes),
+    )
 
 
 def source_digest(config: DataConfig, seed: int) -> str:
     """Return the SHA-256 (hex) of what `load_splits` would read; for cache keys.
 
-    The code of a source from outside the package is part of it.
+    The code of a source from outside the package is part of it, and so are the evaluation sets.
     """
     source = _source(config)
-    return _with_code(source, source.digest(config, seed))
+    return _with_more(config, source, source.digest(config, seed))
 
 
-def _with_code(source: Source, digest: str) -> str:
-    code = modules_digest([type(source).__module__])
-    return hashlib.sha256(f"{digest}\0{code}".encode()).hexdigest() if code else digest
+def _with_more(config: DataConfig, source: Source, digest: str) -> str:
+    from engine.data.evaluation_sets import evaluation_sets_digest
+
+    more = modules_digest([type(source).__module__]), evaluation_sets_digest(config)
+    named = "\0".join([digest, *filter(None, more)])
+    return hashlib.sha256(named.encode()).hexdigest() if any(more) else digest
 
 
 def _worded(splits: Splits, config: DataConfig) -> Splits:

@@ -21,8 +21,10 @@ NAMES: dict[str, tuple[str, ...]] = {
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+([@:].+)?")
 
 
-def split_addresses(path: str, names: Mapping[str, str]) -> dict[str, list[str]]:
-    """The addresses of each split below `path`; `train` is always one of them.
+def split_addresses(
+    path: str, names: Mapping[str, str], *, need_train: bool = True
+) -> dict[str, list[str]]:
+    """The addresses of each split below `path`; with `need_train` that is one of them.
 
     `names` says what a split is called there, e.g. {"test": "dev"}. Without any known name all of
     it is training data. Raises DataError where there is nothing to read.
@@ -39,14 +41,14 @@ def split_addresses(path: str, names: Mapping[str, str]) -> dict[str, list[str]]
     if not is_remote(path) and not as_path(path).exists() and _HUB_ID.fullmatch(path):
         path = HUB + path
     if path.startswith(HUB):
-        return _hub_addresses(path, names)
+        return _hub_addresses(path, names, need_train)
     if is_data_file(path) and not (not is_remote(path) and as_path(path).is_dir()):
         return {"train": [path if is_remote(path) else str(Path(as_path(path)).absolute())]}
     files = _files_of(path)
     found = _by_name({uri: _words(uri) for uri in files}, names)
     if not found:
         return {"train": files}
-    return _with_train(found, path, [PurePosixPath(uri).name for uri in files])
+    return _checked(found, path, [PurePosixPath(uri).name for uri in files], need_train)
 
 
 def _files_of(path: str) -> list[str]:
@@ -76,7 +78,9 @@ def _by_name(words: Mapping[str, set[str]], names: Mapping[str, str]) -> dict[st
     return found
 
 
-def _hub_addresses(address: str, names: Mapping[str, str]) -> dict[str, list[str]]:
+def _hub_addresses(
+    address: str, names: Mapping[str, str], need_train: bool
+) -> dict[str, list[str]]:
     dataset = parse_address(address)
     if dataset.split:
         return {"train": [address]}
@@ -88,13 +92,13 @@ def _hub_addresses(address: str, names: Mapping[str, str]) -> dict[str, list[str
         # A slice such as test[:500] is none of the names, but datasets knows it.
         if wanted:
             found[split] = [f"{head}:{wanted[0]}"]
-    return _with_train(found, address, there)
+    return _checked(found, address, there, need_train)
 
 
-def _with_train(
-    found: dict[str, list[str]], path: str, there: Iterable[str]
+def _checked(
+    found: dict[str, list[str]], path: str, there: Iterable[str], need_train: bool
 ) -> dict[str, list[str]]:
-    if "train" not in found:
+    if not found or (need_train and "train" not in found):
         raise DataError(
             f"data.path={path!r} has no training split among {', '.join(there)}; name one in "
             "data.splits.train"

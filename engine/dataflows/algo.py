@@ -60,6 +60,7 @@ class Algo:
         self.needs = needs
         self.more_prompts = more_prompts
         self.metrics: dict[str, float] = {}
+        self._sampled: list[LazyBatch] = []
         self.generator = torch.Generator().manual_seed(seed)
         self.estimator = get_advantage(config.algorithm.adv_estimator)
         self._options = advantage_options(config.algorithm)
@@ -71,6 +72,16 @@ class Algo:
             if control.type == "fixed"
             else AdaptiveKL(control.kl_coef, control.target_kl, control.horizon)
         )
+
+    def sampled(self, batch: LazyBatch) -> LazyBatch:
+        """Keep a rollout of this step with its scores, for `take_sampled`; return it."""
+        self._sampled.append(batch)
+        return batch
+
+    def take_sampled(self) -> list[LazyBatch]:
+        """All rollouts since the last call, also of groups that no update learns from."""
+        sampled, self._sampled = self._sampled, []
+        return sampled
 
     def advantages(self, lazy: LazyBatch) -> Batch:
         """The fields that the updates read, all `[B, R]`; waits for the batch.

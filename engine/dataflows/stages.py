@@ -13,11 +13,11 @@ def generate_and_score(roles: Roles, prompts: Batch, algo: Algo) -> LazyBatch:
     count = min(algo.config.rollout.parts, len(prompts))
     if count == 1:
         batch = LazyBatch(roles.rollout.generate(prompts))
-        return batch | roles.reward.score(batch)
+        return algo.sampled(batch | roles.reward.score(batch))
     roles.rollout.begin(prompts)
     parts = [roles.rollout.next_part(left) for left in range(count, 0, -1)]
     scores = [roles.reward.score_part(part) for part in parts]
-    return LazyBatch(ConcatFuture(parts), ConcatFuture(scores))
+    return algo.sampled(LazyBatch(ConcatFuture(parts), ConcatFuture(scores)))
 
 
 def add_log_probs(roles: Roles, batch: LazyBatch, algo: Algo) -> LazyBatch:

@@ -1,32 +1,17 @@
-"""Two models' rows by source and level: greedy, sampled and majority scores, length, truncation.
+"""Two models' rows by source and level: every metric of both, and the gain.
 
 Whole tables are compared in `summary`; here are their parts, as numbers and as lines of text.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import pandas as pd
 
-from engine.evaluation.metrics import Interval, paired_bootstrap, pass_at_k
+from engine.evaluation.metrics import Interval, paired_bootstrap
 from engine.evaluation.rows import check_paired
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """One model's scores on some problems; rates are fractions."""
-
-    pass_at_1: float  # greedy
-    mean_at_k: float  # of all samples: the share that is right
-    pass_at_k: float  # unbiased estimate
-    majority_at_k: float
-    score: float  # mean score of greedy completions
-    tokens: float  # of a greedy completion
-    truncated: float  # share of greedy completions at the limit of tokens
-    format_rate: float  # of the samples
-    errors: int  # completions that could not be scored
+from engine.evaluation.summary import ModelSummary, model_summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,38 +21,38 @@ class Part:
     source: str
     level: str  # empty: all of the source
     problems: int
-    before: Scores
-    after: Scores
+    before: ModelSummary
+    after: ModelSummary
     gain: Interval | None  # of greedy pass@1, paired; None for a single problem
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
-        return asdict(self)
 
     def line(self) -> str:
         """One line, e.g. `gsm8k: pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …`."""
         name = f"{self.source}, {self.level}" if self.level else self.source
-        gain = self.gain
-        ends = (
-            f" ({_points(gain.mean)} [{_points(gain.low)}, {_points(gain.high)}])" if gain else ""
-        )
-        one, two = self.before, self.after
-        shown = [
-            f"{label} {getattr(one, field):.1%} → {getattr(two, field):.1%}"
-            for label, field in _SHOWN.items()
-        ]
-        shown[0] += ends
-        failed = f", {one.errors + two.errors} not scored" if one.errors + two.errors else ""
-        return f"{name}: {', '.join(shown)}; {self.problems} problems{failed}"
+        return f"{name}: {described(self.before, self.after, self.gain, self.problems)}"
 
 
 _SHOWN = {
     "pass@1": "pass_at_1",
     "mean@k": "mean_at_k",
     "pass@k": "pass_at_k",
-    "maj@k": "majority_at_k",
+    "maj@k": "majority",
     "truncated": "truncated",
 }
+
+
+def described(
+    before: ModelSummary, after: ModelSummary, gain: Interval | None, problems: int
+) -> str:
+    """Two models' rates: `pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), mean@k …; 60 problems`."""
+    rates = [
+        f"{label} {getattr(before, field).mean:.1%} → {getattr(after, field).mean:.1%}"
+        for label, field in _SHOWN.items()
+    ]
+    if gain is not None:
+        rates[0] += f" ({_points(gain.mean)} [{_points(gain.low)}, {_points(gain.high)}])"
+    errors = before.errors + after.errors
+    failed = f", {errors} not scored" if errors else ""
+    return f"{', '.join(rates)}; {problems} problems{failed}"
 
 
 def breakdown(
@@ -93,7 +78,10 @@ def breakdown(
             if len(one) > 1
             else None
         )
-        return Part(source, level, len(one), scores(one, k), scores(two, k), gain)
+        first, second = (
+            model_summary(table, k, confidence, bootstrap_samples, seed) for table in (one, two)
+        )
+        return Part(source, level, len(one), first, second, gain)
 
     parts = []
     for source in sorted(set(before["data_source"])):
@@ -103,22 +91,6 @@ def breakdown(
         for level in levels if len(levels) > 1 else ():
             parts.append(part(str(source), str(level), here & (before["level"] == level)))
     return parts
-
-
-def scores(rows: pd.DataFrame, k: int) -> Scores:
-    """One model's scores on the problems of `rows`, at least one."""
-    right, samples = rows["samples_correct"].to_numpy(), rows["samples"].to_numpy()
-    return Scores(
-        pass_at_1=float(rows["greedy_correct"].mean()),
-        mean_at_k=float((right / samples).mean()),
-        pass_at_k=float(pass_at_k(samples, right, k).mean()),
-        majority_at_k=float(rows["majority_correct"].mean()),
-        score=float(rows["greedy_score"].mean()),
-        tokens=float(rows["greedy_length"].mean()),
-        truncated=float(rows["greedy_truncated"].mean()),
-        format_rate=float(rows["format_rate"].mean()),
-        errors=int(rows["errors"].sum()),
-    )
 
 
 def _points(fraction: float) -> str:

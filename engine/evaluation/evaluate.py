@@ -25,6 +25,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.errors import DataError
 from engine.evaluation.judging import judge
 from engine.evaluation.rows import Judged, ModelName, Problems, build_rows
+from engine.evaluation.sets import TEST
 from engine.models import load_model
 from engine.plugins import import_plugins
 from engine.rewards import Scorer
@@ -33,7 +34,7 @@ from engine.rollout.protocol import Completion, SamplingParams, create_engine
 
 def evaluate_model(
     folder: str | Path,
-    frame: pd.DataFrame,
+    problems: pd.DataFrame | Mapping[str, pd.DataFrame],
     name: ModelName,
     config: EvaluateConfig,
     *,
@@ -41,13 +42,16 @@ def evaluate_model(
     seed: int,
     on_progress: Callable[[int], None] | None = None,
 ) -> pd.DataFrame:
-    """Decode every problem of `frame` (RL rows) once greedily and `config.samples` times sampled.
+    """Decode every problem once greedily and `config.samples` times sampled.
 
-    Returns the table of `engine.evaluation.rows`. `on_progress(n)` is called with the number of
-    finished completions of both passes; there are `len(frame) * (1 + config.samples)` in all.
-    Raises DataError for a frame without rows.
+    `problems` are RL rows by evaluation set, or those of the set `test` alone. Returns the table of
+    `engine.evaluation.rows`, set by set. `on_progress(n)` is called with the number of finished
+    completions of both passes; there are `1 + config.samples` a problem. Raises DataError for a set
+    without rows.
     """
-    if frame.empty:
+    sets = {TEST: problems} if isinstance(problems, pd.DataFrame) else dict(problems)
+    frame = _joined(sets)
+    if not sets or any(one.empty for one in sets.values()):
         raise DataError("there are no problems to evaluate on; check data.test_size")
     import_plugins(config.plugins)
     tokenizer = load_tokenizer(folder)
@@ -74,7 +78,7 @@ def evaluate_model(
 
         first, each = judged(greedy, 1), judged(sampled, config.samples)
     groups = [each[i : i + config.samples] for i in range(0, len(each), config.samples)]
-    return build_rows(name, _problems(frame), first, groups)
+    return build_rows(name, _problems(frame, sets), first, groups)
 
 
 def _decode(
@@ -116,10 +120,20 @@ def _decode(
     return greedy, sampled
 
 
-def _problems(frame: pd.DataFrame) -> Problems:
+def _joined(sets: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """The rows of all sets, one after the other; none lacks a column that another has."""
+    frame = pd.concat(list(sets.values()), ignore_index=True) if sets else pd.DataFrame()
+    if len(sets) > 1 and "extra_info" in frame:
+        known = [x if isinstance(x, Mapping) else {} for x in frame["extra_info"]]
+        frame["extra_info"] = pd.Series(known, dtype=object)
+    return frame
+
+
+def _problems(frame: pd.DataFrame, sets: Mapping[str, pd.DataFrame]) -> Problems:
     extra = frame["extra_info"] if "extra_info" in frame else [None] * len(frame)
     return Problems(
-        index=list(range(len(frame))),
+        dataset=[name for name, rows in sets.items() for _ in range(len(rows))],
+        index=[place for rows in sets.values() for place in range(len(rows))],
         data_source=list(frame["data_source"]),
         level=[_level(row) for row in extra],
         prompt=[prompt_text(prompt) for prompt in frame["prompt"]],

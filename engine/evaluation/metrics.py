@@ -120,11 +120,14 @@ def mean_interval(values: ArrayLike, confidence: float, samples: int, seed: int)
 def rate_interval(values: ArrayLike, confidence: float, samples: int, seed: int) -> Interval:
     """Interval of a mean of N rates in [0, 1]: Wilson where all are 0 or 1, else bootstrap.
 
-    A bootstrap of values that are all 0 has no width and would claim certainty; Wilson's has.
+    A bootstrap of values that are all 0 has no width and would claim certainty; Wilson's has. Nor
+    has that of a single value, whose interval is all of [0, 1].
     """
     rates = _checked(values, confidence)
     if np.all((rates == 0) | (rates == 1)):
         return wilson_interval(rates, confidence)
+    if rates.size == 1:
+        return Interval(float(rates[0]), 0.0, 1.0)
     return mean_interval(rates, confidence, samples, seed)
 
 

@@ -19,7 +19,8 @@ from engine.evaluation import plots
 from engine.evaluation.lm_eval import HarnessScore
 from engine.evaluation.metrics import Interval
 from engine.evaluation.rows import check_paired
-from engine.evaluation.summary import EvaluationComparison
+from engine.evaluation.sets import EvaluatedSet
+from engine.evaluation.summary import EvaluationComparison, ModelSummary
 
 _MODEL_TITLES = {
     "warm_start": "warm start",
@@ -65,6 +66,18 @@ class ReportExample:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportPart:
+    """A set, source or level with both models' metrics."""
+
+    kind: str  # "set", "source" or "level"
+    name: str
+    problems: int
+    note: str
+    models: tuple[ModelSummary, ModelSummary]  # before, after
+    gain: Interval | None
+
+
+@dataclass(frozen=True, slots=True)
 class ExampleGroup:
     """Some of the problems on which the two models did alike."""
 
@@ -84,6 +97,7 @@ def render_report(
     harness: Sequence[tuple[HarnessScore, HarnessScore]] = (),
     examples: int = 4,
     before: str = "",
+    sets: Sequence[EvaluatedSet] = (),
 ) -> str:
     """Return the page.
 
@@ -91,7 +105,7 @@ def render_report(
     training step. verdict: what promotion decided; None before it. harness: both models' scores in
     the lm-evaluation-harness. examples: problems shown of each kind, drawn with the comparison's
     seed. before: what the first model is, `start_model` where there was no warm start; empty: what
-    its table says.
+    its table says. sets: every evaluation set, for the table by set, source and level.
     Raises DataError when the two tables are not of the same problems.
     """
     check_paired(rows_before, rows_after)
@@ -112,6 +126,8 @@ def render_report(
         lengths=plots.length_histogram(lengths_before, lengths_after, names),
         models=models,
         names=names,
+        parts=_parts(sets),
+        sets=sets,
         verdict=verdict,
     )
 
@@ -127,6 +143,21 @@ def _templates() -> Environment:
         "plain_ends": _plain_ends,
     }
     return environment
+
+
+def _parts(sets: Sequence[EvaluatedSet]) -> list[ReportPart]:
+    """The rows of the table by set, source and level; none where that is a single one."""
+    rows: list[ReportPart] = []
+    for one in sets:
+        whole = one.comparison
+        known = f"{one.known:,} known from training"
+        both = (whole.before, whole.after)
+        rows.append(ReportPart("set", one.name, whole.problems, known, both, whole.gain))
+        for part in one.proper_parts:
+            kind, name = ("level", part.level) if part.level else ("source", part.source)
+            both = (part.before, part.after)
+            rows.append(ReportPart(kind, name, part.problems, "", both, part.gain))
+    return rows if len(rows) > 1 else []
 
 
 def _example_groups(

@@ -20,7 +20,8 @@ from engine.evaluation.metrics import format_rate, majority_vote
 ModelName = Literal["warm_start", "rl", "champion"]
 
 COLUMNS: dict[str, str] = {
-    "index": "position of the problem in its test set",
+    "dataset": "the evaluation set: test, or a name of data.evaluation_sets",
+    "index": "position of the problem in its set",
     "data_source": "where the problem is from, e.g. 'gsm8k'",
     "level": "how hard it is, e.g. 'Level 3'; empty where the data don't say",
     "prompt": "the text that the model was given",
@@ -44,14 +45,16 @@ COLUMNS: dict[str, str] = {
     "errors": "completions that could not be scored, and count as wrong",
 }
 
-_IDENTITY = ["index", "data_source", "prompt", "ground_truth"]  # what makes a problem the same
+# What makes a problem the same.
+_IDENTITY = ["dataset", "index", "data_source", "prompt", "ground_truth"]
 
 
 @dataclass(frozen=True, slots=True)
 class Problems:
     """What both models were asked; N entries in each field."""
 
-    index: Sequence[int]  # position in the test set, e.g. [0, 1]
+    dataset: Sequence[str]  # the evaluation set, e.g. ["test", "test"]
+    index: Sequence[int]  # position in its set, e.g. [0, 1]
     data_source: Sequence[str]  # e.g. ["arithmetic", "arithmetic"]
     level: Sequence[str]  # e.g. ["Level 1", "Level 5"], or ["", ""]
     prompt: Sequence[str]  # e.g. ["Tom has 3 apples …", …]
@@ -95,6 +98,7 @@ def build_rows(
         n = len(several)
         rows.append(
             {
+                "dataset": problems.dataset[i],
                 "index": int(problems.index[i]),
                 "data_source": problems.data_source[i],
                 "level": problems.level[i],

@@ -33,11 +33,15 @@ class ModelSummary:
 
     model: str  # "warm_start", "rl" or "champion"
     pass_at_1: Interval  # greedy decoding, Wilson interval
-    pass_at_k: Interval  # sampled; Wilson if all are 0 or 1, else bootstrap
+    mean_at_k: Interval  # samples that are right; Wilson if all are 0 or 1, else bootstrap
+    pass_at_k: Interval  # unbiased estimate from the samples; interval as above
     majority: Interval  # majority vote over the samples, Wilson interval
     format_rate: Interval  # samples that keep the answer format; interval as above
+    truncated: Interval  # greedy completions at the limit of tokens, Wilson interval
     response_length: LengthSummary  # a problem's mean tokens over its samples
     greedy_length: LengthSummary  # tokens of greedy completions
+    greedy_score: float  # mean score of greedy completions
+    errors: int  # completions that could not be scored, and count as wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class EvaluationComparison:
     before: ModelSummary
     after: ModelSummary
     gain: Interval  # greedy pass@1: what promotion decides on
+    mean_at_k_gain: Interval
     pass_at_k_gain: Interval
     majority_gain: Interval
     fixed: int  # problems wrong before and right after (greedy)
@@ -105,9 +110,10 @@ def summarise(
 
     greedy_before, greedy_after = (_flags(r, "greedy_correct") for r in (rows_before, rows_after))
     return EvaluationComparison(
-        before=_model_summary(rows_before, k, confidence, bootstrap_samples, seed),
-        after=_model_summary(rows_after, k, confidence, bootstrap_samples, seed),
+        before=model_summary(rows_before, k, confidence, bootstrap_samples, seed),
+        after=model_summary(rows_after, k, confidence, bootstrap_samples, seed),
         gain=gain(greedy_before, greedy_after),
+        mean_at_k_gain=gain(_mean_at_k(rows_before), _mean_at_k(rows_after)),
         pass_at_k_gain=gain(_pass_at_k(rows_before, k), _pass_at_k(rows_after, k)),
         majority_gain=gain(
             _flags(rows_before, "majority_correct"), _flags(rows_after, "majority_correct")
@@ -124,20 +130,29 @@ def summarise(
     )
 
 
-def _model_summary(
+def model_summary(
     rows: pd.DataFrame, k: int, confidence: float, bootstrap_samples: int, seed: int
 ) -> ModelSummary:
+    """One model's metrics on the problems of `rows`, at least one."""
     return ModelSummary(
         model=str(rows["model"].iloc[0]),
         pass_at_1=wilson_interval(_flags(rows, "greedy_correct"), confidence),
+        mean_at_k=rate_interval(_mean_at_k(rows), confidence, bootstrap_samples, seed),
         pass_at_k=rate_interval(_pass_at_k(rows, k), confidence, bootstrap_samples, seed),
         majority=wilson_interval(_flags(rows, "majority_correct"), confidence),
         format_rate=rate_interval(
             rows["format_rate"].to_numpy(), confidence, bootstrap_samples, seed
         ),
+        truncated=wilson_interval(_flags(rows, "greedy_truncated"), confidence),
         response_length=length_summary(rows["response_length"].to_numpy()),
         greedy_length=length_summary(rows["greedy_length"].to_numpy()),
+        greedy_score=float(rows["greedy_score"].mean()),
+        errors=int(rows["errors"].sum()),
     )
+
+
+def _mean_at_k(rows: pd.DataFrame) -> np.ndarray:
+    return (rows["samples_correct"] / rows["samples"]).to_numpy(float)
 
 
 def _pass_at_k(rows: pd.DataFrame, k: int) -> np.ndarray:

@@ -7,6 +7,14 @@ alias, `history` is the record of such moves, and `champions` makes them. `__mai
 
 from engine.promotion.champions import Champions
 from engine.promotion.history import AliasMove
-from engine.promotion.rules import Decision, Measurements, RuleOutcome, decide
+from engine.promotion.rules import Decision, Measurements, RuleOutcome, decide, decide_on_sets
 
-__all__ = ["AliasMove", "Champions", "Decision", "Measurements", "RuleOutcome", "decide"]
+__all__ = [
+    "AliasMove",
+    "Champions",
+    "Decision",
+    "Measurements",
+    "RuleOutcome",
+    "decide",
+    "decide_on_sets",
+]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from engine.config import DataConfig, EvaluateConfig
+from engine.data.evaluation_sets import evaluation_files
 from engine.errors import EngineError, LineageError
 from engine.evaluation.rows import prompt_digest
 from engine.evaluation.settings import incomparable
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 class Evaluated:
     """The evaluation of the new model, which the champion's must match."""
 
-    dataset: Path  # folder with test.parquet
+    dataset: Path  # folder with the evaluation sets
     rows: pd.DataFrame  # of the new model
     manifest: Manifest  # of its evaluation
     data: DataConfig
@@ -112,7 +113,7 @@ def champion_evaluation(
         model = tracker.download_model(champion.name, champion.version, Path(folder) / "champion")
         rows = evaluate_model(
             model,
-            pd.read_parquet(new.dataset / "test.parquet"),
+            {n: pd.read_parquet(path) for n, path in evaluation_files(new.dataset).items()},
             "champion",
             new.evaluate,
             max_response_length=new.data.max_response_length,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ from engine.errors import DataError
 from engine.evaluation.metrics import Interval, paired_bootstrap, wilson_interval
 from engine.evaluation.policy_steps import read_policy_steps
 from engine.evaluation.rows import check_paired
+from engine.evaluation.sets import ALL, rows_of_set, set_names
 from engine.promotion.contamination import share_trained_on
 from engine.promotion.rules import Measurements
 
@@ -29,6 +30,7 @@ def measure(
     after: pd.DataFrame,
     against: Literal["champion", "warm_start", "start_model"],
     *,
+    dataset: str,
     policy: Path,
     datasets: Iterable[Path],
     rules: PromoteConfig,
@@ -38,8 +40,9 @@ def measure(
 ) -> Measurements:
     """Measure a new model (`after`) against another (`before`), rows as of `evaluation.rows`.
 
-    policy: the new model's artifact. datasets: all dataset artifacts that it descends from.
-    Raises DataError where the rows are not of the same problems.
+    dataset: the evaluation set that is measured; guards see the others, too. policy: the new
+    model's artifact. datasets: all dataset artifacts that it descends from. Raises DataError where
+    the rows are not of the same problems, or have none of the set.
     """
     check_paired(before, after)
 
@@ -51,6 +54,7 @@ def measure(
         was, is_now = _guarded(before, guard), _guarded(after, guard)
         # One problem has no spread, so its interval would claim certainty.
         guards[guard.name] = change(was, is_now) if len(is_now) > 1 else None
+    before, after = rows_of_set(before, dataset), rows_of_set(after, dataset)
     ratio = None
     if rules.max_length_ratio is not None:
         ratio = length_ratio(
@@ -76,6 +80,17 @@ def measure(
         ),
         approved_by=approved_by,
     )
+
+
+def judged_sets(rows: pd.DataFrame, dataset: str, wanted: Sequence[str]) -> list[str]:
+    """The evaluation sets that decide: the one named `dataset`, or with `all` every one.
+
+    Raises DataError where that one is missing in the rows, or with `all` one of `wanted`.
+    """
+    names = set_names(rows) if dataset == ALL else [dataset]
+    for name in (*names, *(wanted if dataset == ALL else ())):
+        rows_of_set(rows, name)
+    return names
 
 
 def length_ratio(
@@ -114,6 +129,8 @@ def last_kl(policy: Path) -> float | None:
 
 def _guarded(rows: pd.DataFrame, guard: GuardConfig) -> np.ndarray:
     """Return a guard's score of each of its problems, in the rows' order."""
+    if guard.dataset:
+        rows = rows[rows["dataset"] == guard.dataset]
     if guard.data_source:
         rows = rows[rows["data_source"] == guard.data_source]
     columns: Mapping[str, pd.Series] = {

@@ -7,21 +7,26 @@ It fails closed: a measurement that is missing or no number fails its rule. Meas
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from engine.config import GuardConfig, PromoteConfig
 from engine.console import points
 from engine.evaluation.metrics import Interval
+from engine.evaluation.sets import TEST
 
 APPROVAL = "approval"
+_OF_A_SET = ("gain", "score", "length", "contamination")  # rules on one set's problems
 Measured = float | str | list[float] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What was measured of a new model against another one; None: could not be measured."""
+    """What was measured of a new model against another one, on one evaluation set.
+
+    None: could not be measured.
+    """
 
     against: Literal["champion", "warm_start", "start_model"]  # what it was compared with
     gain: Interval | None  # of greedy pass@1, a fraction, e.g. Interval(0.1, 0.05, 0.15)
@@ -68,7 +73,30 @@ class Decision:
 
 def decide(measurements: Measurements, rules: PromoteConfig) -> Decision:
     """Check the measurements against every rule; promote if all of them pass."""
-    outcomes = tuple(_outcomes(measurements, rules))
+    return _decision(_outcomes(measurements, rules))
+
+
+def decide_on_sets(sets: Mapping[str, Measurements], rules: PromoteConfig) -> Decision:
+    """Check the measurements of every evaluation set that decides; all of them must pass.
+
+    Rules on a set's own problems are checked for each set, the others once. Nothing is promoted on
+    no set.
+    """
+    outcomes: list[RuleOutcome] = []
+    for name, measurements in sets.items():
+        for outcome in _outcomes(measurements, rules):
+            if outcome.rule in _OF_A_SET and list(sets) != [TEST]:
+                rule, sentence = f"{outcome.rule} on {name}", f"{name}: {outcome.sentence}"
+                outcome = replace(outcome, rule=rule, sentence=sentence)
+            if outcome not in outcomes:
+                outcomes.append(outcome)
+    if not sets:
+        return Decision(False, "Not promoted: no evaluation set was measured.", ())
+    return _decision(outcomes)
+
+
+def _decision(found: Iterable[RuleOutcome]) -> Decision:
+    outcomes = tuple(found)
     failed = [outcome for outcome in outcomes if not outcome.passed]
     if failed:
         reason = "Not promoted: " + "; ".join(outcome.sentence for outcome in failed) + "."

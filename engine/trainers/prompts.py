@@ -13,6 +13,7 @@ from engine.checkpoint.state_dict import StateDict
 from engine.controller.timeline import span
 from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
+from engine.data.pass_rates import observed_rates
 from engine.data.templates import encode_prompts, with_template_variables
 from engine.rollout.partial_groups import PartialGroup, take_partial_groups, with_partial_groups
 from engine.trainers.rollout_state import to_json_values
@@ -28,6 +29,7 @@ class PromptStream:
         self._handed_out = 0  # rows of it that `next_prompt` has returned
         self._resumed: deque[Batch] = deque()  # single prompts of a checkpoint, which come first
         self._loader_state: StateDict = {}  # before its latest draw
+        self._observed: list[tuple[Any, float]] = []  # prompts and pass rates since that draw
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Batch:
         """Collate data rows into a batch of prompts."""
@@ -53,6 +55,19 @@ class PromptStream:
         self._handed_out += 1
         return self._batch.rows([self._handed_out - 1])
 
+    @property
+    def wants_rates(self) -> bool:
+        """Whether the loader chooses prompts by their pass rates."""
+        return self.loader.wants_rates
+
+    def observe(self, sampled: Batch) -> None:
+        """Note the pass rates of scored groups, if the loader wants them."""
+        if not self.wants_rates:
+            return
+        for prompt, rate in observed_rates(sampled):
+            self.loader.observe(prompt, rate)
+            self._observed.append((prompt, rate))
+
     def state_dict(self, unfinished: Sequence[Batch] = ()) -> StateDict:
         """The position in the data: tensors and plain values.
 
@@ -60,9 +75,11 @@ class PromptStream:
         their partial completions.
         """
         drawn = [take_partial_groups(prompt) for prompt in (*unfinished, *self._resumed)]
+        ahead = self._batch is not None
         return {
-            "loader": self.loader.state_dict() if self._batch is None else self._loader_state,
-            "given": self._handed_out if self._batch is not None else 0,
+            "loader": self._loader_state if ahead else self.loader.state_dict(),
+            "given": self._handed_out if ahead else 0,
+            "observed": to_json_values(self._observed) if ahead else [],
             "again": [_row(prompt) for prompt, _ in drawn],
             "begun": [partial.tree() if partial is not None else None for _, [partial] in drawn],
         }
@@ -71,8 +88,12 @@ class PromptStream:
         """Restore `state_dict`."""
         self.loader.load_state_dict(state["loader"])
         self._batch, self._handed_out = None, int(state["given"])
-        if self._handed_out:
+        observed = state.get("observed", [])  # after the draw, so that it is the same again
+        if self._handed_out or observed:
             self._batch = self._draw()
+        for prompt, rate in observed:
+            self.loader.observe(prompt, rate)
+        self._observed = [(prompt, rate) for prompt, rate in observed]
         self._resumed = deque(
             with_partial_groups(self.encode([row]), [PartialGroup.from_tree(tree)])
             if tree
@@ -81,7 +102,7 @@ class PromptStream:
         )
 
     def _draw(self) -> Batch:
-        self._loader_state = self.loader.state_dict()
+        self._loader_state, self._observed = self.loader.state_dict(), []
         return self.encode(self.loader.next_batch())
 
 

@@ -270,6 +270,9 @@ class RLTrainer:
         batch, seconds = lazy.resolve(), time.perf_counter() - start
         metrics = step_metrics(batch, seconds) | self.algo.take_metrics() | self.source.metrics()
         metrics |= staleness_metrics(batch, self.step - 1)
+        sampled = self.algo.take_sampled() or [lazy]
+        for rollout in sampled if self.source.prompts.wants_rates else ():
+            self.source.observe(rollout.resolve())
         for update in updates:
             metrics |= update
         if self.step <= self.config.trainer.timeline_steps:

@@ -16,8 +16,8 @@ from engine.config import DataConfig, EvaluateConfig, ModelConfig, PromoteConfig
 from engine.data.sources import load_splits
 from engine.data.tokenizer import train_tokenizer
 from engine.evaluation.evaluate import evaluate_model
+from engine.evaluation.sets import compare_sets, write_sets
 from engine.evaluation.settings import comparable_settings
-from engine.evaluation.summary import summarise
 from engine.models import build_model, save_model
 from engine.storage.artifacts import publish, staging
 from engine.storage.manifest import Draft, read_manifest
@@ -62,28 +62,33 @@ class Bench:
         length: float = 4.0,
         recorded: bool = True,
         changed: dict[str, Any] | None = None,
+        hard_from: int = 40,
     ) -> Path:
         """Publish an evaluation in which the first `correct` greedy answers are right.
 
         length: tokens of each response.
         recorded: whether it says which budget of tokens it was made with.
         changed: settings that it says it was made with, other than these.
+        hard_from: problems from this one on are of the evaluation set "hard".
         """
         test = pd.read_parquet(self.dataset / "test.parquet")
         before = evaluate_model(
             model, test, "warm_start", EVALUATE, max_response_length=4, seed=0
         ).assign(greedy_correct=False)
-        before = before.assign(response_length=4.0)
+        names = ["test" if i < hard_from else "hard" for i in range(len(test))]
+        before = before.assign(response_length=4.0, dataset=names)
         after = before.assign(
             model="rl",
             greedy_correct=[i < correct for i in range(len(test))],
             response_length=length,
         )
-        comparison = summarise(before, after, 1, 0.95, 200, 0)
+        known = dict.fromkeys(names, 0)
+        sets = compare_sets(before, after, known, 1, 0.95, 200, 0)
         with staging("evaluation") as folder:
             before.to_parquet(folder / "rows_warm_start.parquet", index=False)
             after.to_parquet(folder / "rows_rl.parquet", index=False)
-            (folder / "comparison.json").write_text(comparison.to_json())
+            (folder / "comparison.json").write_text(sets[0].comparison.to_json())
+            write_sets(folder, sets)
             parents = tuple(
                 read_manifest(artifact).as_parent(name, artifact)
                 for name, artifact in (("dataset", self.dataset), ("policy", model))

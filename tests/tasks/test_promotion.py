@@ -259,3 +259,24 @@ def test_a_rewritten_ancestor_promotes_nobody(bench: Bench, current_champion: Pa
     with pytest.raises(StageError, match=r"not as recorded: .*manifest.json .*nothing was moved"):
         bench.promote(model, evidence)
     assert champion() == digest(current_champion)
+
+
+def test_the_evaluation_set_that_is_named_decides_or_all_of_them(bench: Bench) -> None:
+    model = bench.model(seed=2)
+    evidence = bench.evaluation(model, 20, hard_from=20)  # all of test right, none of hard
+    all_sets = bench.promote(model, evidence, PromoteConfig(dataset="all"))
+    assert not all_sets["promoted"]
+    assert "hard: pass@1 gain +0.00 percentage points" in all_sets["reason"]
+    assert all_sets["gain"] == [0.0, 0.0, 0.0]
+    rules = [(o["rule"], o["passed"]) for o in all_sets["outcomes"]]
+    assert rules == [
+        ("gain on test", True), ("contamination on test", True),
+        ("gain on hard", False), ("contamination on hard", True),
+    ]  # fmt: skip
+    measured = json.loads((bench.folder / "evidence.json").read_text())
+    assert measured["sets"]["test"]["gain"]["mean"] == 1.0
+    with pytest.raises(StageError, match="the evaluation has no set 'easy', but test, hard"):
+        bench.promote(model, evidence, PromoteConfig(dataset="easy"))
+    assert champion() is None
+    guarded = PromoteConfig(guards=(GuardConfig(dataset="hard", metric="pass_at_1"),))
+    assert bench.promote(model, evidence, guarded)["promoted"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from engine.batch import Batch
@@ -36,7 +36,7 @@ class AsyncSource(RolloutSource):
     def __init__(self, inputs: SourceInputs) -> None:
         super().__init__(inputs)
         self._spec, self._config = inputs.spec, inputs.spec.config.trainer
-        self._filter = SignalFilter(inputs.algo)
+        self._filter = SignalFilter(inputs.algo, self.prompts.observe)
         self._last_step = 0
         self._rollout: AsyncRollout | None = None
         self._restored: list[Rollout] = []  # of a checkpoint, until the rollout starts
@@ -71,6 +71,9 @@ class AsyncSource(RolloutSource):
 
     def prefetch(self) -> None:
         """Prompts are drawn one by one, by the rollout's own thread."""
+
+    def observe(self, sampled: Batch) -> None:
+        """Groups were looked at when they were scored, in the rollout's own thread."""
 
     def metrics(self) -> dict[str, float]:
         return self._running.metrics()
@@ -132,13 +135,16 @@ class SignalFilter:
     After as many in a row as `filter_groups.max_num_gen_batches` rollouts have, one is accepted.
     """
 
-    def __init__(self, algo: Algo) -> None:
+    def __init__(self, algo: Algo, observe: Callable[[Batch], None] = lambda group: None) -> None:
+        """`observe` gets every group before it is accepted or rejected."""
+        self._observe = observe
         self._algo, self._settings = algo, algo.config.algorithm.filter_groups
         self._limit = self._settings.max_num_gen_batches * algo.config.trainer.train_batch_size
         self._in_a_row = 0  # groups without signal
 
     def accepts(self, group: Batch) -> bool:
         """Whether a scored group may be learned from."""
+        self._observe(group)
         if not self._settings.enable:
             return True
         has_signal = bool(self._algo.rows_with_signal(group).any())

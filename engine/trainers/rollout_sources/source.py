@@ -71,6 +71,10 @@ class RolloutSource(ABC):
         """Prepare the prompts of the step after this one while workers are busy."""
         self.prompts.prefetch()
 
+    def observe(self, sampled: Batch) -> None:
+        """Look at a rollout of the step that has just ended, with its scores."""
+        self.prompts.observe(sampled)
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the source itself."""
         return {}

@@ -43,7 +43,9 @@ def kto() -> pd.DataFrame:
 
 def evaluation() -> pd.DataFrame:
     sources, empty = ["sums"] * SIZE, [""] * SIZE
-    problems = Problems(list(range(SIZE)), sources, empty, ["2+3?"] * SIZE, ["5"] * SIZE)
+    problems = Problems(
+        ["test"] * SIZE, list(range(SIZE)), sources, empty, ["2+3?"] * SIZE, ["5"] * SIZE
+    )
 
     def judged(answer: str | None) -> Judged:
         return Judged(answer or "", 2, False, answer == "5", 1.0, answer, answer, True, False)

@@ -11,6 +11,7 @@ TRUTHS = ["3", "14", "15", "92", "65", "35"]
 @pytest.fixture
 def problems():
     return Problems(
+        dataset=["test"] * 6,
         index=list(range(6)),
         data_source=["arithmetic"] * 6,
         level=["easy", "easy", "easy", "hard", "hard", "hard"],

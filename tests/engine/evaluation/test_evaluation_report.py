@@ -5,11 +5,13 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 
+import pandas as pd
 import pytest
 from browser import browser, find_chromium
 
 from engine.errors import DataError
 from engine.evaluation.report import Link, Verdict, render_report
+from engine.evaluation.sets import compare_sets
 from engine.evaluation.summary import summarise
 
 VOID = {"meta", "col"}
@@ -77,8 +79,10 @@ def test_verdict_and_links_are_named(render):
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_chromium() is None, reason="no browser: `apt-get install chromium`")
-def test_a_phone_shows_the_page_without_scrolling_it_sideways(render, tmp_path):
-    (tmp_path / "page.html").write_text(render(curves={"reward": [0.1, 0.4], "KL": [0.1, 0.2]}))
+def test_a_phone_shows_the_page_without_scrolling_it_sideways(render, before, after, tmp_path):
+    sets = compare_sets(before, after, {"test": 0}, 2, 0.95, 300, 0)
+    curves = {"reward": [0.1, 0.4], "KL": [0.1, 0.2]}
+    (tmp_path / "page.html").write_text(render(curves=curves, sets=sets))
     with browser(find_chromium()) as page:
         for width, hints in ((390, True), (1200, False)):
             page.call(
@@ -89,7 +93,7 @@ def test_a_phone_shows_the_page_without_scrolling_it_sideways(render, tmp_path):
             assert page.run("document.documentElement.scrollWidth") <= width
             boxes = "[...document.querySelectorAll('.scroll')]"
             scrolls = page.run(f"{boxes}.map(b => b.scrollWidth > b.clientWidth)")
-            assert scrolls == [hints, hints]
+            assert scrolls == [hints] * 3
             seen = page.run("[...document.querySelectorAll('.hint')].map(h => h.offsetHeight > 0)")
             assert seen == scrolls, "what is wider than the screen says so"
             scale = "s.clientWidth / s.viewBox.baseVal.width"
@@ -218,3 +222,26 @@ def test_importing_the_report_loads_no_pyplot():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_sets_sources_and_levels_have_a_table(before, after):
+    names = ["test"] * 6 + ["aime"] * 6
+    tables = [pd.concat([rows, rows], ignore_index=True) for rows in (before, after)]
+    sets = compare_sets(
+        *(table.assign(dataset=names) for table in tables), {"test": 1, "aime": 0}, 2, 0.95, 300, 0
+    )
+    page = render_report(sets[0].comparison, before, after, sets=sets)
+    text = Page(page).text
+    assert "By evaluation set, source and level" in text
+    assert "6 held-out problems of the set test: 3 fixed" in text
+    assert "test6 problems1 known from trainingwarm start33.3 %[9.7, 70.0]" in text
+    assert page.count('<tbody class="set">') == 2
+    assert page.count('<tbody class="level">') == 4
+    assert page.count('<tbody class="source">') == 0, "the only source is the set itself"
+    for label in ("mean@4", "pass@2", "maj@4", "format", "truncated", "tokens", "gain, points"):
+        assert label in text
+    (one,) = compare_sets(
+        *(rows.assign(level="") for rows in (before, after)), {"test": 0}, 2, 0.95, 300, 0
+    )
+    page = render_report(one.comparison, before, after, sets=[one])
+    assert "source and level" not in page, "the table would say what Metrics says"

@@ -94,7 +94,7 @@ def test_lists_that_do_not_fit_are_refused(problems, greedy, samples, message):
 
 
 def test_an_empty_test_split_and_an_unknown_model_are_refused():
-    empty = Problems([], [], [], [], [])
+    empty = Problems([], [], [], [], [], [])
     with pytest.raises(DataError, match="test split is empty"):
         build_rows("rl", empty, [], [])
     with pytest.raises(DataError, match="model='best' is unknown"):

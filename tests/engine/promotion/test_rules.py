@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.config import ContaminationConfig, GuardConfig, PromoteConfig
 from engine.evaluation.metrics import Interval
-from engine.promotion.rules import Measurements, decide
+from engine.promotion.rules import Measurements, decide, decide_on_sets
 
 GUARD = GuardConfig(data_source="gsm8k", tolerance=0.02)
 RULES = PromoteConfig(
@@ -145,3 +145,18 @@ def test_a_larger_gain_is_never_worse(low: float, more: float) -> None:
         return decide(replace(GOOD, gain=Interval(end, end, 1.0)), RULES).promote
 
     assert promoted(low) <= promoted(low + more)
+
+
+def test_every_set_must_pass_and_the_rules_on_the_run_are_said_once() -> None:
+    worse = replace(GOOD, score=Interval(0.2, 0.1, 0.3))
+    assert decide_on_sets({"test": GOOD}, RULES) == decide(GOOD, RULES)
+    both = decide_on_sets({"test": GOOD, "aime": worse}, RULES)
+    assert [o.rule for o in both.outcomes if not o.passed] == ["score on aime"]
+    assert "aime: pass@1 is 20.00%" in both.reason
+    rules = [o.rule for o in both.outcomes]
+    assert [rules.count(rule) for rule in ("kl", f"guard {GUARD.name}", "approval")] == [1, 1, 1]
+    assert {"gain on test", "gain on aime", "length on aime"} <= {*rules}
+    unapproved = replace(GOOD, approved_by="")
+    waits = decide_on_sets({"test": unapproved, "aime": unapproved}, RULES)
+    assert waits.waits_for_approval
+    assert not decide_on_sets({}, RULES).promote

@@ -136,9 +136,7 @@ def stopped_after(last: int) -> RunLog:
     """A log that interrupts the run after a step."""
 
     class Log(RunLog):
-        def step(
-            self, step: int, total: int, metrics: Metrics, history: Sequence[Metrics]
-        ) -> None:
+        def step(self, step: int, total: int, metrics: Metrics, history: Sequence[Metrics]) -> None:
             if step > last:
                 raise KeyboardInterrupt
 
@@ -190,9 +188,7 @@ def test_a_best_step_that_is_damaged_costs_the_last_nothing(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Log(RunLog):
-        def step(
-            self, step: int, total: int, metrics: Metrics, history: Sequence[Metrics]
-        ) -> None:
+        def step(self, step: int, total: int, metrics: Metrics, history: Sequence[Metrics]) -> None:
             if step == 4:
                 best = tmp_path / "c" / "step_2"
                 deadline = time.monotonic() + 60

@@ -21,7 +21,7 @@ from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint import Checkpoint, CheckpointDraft, CheckpointStore, find_latest
-from engine.config import RLConfig
+from engine.config import RLConfig, SamplingConfig
 from engine.data.loader import PromptLoader
 from engine.errors import (
     CheckpointError,
@@ -42,7 +42,13 @@ from engine.workers.group_stream import GroupStream
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def trainer(folder: Path, placement: str = "local", longest: int = 6, **changes: Any) -> RLTrainer:
+def trainer(
+    folder: Path,
+    placement: str = "local",
+    longest: int = 6,
+    sampling: SamplingConfig | None = None,
+    **changes: Any,
+) -> RLTrainer:
     values: dict[str, Any] = {
         "algorithm": {
             "adv_estimator": "gae",
@@ -63,7 +69,7 @@ def trainer(folder: Path, placement: str = "local", longest: int = 6, **changes:
         "threads": 1,  # as this process has, for sums in the same order
         "save_freq": 2,
     } | changes.get("trainer", {})
-    loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), 4, 0)
+    loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), 4, 0, sampling=sampling)
     return RLTrainer(
         folder,
         RLConfig.model_validate(values),
@@ -90,19 +96,24 @@ def assert_same(first: Path, second: Path) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
+LIVE = SamplingConfig(pass_rate=(0.2, 1.0), pass_rate_recheck=0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling"), [("sync", None), ("one_step_off", None), ("sync", LIVE)]
+)
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
-    tiny_folder: Path, tmp_path: Path, mode: str
+    tiny_folder: Path, tmp_path: Path, mode: str, sampling: SamplingConfig | None
 ) -> None:
     run = {"mode": mode}
-    with trainer(tiny_folder, trainer=run) as whole:
+    with trainer(tiny_folder, sampling=sampling, trainer=run) as whole:
         whole.fit(checkpoint_dir=tmp_path / "a")
         whole.save(tmp_path / "whole")
-    with trainer(tiny_folder, trainer=run) as first:
+    with trainer(tiny_folder, sampling=sampling, trainer=run) as first:
         first.on_step = _stop_after(5)
         with pytest.raises(KeyboardInterrupt):
             first.fit(checkpoint_dir=tmp_path / "b")
-    with trainer(tiny_folder, trainer=run) as second:
+    with trainer(tiny_folder, sampling=sampling, trainer=run) as second:
         second.fit(checkpoint_dir=tmp_path / "b")
         second.save(tmp_path / "resumed")
         assert second.step == 6
