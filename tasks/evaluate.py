@@ -53,7 +53,6 @@ def evaluate(
     seed: int,
 ) -> FlyteDirectory:
     """Compare the two models by greedy pass@1, pass@k, majority vote, format and length."""
-    import pandas as pd
 
     from engine.console import progress
     from engine.data.contract import EVALUATION_ROWS, check
@@ -61,17 +60,18 @@ def evaluate(
     from engine.evaluation.evaluate import evaluate_model
     from engine.evaluation.lm_eval import pairs, require_lm_eval
     from engine.evaluation.report import render_report
-    from engine.evaluation.sets import TEST, compare_sets, rows_of_set, write_sets
+    from engine.evaluation.sets import TEST, compare_sets, read_problems, rows_of_set, write_sets
     from engine.evaluation.settings import comparable_settings
     from engine.rewards import scorer_identity
 
     with stage("evaluation", run, comparable_settings(data, config, seed)) as this:
         data_folder = this.load_parent("dataset", dataset)
-        files = evaluation_files(data_folder)
-        problems = {name: pd.read_parquet(path) for name, path in files.items()}
+        problems = read_problems(data_folder)
         check_held_out(data_folder)
         require_lm_eval(config.lm_eval)  # of this machine, which may be another than the plan's
-        log_splits(this, data_folder, [path.stem for path in files.values()])
+        log_splits(
+            this, data_folder, [path.stem for path in evaluation_files(data_folder).values()]
+        )
         models = {
             "warm_start": this.load_parent("warm_start", warm_start),
             "rl": this.load_parent("policy", policy),

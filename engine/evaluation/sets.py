@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 from pydantic import TypeAdapter, ValidationError
 
+from engine.data.evaluation_sets import evaluation_files
 from engine.errors import DataError, LineageError
 from engine.evaluation.breakdown import Part, breakdown, described
 from engine.evaluation.summary import EvaluationComparison, summarise
@@ -48,6 +49,11 @@ class EvaluatedSet:
         problems = self.comparison.problems
         share = self.known / problems
         return f"{self.known} of {problems} prompts known from training ({share:.1%})"
+
+
+def read_problems(dataset: Path) -> dict[str, pd.DataFrame]:
+    """The RL rows of every evaluation set in a dataset's folder, `test` first."""
+    return {name: pd.read_parquet(path) for name, path in evaluation_files(dataset).items()}
 
 
 def compare_sets(

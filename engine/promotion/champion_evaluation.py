@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from engine.config import DataConfig, EvaluateConfig
-from engine.data.evaluation_sets import evaluation_files
 from engine.errors import EngineError, LineageError
 from engine.evaluation.rows import prompt_digest
+from engine.evaluation.sets import read_problems
 from engine.evaluation.settings import incomparable
 from engine.promotion.checks import require_intact_copy
 from engine.storage.artifacts import local_path
@@ -113,7 +113,7 @@ def champion_evaluation(
         model = tracker.download_model(champion.name, champion.version, Path(folder) / "champion")
         rows = evaluate_model(
             model,
-            {n: pd.read_parquet(path) for n, path in evaluation_files(new.dataset).items()},
+            read_problems(new.dataset),
             "champion",
             new.evaluate,
             max_response_length=new.data.max_response_length,
