@@ -18,9 +18,9 @@ from engine.config import LoRAConfig, RLConfig
 from engine.console import say
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
+from engine.errors import CheckpointError
 from engine.rollouts.files import FOLDER as ROLLOUTS
 from engine.rollouts.writer import RolloutLog
-from engine.errors import CheckpointError
 from engine.trainers.attempts import run_with_retries
 from engine.trainers.export import write_policy
 from engine.trainers.final_model import FinalModel, choose_final_model
