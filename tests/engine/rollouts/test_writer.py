@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from s3_server import s3_bucket
 from step_batches import step_batch, tokenizer
 
 from engine.rollouts import writer
-from engine.rollouts.files import PAGE, SampleFolder, SampleName
+from engine.rollouts.files import PAGE, SampleFolder, SampleName, copy_samples, find_samples
 from engine.rollouts.writer import RolloutLog
 
 STEPS = 25
@@ -28,7 +29,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "MOST_WAITING", 1000)
 
 
-def make(folder: Path, **changes: Any) -> RolloutLog:
+def make(folder: str | Path, **changes: Any) -> RolloutLog:
     settings: dict[str, Any] = {"every": 10, "rows": 4, "last_step": STEPS} | changes
     return RolloutLog(folder, tokenizer, **settings)
 
@@ -181,3 +182,18 @@ def test_a_store_that_gives_no_answer_holds_up_neither_a_step_nor_the_end(
     answer.set()
     assert "a sample of rollouts is left out" in caplog.text
     assert "may be missing" in caplog.text
+
+
+def test_samples_in_a_bucket_are_resumed_and_copied_as_on_a_disk(tmp_path: Path) -> None:
+    history: list[dict[str, float]] = []
+    with s3_bucket("rollouts") as bucket:
+        with make(f"{bucket}/first/rollouts") as log:
+            log.resumed(0)
+            train(log, range(1, 23), history)
+        with make(f"{bucket}/second/rollouts", previous=f"{bucket}/first/rollouts") as log:
+            log.resumed(15)
+            train(log, range(16, STEPS + 1), history[:15])
+        copy_samples(find_samples(f"{bucket}/second").uri, tmp_path / "rollouts")
+    assert files(tmp_path / "rollouts") == EXPECTED_FILES
+    assert recorded_steps(tmp_path / "rollouts") == list(range(1, STEPS + 1))
+    assert ("train", 25) in page_steps(tmp_path / "rollouts")
