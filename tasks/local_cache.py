@@ -1,4 +1,4 @@
-"""Evicts entries of Flyte's local cache whose artifact no longer exists.
+"""Flyte's local cache: results whose artifact no longer exists, and checks that passed before.
 
 Only for local runs: on a cluster the catalogue is Flyte's, and `local_artifact` reports a missing
 artifact.
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 TASK_PREFIX = "tasks."  # of cache keys, e.g. tasks.sft.sft-<version>-<inputs>
+CHECK_PREFIX = "checks."  # of what passed a check, e.g. checks.<sha256>
 
 
 def evict_missing() -> int:
@@ -19,11 +20,8 @@ def evict_missing() -> int:
     flytekit would hand such a path to the next task and end with a traceback.
     """
     from flyteidl.core.literals_pb2 import LiteralMap
-    from flytekit.core.local_cache import LocalTaskCache
 
-    if not LocalTaskCache._initialized:
-        LocalTaskCache.initialize()
-    cache: Any = LocalTaskCache._cache
+    cache = open_cache()
     evicted = 0
     for key in [key for key in cache.iterkeys() if str(key).startswith(TASK_PREFIX)]:
         stored = cache.get(key)
@@ -31,6 +29,25 @@ def evict_missing() -> int:
         if any(not path.exists() for path in local_outputs(outputs)):
             evicted += bool(cache.delete(key))
     return evicted
+
+
+def has_passed(check: str) -> bool:
+    """Whether `remember_passed` was called for this key since the cache was last cleared."""
+    return CHECK_PREFIX + check in open_cache()
+
+
+def remember_passed(check: str) -> None:
+    """Keep that a check passed; its key must name everything that the outcome depends on."""
+    open_cache().set(CHECK_PREFIX + check, True)
+
+
+def open_cache() -> Any:
+    """The diskcache.Cache that flytekit keeps local results in; `pyflyte local-cache clear`."""
+    from flytekit.core.local_cache import LocalTaskCache
+
+    if not LocalTaskCache._initialized:
+        LocalTaskCache.initialize()
+    return LocalTaskCache._cache
 
 
 def local_outputs(outputs: Any) -> Iterator[Path]:

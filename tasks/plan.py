@@ -6,6 +6,8 @@ answers, and gives each stage its section of the configuration. Not cached.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
 import uuid
@@ -24,6 +26,7 @@ from engine.config import (
     SFTConfig,
     digest,
 )
+from engine.storage.code_version import sources_digest
 from tasks.content_pinning import model_digest, pin_model_commit
 from tasks.context import (
     IMAGE,
@@ -37,6 +40,7 @@ from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.placement import apply_profile
 from tasks.profiles import ProfileName
+from tasks.stage import library_versions
 
 
 class Plan(NamedTuple):
@@ -133,15 +137,25 @@ def with_overrides(config: RLHFConfig, source: str, path: str, model: str, seed:
 
 def rl_lora(model: ModelConfig) -> LoRAConfig:
     """RL's LoRA settings: new adapters of the warm start's shape, on its merged model."""
+    if not model.lora.from_folder:
+        return model.lora
     from engine.models import resolve_lora
 
-    lora = resolve_lora(model.path, model.lora) if model.lora.from_folder else model.lora
-    return lora.model_copy(update={"from_folder": False})
+    return resolve_lora(model.path, model.lora).model_copy(update={"from_folder": False})
 
 
 def check_settings(config: RLHFConfig) -> None:
-    """Raise ConfigError for settings that can't work with any data or model."""
+    """Raise ConfigError for settings that can't work with any data or model.
+
+    The checks load torch, seconds that a rerun with unchanged settings and sources does not spend.
+    """
     from engine.evaluation.lm_eval import require_lm_eval
+    from tasks.local_cache import has_passed, remember_passed
+
+    require_lm_eval(config.evaluate.lm_eval)
+    key = checks_key(config)
+    if key and has_passed(key):
+        return
     from engine.rollout.protocol import check_engine
     from engine.trainers.rl_checks import check_config
     from engine.trainers.rl_setup import check_lora
@@ -149,7 +163,21 @@ def check_settings(config: RLHFConfig) -> None:
     check_config(config.rl, config.data.max_response_length)
     check_lora(config.model.lora, config.rl)
     check_engine(config.evaluate.engine)
-    require_lm_eval(config.evaluate.lm_eval)
+    if key:
+        remember_passed(key)
+
+
+def checks_key(config: RLHFConfig) -> str:
+    """What the checks of the settings depend on, as a digest; empty where it isn't all known.
+
+    That is so with a user's modules, a model behind an address and a teacher.
+    """
+    rl, evaluation = config.rl, config.evaluation()
+    named = json.dumps(config.model_dump(mode="json"), separators=(",", "="))  # colons are values'
+    if rl.plugins or evaluation.plugins or rl.algorithm.teacher or ":" in named:
+        return ""
+    parts = (digest(config), sources_digest(), library_versions(), str(os.cpu_count()))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def check_names(config: RLHFConfig) -> str:
@@ -179,12 +207,13 @@ def check_names(config: RLHFConfig) -> str:
 
 def check_inputs(config: RLHFConfig) -> str:
     """Check settings, the model's folder and the tracking server; return the model's digest."""
-    from engine.models import require_model_folder
     from engine.tracking import Tracker
 
     check_settings(config)
     model = ""
     if config.model.path:
+        from engine.models import require_model_folder
+
         require_model_folder(config.model.path)
         model = model_digest(config.model.path)
     Tracker(experiment=config.tracking.experiment).check()
@@ -193,9 +222,11 @@ def check_inputs(config: RLHFConfig) -> str:
 
 def context_length(model: ModelConfig) -> int:
     """Longest prompt plus completion that the model can read, in tokens."""
+    if not model.path:
+        return model.max_position_embeddings
     from engine.models import vocabulary_and_context
 
-    return vocabulary_and_context(model.path)[1] if model.path else model.max_position_embeddings
+    return vocabulary_and_context(model.path)[1]
 
 
 def open_run(config: RLHFConfig, digests: tuple[str, str], workflow: str = "rlhf") -> RunContext:

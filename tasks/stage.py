@@ -7,6 +7,7 @@ its own file.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import html
 import json
@@ -68,6 +69,7 @@ class SourcesPolicy(CachePolicy):
         return hashlib.sha256(f"{salt}\0{sources_digest()}\0{image}".encode()).hexdigest()
 
 
+@functools.cache
 def library_versions() -> str:
     """Name and version of each installed library that results depend on."""
     versions = []

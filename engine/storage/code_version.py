@@ -26,9 +26,18 @@ def sources_digest(root: str | Path | None = None) -> str:
     """Return the SHA-256 (hex) of every source file under engine/ and tasks/ of `root`.
 
     It depends on names below `root` and on bytes alone: neither on the place of the checkout nor
-    on modification times, so that it can be part of cache keys.
+    on modification times, so that it can be part of cache keys. Without `root` it is that of the
+    project, whose files a process reads once.
     """
-    base = Path(root) if root is not None else project_root()
+    return _files_digest(Path(root)) if root is not None else _project_digest()
+
+
+@functools.cache
+def _project_digest() -> str:
+    return _files_digest(project_root())
+
+
+def _files_digest(base: Path) -> str:
     digest = hashlib.sha256()
     found = [path for package in PACKAGES for path in (base / package).rglob("*")]
     files = [path for path in found if path.suffix in SUFFIXES]

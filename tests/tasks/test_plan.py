@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flytekit.core.local_cache import LocalTaskCache
 
+from engine.errors import ConfigError
 from tasks.context import StageError
 from tasks.inputs import RLHFConfig
-from tasks.plan import plan
+from tasks.plan import check_settings, checks_key, plan
 from tasks.profiles import ProfileName
 
 
@@ -38,3 +40,45 @@ def test_a_wrong_name_is_known_before_torch_is_loaded(
     body: Any = plan.task_function
     with pytest.raises(StageError, match=said):
         body(config, "", "", "", -1, ProfileName.LAPTOP)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local cache of Flyte of its own."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(LocalTaskCache, "_initialized", False)
+    monkeypatch.setattr(LocalTaskCache, "_cache", None, raising=False)
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_settings_that_passed_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RLHFConfig()
+    check_settings(config)
+    monkeypatch.setitem(sys.modules, "engine.trainers.rl_checks", None)  # no further check
+    check_settings(config)
+    with pytest.raises(ImportError):
+        check_settings(config.model_copy(update={"seed": 7}))
+    monkeypatch.setattr("tasks.plan.sources_digest", lambda: "edited")
+    with pytest.raises(ImportError):
+        check_settings(config)
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_settings_that_fail_are_checked_again() -> None:
+    config = RLHFConfig.model_validate({"rl": {"algorithm": {"adv_estimator": "nice"}}})
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="nice"):
+            check_settings(config)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rl": {"plugins": ["my_rewards"]}},
+        {"rl": {"algorithm": {"teacher": "/models/teacher"}}},
+        {"rl": {"reward": {"name": "my_rewards:length"}}},
+    ],
+)
+def test_what_changes_by_itself_is_always_checked(change: dict[str, Any]) -> None:
+    assert checks_key(RLHFConfig())
+    assert not checks_key(RLHFConfig.model_validate(change))
