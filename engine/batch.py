@@ -13,11 +13,9 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -102,7 +100,7 @@ class Batch:
             raise DataError(f"rows differ between the fields of a batch: {sizes}")
         self._size = next(iter(sizes.values()))
         self.names = tuple(tensors)  # of the tensors, e.g. ("input_ids", "attention_mask")
-        self.tensors = TensorDict(dict(tensors), batch_size=[self._size])
+        self._tensors = dict(tensors)
         self.columns: dict[str, np.ndarray] = {k: _column(v) for k, v in columns.items()}
         self._widths = self._check()
 
@@ -142,8 +140,7 @@ class Batch:
         if name not in self.names:
             have = ", ".join(sorted(self.names)) or "none"
             raise DataError(f"batch has no tensor {name!r}; it has {have}")
-        tensor: Any = self.tensors[name]
-        return tensor
+        return self._tensors[name]
 
     def get(self, name: str) -> Tensor | None:
         """The tensor `name`, or None where the batch has none."""
@@ -151,7 +148,7 @@ class Batch:
 
     def as_dict(self) -> dict[str, Tensor]:
         """The tensors by name; they share their memory with the batch."""
-        return {name: self[name] for name in self.names}
+        return dict(self._tensors)
 
     def __or__(self, other: Batch | Mapping[str, Tensor]) -> Batch:
         """Return the union of the fields of both; those of `other` win."""

@@ -48,7 +48,6 @@ LIBRARIES = (
     "numpy",
     "pandas",
     "peft",
-    "tensordict",
     "tokenizers",
     "torch",
     "transformers",

@@ -204,7 +204,7 @@ def test_a_room_is_known_to_few(room: str, users: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("room", ["planner", "promotion", "lineage", "release", "health"])
 def test_planning_lineage_and_health_compute_nothing(room: str) -> None:
     """They answer in a moment: no file of theirs loads what training needs."""
-    heavy = ("torch", "transformers", "ray", "vllm", "tensordict", "peft")
+    heavy = ("torch", "transformers", "ray", "vllm", "peft")
     early = [
         f"{path.name} imports {module}"
         for path in sources(f"engine/{room}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.errors import ConfigError, ModelError
 from engine.storage.hub import loading_error, require_model_name, split_revision
@@ -118,8 +118,13 @@ def _loader(folder: Path) -> Any:
     """The class to load a folder with: what it was saved as, where that is a tokenizer.json alone.
 
     Beside a Qwen2 config.json, AutoTokenizer would take Qwen2's own splitting of words instead.
+    It also loads what models are made of, 3 CPU seconds and 230 MB in a process that has none.
     """
-    return PreTrainedTokenizerFast if _is_generic(folder) else AutoTokenizer
+    if _is_generic(folder):
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _is_generic(folder: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NEEDED = ("torch", "ray", "transformers", "tensordict", "mlflow")
+NEEDED = ("torch", "ray", "transformers", "mlflow")
 OPTIONAL = ("vllm", "bitsandbytes", "flytekit")
 
 

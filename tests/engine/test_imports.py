@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 LOAD = """
 import engine, sys
@@ -25,8 +26,24 @@ from transformers import GenerationMixin
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 """
 
+REWARD = """
+import sys
+from engine.data.tokenizer import load_tokenizer, train_tokenizer
+import engine.workers.reward
+train_tokenizer(["3+4=7"], 512).save_pretrained(sys.argv[1])
+assert load_tokenizer(sys.argv[1]).decode(load_tokenizer(sys.argv[1])("3+4").input_ids) == "3+4"
+print(*{"torch._dynamo", "transformers.modeling_utils", "sympy"} & sys.modules.keys())
+"""
+
 
 def test_importing_engine_is_light_and_a_worker_loads_no_library_that_it_does_not_use() -> None:
     done = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ""
+
+
+def test_a_process_without_a_model_loads_nothing_that_models_are_made_of(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", REWARD, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ""
