@@ -19,12 +19,19 @@ from engine.models.lora import (
 )
 from engine.models.policy import load_policy_model, resolve_lora
 from engine.models.precision import DTYPES, resolve_dtype
-from engine.models.save import save_model, save_policy
+from engine.models.save import save_model, save_policy, save_tensors
+from engine.models.unloaded import (
+    UnloadedModel,
+    open_critic_model,
+    open_model,
+    open_policy_model,
+)
 
 __all__ = [
     "DTYPES",
     "BaseModelView",
     "CriticModel",
+    "UnloadedModel",
     "adapter_parameters",
     "add_adapters",
     "build_model",
@@ -34,11 +41,15 @@ __all__ = [
     "has_adapters",
     "load_model",
     "load_policy_model",
+    "open_critic_model",
+    "open_model",
+    "open_policy_model",
     "require_model_folder",
     "resolve_dtype",
     "resolve_lora",
     "save_model",
     "save_policy",
+    "save_tensors",
     "saved_dtype",
     "text_config",
     "vocabulary_and_context",

@@ -28,7 +28,9 @@ _PROBE_TOKENS = 5
 
 
 def apply_fused(model: Any) -> bool:
-    """Give `model`, a language model or a critic, fused forwards in place; say whether it has them.
+    """Give `model`, a language model, a critic or a stage of one, fused forwards in place.
+
+    Returns whether it has them.
 
     Left as it is: a model of another family, on another device than the CPU, or whose first layer
     computes something else than transformers' when it is tried here.
@@ -42,7 +44,7 @@ def apply_fused(model: Any) -> bool:
             model.config.model_type,
         )
         return False
-    for module in _parts(layers, model.base_model):
+    for module in _parts(layers, _body(model)):
         _fuse(module)
     return True
 
@@ -70,11 +72,16 @@ def _layers(model: Any) -> list[Any]:
     """The decoder layers that can have fused forwards; none of a model that can't."""
     if getattr(getattr(model, "config", None), "model_type", None) not in _FAMILIES:
         return []
-    body = model.base_model
+    body = _body(model)
     if not all(p.device.type == "cpu" and not _is_sharded(p) for p in body.parameters()):
         return []
     layers = list(body.layers)
     return layers if all(_is_gated(layer.mlp) for layer in layers) else []
+
+
+def _body(model: Any) -> Any:
+    """The decoder: that of a model or a critic; a pipeline stage is one itself."""
+    return getattr(model, "base_model", model)
 
 
 def _parts(layers: list[Any], body: Any) -> list[nn.Module]:
@@ -206,7 +213,7 @@ def _agrees(layer: Any, model: Any) -> bool:
                 for part in parts if fused else []:
                     _fuse(part)
                 x = hidden.clone().requires_grad_()
-                rotary = model.base_model.rotary_emb(x, positions)
+                rotary = _body(model).rotary_emb(x, positions)
                 out = layer(
                     x, attention_mask=None, position_ids=positions, position_embeddings=rotary
                 )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from engine.errors import StorageError
 from engine.models.lora import has_adapters, merged_copy, save_adapter
+from engine.storage.weight_files import write_weights
 
 ADAPTER_FOLDER = "adapter"  # below a model that was trained with adapters
 
@@ -35,6 +37,31 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str
             tokenizer.save_pretrained(folder / ADAPTER_FOLDER)
         else:
             policy.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_tensors(
+    model: nn.Module,
+    tensors: Iterable[tuple[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+) -> Path:
+    """`save_model` of a plain model whose tensors come one by one: few are in memory at a time.
+
+    Of `model` itself only the class and the configuration are read.
+    """
+    folder = Path(folder)
+    policy: Any = model
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_weights(tensors, folder)
+        config = copy.deepcopy(policy.config)
+        config.dtype = str(policy.dtype).removeprefix("torch.")
+        config.architectures = [type(policy).__name__]
+        config.save_pretrained(folder)
+        if policy.can_generate():
+            policy.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return folder
 

@@ -85,6 +85,11 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         decoder: Any = self.get_submodule(self._decoder_name)
         return [int(number) for number in decoder.layers]
 
+    @property
+    def rotary_emb(self) -> nn.Module:
+        """The table of rotary positions, which every stage has."""
+        return self.get_submodule(f"{self._decoder_name}.rotary_emb")
+
     def get_input_embeddings(self) -> nn.Module | None:
         """The embedding; None on all stages but the first."""
         name = f"{self._decoder_name}.embed_tokens"
@@ -100,7 +105,7 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         # The width is read from the inputs: between them, modules may share out the columns.
         if position_ids is None:
             position_ids = torch.arange(inputs.shape[1], device=inputs.device)[None]
-        rotary = decoder.rotary_emb(hidden, position_ids)
+        rotary = self.rotary_emb(hidden, position_ids)
         masks = self._masks(hidden.dtype, inputs)
         for number, layer in zip(self.layer_numbers, self.layers, strict=True):
             hidden = layer(

@@ -62,7 +62,7 @@ def apply_tensor_parallel(
     if mesh.size() == 1:
         return
     _check(model, mesh.size())
-    tied = _tied_parameters(model)
+    tied = tied_parameters(model)
     plan = [
         *parameter_plan(model, sequence_parallel).items(),
         *activation_plan(model, sequence_parallel),
@@ -125,7 +125,7 @@ def _linear_names(name: str, module: nn.Module) -> tuple[str, list[str], list[st
     return f"{name}.base_layer", downs, ups
 
 
-def _tied_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
+def tied_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
     """Module and name of each repeated parameter, and where it is first."""
     first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     tied = []

@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.05
 
 
-def allow_packing(model: Any, ranks: Ranks, config: ParallelConfig) -> None:
+def allow_packing(model: Any, ranks: Ranks, config: ParallelConfig, device: torch.device) -> None:
     """Let `model` take packed rows where `config` wants them; call it before sharding.
 
-    Raises ConfigError where packing is true and the model can't take packed rows; auto leaves such
+    It will compute on `device`.     Raises ConfigError where packing is true and the model can't take packed rows; auto leaves such
     a model, or one in stages or shared sequences, to padded rows.
     """
     if config.packing is True:
@@ -41,7 +41,7 @@ def allow_packing(model: Any, ranks: Ranks, config: ParallelConfig) -> None:
     problem: object = ""
     if ranks.size("pp", "sp") > 1:
         problem = "stages and shares of sequences (pp, sp) take padded ones"
-    elif next(model.parameters()).is_cuda and not _computes_in_half(model, config):
+    elif device.type == "cuda" and not _computes_in_half(model, config):
         problem = "the GPU's kernel for packed ones takes float16 and bfloat16"
     else:
         try:

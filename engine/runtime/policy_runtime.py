@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from engine.batch import Batch
 from engine.config import ParallelConfig
 from engine.errors import RolloutError
-from engine.models import adapter_parameters, has_adapters
+from engine.models import UnloadedModel, adapter_parameters, has_adapters
 from engine.parallel.gather import named_tensors
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
@@ -49,7 +49,7 @@ class PolicyRuntime:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | UnloadedModel,
         ranks: Ranks | None = None,
         config: ParallelConfig | None = None,
         *,
@@ -167,6 +167,19 @@ class PolicyRuntime:
                 if name in full:
                     tensor.copy_(full[name])
         return model
+
+    def write_full(self, write: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
+        """Let rank 0 `write` the policy's full tensors, by name, as they are gathered.
+
+        All ranks call it together, and gather to the end even where rank 0 can't write.
+        """
+        tensors = self._transferred()
+        try:
+            if not self.sharded.ranks.rank:
+                write(tensors)
+        finally:
+            for _ in tensors:  # a collective each
+                pass
 
     def close(self) -> None:
         """Close the rollout engine, if there is one; the policy stays as it is."""

@@ -23,23 +23,22 @@ from engine.algorithms.aggregation import Denominators
 from engine.algorithms.metrics import MeanAccumulator, merge
 from engine.batch import Batch
 from engine.config import OptimConfig, ParallelConfig
-from engine.models.fused import apply_fused
 from engine.models.packing import packing_of
 from engine.models.token_statistics import TokenStatistics, token_statistics
+from engine.models.unloaded import UnloadedModel
 from engine.parallel import fsdp, gradients
 from engine.parallel import pipeline_stages as stages
 from engine.parallel.gather import gather_full_tensors, load_full_tensors
 from engine.parallel.layout import DATA_AXES, Layout
 from engine.parallel.pipeline_schedule import Pipeline
 from engine.parallel.process_groups import Ranks, init_process_group
-from engine.parallel.sequence_parallel import apply_ulysses
-from engine.parallel.tensor_parallel import apply_tensor_parallel
 from engine.parallel.vocab_parallel import VocabParallelStatistics
+from engine.runtime.apply_layout import apply_layout, floating_dtype
 from engine.runtime.loss_scale import LossScale
 from engine.runtime.micro_batch_runner import MicroBatchRunner
 from engine.runtime.micro_batches import micro_batches
 from engine.runtime.optimizer import Optimizer
-from engine.runtime.packed_passes import accept, allow_packing, check_sample
+from engine.runtime.packed_passes import accept, check_sample
 from engine.runtime.token_outputs import OutputReader, Outputs
 
 Metrics = dict[str, MeanAccumulator]
@@ -69,7 +68,7 @@ class ShardedModel:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | UnloadedModel,
         ranks: Ranks,
         config: ParallelConfig,
         *,
@@ -77,11 +76,15 @@ class ShardedModel:
     ) -> None:
         """Shard `model` in place; every rank passes the same full one. `module` is this rank's.
 
-        `device`: where the model is and stays; None moves it to this process's device.
+        Of an unloaded model each rank reads its shards. `device`: where the model is and stays;
+        None moves it to this process's device.
         """
         self.ranks, self.config = ranks, config
         self.device = device or process_device()
-        self.module, pipeline = self._apply(model if device else model.to(self.device))
+        if isinstance(model, nn.Module) and device is None:
+            model = model.to(self.device)
+        self.module = apply_layout(model, ranks, config, self.device)
+        pipeline = _pipeline(self.module, ranks, config, self.device)
         self._runner = MicroBatchRunner(self.module, ranks, config, self.device, pipeline)
         self._packing_checked = False
         self.loss_scale: LossScale | None = None  # the optimizer's, where it has one
@@ -221,31 +224,6 @@ class ShardedModel:
         error = self._runner.packing_error(check_sample(batch))
         accept(self.module, error, self.ranks, self.config)
 
-    def _apply(self, model: Any) -> tuple[nn.Module, Pipeline | None]:
-        ranks, config = self.ranks, self.config
-        module: Any = model
-        allow_packing(module, ranks, config)
-        whole = ranks.size("tp") == 1 and not fsdp.shards_weights(ranks)
-        if whole and _dtype(module) == torch.float32:  # bfloat16 gains nothing
-            apply_fused(module)
-        if ranks.size("pp") > 1:
-            module = stages.extract_stage(model, ranks.index("pp"), ranks.size("pp"))
-        shards = fsdp.shards_weights(ranks)
-        layers = decoder_layers(module) if shards or config.activation_checkpointing else []
-        if ranks.size("tp") > 1:
-            apply_tensor_parallel(
-                module, ranks.submesh("tp"), sequence_parallel=config.sequence_parallel
-            )
-        if config.activation_checkpointing:
-            fsdp.checkpoint_activations(layers)
-        apply_ulysses(module, ranks)
-        fsdp.shard_model(module, ranks, config, layers=layers)
-        if ranks.size("pp") == 1:
-            return module, None
-        dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else _dtype(module)
-        hidden = module.config.hidden_size
-        return module, Pipeline(module, ranks, hidden, dtype, self.device)
-
     def _pad_passes(self, micros: Sequence[Batch], batch: Batch) -> list[Batch]:
         """`micros`, padded with dummy passes to the largest number of any rank.
 
@@ -286,15 +264,12 @@ def sharded_optimizer(sharded: ShardedModel, config: OptimConfig, total_steps: i
     return optimizer
 
 
-def decoder_layers(module: Any) -> list[nn.Module]:
-    """The repeated layers of a model, a critic or a stage, in order."""
-    if isinstance(module, stages.PipelineStage):
-        return module.layers
-    body = module.base_model
-    count = body.config.get_text_config().num_hidden_layers
-    found = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    return list(found[0]) if found else []
-
-
-def _dtype(module: nn.Module) -> torch.dtype:
-    return next(p.dtype for p in module.parameters() if p.is_floating_point())
+def _pipeline(
+    module: Any, ranks: Ranks, config: ParallelConfig, device: torch.device
+) -> Pipeline | None:
+    """The schedule of this rank's stage; None for a model in one piece."""
+    if ranks.size("pp") == 1:
+        return None
+    asked = config.compute_dtype
+    dtype = getattr(torch, asked) if asked else floating_dtype(module)
+    return Pipeline(module, ranks, module.config.hidden_size, dtype, device)

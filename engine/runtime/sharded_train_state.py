@@ -23,7 +23,7 @@ from engine.checkpoint.rank_state import RankState
 from engine.checkpoint.state_dict import StateDict
 from engine.config import OptimConfig
 from engine.errors import CheckpointError
-from engine.models import has_adapters
+from engine.models import UnloadedModel, has_adapters
 from engine.parallel import fsdp
 from engine.parallel.boxes import Box
 from engine.parallel.gather import named_tensors
@@ -31,6 +31,7 @@ from engine.parallel.module_shards import local_box, local_tensor
 from engine.runtime.master_weights import has_master
 from engine.runtime.optimizer import MASTER
 from engine.runtime.sharded_model import ShardedModel, sharded_optimizer
+from engine.storage.weight_files import spread_sample
 
 _FLOATS = ("float32", "bfloat16", "float16")  # weights of one may be loaded as another
 
@@ -252,17 +253,21 @@ def _slices(part: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(starts, part.size, strict=True))
 
 
-def weights_fingerprint(model: nn.Module) -> str:
+def weights_fingerprint(model: nn.Module | UnloadedModel) -> str:
     """A digest of a few values of each weight, to recognise the weights that training starts from.
 
     Adapters are left out; weights that are not float32 have their dtype before it. Take it before
-    the first step.
+    the model is sharded.
     """
+    unloaded = model if isinstance(model, UnloadedModel) else None
+    module = model if unloaded is None else unloaded.module
     found, dtypes = hashlib.sha256(), set[str]()
-    for name, tensor in model.named_parameters():
+    for name, tensor in module.named_parameters():
         if ".lora_" not in name and tensor.numel():
-            flat = tensor.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // 64)].contiguous()
+            some = spread_sample(tensor)
+            if unloaded is not None:
+                some = unloaded.files.sample(unloaded.names[name]).to(tensor.dtype)
+            some = some.contiguous()
             found.update(name.encode() + some.cpu().view(torch.uint8).numpy().tobytes())
             dtypes.add(str(tensor.dtype).removeprefix("torch."))
     reduced = sorted(dtypes & {"bfloat16", "float16"})

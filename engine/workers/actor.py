@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,14 @@ from engine.checkpoint.state_dict import StateDict
 from engine.config import ActorConfig, LoRAConfig, PreferenceConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError
-from engine.models import load_policy_model, save_model
+from engine.models import (
+    UnloadedModel,
+    load_policy_model,
+    open_model,
+    open_policy_model,
+    save_model,
+    save_tensors,
+)
 from engine.models.forward import TokenOutputs
 from engine.parallel.layout import Layout
 from engine.runtime.loss_scale import update_metrics
@@ -70,7 +77,9 @@ class ActorWorker(TrainingWorker):
         layout = Layout.of(config.parallel)
         ranks = init_mesh(layout, context.rank, context.world_size, context.address)
         self._load = partial(load_policy_model, model_path, dtype, lora, seed)
-        model = self._load()  # without dropout: updates see the probabilities that rollout sampled
+        # Without dropout: updates see the probabilities that rollout sampled.
+        model = open_policy_model(model_path, dtype, lora, seed)
+        self._start = (model_path, dtype) if isinstance(model, UnloadedModel) else None
         self.start = weights_fingerprint(model)
         self.policy = PolicyRuntime(model, ranks, config.parallel)
         self.sharded = self.policy.sharded
@@ -263,10 +272,22 @@ class ActorWorker(TrainingWorker):
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save(self, folder: str) -> str:
-        """Write the policy, its adapters and its tokenizer as a Hugging Face folder."""
-        model = self.policy.full_model(self._load)
-        if self.context.rank == 0:
-            save_model(model, load_tokenizer(self.tokenizer_path), Path(folder))
+        """Write the policy, its adapters and its tokenizer as a Hugging Face folder.
+
+        Ranks gather it a tensor at a time, which rank 0 writes, unless its model was loaded whole.
+        """
+        if self._start is None or self.sharded.ranks.layout.world_size == 1:
+            model = self.policy.full_model(self._load)
+            if self.context.rank == 0:
+                save_model(model, load_tokenizer(self.tokenizer_path), Path(folder))
+            return folder
+        path, dtype = self._start
+
+        def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
+            start: Any = open_model(path, dtype)
+            save_tensors(start.module, tensors, load_tokenizer(path), Path(folder))
+
+        self.policy.write_full(write)
         return folder
 
     def state_dict(self) -> StateDict:

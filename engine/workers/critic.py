@@ -9,7 +9,7 @@ from engine.algorithms.metrics import MeanAccumulator, compute_means
 from engine.algorithms.values import value_loss
 from engine.batch import TOKENS, Batch
 from engine.config import CriticConfig, ParallelConfig
-from engine.models import create_critic_model, load_model
+from engine.models import open_critic_model
 from engine.parallel.layout import Layout
 from engine.runtime.loss_scale import update_metrics
 from engine.runtime.mini_batches import minibatch_indices
@@ -38,9 +38,9 @@ class CriticWorker(TrainingWorker):
         parallel = parallel or ParallelConfig()
         super().__init__(context)
         self.config = config
-        model = create_critic_model(load_model(model_path, dtype)).eval()  # no dropout
         layout = Layout.of(parallel)
         ranks = init_mesh(layout, context.rank, context.world_size, context.address)
+        model = open_critic_model(model_path, dtype)  # without dropout
         self.sharded = ShardedModel(model, ranks, parallel)
         self.train_state = ShardedTrainState(self.sharded, config.optim, total_steps, seed)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from engine.batch import TOKENS, Batch
 from engine.config import ParallelConfig
-from engine.models import has_adapters, load_model
+from engine.models import has_adapters, open_model
 from engine.parallel.layout import Layout
 from engine.runtime.sharded_model import ShardedModel, init_mesh
 from engine.runtime.token_outputs import LogProbReader, Outputs, ReferenceLogits
@@ -39,10 +39,9 @@ class ReferenceWorker(Worker):
             self.sharded = policy.sharded.without_adapters()
         else:
             parallel = parallel or ParallelConfig()
-            model = load_model(model_path, dtype).eval().requires_grad_(False)
-            ranks = init_mesh(
-                Layout.of(parallel), context.rank, context.world_size, context.address
-            )
+            layout = Layout.of(parallel)
+            ranks = init_mesh(layout, context.rank, context.world_size, context.address)
+            model = open_model(model_path, dtype).requires_grad_(False)
             self.sharded = ShardedModel(model, ranks, parallel)
         if context.role == "reference":
             context.process.reference = self.sharded

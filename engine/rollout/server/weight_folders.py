@@ -6,7 +6,6 @@ one resumed with other weights, never share a tag. The server's workers check th
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import tempfile
@@ -17,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.errors import RolloutError
+from engine.storage.weight_files import write_weights
 
 _TAG = re.compile(r"policy-v\d+-[0-9a-f]{8}")
 _UNFINISHED = re.compile(r"\.writing-[0-9a-z_]{8}")  # what `mkdtemp` makes
-_SHARD_BYTES = 4 << 30
 _READ_BYTES = 16 << 20
 _KEPT = 2  # folders: a server may still be reading the one before
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
@@ -67,7 +65,7 @@ class WeightFolders:
             unfinished = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.root))
             unfinished.chmod(0o755)
             try:
-                _save(weights, unfinished)
+                write_weights(weights, unfinished)
                 _save_configuration(model, unfinished)
                 for path in unfinished.iterdir():
                     path.chmod(0o644)
@@ -131,33 +129,6 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, framework="pt") as file:
             found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return found
-
-
-def _save(weights: Weights, folder: Path) -> None:
-    """Write safetensors of at most 4 GiB each, as transformers, vLLM and TGI read them."""
-    shard: dict[str, Tensor] = {}
-    places: dict[str, str] = {}
-    names: list[str] = []
-    total = size = 0
-
-    def flush() -> None:
-        names.append(f"model-{len(names) + 1:05d}.safetensors")
-        save_file(shard, folder / names[-1], metadata={"format": "pt"})
-        places.update(dict.fromkeys(shard, names[-1]))
-        shard.clear()
-
-    for name, tensor in weights:
-        if shard and size + tensor.nbytes > _SHARD_BYTES:
-            flush()
-            size = 0
-        shard[name] = tensor.detach().to("cpu").contiguous()
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    flush()
-    if len(names) == 1:
-        (folder / names[0]).rename(folder / "model.safetensors")
-        return
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def _save_configuration(model: nn.Module, folder: Path) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.errors import RolloutError
-from engine.rollout.server import weight_folders
 from engine.rollout.server.weight_folders import WeightFolders, checksum, find_tag, shapes
 from engine.rollout.trainer_weights import merged_weights
+from engine.storage import weight_files
 
 IDS = torch.tensor([[3, 14, 15, 9, 26]])
 
@@ -36,7 +36,7 @@ def logits(model: Any) -> Tensor:
 def test_transformers_loads_what_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, shard_bytes: int
 ) -> None:
-    monkeypatch.setattr(weight_folders, "_SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(weight_files, "FILE_BYTES", shard_bytes)
     model = build(family)
     train(model, steps=1)
     path = WeightFolders(str(tmp_path)).write(merged_weights(model), model, 3)

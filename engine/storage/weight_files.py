@@ -1,0 +1,101 @@
+"""A model's safetensors files: read slice by slice, and written a few tensors at a time.
+
+Which tensor of them is which parameter is `engine.models`' matter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+BUCKET_BYTES = 64 << 20  # that reading takes besides its target
+FILE_BYTES = 4 << 30  # of one file, at most, unless a single tensor is larger
+_SAMPLES = 64
+
+
+class WeightFiles:
+    """The tensors of safetensors files, by name. Files are mapped: opening them reads no weight."""
+
+    def __init__(self, paths: Iterable[str | Path]) -> None:
+        """Raises OSError and SafetensorError for files that are missing or damaged."""
+        self._slices: dict[str, Any] = {}
+        for path in paths:
+            opened = safe_open(str(path), framework="pt")
+            self._slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        self.shapes: dict[str, tuple[int, ...]] = {
+            name: tuple(found.get_shape()) for name, found in self._slices.items()
+        }
+
+    @torch.no_grad()
+    def read(self, name: str, start: Sequence[int], into: Tensor) -> None:
+        """Fill `into`, of any dtype and device, with the box of its shape that begins at `start`.
+
+        A bucket of rows at a time.
+        """
+        source = self._slices[name]
+        if not into.dim():
+            into.copy_(source[...])
+            return
+        columns = zip(start[1:], into.shape[1:], strict=True)
+        rest = tuple(slice(first, first + count) for first, count in columns)
+        row_bytes = 4 * math.prod(into.shape[1:])  # of float32, the widest that weights come in
+        first, rows = start[0], max(1, BUCKET_BYTES // max(1, row_bytes))
+        for part in into.split(rows):
+            part.copy_(source[(slice(first, first + len(part)), *rest)])
+            first += len(part)
+
+    def sample(self, name: str) -> Tensor:
+        """`spread_sample` of a tensor, in the file's dtype, without reading all of it."""
+        found: Tensor = self._slices[name][...]
+        return spread_sample(found)
+
+
+def spread_sample(tensor: Tensor) -> Tensor:
+    """A few of a tensor's values, evenly spread, in a row."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLES)]
+
+
+def write_weights(named: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Write tensors as transformers, vLLM and TGI read them: `model.safetensors`, or parts of it.
+
+    At most FILE_BYTES of them are in memory at a time. Raises OSError and SafetensorError.
+    """
+    waiting: dict[str, Tensor] = {}
+    files: list[list[str]] = []  # names of each file's tensors
+    total = size = 0
+
+    def flush() -> None:
+        files.append(list(waiting))
+        save_file(waiting, folder / _draft(len(files)), metadata={"format": "pt"})
+        waiting.clear()
+
+    for name, tensor in named:
+        if waiting and size + tensor.nbytes > FILE_BYTES:
+            flush()
+            size = 0
+        waiting[name] = tensor.detach().to("cpu").contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    flush()
+    if len(files) == 1:
+        (folder / _draft(1)).rename(folder / "model.safetensors")
+        return
+    places: dict[str, str] = {}
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        (folder / _draft(number)).rename(folder / file)
+        places |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _draft(number: int) -> str:
+    return f"model-{number:05d}.safetensors"
