@@ -19,8 +19,10 @@ from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, EngineError, RolloutError
 from engine.models import (
     DTYPES,
+    UnloadedModel,
     check_vocabulary,
     load_model,
+    open_model,
     require_model_folder,
     save_policy,
     vocabulary_and_context,
@@ -57,7 +59,7 @@ class HybridActor(nn.Module):
 
     def __init__(
         self,
-        policy: PreTrainedModel,
+        policy: PreTrainedModel | UnloadedModel,
         hybrid_config: dict[str, Any] | None = None,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -73,6 +75,7 @@ class HybridActor(nn.Module):
         for an impossible layout, and ModelError if the tokenizer has tokens that the model lacks.
         """
         super().__init__()
+        source, policy = policy, policy.module if isinstance(policy, UnloadedModel) else policy
         sizes = HybridConfig.of(hybrid_config)
         _check_rollout(rollout_engine, sizes)
         world_size, on_node = init_from_launcher()
@@ -82,10 +85,11 @@ class HybridActor(nn.Module):
             check_vocabulary(policy.config.get_text_config().vocab_size, tokenizer, "the actor")
         self._sharded: ShardedPolicy | None = None
         if world_size > 1:
-            self._sharded = ShardedPolicy(policy, layout, sizes.rollout_tp)
+            self._sharded = ShardedPolicy(source, layout, sizes.rollout_tp)
             self.runtime, weights = self._sharded.runtime, self._sharded.weights
         else:
-            self.runtime = PolicyRuntime(policy, device=policy.device)
+            device = None if isinstance(source, UnloadedModel) else policy.device
+            self.runtime = PolicyRuntime(source, device=device)
             weights = SharedWeights(policy)
         # Not registered as a child, which would put "policy." before every name. The root has the
         # policy's own dictionaries, so what changes in one changes in the other.
@@ -141,9 +145,13 @@ class HybridActor(nn.Module):
         loaded = _tokenizer(path, tokenizer)
         if loaded is not None:
             check_vocabulary(vocabulary, loaded, str(path))
-        policy = load_model(path, name)
-        if device is not None:
-            policy.to(device)  # type: ignore[arg-type]  # a str is fine
+        policy: PreTrainedModel | UnloadedModel
+        if world_size > 1:  # each rank reads its shard
+            policy = open_model(path, name)
+        else:
+            policy = load_model(path, name)
+            if device is not None:
+                policy.to(device)  # type: ignore[arg-type]  # a str is fine
         return cls(
             policy,
             hybrid_config,

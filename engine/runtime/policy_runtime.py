@@ -45,6 +45,7 @@ class PolicyRuntime:
     """A policy's sharded weights, the rollout engine over them, and their version.
 
     `sharded` trains; `rollout_weights` are the same weights for `engine`; `version` counts updates.
+    `loaded_in_shards`: no rank ever had all of it.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class PolicyRuntime:
         """
         ranks, config = ranks or Ranks(Layout()), config or ParallelConfig()
         self.sharded = ShardedModel(model, ranks, config, device=device)
+        self.loaded_in_shards = isinstance(model, UnloadedModel)
         self.version = 0
         self.rollout_weights: RolloutWeights = SharedWeights(self.module)
         self._engine: RolloutEngine | None = None

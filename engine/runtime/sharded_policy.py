@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import ParallelConfig
 from engine.errors import ConfigError, EngineError, RolloutError, StorageError
-from engine.models import has_adapters, save_policy
+from engine.models import UnloadedModel, has_adapters, save_policy
 from engine.parallel import fsdp, gradients
 from engine.parallel.gather import named_tensors
 from engine.parallel.layout import Layout
@@ -40,19 +40,22 @@ from engine.runtime.sharded_model import process_device
 class ShardedPolicy:
     """This rank's shard of a policy, and its peers."""
 
-    def __init__(self, policy: PreTrainedModel, layout: Layout, rollout_tp: int) -> None:
-        """Shard `policy` in place; every rank passes the same full one.
+    def __init__(
+        self, policy: PreTrainedModel | UnloadedModel, layout: Layout, rollout_tp: int
+    ) -> None:
+        """Shard `policy` in place; every rank passes the same one, in full or unloaded.
 
         Raises ConfigError, on every rank, for a model that can't be sharded so.
         """
-        if has_adapters(policy) and rollout_tp > 1:
+        model: Any = policy.module if isinstance(policy, UnloadedModel) else policy
+        if has_adapters(model) and rollout_tp > 1:
             raise ConfigError(
                 f"hybrid_config's rollout_tp_size={rollout_tp} would shard the policy's adapters, "
                 "which are merged into full models; set rollout_tp_size=1"
             )
-        self._config = policy.config
+        self._config = model.config
         # Of a policy with adapters, rollout and files need the full base again.
-        self._full = copy.deepcopy(policy) if has_adapters(policy) else None
+        self._full = copy.deepcopy(model) if has_adapters(model) else None
         ranks = Ranks.form(layout, process_device().type)
         self.peers = RolloutPeers(
             layout, ranks.rank, rollout_layout(layout, tp=rollout_tp).tp_groups()
@@ -63,7 +66,7 @@ class ShardedPolicy:
         self._average_gradients()
         if layout.tp > 1:
             mesh, size = ranks.submesh("tp"), self._config.get_text_config().vocab_size
-            head: Any = policy.get_output_embeddings()
+            head: Any = model.get_output_embeddings()
             head.register_forward_hook(partial(_gather_logits, mesh, size))
         self.weights = rollout_weights(self.runtime.sharded, rollout_tp, self._full_policy)
 

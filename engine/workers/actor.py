@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,14 @@ from engine.batch import TOKENS, Batch
 from engine.checkpoint.rank_state import RankState
 from engine.checkpoint.state_dict import StateDict
 from engine.config import ActorConfig, LoRAConfig, PreferenceConfig
-from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError
-from engine.models import (
-    UnloadedModel,
-    load_policy_model,
-    open_model,
-    open_policy_model,
-    save_model,
-    save_tensors,
-)
 from engine.models.forward import TokenOutputs
 from engine.parallel.layout import Layout
 from engine.runtime.loss_scale import update_metrics
 from engine.runtime.mini_batches import minibatch_indices
 from engine.runtime.pair_gradients import accumulate_pairs
 from engine.runtime.policy_runtime import PolicyRuntime
+from engine.runtime.save_policy import StartModel, save_ranks
 from engine.runtime.sharded_model import init_mesh
 from engine.runtime.sharded_train_state import (
     ShardedTrainState,
@@ -76,10 +68,8 @@ class ActorWorker(TrainingWorker):
         self.preference, self.sum_pi_squared = preference or PreferenceConfig(), sum_pi_squared
         layout = Layout.of(config.parallel)
         ranks = init_mesh(layout, context.rank, context.world_size, context.address)
-        self._load = partial(load_policy_model, model_path, dtype, lora, seed)
-        # Without dropout: updates see the probabilities that rollout sampled.
-        model = open_policy_model(model_path, dtype, lora, seed)
-        self._start = (model_path, dtype) if isinstance(model, UnloadedModel) else None
+        self._start_model = StartModel(model_path, dtype, lora, seed)
+        model = self._start_model.open()  # in eval mode: updates see what rollout sampled from
         self.start = weights_fingerprint(model)
         self.policy = PolicyRuntime(model, ranks, config.parallel)
         self.sharded = self.policy.sharded
@@ -272,22 +262,8 @@ class ActorWorker(TrainingWorker):
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save(self, folder: str) -> str:
-        """Write the policy, its adapters and its tokenizer as a Hugging Face folder.
-
-        Ranks gather it a tensor at a time, which rank 0 writes, unless its model was loaded whole.
-        """
-        if self._start is None or self.sharded.ranks.layout.world_size == 1:
-            model = self.policy.full_model(self._load)
-            if self.context.rank == 0:
-                save_model(model, load_tokenizer(self.tokenizer_path), Path(folder))
-            return folder
-        path, dtype = self._start
-
-        def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
-            start: Any = open_model(path, dtype)
-            save_tensors(start.module, tensors, load_tokenizer(path), Path(folder))
-
-        self.policy.write_full(write)
+        """Write the policy, its adapters and its tokenizer as a Hugging Face folder."""
+        save_ranks(self.policy, self._start_model, Path(folder))
         return folder
 
     def state_dict(self) -> StateDict:

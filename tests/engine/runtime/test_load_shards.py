@@ -1,0 +1,257 @@
+"""Each rank reads what it keeps: the same bits as sharding a whole model, and no more memory."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import run_ranks
+from safetensors import safe_open
+from thorough import and_slow
+from tiny_engine import save_family, shared_prompts_batch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from engine.config import ParallelConfig
+from engine.models import (
+    create_critic_model,
+    load_model,
+    open_critic_model,
+    open_model,
+)
+from engine.parallel.gather import named_tensors
+from engine.parallel.layout import Layout
+from engine.parallel.module_shards import local_tensor
+from engine.parallel.process_groups import Ranks
+from engine.runtime.sharded_model import ShardedModel
+from engine.runtime.token_outputs import LogProbReader, ValueReader
+from engine.storage import weight_files
+
+Sizes = dict[str, int]
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of CPU tensors that operations under it had made at a time.
+
+    Files that are mapped into memory are not counted: the system takes their pages back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._count(leaf)
+        return out
+
+    def _count(self, tensor: Any) -> None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        storage = tensor.untyped_storage()
+        if tensor.device.type != "cpu" or storage.filename or storage._cdata in self._known:
+            return
+        self._known.add(storage._cdata)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.remove(key)
+        self.now -= size
+
+
+def layouts(cases: list[Sizes]) -> Iterator[tuple[Ranks, ParallelConfig]]:
+    for sizes in cases:
+        config = ParallelConfig.model_validate(sizes)
+        yield Ranks.form(Layout.of(config)), config
+
+
+def alike(one: nn.Module, other: nn.Module, where: str) -> None:
+    ours, theirs = named_tensors(one), named_tensors(other)
+    assert list(ours) == list(theirs), where
+    for name, tensor in theirs.items():
+        mine = ours[name]
+        assert mine.requires_grad == tensor.requires_grad
+        assert torch.equal(local_tensor(mine), local_tensor(tensor)), f"{where}: {name}"
+        assert isinstance(mine, DTensor) == isinstance(tensor, DTensor)
+        if isinstance(mine, DTensor) and isinstance(tensor, DTensor):
+            assert (mine.placements, mine.shape) == (tensor.placements, tensor.shape)
+    buffers = zip(one.named_buffers(), other.named_buffers(), strict=True)
+    assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in buffers), where
+
+
+def outputs(model: ShardedModel, reader: Any) -> dict[str, Tensor]:
+    batch = shared_prompts_batch()
+    return model.outputs(batch, model.micro_batches(batch, 64), reader)
+
+
+def same_as_whole(folder: str, cases: list[Sizes], dtype: str) -> None:
+    """A policy, a frozen one and a critic in each layout: loaded in shards, and whole."""
+    for ranks, config in layouts(cases):
+        for name, opened, whole in (
+            ("policy", open_model(folder, dtype), load_model(folder, dtype)),
+            (
+                "reference",
+                open_model(folder, dtype).requires_grad_(False),
+                load_model(folder, dtype).requires_grad_(False),
+            ),
+            (
+                "critic",
+                open_critic_model(folder, dtype),
+                create_critic_model(load_model(folder, dtype)).eval(),
+            ),
+        ):
+            ours = ShardedModel(opened, ranks, config)
+            theirs = ShardedModel(whole, ranks, config)
+            alike(ours.module, theirs.module, f"{name} {config}")
+            reader = ValueReader() if name == "critic" else LogProbReader(
+                1.0, statistics=ours.statistics()
+            )
+            found, wanted = outputs(ours, reader), outputs(theirs, reader)
+            assert all(torch.equal(found[key], wanted[key]) for key in wanted), name
+
+
+TWO: list[Sizes] = [{"dp": 2}, {"fsdp": 2}, {"tp": 2}, {"pp": 2}, {"sp": 2}]
+FOUR: list[Sizes] = [
+    {"fsdp": 2, "tp": 2},
+    {"fsdp": 4, "offload_params": True},
+    {"pp": 2, "fsdp": 2, "activation_checkpointing": True},
+    {"dp": 2, "fsdp": 2},
+    {"sp": 2, "tp": 2},
+    {"pp": 2, "tp": 2},
+]
+
+
+@pytest.mark.parametrize(
+    ("cases", "family", "dtype"),
+    and_slow(
+        [(TWO, "qwen2", "float32"), (FOUR, "llama", "bfloat16")],
+        [(TWO, "llama", "bfloat16"), (FOUR, "qwen2", "float32")],
+    ),
+)
+def test_every_layout_has_the_bits_of_a_model_loaded_whole(
+    tmp_path: Path, cases: list[Sizes], family: str, dtype: str
+) -> None:
+    folder = str(save_family(family, tmp_path))
+    sizes = {name: size for name, size in cases[0].items() if not isinstance(size, bool)}
+    run_ranks(Layout(**sizes).world_size, same_as_whole, folder, cases, dtype)
+
+
+BUCKET = 64 << 10
+
+
+def peaks(folder: str, cases: list[Sizes]) -> list[tuple[int, int, int]]:
+    """A layout's peak in loading, the bytes that the rank keeps, and the peak of loading whole."""
+    weight_files.BUCKET_BYTES = BUCKET
+    found = []
+    for ranks, config in layouts(cases):
+        with LiveBytes() as sliced:
+            model = ShardedModel(open_model(folder), ranks, config)
+        kept = {t.data_ptr(): t.nbytes for t in map(local_tensor, named_tensors(model.module).values())}
+        with LiveBytes() as whole:
+            ShardedModel(load_model(folder), ranks, config)
+        found.append((sliced.peak, sum(kept.values()), whole.peak))
+    return found
+
+
+def test_a_rank_s_memory_is_its_shards_and_a_bucket(tmp_path: Path) -> None:
+    shape = Qwen2Config(
+        vocab_size=4096,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    )
+    Qwen2ForCausalLM(shape).save_pretrained(tmp_path, max_shard_size="2MB")
+    size = total_bytes(tmp_path)
+    cases: list[Sizes] = [
+        {"fsdp": 4},
+        {"tp": 4},
+        {"pp": 4},
+        {"fsdp": 2, "tp": 2},
+        {"fsdp": 2, "sp": 2},
+        {"dp": 2, "fsdp": 2},
+        {"dp": 4},
+    ]
+    for rank in run_ranks(4, peaks, str(tmp_path), cases):
+        for case, (peak, kept, whole) in zip(cases, rank, strict=True):
+            copies, stages = case.get("dp", 1), case.get("pp", 1)
+            assert kept < 1.1 * size * copies / 4 or stages > 1, case
+            assert peak <= kept + 2 * BUCKET, case  # and small change
+            assert whole >= size, case
+
+
+def total_bytes(folder: Path) -> int:
+    found = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found += sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+    return found
+
+
+def said(folder: str) -> list[str]:
+    """What a rank logs of a model that can't be read in slices."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("engine.models.unloaded").addHandler(handler)
+    ranks = Ranks.form(Layout(fsdp=2))
+    model = ShardedModel(open_model(folder), ranks, ParallelConfig(fsdp=2))
+    assert all(isinstance(p, DTensor) for p in model.module.parameters())
+    return records
+
+
+def test_a_model_that_ranks_load_whole_is_said_once(tmp_path: Path) -> None:
+    folder = save_family("qwen2", tmp_path)
+    weights = load_model(folder).state_dict()
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    first, second = run_ranks(2, said, str(folder))
+    assert second == []
+    [message] = first
+    assert "each rank loads all of" in message
+    assert "not in safetensors" in message
+
+
+def written(folder: str, out: str) -> None:
+    from engine.runtime.policy_runtime import PolicyRuntime
+    from engine.runtime.save_policy import StartModel, save_ranks
+
+    weight_files.FILE_BYTES = 4000
+    config = ParallelConfig(pp=2) if dist.get_world_size() == 2 else ParallelConfig()
+    start = StartModel(folder, "bfloat16")
+    policy = PolicyRuntime(start.open(), Ranks.form(Layout.of(config)), config)
+    save_ranks(policy, start, Path(out))
+
+
+def test_rank_zero_writes_the_folder_that_one_rank_writes(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_ranks(1, written, str(tiny_folder), str(one))
+    run_ranks(2, written, str(tiny_folder), str(two))
+    assert len(list(two.glob("model-*-of-*.safetensors"))) > 3
+    weights = {"model.safetensors", "model.safetensors.index.json"}
+    others = [{p.name for p in f.iterdir() if not p.name.startswith("model")} for f in (one, two)]
+    assert others[0] == others[1]
+    for name in others[0] - weights:
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    ours, theirs = load_model(two, "bfloat16"), load_model(one, "bfloat16")
+    alike(ours, theirs, "written")
