@@ -4,9 +4,10 @@ Values and arithmetic, but for one function that asks Ray (`resources.read_clust
 configuration leaves open, and how a plan becomes settings, is in `engine.trainers.auto_placement`.
 """
 
+from engine.planner.candidates import PricedCandidate
 from engine.planner.explain import explain
 from engine.planner.resources import Cluster, Machine, read_cluster
-from engine.planner.search import PlacementPlan, PricedCandidate, search
+from engine.planner.search import PlacementPlan, search
 from engine.planner.workload import Candidate, FixedSettings, Workload
 
 __all__ = [

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 from engine.planner.hardware import GIB
 from engine.planner.memory import RUNTIME, USABLE
-from engine.planner.search import PlacementPlan, PricedCandidate
+from engine.planner.candidates import PricedCandidate
+from engine.planner.search import PlacementPlan
 
 SHOWN = 5
-_HEADS = ("layout", "ranks", "rollout tp", "tokens", "keeps", "GiB", "train s", "move s", "roll s")
+_HEADS = (
+    *("layout", "ranks", "rollout tp", "tokens", "keeps", "GiB", "train s", "move s", "roll s"),
+    "lost by",
+)
 
 
 def explain(plan: PlacementPlan, shown: int = SHOWN) -> str:
@@ -39,7 +43,7 @@ def _ranks(one: PricedCandidate) -> str:
 def _why(plan: PlacementPlan) -> str:
     one, cheaper = plan.chosen, plan.too_large
     text = f"least estimated time, {one.price.total:.3g} s a step, of the {plan.fitting} that fit"
-    text += f" ({plan.considered} considered)"
+    text += f" ({plan.considered} considered{_lacking(plan)})"
     if plan.others:
         ratio = plan.others[0].price.total / one.price.total
         text += f"; the next layout takes {ratio:.2f} times as long"
@@ -47,6 +51,29 @@ def _why(plan: PlacementPlan) -> str:
         text += f"; {cheaper[0].candidate.layout} would be faster but lacks "
         text += f"{cheaper[0].excess_bytes / USABLE / GIB:.2f} GiB a rank"
     return text
+
+
+def _lacking(plan: PlacementPlan) -> str:
+    """How many were too large, and when."""
+    found = sorted(plan.lacking.items(), key=lambda item: -item[1])
+    return "".join(f", {count} too large in {phase}" for phase, count in found)
+
+
+def _lost(one: PricedCandidate, chosen: PricedCandidate) -> str:
+    """Why the chosen one was taken before it: what it lacks, or what costs it most time."""
+    if one is chosen:
+        return ""
+    if not one.fits:
+        return f"{one.excess_bytes / USABLE / GIB:.2f} GiB in {one.lacks}"
+    names = ("train", "move", "roll")
+    more = [a - b for a, b in zip(_seconds(one), _seconds(chosen), strict=True)]
+    most = max(range(len(more)), key=more.__getitem__)
+    return f"{more[most]:.2g} s to {names[most]}" if more[most] > 0 else "equal"
+
+
+def _seconds(one: PricedCandidate) -> tuple[float, float, float]:
+    """Of training, of what moves between ranks, and of rollout."""
+    return one.price.compute, one.price.traffic + one.price.switch, one.price.rollout
 
 
 def _parts(one: PricedCandidate) -> str:
@@ -67,11 +94,12 @@ def _gib(one: PricedCandidate) -> float:
 
 
 def _table(rows: Sequence[tuple[str, PricedCandidate]]) -> list[str]:
-    cells = [("", *_HEADS), *((mark, *_cells(one)) for mark, one in rows)]
+    chosen = rows[0][1]
+    cells = [("", *_HEADS), *((mark, *_cells(one), _lost(one, chosen)) for mark, one in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join(
-            text.ljust(width) if column in (1, 5) else text.rjust(width)
+            text.ljust(width) if column in (1, 5, 10) else text.rjust(width)
             for column, (text, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in cells
@@ -81,8 +109,7 @@ def _table(rows: Sequence[tuple[str, PricedCandidate]]) -> list[str]:
 
 
 def _cells(one: PricedCandidate) -> tuple[str, ...]:
-    c, p = one.candidate, one.price
-    seconds = (p.compute, p.traffic + p.switch, p.rollout)
+    c = one.candidate
     return (
         str(c.layout),
         str(one.allocation.ranks),
@@ -90,5 +117,5 @@ def _cells(one: PricedCandidate) -> tuple[str, ...]:
         str(c.tokens),
         c.memory_options,
         f"{_gib(one):.2f}",
-        *(f"{value:.3g}" for value in seconds),
+        *(f"{value:.3g}" for value in _seconds(one)),
     )

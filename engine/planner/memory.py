@@ -4,8 +4,8 @@ Weights, gradients and moments are counted as ZeRO does (Rajbhandari et al., arX
 section 3.1), in the dtypes that this engine keeps; activations in the manner of Korthikanti et al.
 (arXiv:2205.05198, section 4), term by term for a decoder with RMSNorm, grouped-query attention
 without stored scores (SDPA), and a gated MLP. The peak is the largest of three moments: loading,
-where a rank has one full model before it is sharded (`runtime.sharded_model`), training, and
-rollout.
+training, and rollout. A rank loads its shards alone (`runtime.load_shards`); adapters are put on a
+whole base, of which the rank then keeps its part.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from engine.planner.workload import Candidate, Workload
 RUNTIME = int(0.75 * GIB)  # of a process: libraries, a CUDA context, communication buffers
 USABLE = 0.9  # of what is left: the rest is lost to fragments
 _FLOAT32 = 4.0  # bytes
+_BUCKET = 64 << 20  # bytes of a file that are read at a time
 _PART = 64 << 20  # elements that the optimizer updates at a time where its state is offloaded
 
 
@@ -168,23 +169,24 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool) -> Memory:
     gradients = max(m.gradients for m in models)
     whole = _whole(work)
     copy = 0.0 if candidate.shares_storage else whole / candidate.rollout_tp
-    visiting, host = 0.0, whole  # each model is read into the machine's memory first
+    visiting, host = 0.0, sum(m.saved for m in models)  # a checkpoint is copied there first
+    if work.adapters:
+        host += whole
     if candidate.offload_params:
         host += weights + gradients + moments
         weights = gradients = moments = 0.0
     elif candidate.offload_optimizer:
         host += moments
         visiting, moments = min(moments, _PART * work.optimizer_bytes), 0.0
-    kept = weights + copy if len(models) > 1 else 0.0
-    last = 0.0 if candidate.offload_params else models[-1].weights
+    cut = work.adapters > 0 and candidate.layout.world_size > 1  # after it was loaded
     memory = Memory(
         weights=weights,
         gradients=gradients,
         moments=moments + visiting,
-        activations=activations(work, candidate) + _gathered(work, candidate),
+        activations=_passing(work, candidate),
         rollout=copy,
         cache=kv_cache(work, candidate),
-        loading=max(0.0, kept - last) + whole,
+        loading=weights + (whole if cut else _BUCKET),
         host=host if gpu else 0.0,
     )
     return memory if gpu else _with_samplers(work, memory)
@@ -212,6 +214,7 @@ class _Model:
     weights: float
     gradients: float = 0.0
     moments: float = 0.0
+    saved: float = 0.0  # in a checkpoint
 
 
 def _models(work: Workload, candidate: Candidate) -> list[_Model]:
@@ -230,9 +233,8 @@ def _models(work: Workload, candidate: Candidate) -> list[_Model]:
 
 def _trained(elements: float, work: Workload) -> _Model:
     """A model with gradients, accumulated in float32, and an optimizer."""
-    return _Model(
-        elements * work.weight_bytes, elements * _FLOAT32, elements * work.optimizer_bytes
-    )
+    weights, moments = elements * work.weight_bytes, elements * work.optimizer_bytes
+    return _Model(weights, elements * _FLOAT32, moments, weights + moments)
 
 
 def _policy(work: Workload, layout: Layout) -> _Model:
@@ -242,7 +244,8 @@ def _policy(work: Workload, layout: Layout) -> _Model:
     base = sizes(work.shape).total if work.quantized else mine
     cut = layout.world_size // layout.dp
     kept = work.adapters / cut * _FLOAT32  # whatever the base is
-    return _Model(base * (work.base_bytes or work.weight_bytes) + kept, kept, 2 * kept)
+    frozen = base * (work.base_bytes or work.weight_bytes)
+    return _Model(frozen + kept, kept, 2 * kept, 3 * kept)
 
 
 def _whole(work: Workload) -> float:
@@ -251,11 +254,19 @@ def _whole(work: Workload) -> float:
     return base + work.adapters * _FLOAT32
 
 
-def _gathered(work: Workload, candidate: Candidate) -> float:
-    """Bytes of weights that FSDP has whole at a time: table and head, and two layers; and a layer's
-    gradients."""
+def _passing(work: Workload, candidate: Candidate) -> float:
+    """Bytes that a pass needs besides what stays: activations, and what FSDP has whole meanwhile.
+
+    Of weights that is table and head, to the end, and two layers; of gradients a layer's, and the
+    head's, which wait for the table's. Each is cast to float32 to be reduced.
+    """
+    kept = activations(work, candidate)
     if candidate.shards == 1:
-        return 0.0
-    parts, layout = sizes(work.shape), candidate.layout
+        return kept
+    parts, size, tp = sizes(work.shape), work.compute_bytes, candidate.layout.tp
     outer = parts.embedding + parts.head
-    return (outer + 3 * parts.layer) / layout.tp * work.compute_bytes
+    if work.adapters:  # frozen
+        return kept + (outer + 2 * parts.layer) / tp * size
+    backward = (outer + parts.embedding) * size + parts.layer * (3 * size + _FLOAT32)
+    last = outer * (2 * size + _FLOAT32)
+    return max(kept + backward / tp, last / tp)

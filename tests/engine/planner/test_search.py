@@ -180,7 +180,7 @@ def test_nothing_fits_names_what_is_missing() -> None:
 
 
 def test_memory_of_the_machine_counts_beside_that_of_gpus() -> None:
-    # Each rank reads the model whole into its machine's memory first: 28 GiB.
+    # Each rank copies what it saves there: 11 GiB of weights and moments.
     with pytest.raises(PlacementError, match=r"of machine memory"):
         search(GRPO_7B, gpus(8, 500, host_gib=24))
 
