@@ -38,6 +38,7 @@ from tasks.context import (
 )
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
+from tasks.memory_check import check_memory
 from tasks.placement import apply_profile
 from tasks.profiles import ProfileName
 from tasks.stage import library_versions
@@ -91,6 +92,7 @@ def plan(
         data_digest = check_names(named)
         merged = pin_model_commit(apply_profile(named, profile.value))
         digests = data_digest, check_inputs(merged)
+        check_memory(merged, profile.value)
         context = context_length(merged.model)
         run = open_run(merged, digests, workflow)
         set_current_run(run)

@@ -49,6 +49,7 @@ class Profile:
     shared_memory_gib: int  # /dev/shm of a worker; counts as its memory
     replicas: tuple[int, int, int]  # workers: fewest, at the start, most (Ray's autoscaler)
     gpus: int = 0  # of a worker
+    accelerator: str = ""  # their kind, by Ray's name; empty where it is not known before
     gpu_resource: str = NVIDIA
     node_labels: Mapping[str, str] = field(default_factory=dict)  # selects the GPU
     image: str = "default"  # kind of image, see tasks.images
@@ -91,6 +92,7 @@ _ALL = (
         shared_memory_gib=128,
         replicas=(1, 1, 2),
         gpus=8,
+        accelerator="A100-80G",
         node_labels={"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"},
         image="cuda",
         environment={**_COLLECTIVES, "NCCL_P2P_LEVEL": "NVL"},
@@ -103,6 +105,7 @@ _ALL = (
         shared_memory_gib=256,
         replicas=(1, 2, 2),
         gpus=8,
+        accelerator="H100",
         node_labels={"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"},
         image="cuda",
         # Pods' own network between the nodes; set NCCL_IB_HCA as well where they have InfiniBand.
@@ -119,6 +122,7 @@ _ALL = (
         shared_memory_gib=256,
         replicas=(1, 1, 2),
         gpus=8,
+        accelerator="AMD-Instinct-MI300X-OAM",
         gpu_resource=AMD,
         node_labels={"amd.com/gpu.device-id": "74a1"},
         image="rocm",

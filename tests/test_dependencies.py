@@ -182,7 +182,7 @@ def test_a_room_knows_of_the_others_what_it_needs(room: str) -> None:
 @pytest.mark.parametrize(
     ("room", "users"),
     [
-        ("planner", ("engine.trainers.auto_placement",)),
+        ("planner", ("engine.trainers.auto_placement", "engine.trainers.memory_check")),
         ("promotion", ()),
         ("health", ()),
         ("lineage", ("engine.promotion", "engine.release", "engine.serve")),

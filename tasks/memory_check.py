@@ -1,0 +1,63 @@
+"""Whether a pipeline's models fit a profile's GPUs, as far as the kind of GPU is known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.config import PipelineConfig
+from tasks.profiles import PROFILES, Profile
+
+if TYPE_CHECKING:
+    from engine.planner import Cluster
+
+
+def check_memory(config: PipelineConfig, profile_name: str) -> None:
+    """Raise PlacementError for a warm start or an RL run that can't fit.
+
+    A model from scratch, and a profile that names no kind of GPU, are let through.
+    """
+    profile = PROFILES[profile_name]
+    if not (profile.accelerator and config.model.path):
+        return
+    from engine.models import resolve_dtype, resolve_lora, text_config
+    from engine.trainers.memory_check import check_rl_memory, check_sft_memory
+
+    model, data, path = config.model, config.data, config.model.path
+    lora = resolve_lora(path, model.lora)
+    machines = cluster(profile)
+    asked = config.rl.actor.parallel.compute_dtype
+    width = text_config(path).hidden_size
+    dtype = resolve_dtype(model.dtype, width, gpu=True, compute_dtype=asked)
+    if not config.sft.skip:
+        warm = resolve_dtype(model.dtype, width, gpu=True)
+        check_sft_memory(path, lora, warm, machines.machines[0].gpu_memory)
+    check_rl_memory(
+        config.rl,
+        machines,
+        model_path=path,
+        lora=lora,
+        dtype=dtype,
+        max_response_length=data.max_response_length,
+        max_model_len=(data.max_prompt_length or data.max_response_length)
+        + data.max_response_length,
+    )
+
+
+def cluster(profile: Profile) -> Cluster:
+    """The profile's machines, as many as there are at the start."""
+    from engine.planner import Cluster, Machine
+    from engine.planner.hardware import GIB, gpu
+
+    each = int(gpu(profile.accelerator).memory_gib * GIB)
+    machines = (
+        Machine(
+            f"worker {number}",
+            float(profile.cpus),
+            profile.memory_gib * GIB,
+            profile.gpus,
+            each,
+            profile.accelerator,
+        )
+        for number in range(profile.replicas[1])
+    )
+    return Cluster(tuple(machines))

@@ -1,0 +1,117 @@
+"""What can't fit a profile's GPUs is refused in `plan`, with what would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.config import LoRAConfig, parse_config
+from engine.config.pipeline import PipelineConfig
+from engine.dataflows import choose_dataflow
+from engine.dataflows.required_passes import RequiredPasses
+from engine.errors import PlacementError
+from engine.models import text_config
+from engine.parallel.layout import Layout
+from engine.planner import Candidate
+from engine.planner.hardware import GIB
+from engine.planner.memory import estimate, fits
+from engine.trainers.auto_placement import workload
+from tasks.memory_check import check_memory, cluster
+from tasks.placement import apply_profile
+from tasks.profiles import PROFILES
+
+ROOT = Path(__file__).parents[2]
+SHAPES: dict[str, dict[str, Any]] = {
+    "7B": {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    },
+    "70B": {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+}
+
+
+def folder(tmp_path: Path, size: str) -> str:
+    shape = SHAPES[size] | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return str(tmp_path)
+
+
+def documented(path: str, profile: str, **model: Any) -> PipelineConfig:
+    """`rlhf_full --model PATH --profile PROFILE`, beginning with the model as it is."""
+    values = yaml.safe_load((ROOT / "workflows/configs/full.yaml").read_text())
+    values["model"] = {"path": path, **model}
+    values["sft"] = values["sft"] | {"skip": True}
+    return apply_profile(parse_config(values), profile)
+
+
+def test_7b_fits_two_nodes_of_eight_80_gb_gpus_in_every_stage(tmp_path: Path) -> None:
+    path = folder(tmp_path, "7B")
+    config = documented(path, "2x8xH100")
+    check_memory(config, "2x8xH100")
+    there = cluster(PROFILES["2x8xH100"]).machines[0]
+    assert there.gpu_memory == 80 * GIB
+    rl = config.rl
+    assert Layout.of(rl.actor.parallel) == Layout(dp=2, fsdp=8)
+    dataflow = choose_dataflow(rl.algorithm)
+    needs = RequiredPasses.of(rl, dataflow)
+    work = workload(
+        rl,
+        needs.roles(dataflow),
+        needs,
+        text_config(path),
+        lora=LoRAConfig(),
+        dtype="bfloat16",
+        max_response_length=config.data.max_response_length,
+        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+    )
+    candidate = Candidate(
+        Layout.of(rl.actor.parallel),
+        rl.rollout.tensor_parallel_size,
+        rl.actor.max_tokens_per_micro_batch,
+        activation_checkpointing=rl.actor.parallel.activation_checkpointing,
+    )
+    memory = estimate(work, candidate, gpu=True)
+    assert fits(memory.peak, there.gpu_memory), memory
+    assert fits(memory.host, there.memory // there.gpus), memory
+
+
+def test_what_can_t_fit_is_refused_with_what_would(tmp_path: Path) -> None:
+    path = folder(tmp_path, "7B")
+    config = documented(path, "2x8xH100")
+    warm = config.model_copy(update={"sft": config.sft.model_copy(update={"skip": False})})
+    with pytest.raises(PlacementError, match=r"sft can't fit: .* 1\d\d GiB .* one GPU of 80"):
+        check_memory(warm, "2x8xH100")
+    adapters = warm.model_copy(update={"model": documented(path, "8xA100", lora={"rank": 16}).model})
+    check_memory(adapters, "2x8xH100")
+    large = documented(folder(tmp_path, "70B"), "2x8xH100")
+    with pytest.raises(PlacementError) as refused:
+        check_memory(large, "2x8xH100")
+    said = str(refused.value)
+    assert "rl can't fit: with rl.actor.parallel dp=2 fsdp=8 a GPU keeps" in said
+    assert "\n" not in said
+    print(said)
+
+
+def test_what_is_not_known_is_let_through(tmp_path: Path) -> None:
+    path = folder(tmp_path, "70B")
+    config = parse_config({"model": {"path": path}})
+    for profile in ("laptop", "one-gpu"):
+        check_memory(config, profile)
+    check_memory(parse_config({}), "2x8xH100")  # a model from scratch
