@@ -204,5 +204,3 @@ def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
         if number % factor == 0:
             for rest in _products(number // factor, count - 1):
                 yield (factor, *rest)
-
-

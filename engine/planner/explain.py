@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.planner.candidates import PricedCandidate
 from engine.planner.hardware import GIB
 from engine.planner.memory import RUNTIME, USABLE
-from engine.planner.candidates import PricedCandidate
 from engine.planner.search import PlacementPlan
 
 SHOWN = 5

@@ -14,7 +14,7 @@ from engine.errors import ConfigError, PlacementError
 from engine.parallel.layout import Layout
 from engine.planner.candidates import PricedCandidate, candidates
 from engine.planner.hardware import GIB
-from engine.planner.memory import RUNTIME, USABLE, fits, sampler, usable_bytes
+from engine.planner.memory import RUNTIME, USABLE, fits, sampler
 from engine.planner.resources import Allocation, Cluster
 from engine.planner.workload import Candidate, FixedSettings, Workload
 

@@ -31,8 +31,8 @@ TOLERANCE, HALF_TOLERANCE = 1e-3, 0.05
 def allow_packing(model: Any, ranks: Ranks, config: ParallelConfig, device: torch.device) -> None:
     """Let `model` take packed rows where `config` wants them; call it before sharding.
 
-    It will compute on `device`.     Raises ConfigError where packing is true and the model can't take packed rows; auto leaves such
-    a model, or one in stages or shared sequences, to padded rows.
+    It will compute on `device`. Raises ConfigError where packing is true and the model can't take
+    packed rows; auto leaves such a model, or one in stages or shared sequences, to padded rows.
     """
     if config.packing is True:
         apply_packing(model)

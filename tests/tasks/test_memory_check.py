@@ -98,7 +98,9 @@ def test_what_can_t_fit_is_refused_with_what_would(tmp_path: Path) -> None:
     warm = config.model_copy(update={"sft": config.sft.model_copy(update={"skip": False})})
     with pytest.raises(PlacementError, match=r"sft can't fit: .* 1\d\d GiB .* one GPU of 80"):
         check_memory(warm, "2x8xH100")
-    adapters = warm.model_copy(update={"model": documented(path, "8xA100", lora={"rank": 16}).model})
+    adapters = warm.model_copy(
+        update={"model": documented(path, "8xA100", lora={"rank": 16}).model}
+    )
     check_memory(adapters, "2x8xH100")
     large = documented(folder(tmp_path, "70B"), "2x8xH100")
     with pytest.raises(PlacementError) as refused:

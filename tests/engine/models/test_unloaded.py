@@ -102,7 +102,7 @@ def test_filled_it_is_what_transformers_loads(tmp_path: Path, name: str, dtype: 
     model = random_model(name)
     model.generation_config.temperature = 0.5
     model.generation_config.do_sample = True
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    model.save_pretrained(tmp_path, max_shard_size="6KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
     whole, source = load_model(tmp_path, dtype), open_model(tmp_path, dtype)
     assert weights_fingerprint(source) == weights_fingerprint(whole)

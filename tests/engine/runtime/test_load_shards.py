@@ -63,7 +63,9 @@ class LiveBytes(TorchDispatchMode):
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         storage = tensor.untyped_storage()
-        if tensor.device.type != "cpu" or storage.filename or storage._cdata in self._known:
+        if tensor.device.type != "cpu" or storage._cdata in self._known:
+            return
+        if in_a_file(storage.data_ptr()):
             return
         self._known.add(storage._cdata)
         self.now += storage.nbytes()
@@ -73,6 +75,16 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         self._known.remove(key)
         self.now -= size
+
+
+def in_a_file(address: int) -> bool:
+    """Whether a weight file is mapped at an address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(".safetensors"):
+            start, end = (int(part, 16) for part in line.split()[0].split("-"))
+            if start <= address < end:
+                return True
+    return False
 
 
 def layouts(cases: list[Sizes]) -> Iterator[tuple[Ranks, ParallelConfig]]:
@@ -119,8 +131,10 @@ def same_as_whole(folder: str, cases: list[Sizes], dtype: str) -> None:
             ours = ShardedModel(opened, ranks, config)
             theirs = ShardedModel(whole, ranks, config)
             alike(ours.module, theirs.module, f"{name} {config}")
-            reader = ValueReader() if name == "critic" else LogProbReader(
-                1.0, statistics=ours.statistics()
+            reader = (
+                ValueReader()
+                if name == "critic"
+                else LogProbReader(1.0, statistics=ours.statistics())
             )
             found, wanted = outputs(ours, reader), outputs(theirs, reader)
             assert all(torch.equal(found[key], wanted[key]) for key in wanted), name
@@ -162,7 +176,9 @@ def peaks(folder: str, cases: list[Sizes]) -> list[tuple[int, int, int]]:
     for ranks, config in layouts(cases):
         with LiveBytes() as sliced:
             model = ShardedModel(open_model(folder), ranks, config)
-        kept = {t.data_ptr(): t.nbytes for t in map(local_tensor, named_tensors(model.module).values())}
+        kept = {
+            t.data_ptr(): t.nbytes for t in map(local_tensor, named_tensors(model.module).values())
+        }
         with LiveBytes() as whole:
             ShardedModel(load_model(folder), ranks, config)
         found.append((sliced.peak, sum(kept.values()), whole.peak))
