@@ -54,7 +54,7 @@ def apply_layout(
     if unloaded is not None and not whole:
         offloaded = shards and config.offload_params
         load_shards(module, unloaded, device, torch.device("cpu") if offloaded else device)
-    return module  # type: ignore[no-any-return]
+    return module
 
 
 def decoder_layers(module: Any) -> list[nn.Module]:

@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -260,7 +261,7 @@ def weights_fingerprint(model: nn.Module | UnloadedModel) -> str:
     the model is sharded.
     """
     unloaded = model if isinstance(model, UnloadedModel) else None
-    module = model if unloaded is None else unloaded.module
+    module: Any = model if unloaded is None else unloaded.module
     found, dtypes = hashlib.sha256(), set[str]()
     for name, tensor in module.named_parameters():
         if ".lora_" not in name and tensor.numel():
