@@ -22,6 +22,7 @@ RUNTIME = int(0.75 * GIB)  # of a process: libraries, a CUDA context, communicat
 USABLE = 0.9  # of what is left: the rest is lost to fragments
 _FLOAT32 = 4.0  # bytes
 _BUCKET = 64 << 20  # bytes of a file that are read at a time
+_CHUNK, _FEWEST_TOKENS = 1 << 26, 256  # logits of a chunk, and its tokens at least
 _PART = 64 << 20  # elements that the optimizer updates at a time where its state is offloaded
 
 
@@ -92,14 +93,22 @@ def activations(work: Workload, candidate: Candidate) -> float:
         kept = layers * hidden * size * flights + layer
     else:
         kept *= flights
-    return tokens * (kept + logits(work, layout))
+    return tokens * kept + logits(work, layout, tokens)
 
 
-def logits(work: Workload, layout: Layout) -> float:
-    """Bytes a token around the vocabulary: logits, log-softmax in float32, two temporaries."""
-    vocab = work.shape.vocab / layout.tp
-    each = work.compute_bytes + 12.0 + (4.0 if work.compute_bytes < 4 else 0.0)
-    return vocab * each * (2 if work.full_kl else 1) + 3 * work.shape.hidden * work.compute_bytes
+def logits(work: Workload, layout: Layout, tokens: float) -> float:
+    """Bytes around the vocabulary: logits, log-softmax in float32, two temporaries.
+
+    Of a chunk of tokens at a time (`models.chunked_head`), with the head's gradient in float32, but
+    where ranks share the vocabulary or logits of two models meet.
+    """
+    shape, size = work.shape, work.compute_bytes
+    each = size + 12.0 + (4.0 if size < 4 else 0.0)
+    states = 3 * shape.hidden * size * tokens
+    chunk = max(_FEWEST_TOKENS, _CHUNK // shape.vocab)
+    if layout.tp > 1 or work.full_kl or tokens <= chunk:
+        return states + tokens * shape.vocab / layout.tp * each * (2 if work.full_kl else 1)
+    return states + shape.vocab * (chunk * each + shape.hidden * _FLOAT32)
 
 
 def kv_cache(work: Workload, candidate: Candidate) -> float:

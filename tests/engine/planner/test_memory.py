@@ -85,7 +85,7 @@ def test_activations_are_about_what_backward_keeps(model: Qwen2ForCausalLM) -> N
     responses = int(batch["attention_mask"][:, -batch["responses"].shape[1] :].sum())
     work = Workload(ModelShape.of(model.config), rows, 1, width - 1, 1)
     candidate = Candidate(Layout(), tokens=rows * width)
-    around_vocabulary = rows * width * logits(work, Layout())
+    around_vocabulary = logits(work, Layout(), rows * width)
     layers = activations(work, candidate) - around_vocabulary
     # Of the logits backward keeps the log-softmax; the rest is there for a moment.
     real = sum(kept.values()) - responses * 512 * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -155,6 +156,19 @@ def test_what_does_not_fit_one_device_is_spread_over_several() -> None:
     assert chosen.candidate.layout.tp * chosen.candidate.shards * chosen.candidate.layout.pp > 1
 
 
+def test_70b_on_sixteen_machines_of_eight_is_planned_in_time() -> None:
+    shape = ModelShape(80, 64, 8, 128, 8192, 28672, 128256)
+    work = Workload(shape, 128, 8, 512, 512, 2.0, compute_bytes=2.0, reference=True, passes=1)
+    begin = time.process_time()
+    plan = search(work, gpus(8, 80, machines=16, host_gib=1024))
+    assert time.process_time() - begin < 10
+    assert plan.chosen.allocation.ranks >= 32
+    said = explain(plan)
+    assert "too large in training" in said
+    lost = [line for line in said.splitlines() if " s to " in line or " GiB in " in line]
+    assert len(lost) >= 4
+
+
 def test_what_talks_in_every_layer_stays_on_a_machine() -> None:
     plan = search(GRPO_7B, gpus(4, 80, machines=2))
     for one in (plan.chosen, *plan.others):
@@ -165,7 +179,7 @@ def test_what_talks_in_every_layer_stays_on_a_machine() -> None:
 
 def test_recomputation_and_small_micro_batches_come_with_little_memory() -> None:
     long = replace(GRPO_7B, shape=QWEN_05B, response_length=7680, decode_rows=16)
-    roomy, tight = search(long, gpus(1, 900)).chosen, search(long, gpus(1, 40)).chosen
+    roomy, tight = search(long, gpus(1, 900)).chosen, search(long, gpus(1, 20)).chosen
     assert not roomy.candidate.activation_checkpointing
     assert tight.candidate.activation_checkpointing
     assert tight.candidate.tokens <= roomy.candidate.tokens
