@@ -162,6 +162,7 @@ def test_every_layout_has_the_bits_of_a_model_loaded_whole(
 
 
 BUCKET = 64 << 10
+LAYER = 4 * (4 * 128 * 128 + 3 * 128 * 256)  # bytes, of the model below
 
 
 def peaks(folder: str, cases: list[Sizes]) -> list[tuple[int, int]]:
@@ -202,7 +203,9 @@ def test_a_rank_s_memory_is_its_shards_and_a_bucket(tmp_path: Path) -> None:
         for case, (peak, kept) in zip(cases, rank, strict=True):
             copies, stages = case.get("dp", 1), case.get("pp", 1)
             assert kept < 1.1 * size * copies / 4 or stages > 1, case
-            assert peak <= kept + 2 * BUCKET, case  # and small change
+            # A model in one piece, or a stage, tries its first layer both ways when it has loaded.
+            tried = LAYER if case.get("fsdp", 1) * case.get("tp", 1) == 1 else 0
+            assert peak <= kept + 2 * BUCKET + tried, case  # and small change
             assert peak < 0.7 * size or copies > 2, case
 
 
