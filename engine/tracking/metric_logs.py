@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -87,15 +88,16 @@ class TensorBoardLog:
     """Event files in a folder, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # here, and not in the first step
+
         self.folder = Path(os.environ.get("TENSORBOARD_DIR") or folder)  # the variable is verl's
+        self._open = partial(SummaryWriter, str(self.folder), flush_secs=10)
         self._writer: SummaryWriter | None = None
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
             # The history begins anew with this step, so that none is drawn twice.
-            self._writer = SummaryWriter(str(self.folder), purge_step=step, flush_secs=10)
+            self._writer = self._open(purge_step=step)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 

@@ -42,6 +42,9 @@ def unused_settings(config: RLConfig, dataflow: Dataflow) -> UnusedSettings:
     if dataflow.pairs:
         yield from _unused_with_pairs(config, dataflow)
     yield from _unused_for_reward(config, dataflow)
+    if not config.trainer.log_rollouts_freq:
+        why = "with trainer.log_rollouts_freq=0"
+        yield from _changed_settings("trainer", config.trainer, why, ("log_rollouts_rows",))
 
 
 def _unused_for_kl(config: RLConfig) -> UnusedSettings:

@@ -94,6 +94,10 @@ SERVER: dict[str, Any] = {"engine": "server", "server": {"url": "http://127.0.0.
         ),
         ({"trainer": {"staleness": 2}}, "trainer.staleness=2 has no effect"),
         ({"trainer": {"rollout_threads": 2}}, "trainer.rollout_threads=2 has no effect"),
+        (
+            {"trainer": {"log_rollouts_freq": 0, "log_rollouts_rows": 8}},
+            "trainer.log_rollouts_rows=8 has no effect with trainer.log_rollouts_freq=0",
+        ),
         # settings without effect
         ({"algorithm": {"teacher": "/some"}}, "algorithm.teacher=/some has no effect"),
         (
