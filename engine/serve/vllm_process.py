@@ -64,7 +64,7 @@ def vllm_server(
         )
     log, alone = scratch / "vllm.log", tokenizer_alone(folder, scratch / "tokenizer")
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}"),
         *(f"--host={host}", f"--port={port}", f"--served-model-name={identity.name}"),
         *("--middleware", IDENTIFY, "--disable-uvicorn-access-log"),
         *(["--tokenizer", str(alone)] if alone else []),

@@ -148,7 +148,7 @@ def test_the_real_harness_scores_a_local_task_offline(tiny_folder: Path, tmp_pat
     (tasks / "sums.yaml").write_text(
         "task: local_sums\ndataset_path: json\n"
         f"dataset_kwargs:\n  data_files:\n    test: {tasks / 'sums.jsonl'}\n"
-        "output_type: multiple_choice\ntest_split: test\n"
+        "output_type: multiple_choice\ntest_split: test\ntarget_delimiter: ''\n"
         'doc_to_text: "{{question}}"\ndoc_to_choice: ["1", "2"]\ndoc_to_target: right\n'
         "metric_list:\n  - metric: acc\n    aggregation: mean\n    higher_is_better: true\n"
         "metadata:\n  version: 1.0\n"

@@ -110,8 +110,9 @@ def test_vllm_serves_a_champion(registry: Path, model_folder: Path) -> None:
         body |= {"temperature": 0, "max_tokens": 8}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
         assert answer["usage"]["prompt_tokens"] == len(ids), "words are split as it was trained"
-        expected = greedy_reference(model_folder, ids, 8)
-        assert answer["choices"][0]["message"]["content"] == expected
+        # vLLM keeps half a character at the end to itself.
+        expected = greedy_reference(model_folder, ids, 8).rstrip("\ufffd")
+        assert answer["choices"][0]["message"]["content"].rstrip("\ufffd") == expected
         status, seconds = end(process, signal.SIGTERM)
         assert status == 143
         assert seconds < 25
