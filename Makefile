@@ -41,7 +41,7 @@ test: env  ## check style, then types beside the test suite
 	wait $$types || { cat $(VENV)/mypy.log; tests=1; }; exit $$tests
 
 test-slow: env  ## run the tests that take minutes, and each property on many examples
-	@HYPOTHESIS_PROFILE=many $(BIN)/python -m pytest -n 2 --dist worksteal -m "(slow or hypothesis) and not gpu" --timeout=1800
+	@HYPOTHESIS_PROFILE=many $(BIN)/python -m pytest -n 3 --dist worksteal -m "(slow or hypothesis) and not gpu" --timeout=1800
 
 bench-quick: env  ## compare speed ratios to TRL and transformers with the stored ones (below 3 minutes)
 	@$(BIN)/python benchmarks/quick.py

@@ -29,6 +29,28 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 
+_LONG_S = 1700.0
+
+
+@pytest.hookimpl(trylast=True)  # after those that are not wanted are gone
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of half an hour begin first, each in a process of its own.
+
+    xdist gives each process a stretch of the tests, and the last ones of a stretch to nobody else.
+    """
+    long = [item for item in items if _timeout_s(item) > _LONG_S]
+    rest = [item for item in items if _timeout_s(item) <= _LONG_S]
+    stretch = len(items) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    for number, item in enumerate(long):
+        rest.insert(number * stretch, item)
+    items[:] = rest
+
+
+def _timeout_s(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker and marker.args else 0.0
+
+
 @pytest.fixture(scope="session")
 def make_once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> MakeOnce:
     """`make_once(name, write)`: a folder that `write(folder)` fills, once for all workers.

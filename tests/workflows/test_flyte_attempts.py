@@ -18,7 +18,7 @@ from flyte_runs import Place
 from flyteidl.core.errors_pb2 import ContainerError
 from protobufs import Registered
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # four processes, two of them at once
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # four processes, two of them at once
 
 TIMES = ("perf/", "checkpoint/", "step")
 
