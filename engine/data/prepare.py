@@ -22,6 +22,7 @@ from engine.data.files import prompt_key, rl_columns
 from engine.data.parquet_writer import ParquetWriter
 from engine.data.rl_rows import Row
 from engine.data.rows import prompt_text
+from engine.data.seen_prompts import SeenPrompts
 from engine.data.split_names import address_digest, split_addresses
 from engine.data.templates import encode_short_prompts
 from engine.errors import DataError
@@ -66,14 +67,13 @@ class _Preparation:
         self, split: str, addresses: Sequence[str], card: SplitCard, check: bool
     ) -> Iterator[tuple[int, Row]]:
         """Good rows whose prompts are neither repeated nor, with `check`, held out."""
-        seen: set[bytes] = set()
+        seen = SeenPrompts()
         for address in addresses:
             bad = BadRows(address, self.config.bad_rows)
             for number, row in mapped_rows(address, self.config, bad, need_truth=True):
-                if (key := prompt_key(row)) in seen:
+                if not seen.add(prompt_key(row)):
                     card.leave_out("repeated")
                     continue
-                seen.add(key)
                 match = self.held_out.find(question_text(row["prompt"])) if check else ""
                 if match:
                     card.leave_out(f"held out, {match}")
