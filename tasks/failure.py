@@ -81,6 +81,7 @@ def promote_only_failed(
     policy: FlyteDirectory,
     evaluation: FlyteDirectory,
     seed: int,
+    profile: ProfileName,
     err: FlyteError | None = None,
 ) -> None:
     """Record why `promote_only` failed."""

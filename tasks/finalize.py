@@ -26,6 +26,7 @@ from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.pages import write_pages
 from tasks.plan import open_run
+from tasks.profiles import ProfileName
 
 SKIPPED_TAG = "hybridflyte.skipped"
 
@@ -39,6 +40,7 @@ class PromotionPlan(NamedTuple):
     promote: PromoteConfig
     seed: int
     needs_approval: bool
+    profile: str
 
 
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
@@ -48,6 +50,7 @@ def open_promotion(
     policy: FlyteDirectory,
     evaluation: FlyteDirectory,
     seed: int,
+    profile: ProfileName,
 ) -> PromotionPlan:
     """Check that the evaluation is of this model on this data, as configured; open the run."""
     from engine.evaluation.settings import require_same_settings
@@ -66,7 +69,7 @@ def open_promotion(
         run = open_run(config, (digest, ""), "promote_only")
         set_current_run(run)
     approval = config.promote.approval == "required"
-    return PromotionPlan(run, config.data, evaluate, config.promote, seed, approval)
+    return PromotionPlan(run, config.data, evaluate, config.promote, seed, approval, profile.value)
 
 
 @task(

@@ -32,6 +32,7 @@ from tasks.context import (
 )
 from tasks.stage import Stage, stage
 from tasks.start_model import first_model
+from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
     from engine.promotion import Champions, Decision
@@ -43,8 +44,9 @@ DECISIONS = 5  # of one promotion, while others promote in between
 CHAMPION_ROWS = "rows_champion.parquet"
 
 
-# Not interruptible: it may be moving an alias. Running it again changes nothing.
-@task(cache=False, requests=LARGE, container_image=IMAGE, retries=2, timeout=timedelta(hours=6))
+# Not interruptible: it may be moving an alias. Running it again changes nothing. On the profile's
+# machine, as it may have to evaluate the champion.
+@on_profiles(cache=False, requests=LARGE, retries=2, timeout=timedelta(hours=6))
 def promote(
     run: RunContext,
     dataset: FlyteDirectory,

@@ -20,8 +20,37 @@ APPROVED_BY = "Flyte approval"
 
 
 @workflow
+def direct_promotion(
+    profile: str,
+    run: RunContext,
+    dataset: FlyteDirectory,
+    policy: FlyteDirectory,
+    evaluation: FlyteDirectory,
+    data: DataConfig,
+    evaluate: EvaluateConfig,
+    config: PromoteConfig,
+    seed: int,
+    approved_by: str = "",
+) -> FlyteDirectory:
+    """Promote on the profile's machine."""
+    return promote(
+        profile,
+        run=run,
+        dataset=dataset,
+        policy=policy,
+        evaluation=evaluation,
+        data=data,
+        evaluate=evaluate,
+        config=config,
+        seed=seed,
+        approved_by=approved_by,
+    )
+
+
+@workflow
 def approved_promotion(
     first: FlyteDirectory,
+    profile: str,
     run: RunContext,
     dataset: FlyteDirectory,
     policy: FlyteDirectory,
@@ -33,7 +62,8 @@ def approved_promotion(
 ) -> FlyteDirectory:
     """Wait for approval, then promote."""
     approved = approve(approval_request(promotion=first), "promotion", timeout=APPROVAL_TIMEOUT)
-    again = promote(
+    again = direct_promotion(
+        profile=profile,
         run=run,
         dataset=dataset,
         policy=policy,
@@ -50,6 +80,7 @@ def approved_promotion(
 
 @workflow
 def promotion_with_approval(
+    profile: str,
     run: RunContext,
     dataset: FlyteDirectory,
     policy: FlyteDirectory,
@@ -60,7 +91,8 @@ def promotion_with_approval(
     seed: int,
 ) -> FlyteDirectory:
     """Promote, and wait for a person where only approval is missing."""
-    first = promote(
+    first = direct_promotion(
+        profile=profile,
         run=run,
         dataset=dataset,
         policy=policy,
@@ -77,6 +109,7 @@ def promotion_with_approval(
         .then(
             approved_promotion(
                 first=first,
+                profile=profile,
                 run=run,
                 dataset=dataset,
                 policy=policy,
@@ -102,5 +135,5 @@ def gate(needs_approval: Any, **inputs: Any) -> Any:
         .if_(needs_approval.is_true())
         .then(promotion_with_approval(**inputs))
         .else_()
-        .then(promote(**inputs))
+        .then(direct_promotion(**inputs))
     )

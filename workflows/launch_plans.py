@@ -56,7 +56,7 @@ evaluate_only = launch_plan(
 promote = launch_plan(
     promote_only,
     "promote",
-    default_inputs={"config": settings("full")},
+    default_inputs={"config": settings("full"), "profile": ProfileName.ONE_GPU},
     notify_on=TERMINAL_PHASES,
     one_at_a_time=True,
 )

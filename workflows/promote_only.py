@@ -12,6 +12,7 @@ from flytekit.types.directory import FlyteDirectory
 from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.finalize import finalize, open_promotion
 from tasks.inputs import RLHFConfig
+from tasks.profiles import ProfileName
 from workflows.approval import gate
 
 
@@ -22,6 +23,7 @@ def promote_only(
     evaluation: FlyteDirectory,
     config: RLHFConfig = RLHFConfig(),  # noqa: B008 (frozen)
     seed: int = -1,
+    profile: ProfileName = ProfileName.LAPTOP,
 ) -> FlyteDirectory:
     """Promote a model by an evaluation that is there already.
 
@@ -32,15 +34,22 @@ def promote_only(
         config: Settings; promote and tracking are read, and evaluate and data.max_response_length,
             which must be as they were for the evaluation.
         seed: Seed of the run; negative: as in config.
+        profile: Machines that the champion is evaluated on, where it has to be.
 
     Returns:
         The promotion artifact: decision.json.
     """
     p = open_promotion(
-        config=config, dataset=dataset, policy=policy, evaluation=evaluation, seed=seed
+        config=config,
+        dataset=dataset,
+        policy=policy,
+        evaluation=evaluation,
+        seed=seed,
+        profile=profile,
     )
     decision = gate(
         p.needs_approval,
+        profile=p.profile,
         run=p.run,
         dataset=dataset,
         policy=policy,

@@ -79,6 +79,7 @@ def retrain_champion(
     )
     promotion = gate(
         needs_approval,
+        profile=profile,
         run=run,
         dataset=dataset,
         policy=policy,

@@ -86,6 +86,7 @@ def rlhf(
     )
     promotion = gate(
         p.needs_approval,
+        profile=p.profile,
         run=p.run,
         dataset=dataset,
         policy=policy,

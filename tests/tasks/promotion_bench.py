@@ -117,7 +117,7 @@ class Bench:
         config: PromoteConfig = PromoteConfig(),  # noqa: B008 (frozen)
         approved_by: str = "",
     ) -> dict[str, Any]:
-        folder = promote(
+        folder = promote["laptop"](
             run=run,
             dataset=FlyteDirectory(str(self.dataset)),
             policy=FlyteDirectory(str(model)),

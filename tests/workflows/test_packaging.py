@@ -17,9 +17,10 @@ IMAGE = "ghcr.io/x/y:1"
 PROFILES = ("laptop", "one_gpu", "a100_8", "h100_2x8", "mi300x")
 BY_PROFILE = {f"{stage}_{profile}" for stage in ("sft", "rl", "evaluate") for profile in PROFILES}
 CACHED = {"preprocess", "ingest"} | BY_PROFILE
+PROMOTE = {f"promote_{profile}" for profile in PROFILES}
 HANDLERS = {"rlhf_failed", "evaluate_only_failed", "promote_only_failed", "retraining_failed"}
 AROUND = {
-    *("plan", "promote", "report", "fetch", "open_promotion", "finalize", "trigger_retraining"),
+    *("plan", "report", "fetch", "open_promotion", "finalize", "trigger_retraining"),
     *(
         "finalize_skipped",
         "keep_promotion",
@@ -29,7 +30,7 @@ AROUND = {
         "rollback",
     ),
 }
-ALL = CACHED | HANDLERS | AROUND
+ALL = CACHED | HANDLERS | AROUND | PROMOTE
 MESSAGES: dict[str, Any] = {"1": TaskSpec, "2": WorkflowSpec, "3": LaunchPlan}
 
 
@@ -91,7 +92,7 @@ def test_images_and_resources(tasks: dict[str, Any]) -> None:
             continue
         assert template.container.image == IMAGE, name
         asked = memory(template.container.resources)
-        large = name in {"sft_laptop", "evaluate_laptop", "promote"}
+        large = name in {"sft_laptop", "evaluate_laptop", "promote_laptop"}
         assert asked == ({cpu: "2", mem: "6Gi"} if large else {cpu: "1", mem: "2Gi"}), name
 
 

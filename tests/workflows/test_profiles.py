@@ -131,7 +131,7 @@ def test_collectives_find_their_network(registered: Registered) -> None:
 
 
 @pytest.mark.parametrize("profile", WITH_GPUS)
-@pytest.mark.parametrize("stage", ["sft", "evaluate"])
+@pytest.mark.parametrize("stage", ["sft", "evaluate", "promote"])
 def test_stages_without_ray_get_one_gpu_and_its_share(
     registered: Registered, stage: str, profile: str
 ) -> None:
