@@ -171,14 +171,17 @@ class CheckpointStore:
         """
         faults: list[DamagedCheckpointError] = []
         markers = self._markers(faults)
-        for name in sorted(markers, key=lambda name: -markers[name].sequence):
-            folder = self.root / name
-            try:
-                return Checkpoint(folder.uri, verify(folder))
-            except DamagedCheckpointError as error:
-                self._damaged.add(name)
-                faults.insert(0, error)
-                log.warning("checkpoint %s is passed over for an older one: %s", folder, error)
+        while markers:
+            for name in sorted(markers, key=lambda name: -markers[name].sequence):
+                folder = self.root / name
+                try:
+                    return Checkpoint(folder.uri, verify(folder))
+                except DamagedCheckpointError as error:
+                    self._damaged.add(name)
+                    faults.insert(0, error)
+                    log.warning("checkpoint %s is passed over for an older one: %s", folder, error)
+            # A run that writes here may have replaced those that were listed by newer ones.
+            markers = {n: m for n, m in self._markers().items() if n not in self._damaged}
         if faults and not self.restart:
             raise DamagedCheckpointError(
                 f"every checkpoint in {self.root} is damaged: {faults[0]}; restore one from a "
@@ -283,7 +286,8 @@ class CheckpointStore:
         except CheckpointError as error:
             log.warning("old checkpoints stay: %s", error)
             return
-        busy = {address.rsplit("/", 1)[-1] for address in _open_drafts}
+        drafts = [address.rpartition("/") for address in _open_drafts]
+        busy = {draft for root, _, draft in drafts if root == self.root.uri}
         steps = [n for n in names if _STEP.fullmatch(n) and n not in {name, *busy}]
         old = [n for n in steps if n not in good or good[n].sequence not in stay]
         for gone in (*old, *abandoned_drafts(self.root, names, busy)):

@@ -384,8 +384,9 @@ def test_cache_keys_hold_code_and_image(checkout: Path, cluster: Cluster, versio
     edited = cache_keys(clone, IMAGE)
     git(clone, "checkout", "-q", ".")
     other = cache_keys(clone, CUDA)
-    names = [name for name in edited if name.endswith("_laptop") or "preprocess" in name]
-    assert len(names) == 4
+    stages = ("preprocess.preprocess", "sft_laptop", "rl_laptop", "evaluate_laptop")
+    names = [name for name in edited if name.endswith(stages)]
+    assert len(names) == len(stages)
     for name in names:
         here = task(cluster, version, name).metadata.discovery_version
         assert len({here, edited[name], other[name]}) == 3, name

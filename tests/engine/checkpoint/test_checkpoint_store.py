@@ -16,7 +16,7 @@ import torch
 from s3_server import environment
 
 from engine.checkpoint import CheckpointStore, find_latest, open_checkpoint
-from engine.checkpoint.format import rank_file_prefix, write_state
+from engine.checkpoint.format import Marker, rank_file_prefix, verify, write_state
 from engine.checkpoint.rank_state import read_role_states, state_of_rank
 from engine.checkpoint.state_dict import extract_tensors
 from engine.errors import CheckpointError, DamagedCheckpointError
@@ -321,3 +321,29 @@ def test_a_marker_says_what_people_look_for(tmp_path: Path) -> None:
     folder = Path(save(CheckpointStore(tmp_path), 7, reward=0.5))
     marker: dict[str, Any] = json.loads((folder / "COMPLETE").read_text())
     assert (marker["step"], marker["sequence"], marker["metrics"]) == (7, 1, {"reward": 0.5})
+
+
+def test_a_run_saves_on_while_its_newest_checkpoint_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was listed is gone when it is read; a newer one is there."""
+    writing = CheckpointStore(tmp_path / "run", keep_last=1, keep_best=0)
+    save(writing, 1)
+
+    def meanwhile(folder: Folder) -> Marker:
+        monkeypatch.undo()
+        save(writing, 2)
+        return verify(folder)
+
+    monkeypatch.setattr("engine.checkpoint.store.verify", meanwhile)
+    found = find_latest(tmp_path / "run")
+    assert found is not None
+    assert found.folder.endswith("step_2")
+
+
+def test_a_draft_of_another_run_keeps_no_checkpoint_of_this_one(tmp_path: Path) -> None:
+    other, here = CheckpointStore(f"memory://{tmp_path.name}"), CheckpointStore(tmp_path, 1, 0)
+    assert other.begin(1).folder.endswith("/step_1")
+    for step in (1, 2):
+        save(here, step)
+    assert names(str(tmp_path)) == ["step_2"]

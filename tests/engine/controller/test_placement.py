@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -177,12 +178,11 @@ def test_how_ray_is_started() -> None:
 def test_a_ray_that_is_started_here_listens_on_the_loopback_address_alone(
     ray_cluster: None,
 ) -> None:
-    listening = {
-        (process.name(), one.laddr.ip)
-        for process in psutil.Process().children(recursive=True)
-        for one in process.net_connections("inet")
-        if one.status == psutil.CONN_LISTEN
-    }
+    listening = set[tuple[str, str]]()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):  # it ended meanwhile
+            name, connections = process.name(), process.net_connections("inet")
+            listening |= {(name, c.laddr.ip) for c in connections if c.status == psutil.CONN_LISTEN}
     assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
     assert {ip.removeprefix("::ffff:") for _, ip in listening} <= {"127.0.0.1", "::1"}
     assert os.environ["RAY_AUTH_MODE"] == "token"

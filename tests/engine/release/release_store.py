@@ -81,11 +81,11 @@ def evaluate(dataset: Path, before: Path, after: Path, score: float) -> Path:
 def comparison(score: float) -> EvaluationComparison:
     def side(model: str, rate: float) -> ModelSummary:
         value, length = Interval(rate, rate - 0.02, rate + 0.02), LengthSummary(30.5, 30, 40, 50)
-        return ModelSummary(model, value, value, value, value, length, length)
+        return ModelSummary(model, *[value] * 6, length, length, greedy_score=rate, errors=0)
 
     gain = Interval(score - 0.451, 0.477, 0.568)
     return EvaluationComparison(
-        side("warm_start", 0.451), side("rl", score), gain, gain, gain,
+        side("warm_start", 0.451), side("rl", score), gain, gain, gain, gain,
         fixed=300, broken=33, problems=512, prompt_digest="0" * 64, k=4, samples=4,
         confidence=0.95, bootstrap_samples=10000, seed=0,
     )  # fmt: skip

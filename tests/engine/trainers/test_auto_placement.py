@@ -69,7 +69,7 @@ def resolved(folder: Path, config: RLConfig, cluster: Cluster, rank: int = 0) ->
 
 def tight(folder: Path, config: RLConfig) -> Cluster:
     """Two machines of a core each, with so little memory that one rank alone doesn't fit."""
-    for more in range(9, 40):
+    for more in range(9, 70):
         cluster = cores(1, RUNTIME + int(1.25**more * 1000), machines=2)
         try:
             found = resolved(folder, config, cluster)
