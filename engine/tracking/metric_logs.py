@@ -118,6 +118,8 @@ class WandbLog:
 
         place = os.environ.get("WANDB_DIR") or str(folder)
         settings = wandb.Settings(silent=True, console="off")
+        # Another product of theirs, which it else advertises wherever `openai` is imported.
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         try:
             self._run = wandb.init(
                 project=project,

@@ -20,6 +20,7 @@ from tasks.context import StageError
 from tasks.evaluate import evaluate
 from tasks.finalize import open_promotion
 from tasks.inputs import RLHFConfig
+from tasks.profiles import ProfileName
 
 
 def test_a_champion_of_other_problems_is_evaluated_on_these(
@@ -137,6 +138,7 @@ def test_an_evaluation_with_other_settings_than_the_promotion_promotes_nobody(
         "policy": FlyteDirectory(str(model)),
         "evaluation": FlyteDirectory(str(evidence)),
         "seed": 0,
+        "profile": ProfileName.LAPTOP,
     }
     with pytest.raises(StageError, match=said.format(64)):
         open_promotion(config=RLHFConfig(), **given)
