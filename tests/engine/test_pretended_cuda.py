@@ -19,12 +19,16 @@ TESTS = [
     "tests/engine/runtime/test_gpu.py",
     "tests/engine/rollout/test_native_gpu.py",
     "tests/engine/models/test_packing.py",
+    "tests/engine/planner/test_memory_gpu.py",
     "tests/engine/weight_transfer/test_delta.py",
     "tests/engine/evaluation/test_evaluate_gpu.py",
     "tests/engine/rewards/test_reward_model_gpu.py",
     "tests/engine/serve/test_native_server_gpu.py",
 ]
-NEEDS_A_DEVICE = "not shard_decodes and not graphs_pay and not is_fast"  # NCCL, and two clocks
+# NCCL, two clocks, and storage that FSDP resizes.
+NEEDS_A_DEVICE = (
+    "not shard_decodes and not graphs_pay and not is_fast and not (test_training and fsdp)"
+)
 
 pytestmark = [
     pytest.mark.slow,

@@ -66,6 +66,8 @@ class Driver:
 
 def trainer(folder: str, mode: str) -> RLTrainer:
     settings: dict[str, Any] = {
+        # So that both modes together have a process of each kind.
+        "algorithm": {"adv_estimator": "gae" if mode == "sync" else "grpo"},
         "actor": {"optim": {"lr": 5e-3}},
         "rollout": {"n": 2},
         "reward": {"name": "digit_reward:digit_share"},
