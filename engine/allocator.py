@@ -1,7 +1,7 @@
 """Keeps memory that is freed in the process, so that the next step finds it there.
 
 glibc hands a large block back to the system as soon as it is freed. A training step frees and
-allocates the same activations again, and would fault in each page anew: millions of page faults a
+allocates the same activations again, and would fault in each page again: millions of page faults a
 run.
 """
 

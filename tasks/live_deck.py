@@ -1,7 +1,7 @@
 """A Deck that can be read while its task runs.
 
 flytekit publishes a task's Decks when it ends, and before that whenever `Deck.publish` is called:
-Flyte's console reads the file anew each time it is opened. flytekit keeps its context by thread and
+Flyte's console reads the file again when it is opened. flytekit keeps its context by thread and
 leaves each published copy in the task's local sandbox; here it is published from a thread of the
 engine's, through a sandbox that is removed.
 """

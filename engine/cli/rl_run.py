@@ -58,7 +58,7 @@ class RLRun:
     seed: int = 0
     dtype: str = "auto"
     lora: LoRAConfig = field(default_factory=LoRAConfig)
-    on_page: Callable[[str], None] | None = None  # the page of rollouts, as it is written anew
+    on_page: Callable[[str], None] | None = None  # the page of rollouts, as it is written again
 
 
 class RunLog:

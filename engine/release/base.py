@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,9 @@ def _hub_card(path: str) -> dict[str, Any]:
 
     name, revision = split_revision(path)
     unavailable = (OSError, HTTPError, HFValidationError)
-    try:
+    with suppress(*unavailable):  # without the hub, what its cache on this machine has
         card: Any = HfApi().model_info(name, revision=revision, timeout=SECONDS).card_data
         return card.to_dict() if card else {}
-    except unavailable:
-        pass
     try:
         return _folder_card(
             Path(hf_hub_download(name, CARD, revision=revision, local_files_only=True))

@@ -52,7 +52,7 @@ def _write(folder: SampleFolder, target: str | None) -> Path:
 
 
 def _serve(folder: SampleFolder, port: int) -> None:
-    """Serve the page on this machine alone until Ctrl-C; it is made anew for each visit."""
+    """Serve the page on this machine alone until Ctrl-C; it is made again for each visit."""
     try:
         server = make_server(folder, port)
     except OSError as error:
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--serve", metavar="PORT", type=int, nargs="?", const=8266,
-        help="serve it at http://127.0.0.1:PORT/ (8266), made anew at each visit",
+        help="serve it at http://127.0.0.1:PORT/ (8266), made again at each visit",
     )  # fmt: skip
     return parser
 

@@ -96,7 +96,7 @@ class TensorBoardLog:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         if self._writer is None:
-            # The history begins anew with this step, so that none is drawn twice.
+            # The history begins again with this step, so that none is drawn twice.
             self._writer = self._open(purge_step=step)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
@@ -118,7 +118,7 @@ class WandbLog:
 
         place = os.environ.get("WANDB_DIR") or str(folder)
         settings = wandb.Settings(silent=True, console="off")
-        # Another product of theirs, which it else advertises wherever `openai` is imported.
+        # Without this it prints an advertisement for Weave wherever `openai` is imported.
         os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         try:
             self._run = wandb.init(

@@ -1,4 +1,4 @@
-"""What a process frees stays there, in every thread: the next step faults in no page anew."""
+"""What a process frees stays there, in every thread: the next step faults in no page again."""
 
 from __future__ import annotations
 

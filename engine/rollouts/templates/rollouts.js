@@ -255,7 +255,7 @@
     remember();
   }
 
-  // The choice is kept in the address, so that a page that was written anew shows the same.
+  // The choice is kept in the address, so that a page that was written again shows the same.
   function remember() {
     const kept = new URLSearchParams(new FormData(form));
     kept.set("curve", state.curve || "");
