@@ -34,15 +34,17 @@ _LONG_S = 1700.0
 
 @pytest.hookimpl(trylast=True)  # after those that are not wanted are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of half an hour begin first, each in a process of its own.
+    """Begin with what would keep the last process busy alone, each in a process of its own.
 
-    xdist gives each process a stretch of the tests, and the last ones of a stretch to nobody else.
+    The tests of half an hour, and those that read the finished run one at a time. xdist gives each
+    process a stretch of the tests, and the last ones of a stretch to who has none left.
     """
     long = [item for item in items if _timeout_s(item) > _LONG_S]
-    rest = [item for item in items if _timeout_s(item) <= _LONG_S]
+    shared = [item for item in items if "finished" in getattr(item, "fixturenames", ())]
+    rest = [item for item in items if item not in long and item not in shared]
     stretch = len(items) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    for number, item in enumerate(long):
-        rest.insert(number * stretch, item)
+    for number, first in enumerate([*([item] for item in long), shared]):
+        rest[number * stretch : number * stretch] = first
     items[:] = rest
 
 
