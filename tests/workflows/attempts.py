@@ -63,7 +63,7 @@ class Inputs:
         else:
             task = rl["laptop"]
             values |= {"warm_start": self.warm_start, "data": plan.data}
-            values |= {"config": plan.rl, "lora": plan.lora}
+            values |= {"config": plan.rl, "lora": plan.lora, "dtype": plan.rl_dtype}
         hints = task.python_interface.inputs
         assert set(values) == set(hints)
         context = FlyteContextManager.current_context()

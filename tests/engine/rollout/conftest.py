@@ -1,4 +1,4 @@
-"""Engines under test, each opened as `rollout_subjects` says; shared ones once a session."""
+"""Engines under test, each opened as `rollout_subjects` says; a few shared ones stay open."""
 
 from __future__ import annotations
 
@@ -19,16 +19,23 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+_OPEN_AT_ONCE = 2  # vLLM in processes of its own takes 3 GB, and each of pytest's has its engines
+
+
 class SharedSubjects:
-    """The session's engines, each opened when it is first asked for."""
+    """The session's engines, opened when they are asked for; the one not used longest is closed."""
 
     def __init__(self) -> None:
-        self._opened: dict[str, tuple[Subject, ExitStack]] = {}
+        self._opened: dict[str, tuple[Subject, ExitStack]] = {}  # the last used is last
 
     def get(self, name: str) -> Subject:
-        if name not in self._opened:
-            stack = ExitStack()
-            self._opened[name] = stack.enter_context(rollout_subjects.entry(name).open()), stack
+        if name in self._opened:
+            self._opened[name] = self._opened.pop(name)
+            return self._opened[name][0]
+        while len(self._opened) >= _OPEN_AT_ONCE:
+            self.discard(next(iter(self._opened)))
+        stack = ExitStack()
+        self._opened[name] = stack.enter_context(rollout_subjects.entry(name).open()), stack
         return self._opened[name][0]
 
     def discard(self, name: str) -> None:
@@ -53,10 +60,16 @@ def vllm_subject(shared_subjects: SharedSubjects) -> Subject:
     return shared_subjects.get("vllm")
 
 
-@pytest.fixture(params=rollout_subjects.parameters())
-def subject(request: pytest.FixtureRequest, shared_subjects: SharedSubjects) -> Iterator[Subject]:
+@pytest.fixture(scope="module", params=rollout_subjects.parameters())
+def subject_name(request: pytest.FixtureRequest) -> str:
+    """Of a module's scope, so that the tests of one engine follow each other."""
+    return str(request.param)
+
+
+@pytest.fixture
+def subject(subject_name: str, shared_subjects: SharedSubjects) -> Iterator[Subject]:
     """Each engine of the suite, over each model shape that it is there for."""
-    entry = rollout_subjects.entry(request.param)
+    entry = rollout_subjects.entry(subject_name)
     if entry.shared:
         yield shared_subjects.get(entry.name)
         return
