@@ -14,7 +14,7 @@ import engine
 
 CODE_VERSION_VARIABLE = "HYBRIDFLYTE_CODE_VERSION"
 PACKAGES = ("engine", "tasks")
-SUFFIXES = (".py", ".j2", ".css", ".js")  # code, and the templates of pages
+SUFFIXES = (".py", ".c", ".h", ".j2", ".css", ".js")  # code, and the templates of pages
 
 
 def project_root() -> Path:
@@ -97,7 +97,7 @@ def git_version(root: Path) -> str:
         if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
             return "unknown"
         commit = _git(root, "rev-parse", "HEAD")
-        dirty = _git(root, "status", "--porcelain", "--", "*.py", "*.toml")
+        dirty = _git(root, "status", "--porcelain", "--", "*.py", "*.c", "*.h", "*.toml")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return f"{commit}-dirty" if dirty else commit

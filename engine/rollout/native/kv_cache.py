@@ -27,6 +27,15 @@ class CacheShape(NamedTuple):
     scaling: float  # multiplies q·k
 
 
+class LiveCache(NamedTuple):
+    """Where the keys and values of L slots are; the tensors of caches end in contiguous rows."""
+
+    completions: Tensor  # [layers, 2, slots, kv_heads, T, head_dim]
+    prompts: Tensor | None = None  # [layers, 2, groups, kv_heads, P, head_dim]
+    group: Tensor | None = None  # [L], int64: whose prompt a slot's sequence follows
+    prompt_lengths: Tensor | None = None  # [groups], int64
+
+
 class KVCache:
     """Storage `[layers, 2, slots, kv_heads, T, head_dim]`, grown as sequences do."""
 
@@ -64,6 +73,11 @@ class KVCache:
         self._columns, self._used_slots = columns, self._slots[: len(columns)]
         hidden = self._all_columns[: self.width] > columns[:, None]
         self.mask = self._kv.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)  # [L, T]
+
+    def live(self, columns: Tensor) -> LiveCache:
+        """Make room for a token in column `columns[i]` of slot i, int64 `[L]`."""
+        self.reserve(int(columns.max()) + 1)
+        return LiveCache(self._kv)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k and v `[L, kv_heads, d]`; return all keys and values `[L, kv_heads, T, d]`."""
@@ -111,9 +125,10 @@ class SharedPromptCache:
         self._completions = KVCache(shape, slots, max_new_tokens, like)
         size = (shape.layers, 2, 0, shape.kv_heads, 0, shape.head_dim)
         self._prompts = like.new_empty(size)
-        self._padding = torch.empty(0, 0, dtype=torch.bool, device=like.device)  # [groups, P]
+        self._lengths = torch.zeros(0, dtype=torch.long, device=like.device)  # [groups]
         self._group = torch.zeros(slots, dtype=torch.long, device=like.device)
         self._member = torch.zeros(slots, dtype=torch.long, device=like.device)
+        self._scratch_fits = False  # `_queries` and `_probs` have the prompts' shape
 
     def insert(
         self, kv: Tensor, lengths: Tensor, which: Tensor, slots: Tensor, running: Tensor
@@ -128,13 +143,11 @@ class SharedPromptCache:
         here, width = self._prompts.shape[2], max(kv.shape[4], self._prompts.shape[4])
         old, new = _widened(self._prompts, width), _widened(kv[:, :, taken], width)
         self._prompts = torch.cat((old, new), dim=2)
-        padding = torch.arange(width, device=lengths.device) >= lengths[taken][:, None]
-        wider = (0, width - self._padding.shape[1])
-        self._padding = torch.cat((F.pad(self._padding, wider, value=True), padding))
+        self._lengths = torch.cat((self._lengths, lengths[taken]))
         self._group[slots] = here + inverse
         first = counts.cumsum(0) - counts
         self._member[slots] = torch.arange(len(which), device=which.device) - first[inverse]
-        self._make_scratch()
+        self._scratch_fits = False
 
     def extend(self, kv: Tensor, slots: Tensor) -> None:
         """Copy the first columns of completions, `[layers, 2, k, kv_heads, T, d]`, to `slots`."""
@@ -151,15 +164,24 @@ class SharedPromptCache:
         needed = torch.unique(self._group[:used])
         if len(needed) < 0.75 * self._prompts.shape[2]:
             self._drop_groups(torch.arange(used, device=needed.device))
-            self._make_scratch()
+            self._scratch_fits = False
 
     def begin(self, columns: Tensor) -> None:
         """Start a step; `columns` `[L]` count within the completions."""
         self._completions.begin(columns)
+        if not self._scratch_fits:
+            self._make_scratch()
         self._at = self._group[: len(columns)], slice(None), self._member[: len(columns)]
-        prompt_mask = self._completions.mask.new_zeros(self._padding.shape)
-        prompt_mask.masked_fill_(self._padding, -torch.inf)
+        positions = torch.arange(self._prompts.shape[4], device=columns.device)
+        padding = positions >= self._lengths[:, None]
+        prompt_mask = self._completions.mask.new_zeros(padding.shape)
+        prompt_mask.masked_fill_(padding, -torch.inf)
         self._mask = torch.cat((prompt_mask[self._at[0]], self._completions.mask), dim=1)
+
+    def live(self, columns: Tensor) -> LiveCache:
+        """Make room for a token in column `columns[i]` of slot i's completion, int64 `[L]`."""
+        completions = self._completions.live(columns).completions
+        return LiveCache(completions, self._prompts, self._group[: len(columns)], self._lengths)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend from q `[L, heads, d]` after storing k and v `[L, kv_heads, d]` → `[L, heads·d]`.
@@ -187,7 +209,8 @@ class SharedPromptCache:
         """Keep only the prompts of the slots `running` `[k]`."""
         needed, inverse = torch.unique(self._group[running], return_inverse=True)
         if len(needed) < self._prompts.shape[2]:
-            self._prompts, self._padding = self._prompts[:, :, needed], self._padding[needed]
+            self._prompts = self._prompts[:, :, needed].contiguous()
+            self._lengths = self._lengths[needed]
             members = self._member[running]
             self._group.zero_()
             self._member.fill_(self._n)  # finished slots must not write where a running one does
@@ -197,6 +220,7 @@ class SharedPromptCache:
         width = self._prompts.shape[4]
         self._queries = self._prompts.new_zeros(self._scratch_shape(self.shape.head_dim))
         self._probs = self._prompts.new_zeros(self._scratch_shape(width))
+        self._scratch_fits = True
 
     def _scratch_shape(self, last: int) -> tuple[int, ...]:
         """Queries of all groups and members; one spare member a group is for finished slots."""

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.rollout.native.cpu_step import cpu_step
 from engine.rollout.native.cuda_graphs import Capture, CudaGraphs, GraphedSteps
 from engine.rollout.native.decoder import Prefilled
 from engine.rollout.native.kv_cache import CacheShape, KVCache, SharedPromptCache
@@ -143,6 +144,9 @@ class LlamaDecoder:
 
         `tokens`, their `positions` in the sequence and `columns` in the completion are int64 `[L]`.
         """
+        if self._cpu_step is not None and self._graphed is None:
+            columns = columns if self.shares_prompts else positions
+            return self._cpu_step.run(tokens, positions, columns, self._cache.live(columns))
         if isinstance(self._cache, SharedPromptCache):
             self._cache.begin(columns)
             return self._layers(tokens, positions)
@@ -181,6 +185,7 @@ class LlamaDecoder:
         # rotate_half(x) * sin == roll(x, head_dim / 2) * sin with the first half's sign turned
         half = w.head_dim // 2
         self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+        self._cpu_step = cpu_step(w, self._cos, self._sin)
 
     def _run(
         self, ids: Tensor, cos: Tensor, sin: Tensor, prefix: Prefix | None

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.rollout.native.cpu_sampling import draw
 from engine.rollout.native.decoder import Decoder
 from engine.rollout.native.sequences import SequenceTable
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.requests import RolloutStats
-from engine.rollout.sampling import sample, uniforms
 
 
 class Slots:
@@ -83,8 +83,7 @@ class Slots:
         """Sample a token for each of `slots`, record it, and free the slots of those that end."""
         table = self._table
         row, column = self._row[slots], self._column[slots]
-        noise = uniforms(table.keys[row], column)
-        token, log_prob = sample(logits, noise, self._params)
+        token, log_prob = draw(logits, table.keys[row], column, self._params)
         self._decoder.sync_samples(token, log_prob)
         before = table.finished
         done = table.record(row, column, token, log_prob)

@@ -1,0 +1,67 @@
+// Vectors of sixteen numbers: bfloat16 in and out, sums, exponentials.
+
+#pragma once
+
+#include <immintrin.h>
+#include <string.h>
+
+#include "model.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE __m512 widened(__m256i v) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
+}
+
+INLINE __m256i narrowed(__m512 v) { return (__m256i)_mm512_cvtneps_pbh(v); }
+
+INLINE __m512 rounded(__m512 v) { return widened(narrowed(v)); }
+
+INLINE __m512 load16(const bf16 *p) { return widened(_mm256_loadu_si256((const __m256i *)p)); }
+
+INLINE void store16(bf16 *p, __m512 v) { _mm256_storeu_si256((__m256i *)p, narrowed(v)); }
+
+INLINE __m512bh pairs(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
+
+INLINE float single(bf16 v) {
+    uint32_t bits = (uint32_t)v << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+// Within 2e-7 of e^x, relatively; the polynomial is Cephes' expf.
+INLINE __m512 exp16(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);  // a NaN stays
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+
+// Per 128-bit lane, what each of four vectors sums up to there.
+INLINE __m512 lane_sums(__m512 a, __m512 b, __m512 c, __m512 d) {
+    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                         _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+
+// The sums of sixteen vectors, in order.
+INLINE __m512 sums(const __m512 v[16]) {
+    __m512 a = lane_sums(v[0], v[1], v[2], v[3]), b = lane_sums(v[4], v[5], v[6], v[7]);
+    __m512 c = lane_sums(v[8], v[9], v[10], v[11]), d = lane_sums(v[12], v[13], v[14], v[15]);
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xDD));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+}

@@ -1,0 +1,179 @@
+"""The compiled decode step: PyTorch's numbers but for rounding, for every shape and thread count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rollout_models import FAMILIES, VOCABULARY, build, make_prompts, reference_logits
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from engine.errors import DivergedRolloutError
+from engine.rollout.native import NativeEngine, cpu_sampling, cpu_step, llama_decoder
+from engine.rollout.native.cpu_library import library
+from engine.rollout.native.cpu_step import CpuStep
+from engine.rollout.protocol import Completion, SamplingParams
+
+compiled = pytest.mark.skipif(library() is None, reason="no AVX512-BF16, or no C compiler")
+SAMPLED = SamplingParams(n=3, max_new_tokens=40, seed=3, stop_token_ids=tuple(range(20, 26)))
+
+
+def ragged() -> nn.Module:
+    """No size is a multiple of what a vector or a tile holds, but the head's."""
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY + 1,
+        hidden_size=72,
+        head_dim=96,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        intermediate_size=101,
+        max_position_embeddings=128,
+        initializer_range=0.15,
+        attention_bias=True,
+    )
+    model = Qwen3ForCausalLM(config)
+    torch.set_rng_state(state)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{family: lambda family=family: build(family) for family in FAMILIES},
+    "ragged": ragged,
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each compiled step had."""
+    rows: list[int] = []
+    run = CpuStep.run
+
+    def counted(self: CpuStep, tokens: Tensor, *rest: Any) -> Tensor:
+        rows.append(len(tokens))
+        return run(self, tokens, *rest)
+
+    monkeypatch.setattr(CpuStep, "run", counted)
+    return rows
+
+
+def errors(model: nn.Module, prompts: list[list[int]], done: list[Completion]) -> Tensor:
+    """How far the log-probs are from those of `model`'s own forward."""
+    found = []
+    for c in done:
+        expected = reference_logits(model, prompts[c.prompt_index], c.token_ids).log_softmax(-1)
+        chosen = expected.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0]
+        found.append((torch.tensor(c.log_probs) - chosen).abs())
+    return torch.cat(found)
+
+
+@compiled
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probs_are_as_near_to_the_trainers_as_pytorchs(
+    name: str, n: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = MODELS[name]().bfloat16(), make_prompts(12)
+    params = SamplingParams(n=n, max_new_tokens=40, seed=3, stop_token_ids=SAMPLED.stop_token_ids)
+    found = errors(model, prompts, NativeEngine(model, max_num_seqs=8).generate(prompts, params))
+    assert calls
+    calls.clear()
+    monkeypatch.setattr(llama_decoder, "cpu_step", lambda *_: None)
+    plain = errors(model, prompts, NativeEngine(model, max_num_seqs=8).generate(prompts, params))
+    assert not calls
+    assert found.mean() < 1.2 * plain.mean()
+    assert found.max() < 0.2
+
+
+@compiled
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_those_of_the_trainers_forward(name: str, calls: list[int]) -> None:
+    model, prompts = MODELS[name]().bfloat16(), make_prompts(6)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=30)
+    same = total = 0
+    for c in NativeEngine(model).generate(prompts, greedy):
+        logits = reference_logits(model, prompts[c.prompt_index], c.token_ids)
+        chosen = logits.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0]
+        assert (chosen >= logits.amax(-1) - 0.1).all()  # two may be within bfloat16's rounding
+        same += int((logits.argmax(-1) == torch.tensor(c.token_ids)).sum())
+        total += len(c.token_ids)
+    assert calls
+    assert same > 0.95 * total
+
+
+@compiled
+@pytest.mark.parametrize("shared", [0, 1 << 40], ids=["by columns", "by rows"])
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("name", ["qwen2", "ragged"])
+def test_threads_change_no_bit(
+    name: str, threads: int, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = MODELS[name]().bfloat16(), make_prompts(9)
+    monkeypatch.setattr(cpu_step, "_WORK_OF_A_THREAD", 1 << 60)
+    expected = NativeEngine(model).generate(prompts, SAMPLED)
+    monkeypatch.setattr(cpu_step, "_WORK_OF_A_THREAD", 1)
+    monkeypatch.setattr(cpu_step, "_SHARED_BYTES", shared)
+    before = torch.get_num_threads()
+    # PyTorch's own operations may sum in another order: only the steps get more threads.
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    found = NativeEngine(model).generate(prompts, SAMPLED)
+    monkeypatch.undo()
+    assert torch.get_num_threads() == before
+    assert found == expected
+
+
+@compiled
+def test_nan_weights_are_told(calls: list[int]) -> None:
+    model = build("qwen2").bfloat16()
+    engine = NativeEngine(model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
+    with pytest.raises(DivergedRolloutError, match="diverged"):
+        engine.generate([[5, 6]], SAMPLED)
+
+
+@compiled
+def test_other_dtypes_are_left_to_pytorch(calls: list[int]) -> None:
+    NativeEngine(build("qwen2")).generate([[5, 6]], SAMPLED)
+    NativeEngine(build("qwen2").double()).generate([[5, 6]], SAMPLED)
+    assert not calls
+
+
+@compiled
+def test_is_compiled_once_for_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert library.__wrapped__() is not None
+    (built,) = (tmp_path / "hybridflyte").iterdir()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert library.__wrapped__() is not None
+    built.unlink()
+    assert library.__wrapped__() is None
+
+
+@compiled
+def test_a_cache_folder_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert library.__wrapped__() is not None
+
+
+def test_a_compiler_that_fails_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "false")
+    assert library.__wrapped__() is None
+    for module in (cpu_step, cpu_sampling):
+        monkeypatch.setattr(module, "library", lambda: None)
+    done = NativeEngine(build("qwen2").bfloat16()).generate([[5, 6]], SAMPLED)
+    assert [len(c.token_ids) > 0 for c in done] == [True] * 3
