@@ -21,9 +21,9 @@ RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu -r /tmp/r
 FROM python:3.11.14-slim-bookworm
 
 # gcc, libc6-dev: the native rollout compiles its decode step on first use. libnuma1: vLLM's CPU
-# kernels. wget: KubeRay's probes of head and workers. git: code versions of
-# checkouts mounted over /app. Debian keeps one version of a package in a release, so that a
-# version written here would stop building with the next security fix.
+# kernels. wget: KubeRay's probes of head and workers. git: code versions of checkouts mounted over
+# /app. Debian keeps one version of a package in a release, so that a version written here would
+# stop building with the next security fix.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --no-install-recommends -y gcc git libc6-dev libnuma1 wget \

@@ -68,7 +68,10 @@ def _loaded(path: Path) -> ctypes.CDLL:
     found.decode_step.restype = None
     found.scratch_bytes.argtypes = [c_void_p, c_int64, c_int64, c_int64]
     found.scratch_bytes.restype = c_int64
-    logits, noise, output = [c_void_p, c_int64, c_int64], [c_void_p] * 2, [c_void_p] * 3
-    found.sample_rows.argtypes = [*logits, c_double, *noise, c_int64, *output]
+    found.sample_rows.argtypes = [
+        *(c_void_p, c_int64, c_int64, c_double),  # logits, rows, size, temperature
+        *(c_void_p, c_void_p, c_int64),  # keys, columns, threads
+        *(c_void_p, c_void_p, c_void_p),  # sums, tokens, log-probs
+    ]
     found.sample_rows.restype = None
     return found

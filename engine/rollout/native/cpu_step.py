@@ -2,8 +2,8 @@
 
 A step of a small model is hundreds of short operations, and launching them takes longer than
 computing them. `cpu/step.c` computes what `LlamaDecoder` composes of PyTorch's operations, over the
-same weights and caches, and only for sequences that still run. Without the library (`cpu_library.py`)
-and in other dtypes the decoder goes on with those.
+same weights and caches, and only for sequences that still run. In other dtypes, and without the
+library (`cpu_library.py`), the decoder goes on with those.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CpuStep:
     ) -> None:
         """`cos` and `sin` are `[columns, head_dim]`, `sin` with the first half's sign turned."""
         w, self._library, self._columns = weights, library, len(cos)
-        self._kept = list(_tensors(w)) + [cos, sin]  # C has their addresses
+        self._kept = [*_tensors(w), cos, sin]  # C has their addresses
         self._layers = (_Layer * len(w.layers))(*map(_layer, w.layers))
         self._model = _Model(
             len(w.layers),
@@ -97,9 +97,7 @@ class CpuStep:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._logits = w.embedding.new_empty(0, w.head.weight.shape[0], dtype=torch.float32)
 
-    def run(
-        self, tokens: Tensor, positions: Tensor, columns: Tensor, cache: LiveCache
-    ) -> Tensor:
+    def run(self, tokens: Tensor, positions: Tensor, columns: Tensor, cache: LiveCache) -> Tensor:
         """Feed one token to each of the first L slots: logits `[L, V]`, float32 numbers that
         bfloat16 holds, to be read before the next call.
 
@@ -129,9 +127,7 @@ class CpuStep:
 
     def _reserve(self, rows: int, threads: int) -> None:
         """Make room for the logits of `rows` and for what is computed on the way there."""
-        size = self._library.scratch_bytes(
-            ctypes.byref(self._model), rows, self._columns, threads
-        )
+        size = self._library.scratch_bytes(ctypes.byref(self._model), rows, self._columns, threads)
         if size > self._scratch.numel():
             self._scratch = torch.empty(size, dtype=torch.uint8)
         if rows > len(self._logits):

@@ -1,7 +1,8 @@
-"""The compiled decode step: PyTorch's numbers but for rounding, for every shape and thread count."""
+"""The compiled decode step: PyTorch's numbers but for rounding, in every shape."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,14 @@ def test_a_cache_folder_that_cannot_be_written_is_done_without(
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert library.__wrapped__() is not None
+
+
+def test_its_sources_are_installed_with_the_package() -> None:
+    folder = Path(cpu_step.__file__).parent
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["*"]
+    installed = {path for pattern in patterns for path in folder.glob(pattern)}
+    assert installed == set((folder / "cpu").iterdir())
 
 
 def test_a_compiler_that_fails_is_done_without(
