@@ -16,9 +16,9 @@ C = TypeVar("C", bound=PipelineConfig)
 
 
 def pin_named_content(config: C) -> C:
-    """Return the settings with `named_content`, evaluation's reward and the teacher's commit.
+    """Return the settings with `named_content`, evaluation's reward, teacher's and critic's commit.
 
-    Raises ModelError for a teacher on the hub whose commit can't be resolved.
+    Raises ModelError for a model on the hub whose commit can't be resolved.
     """
     from engine.storage.hub import pin_revision
 
@@ -27,6 +27,9 @@ def pin_named_content(config: C) -> C:
         teacher = pin_revision(rl.algorithm.teacher, "rl.algorithm.teacher")
         algorithm = rl.algorithm.model_copy(update={"teacher": teacher})
         rl = rl.model_copy(update={"algorithm": algorithm})
+    if rl.critic.model_path:
+        started = pin_revision(rl.critic.model_path, "rl.critic.model_path")
+        rl = rl.model_copy(update={"critic": rl.critic.model_copy(update={"model_path": started})})
     rl = rl.model_copy(update={"named_content": named_content(rl)})
     return config.model_copy(update={"rl": rl, "evaluate": pinned_evaluation(config)})
 
@@ -67,7 +70,7 @@ def pin_model_commit(config: C) -> C:
 
 
 def named_content(rl: RLConfig) -> str:
-    """Digest of plugins and modules that settings name, and of a teacher's folder; or empty.
+    """Digest of plugins and modules that settings name, and of other models' folders; or empty.
 
     What those modules import from elsewhere is not in it.
     """
@@ -78,8 +81,8 @@ def named_content(rl: RLConfig) -> str:
     names = [algorithm.dataflow, algorithm.adv_estimator, rl.rollout.engine, loss]
     names += [algorithm.preference.loss, *reward_names(rl.reward)]
     code = modules_digest([*rl.plugins, *_modules(names)])
-    teacher = Path(rl.algorithm.teacher)
-    weights = tree_digest(teacher) if rl.algorithm.teacher and teacher.is_dir() else ""
+    folders = [Path(path) for path in (rl.algorithm.teacher, rl.critic.model_path) if path]
+    weights = "\0".join(tree_digest(folder) for folder in folders if folder.is_dir())
     found = f"{code}\0{weights}"
     return hashlib.sha256(found.encode()).hexdigest() if code or weights else ""
 

@@ -20,7 +20,6 @@ from flytekit.types.error.error import FlyteError
 from tasks.context import IMAGE, SMALL, RunContext, echo, execution_tags
 from tasks.inputs import RLHFConfig
 from tasks.literal_types import convert_error_literals
-from tasks.profiles import ProfileName
 
 EXECUTION_VARIABLE = "FLYTE_INTERNAL_EXECUTION_ID"
 CAUSE_TAG = "hybridflyte.error"
@@ -51,7 +50,7 @@ def rlhf_failed(
     path: str,
     model: str,
     seed: int,
-    profile: ProfileName,
+    profile: str,
     err: FlyteError | None = None,
 ) -> None:
     """Record why `rlhf` failed."""
@@ -67,7 +66,7 @@ def evaluate_only_failed(
     candidate: str,
     baseline: str,
     seed: int,
-    profile: ProfileName,
+    profile: str,
     err: FlyteError | None = None,
 ) -> None:
     """Record why `evaluate_only` failed."""
@@ -81,7 +80,7 @@ def promote_only_failed(
     policy: FlyteDirectory,
     evaluation: FlyteDirectory,
     seed: int,
-    profile: ProfileName,
+    profile: str,
     err: FlyteError | None = None,
 ) -> None:
     """Record why `promote_only` failed."""
@@ -94,7 +93,7 @@ def retraining_failed(
     config: RLHFConfig,
     path: str,
     seed: int,
-    profile: ProfileName,
+    profile: str,
     err: FlyteError | None = None,
 ) -> None:
     """Record why `retraining` failed."""

@@ -26,7 +26,7 @@ from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.pages import write_pages
 from tasks.plan import open_run
-from tasks.profiles import ProfileName
+from tasks.profiles import Profile, read_profile
 
 SKIPPED_TAG = "hybridflyte.skipped"
 
@@ -40,7 +40,7 @@ class PromotionPlan(NamedTuple):
     promote: PromoteConfig
     seed: int
     needs_approval: bool
-    profile: str
+    profile: Profile
 
 
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
@@ -50,7 +50,7 @@ def open_promotion(
     policy: FlyteDirectory,
     evaluation: FlyteDirectory,
     seed: int,
-    profile: ProfileName,
+    profile: str,
 ) -> PromotionPlan:
     """Check that the evaluation is of this model on this data, as configured; open the run."""
     from engine.evaluation.settings import require_same_settings
@@ -60,6 +60,7 @@ def open_promotion(
 
     with user_facing_errors():
         set_current_run(None)
+        machines = read_profile(profile)
         folders = [local_artifact(artifact) for artifact in (dataset, policy, evaluation)]
         digest = check_evidence(*folders)
         seed = seed if seed >= 0 else config.seed
@@ -69,7 +70,7 @@ def open_promotion(
         run = open_run(config, (digest, ""), "promote_only")
         set_current_run(run)
     approval = config.promote.approval == "required"
-    return PromotionPlan(run, config.data, evaluate, config.promote, seed, approval, profile.value)
+    return PromotionPlan(run, config.data, evaluate, config.promote, seed, approval, machines)
 
 
 @task(

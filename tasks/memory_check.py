@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from engine.config import PipelineConfig
-from tasks.profiles import PROFILES, Profile
+from tasks.profiles import Profile
 
 if TYPE_CHECKING:
     from engine.planner import Cluster
+    from engine.planner.hardware import Device
 
 
-def check_memory(config: PipelineConfig, profile_name: str) -> None:
+def check_memory(config: PipelineConfig, profile: Profile) -> None:
     """Raise PlacementError for a warm start or an RL run that can't fit.
 
-    A model from scratch, and a profile that names no kind of GPU, are let through.
+    A model from scratch, and a profile that names no known kind of GPU, are let through.
     """
-    profile = PROFILES[profile_name]
     if not (profile.accelerator and config.model.path):
         return
     from engine.models import resolve_dtype, resolve_lora, text_config
+    from engine.trainers.auto_placement import gpu_kinds
     from engine.trainers.memory_check import check_rl_memory, check_sft_memory
 
     model, data, path = config.model, config.data, config.model.path
     lora = resolve_lora(path, model.lora)
-    machines = cluster(profile)
+    machines = cluster(profile, gpu_kinds(config.rl))
+    if not machines.machines[0].gpu_memory:
+        return
     asked = config.rl.actor.parallel.compute_dtype
     width = text_config(path).hidden_size
     dtype = resolve_dtype(model.dtype, width, gpu=True, compute_dtype=asked)
@@ -43,12 +47,15 @@ def check_memory(config: PipelineConfig, profile_name: str) -> None:
     )
 
 
-def cluster(profile: Profile) -> Cluster:
-    """The profile's machines, as many as there are at the start."""
+def cluster(profile: Profile, kinds: Mapping[str, Device] | None = None) -> Cluster:
+    """The profile's machines, as many as there are at the start.
+
+    `kinds`: GPUs that the table of hardware does not have.
+    """
     from engine.planner import Cluster, Machine
     from engine.planner.hardware import GIB, gpu
 
-    each = int(gpu(profile.accelerator).memory_gib * GIB)
+    each = int(gpu(profile.accelerator, kinds).memory_gib * GIB)
     machines = (
         Machine(
             f"worker {number}",
@@ -58,6 +65,6 @@ def cluster(profile: Profile) -> Cluster:
             each,
             profile.accelerator,
         )
-        for number in range(profile.replicas[1])
+        for number in range(profile.replicas.start)
     )
-    return Cluster(tuple(machines))
+    return Cluster(tuple(machines), kinds or {})

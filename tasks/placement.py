@@ -8,7 +8,7 @@ from engine.config import ParallelConfig, PipelineConfig, PoolConfig, RLConfig
 from engine.errors import ConfigError
 from tasks.content_pinning import pin_named_content
 from tasks.context import echo
-from tasks.profiles import ONE_RANK, PROFILES, Profile
+from tasks.profiles import ONE_RANK, Profile
 
 C = TypeVar("C", bound=PipelineConfig)
 
@@ -16,7 +16,7 @@ C = TypeVar("C", bound=PipelineConfig)
 _POLICY_ROLES = ("actor", "rollout", "reference", "teacher", "critic")
 
 
-def apply_profile(config: C, profile_name: str) -> C:
+def apply_profile(config: C, profile: Profile) -> C:
     """Return the settings with the profile's layout and GPUs where they leave both open.
 
     And with `rl.named_content`, which stages are keyed by. Layout: `rl.actor.parallel`, where it
@@ -26,12 +26,11 @@ def apply_profile(config: C, profile_name: str) -> C:
     take.
     """
     config = pin_named_content(config)
-    profile = PROFILES[profile_name]
     if not profile.gpus:
         return config
     if config.rl.trainer.placement == "local":
         raise ConfigError(
-            f"rl.trainer.placement=local with profile={profile_name}: the profile's GPUs are on "
+            f"rl.trainer.placement=local with profile={profile.name}: the profile's GPUs are on "
             "Ray workers; set rl.trainer.placement=ray, or profile=laptop"
         )
     auto = config.rl.trainer.placement == "auto"
@@ -47,7 +46,7 @@ def _with_precision(rl: RLConfig, profile: Profile) -> RLConfig:
     echo("plan: rl.trainer.placement=auto: layout and pools are chosen at each start of rl")
     if rl.actor.parallel.compute_dtype:
         return rl
-    precision = {"compute_dtype": profile.parallel.compute_dtype}
+    precision = {"compute_dtype": profile.layout.compute_dtype}
     parallel = rl.actor.parallel.model_copy(update=precision)
     actor = rl.actor.model_copy(update={"parallel": parallel})
     return rl.model_copy(update={"actor": actor})
@@ -61,13 +60,13 @@ def _with_layout(rl: RLConfig, profile: Profile) -> RLConfig:
         )
         return rl
     if rl.actor.parallel == ONE_RANK:
-        actor = rl.actor.model_copy(update={"parallel": profile.parallel})
+        actor = rl.actor.model_copy(update={"parallel": profile.layout})
         rl = rl.model_copy(update={"actor": actor})
-    ranks = _ranks(rl.actor.parallel)
-    if ranks > profile.gpus * profile.replicas[2]:
+    ranks, most = _ranks(rl.actor.parallel), profile.gpus * profile.replicas.most
+    if ranks > most:
         raise ConfigError(
-            f"rl.actor.parallel is a layout of {ranks} ranks, but profile={profile.name.value} has "
-            f"at most {profile.gpus * profile.replicas[2]} GPUs; choose a smaller layout, or "
+            f"rl.actor.parallel is a layout of {ranks} ranks, but profile={profile.name} has "
+            f"at most {most} GPUs; choose a smaller layout, or "
             "another profile"
         )
     if rl.trainer.pools:

@@ -40,7 +40,7 @@ from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.memory_check import check_memory
 from tasks.placement import apply_profile
-from tasks.profiles import ProfileName
+from tasks.profiles import Profile, read_profile
 from tasks.stage import library_versions
 
 
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
     promote: PromoteConfig
     seed: int
     config_digest: str
-    profile: str
+    profile: Profile
     needs_approval: bool
 
 
@@ -73,14 +73,14 @@ def plan(
     path: str,
     model: str,
     seed: int,
-    profile: ProfileName,
+    profile: str,
     workflow: str = "rlhf",
 ) -> Plan:
     """Check the inputs, open the MLflow parent run, and split the configuration by stage.
 
     `source`, `path`, `model` (empty: as configured) and `seed` (negative: as configured) win over
-    the configuration; `profile` fills in layout and GPUs where it leaves them open. `workflow`
-    names the run.
+    the configuration; `profile` (`tasks.profiles.read_profile`) fills in layout and GPUs where it
+    leaves them open. `workflow` names the run.
     """
     from tasks.local_cache import evict_missing
 
@@ -88,11 +88,12 @@ def plan(
         set_current_run(None)
         if evicted := evict_missing():
             echo(f"plan: results that were deleted from the disk are made again ({evicted})")
+        machines = read_profile(profile)
         named = with_overrides(config, source, path, model, seed)
         data_digest = check_names(named)
-        merged = pin_model_commit(apply_profile(named, profile.value))
+        merged = pin_model_commit(apply_profile(named, machines))
         digests = data_digest, check_inputs(merged)
-        check_memory(merged, profile.value)
+        check_memory(merged, machines)
         context = context_length(merged.model)
         run = open_run(merged, digests, workflow)
         set_current_run(run)
@@ -113,7 +114,7 @@ def plan(
         merged.promote,
         merged.seed,
         digest(merged),
-        profile.value,
+        machines,
         merged.promote.approval == "required",
     )
 
@@ -172,11 +173,12 @@ def check_settings(config: RLHFConfig) -> None:
 def checks_key(config: RLHFConfig) -> str:
     """What the checks of the settings depend on, as a digest; empty where it isn't all known.
 
-    That is so with a user's modules, a model behind an address and a teacher.
+    That is so with a user's modules, a model behind an address, a teacher and a critic's own model.
     """
     rl, evaluation = config.rl, config.evaluation()
     named = json.dumps(config.model_dump(mode="json"), separators=(",", "="))  # colons are values'
-    if rl.plugins or evaluation.plugins or rl.algorithm.teacher or ":" in named:
+    others = rl.algorithm.teacher or rl.critic.model_path
+    if rl.plugins or evaluation.plugins or others or ":" in named:
         return ""
     parts = (digest(config), sources_digest(), library_versions(), str(os.cpu_count()))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -200,6 +202,7 @@ def check_names(config: RLHFConfig) -> str:
             "model.path (--model), or set sft.skip=false"
         )
     require_model_name(config.rl.algorithm.teacher, "rl.algorithm.teacher")
+    require_model_name(config.rl.critic.model_path, "rl.critic.model_path")
     evaluation = config.evaluation()
     import_plugins([*config.rl.plugins, *evaluation.plugins])
     require_rewards(config.rl.reward)

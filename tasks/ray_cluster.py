@@ -13,7 +13,8 @@ from flytekit.extend import TaskPlugins
 from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 from flytekitplugins.ray.task import RayFunctionTask
 
-from tasks.profiles import Profile, head_pod, worker_pod
+from tasks.pods import head_pod, worker_pod
+from tasks.profiles import Profile
 
 LOCAL_OBJECT_STORE_BYTES = 512 << 20  # object store of a Ray that is started locally
 
@@ -42,12 +43,11 @@ def ray_cluster(profile: Profile) -> LocalRayJobConfig:
     Ray's autoscaler keeps the workers between the profile's minimum and maximum: a pre-empted spot
     machine is replaced, or the run continues with fewer. The head schedules nothing.
     """
-    minimum, start, maximum = profile.replicas
     workers = WorkerNodeConfig(
         group_name="workers",
-        replicas=start,
-        min_replicas=minimum,
-        max_replicas=maximum,
+        replicas=profile.replicas.start,
+        min_replicas=profile.replicas.fewest,
+        max_replicas=profile.replicas.most,
         pod_template=worker_pod(profile, "ray-worker"),
     )
     return LocalRayJobConfig(

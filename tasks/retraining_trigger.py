@@ -31,7 +31,7 @@ from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.placement import apply_profile
 from tasks.plan import check_settings, open_run, rl_lora
-from tasks.profiles import ProfileName
+from tasks.profiles import Profile, read_profile
 
 if TYPE_CHECKING:
     from engine.data.incremental_data import NewFiles
@@ -71,12 +71,12 @@ class RetrainingPlan(NamedTuple):
     promote: PromoteConfig
     seed: int
     config_digest: str
-    profile: str
+    profile: Profile
 
 
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(hours=2))
 def trigger_retraining(
-    config: RLHFConfig, at: datetime, path: str, seed: int, profile: ProfileName
+    config: RLHFConfig, at: datetime, path: str, seed: int, profile: str
 ) -> RetrainingPlan:
     """Open the run, and find what arrived until `at` since the champion's data.
 
@@ -95,7 +95,8 @@ def trigger_retraining(
         if path:
             retrain = config.retrain.model_copy(update={"path": path})
             config = config.model_copy(update={"retrain": retrain})
-        config = apply_profile(config, profile.value)
+        machines = read_profile(profile)
+        config = apply_profile(config, machines)
         check_settings(config)
         tracker = Tracker(experiment=config.tracking.experiment)
         champion = require_champion(tracker, config.promote)
@@ -133,7 +134,7 @@ def trigger_retraining(
         config.promote,
         config.seed,
         digest(config),
-        profile.value,
+        machines,
     )
 
 

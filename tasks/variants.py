@@ -1,80 +1,130 @@
-"""A stage as one task per resource profile, and the workflow branch that picks one.
+"""A stage on the machines of a profile that is an input: two Flyte tasks from one function.
 
     @on_profiles(cache=stage_cache(), retries=2)
     def sft(run: RunContext, …) -> FlyteDirectory: …
 
-    sft(p.profile, run=p.run, …)        # in a workflow: the branch
-    sft["laptop"]                       # the task, registered as tasks.sft.sft_laptop
+    sft(p.profile, run=p.run, …)        # in a workflow
+    sft_stage(run=…, …)                 # the stage itself, as on a laptop
 
-`tasks.profiles` explains why. Results are cached per profile, since they come from other hardware
-in another layout.
+Flyte 1 takes a task's resources, and the Ray cluster in it, from its template, where no input can
+be. The template of a dynamic workflow's node, however, is written while the execution runs. So
+`tasks.sft.sft` is a dynamic task, a small pod that reads the profile and writes the node of
+`tasks.sft.sft_stage` with pods, image and Ray cluster of these sizes. (`with_overrides` would do
+for pods and image, but not for the worker group inside a Ray job.)
+
+Results are cached per profile, since they come from other hardware in another layout. The cache is
+the stage's; the dynamic task has none.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
-from flytekit import Resources, conditional, task
-from flytekit.core.python_function_task import PythonFunctionTask
+from flytekit import Cache, Resources, dynamic, task
+from flytekit.core.context_manager import FlyteEntities
+from flytekit.core.workflow import WorkflowBase
 
-from tasks.images import image
-from tasks.nested_branches import patch_nested_branches
-from tasks.profiles import PROFILES, Profile, stage_pod
+from engine.config import digest
+from tasks.context import IMAGE, SMALL
+from tasks.images import VARIABLES, image
+from tasks.pods import stage_pod
+from tasks.profiles import LAPTOP, Profile
 
-patch_nested_branches()
-
-
-class TaskVariants:
-    """The variants of one stage."""
-
-    def __init__(self, name: str, variants: Mapping[str, PythonFunctionTask[Any]]) -> None:
-        self.name, self._variants = name, variants
-
-    def __getitem__(self, profile: str) -> PythonFunctionTask[Any]:
-        return self._variants[profile]
-
-    def __call__(self, profile: Any, **inputs: Any) -> Any:
-        """Run the variant of `profile` (a promise); to be called in workflows only."""
-        section: Any = conditional(self.name)
-        step = section.if_
-        for name, variant in self._variants.items():
-            section = step(profile == name).then(variant(**inputs))
-            step = section.elif_
-        return section.else_().fail(f"profile is none of {', '.join(self._variants)}")
+PROFILE_VARIABLE = "HYBRIDFLYTE_PROFILE"  # of a stage's container: its profile as JSON
 
 
 def on_profiles(
     requests: Resources,
     task_config: Callable[[Profile], Any] | None = None,
+    *,
+    retries: int,
+    timeout: timedelta,
+    cache: Cache | bool = False,
     **options: Any,
-) -> Callable[[Callable[..., Any]], TaskVariants]:
-    """Decorator: make a task of the function for each profile, and register it in its module.
+) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: the function as a stage whose first input is its profile.
 
-    `requests` is for the profile without GPUs. `task_config(profile)` is for tasks that start a
-    cluster, which has the profile's machines; `requests` is then the submitter's in every profile.
+    `requests` is for profiles without GPUs. `task_config(profile)` is for tasks that start a
+    cluster, which has the profile's machines; `requests` is then the submitter's. Where it is None,
+    there is none in that profile.
+    `retries`, `timeout` (of an attempt), `cache` and `options` are the stage's.
     """
 
-    def make(body: Callable[..., Any]) -> TaskVariants:
-        module = sys.modules[body.__module__]
-        variants = {}
-        for profile in PROFILES.values():
+    def make(body: Callable[..., Any]) -> Any:
+        function = _renamed(body, f"{body.__name__}_stage")
+
+        def stage_on(profile: Profile) -> Any:
             own = dict(options)
-            pod = stage_pod(profile) if task_config is None else None
+            cluster = None if task_config is None else task_config(profile)
+            pod = stage_pod(profile) if cluster is None else None
             # Requests of a task would replace those of its pod template.
             own |= {"requests": requests} if pod is None else {"pod_template": pod}
-            if task_config is not None:
-                own["task_config"] = task_config(profile)
-            function = _renamed(body, f"{body.__name__}_{profile.identifier}")
-            made: Any = task(function, container_image=image(profile.image), **own)
-            # A container finds its task by module and name.
-            setattr(module, function.__name__, made)
-            variants[profile.name.value] = made
-        return TaskVariants(body.__name__, variants)
+            if cluster is not None:
+                own["task_config"] = cluster
+            own["cache"] = (
+                replace(cache, salt=digest(profile)) if isinstance(cache, Cache) else cache
+            )
+            return task(
+                function,
+                container_image=image(profile.image_kind),
+                environment={PROFILE_VARIABLE: profile.model_dump_json()},
+                retries=retries,
+                timeout=timeout,
+                **own,
+            )
+
+        # A container finds the stage by module and name; there it is of the container's profile.
+        here = os.environ.get(PROFILE_VARIABLE)
+        profile = Profile.model_validate_json(here) if here else LAPTOP
+        setattr(sys.modules[body.__module__], function.__name__, stage_on(profile))
+        return dynamic(
+            _with_profile(body, stage_on),
+            cache=False,
+            container_image=IMAGE,
+            requests=SMALL,
+            retries=2,  # of its own pod: a stage that failed ends it for good
+            timeout=(retries + 1) * timeout,  # holds for all attempts at the stage
+            environment={v: os.environ[v] for v in VARIABLES.values() if v in os.environ},
+        )
 
     return make
+
+
+def _with_profile(
+    body: Callable[..., Any], stage_on: Callable[[Profile], Any]
+) -> Callable[..., Any]:
+    """The function of the dynamic task: `body`'s inputs after the profile."""
+
+    @functools.wraps(body)
+    def on_machines(profile: Profile, **inputs: Any) -> Any:
+        stage = stage_on(profile)
+        _forget(stage, f"{body.__module__}.{body.__name__}")
+        return stage(**inputs)
+
+    given = inspect.signature(body)
+    first = inspect.Parameter("profile", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = given.replace(parameters=[first, *given.parameters.values()])
+    on_machines.__signature__ = signature  # type: ignore[attr-defined]
+    on_machines.__annotations__ = {"profile": Profile, **body.__annotations__}
+    return on_machines
+
+
+def _forget(stage: Any, workflow: str) -> None:
+    """Have nobody register what a run makes: the stage, and the workflow of the dynamic task."""
+    entities = FlyteEntities.entities
+    entities[:] = [
+        one
+        for one in entities
+        if one is not stage and not (isinstance(one, WorkflowBase) and one.name == workflow)
+    ]
 
 
 def _renamed(function: Callable[..., Any], name: str) -> types.FunctionType:

@@ -182,7 +182,14 @@ def test_a_room_knows_of_the_others_what_it_needs(room: str) -> None:
 @pytest.mark.parametrize(
     ("room", "users"),
     [
-        ("planner", ("engine.trainers.auto_placement", "engine.trainers.memory_check")),
+        (
+            "planner",
+            (
+                "engine.trainers.auto_placement",
+                "engine.trainers.memory_check",
+                "engine.trainers.workload",
+            ),
+        ),
         ("promotion", ()),
         ("health", ()),
         ("lineage", ("engine.promotion", "engine.release", "engine.serve")),

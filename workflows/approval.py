@@ -13,7 +13,11 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, EvaluateConfig, PromoteConfig
 from tasks.context import RunContext
+from tasks.nested_branches import patch_nested_branches
+from tasks.profiles import Profile
 from tasks.promote import approval_request, keep_promotion, promote, waits_for_approval
+
+patch_nested_branches()
 
 APPROVAL_TIMEOUT = timedelta(days=7)
 APPROVED_BY = "Flyte approval"
@@ -21,7 +25,7 @@ APPROVED_BY = "Flyte approval"
 
 @workflow
 def direct_promotion(
-    profile: str,
+    profile: Profile,
     run: RunContext,
     dataset: FlyteDirectory,
     policy: FlyteDirectory,
@@ -50,7 +54,7 @@ def direct_promotion(
 @workflow
 def approved_promotion(
     first: FlyteDirectory,
-    profile: str,
+    profile: Profile,
     run: RunContext,
     dataset: FlyteDirectory,
     policy: FlyteDirectory,
@@ -80,7 +84,7 @@ def approved_promotion(
 
 @workflow
 def promotion_with_approval(
-    profile: str,
+    profile: Profile,
     run: RunContext,
     dataset: FlyteDirectory,
     policy: FlyteDirectory,

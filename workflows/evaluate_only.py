@@ -16,7 +16,6 @@ from tasks.finalize import finalize
 from tasks.inputs import RLHFConfig
 from tasks.plan import plan
 from tasks.preprocess import preprocess
-from tasks.profiles import ProfileName
 
 
 @workflow(on_failure=failure.evaluate_only_failed)
@@ -28,7 +27,7 @@ def evaluate_only(
     candidate: str = "models:/hybridflyte-policy@champion",
     baseline: str = "",
     seed: int = -1,
-    profile: ProfileName = ProfileName.LAPTOP,
+    profile: str = "laptop",
 ) -> FlyteDirectory:
     """Evaluate a model against another one.
 

@@ -6,7 +6,6 @@ pyflyte run --remote workflows/launch_plans.py rlhf_full --model Qwen/Qwen2.5-7B
 
 from flytekit import CronSchedule, WorkflowExecutionPhase
 
-from tasks.profiles import ProfileName
 from workflows.evaluate_only import evaluate_only as evaluate_only_workflow
 from workflows.launching import FAILED, launch_plan, settings
 from workflows.promote_only import promote_only
@@ -29,14 +28,14 @@ rlhf_smoke = launch_plan(
         "source": "arithmetic",
         "path": "",
         "model": "",
-        "profile": ProfileName.LAPTOP,
+        "profile": "laptop",
     },
 )
 
 rlhf_full = launch_plan(
     rlhf,
     "rlhf_full",
-    default_inputs={**FULL, "profile": ProfileName.A100_8},
+    default_inputs={**FULL, "profile": "8xA100"},
     fixed_inputs={"source": "gsm8k"},
     notify_on=TERMINAL_PHASES,
 )
@@ -49,14 +48,14 @@ evaluate_only = launch_plan(
         **FULL,
         "source": "gsm8k",
         "baseline": FULL["model"],
-        "profile": ProfileName.ONE_GPU,
+        "profile": "one-gpu",
     },
 )
 
 promote = launch_plan(
     promote_only,
     "promote",
-    default_inputs={"config": settings("full"), "profile": ProfileName.ONE_GPU},
+    default_inputs={"config": settings("full"), "profile": "one-gpu"},
     notify_on=TERMINAL_PHASES,
     one_at_a_time=True,
 )
@@ -65,7 +64,7 @@ promote = launch_plan(
 nightly_retraining = launch_plan(
     retraining,
     "nightly_retraining",
-    default_inputs={"config": settings("nightly"), "profile": ProfileName.A100_8},
+    default_inputs={"config": settings("nightly"), "profile": "8xA100"},
     schedule=CronSchedule(schedule="0 2 * * *", kickoff_time_input_arg="kickoff"),
     notify_on=TERMINAL_PHASES,
     one_at_a_time=True,

@@ -12,7 +12,6 @@ from flytekit.types.directory import FlyteDirectory
 from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.finalize import finalize, open_promotion
 from tasks.inputs import RLHFConfig
-from tasks.profiles import ProfileName
 from workflows.approval import gate
 
 
@@ -23,7 +22,7 @@ def promote_only(
     evaluation: FlyteDirectory,
     config: RLHFConfig = RLHFConfig(),  # noqa: B008 (frozen)
     seed: int = -1,
-    profile: ProfileName = ProfileName.LAPTOP,
+    profile: str = "laptop",
 ) -> FlyteDirectory:
     """Promote a model by an evaluation that is there already.
 

@@ -29,7 +29,7 @@ from tasks.fetch import fetch
 from tasks.finalize import finalize_skipped
 from tasks.ingest import ingest
 from tasks.inputs import RLHFConfig
-from tasks.profiles import ProfileName
+from tasks.profiles import Profile
 from tasks.report import report
 from tasks.retraining_trigger import NewData, trigger_retraining
 from tasks.rl import rl
@@ -50,7 +50,7 @@ def retrain_champion(
     needs_approval: bool,
     seed: int,
     config_digest: str,
-    profile: str,
+    profile: Profile,
 ) -> FlyteFile:
     """Train on the new data, evaluate, and promote by the rules."""
     start = fetch(run=run, reference=champion, name="champion")
@@ -106,7 +106,7 @@ def retraining(
     config: RLHFConfig = RLHFConfig(),  # noqa: B008 (frozen)
     path: str = "",
     seed: int = -1,
-    profile: ProfileName = ProfileName.LAPTOP,
+    profile: str = "laptop",
 ) -> FlyteFile:
     """Train the champion on the problems that arrived since, and promote the better model.
 

@@ -15,7 +15,6 @@ from tasks.evaluate import evaluate
 from tasks.inputs import RLHFConfig
 from tasks.plan import plan
 from tasks.preprocess import preprocess
-from tasks.profiles import ProfileName
 from tasks.report import report
 from tasks.rl import rl
 from tasks.sft import sft
@@ -29,7 +28,7 @@ def rlhf(
     path: str = "",
     model: str = "",
     seed: int = -1,
-    profile: ProfileName = ProfileName.LAPTOP,
+    profile: str = "laptop",
 ) -> FlyteFile:
     """Warm-start a model (unless `sft.skip`), improve it by RL, and promote it if it is better.
 

@@ -29,4 +29,6 @@ def check_names(config: RunConfig) -> None:
     require_rewards(config.rl.reward)
     if config.rl.algorithm.teacher:
         pin_revision(config.rl.algorithm.teacher, "algorithm.teacher")
+    if config.rl.critic.model_path:
+        pin_revision(config.rl.critic.model_path, "rl.critic.model_path")
     pin_revision(config.model.path)

@@ -179,6 +179,7 @@ VERL: dict[str, Key] = {
     f"{_CRITIC}.optim.betas": Key(
         ("rl.critic.optim.beta1", "rl.critic.optim.beta2"), _pair, note="two numbers"
     ),
+    f"{_CRITIC}.model.path": Key("rl.critic.model_path", _text),
     f"{_CRITIC}.grad_clip": Key("rl.critic.optim.grad_clip"),
     f"{_CRITIC}.ppo_mini_batch_size": Key("rl.critic.ppo_mini_batch_size", times=_N, note=_PROMPTS),
     f"{_CRITIC}.ppo_max_token_len_per_gpu": Key("rl.critic.max_tokens_per_micro_batch"),

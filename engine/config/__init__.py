@@ -22,6 +22,7 @@ from engine.config.data import (
     RowsConfig,
     SamplingConfig,
 )
+from engine.config.gpus import GpuKindConfig
 from engine.config.parallel import ParallelConfig
 from engine.config.parse import digest, explain, load_config, parse_config
 from engine.config.pipeline import (
@@ -56,6 +57,7 @@ __all__ = [
     "EvaluateConfig",
     "EvaluationSetConfig",
     "FilterGroupsConfig",
+    "GpuKindConfig",
     "GuardConfig",
     "KLControlConfig",
     "LMEvalConfig",

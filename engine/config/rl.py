@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from engine.config.algorithm import AlgorithmConfig
 from engine.config.base import Options, Section
+from engine.config.gpus import GpuKindConfig
 from engine.config.parallel import ParallelConfig
 from engine.config.reward import RewardConfig
 from engine.config.server import ServerConfig
@@ -64,6 +65,9 @@ class ActorConfig(Section):
 class CriticConfig(Section):
     """The value model of PPO."""
 
+    model_path: str = Field(
+        "", description="Model that it starts from, of the same tokens; empty: the policy's"
+    )
     optim: OptimConfig = OptimConfig(lr=1e-3, weight_decay=0.0)
     ppo_mini_batch_size: int = Field(0, ge=0, description="Completions an optimizer step; 0: all")
     ppo_epochs: int = Field(2, ge=1)
@@ -96,7 +100,15 @@ class RolloutConfig(Section):
         "", description="Of the weights in processes that only decode; empty: the policy's"
     )
     max_num_seqs: int = Field(512, ge=1, description="Completions decoded at once")
-    kv_cache_memory_mb: int = Field(256, ge=16, description="vLLM's KV cache (CPU)")
+    kv_cache_memory_mb: int | None = Field(
+        None,
+        ge=16,
+        description="KV cache of a copy of the policy; null: native's grows with its sequences, "
+        "vLLM's has 256",
+    )
+    cuda_graphs: bool = Field(
+        False, description="native on a GPU: replay decode steps of the Llama family as CUDA graphs"
+    )
     server: ServerConfig = ServerConfig()
     vllm: VllmConfig = VllmConfig()
 
@@ -169,6 +181,9 @@ class TrainerConfig(Section):
     placement: Literal["ray", "local", "auto"] = Field(
         "ray",
         description="Ray actors, or this process; auto: Ray, laid out for the machines it has",
+    )
+    gpu_kinds: dict[str, GpuKindConfig] = Field(
+        {}, description="GPUs by Ray's name that the planner's table has not, or has otherwise"
     )
     pools: tuple[PoolConfig, ...] = Field(
         (), description="Which roles sit together, and where; none: the policy's, and the reward"

@@ -101,7 +101,7 @@ def _decode(
         model,
         max_num_seqs=512,
         max_model_len=max(map(len, prompts)) + max_response_length,
-        kv_cache_memory_mb=256,
+        kv_cache_memory_mb=None,
         seed=seed,
     )
     sampling = SamplingParams(

@@ -13,7 +13,7 @@ from typing import Any
 from engine.console import exit_130_on_ctrl_c, quiet, say
 from engine.errors import EngineError
 from engine.planner import Cluster, Machine, explain
-from engine.planner.hardware import GIB, gpu
+from engine.planner.hardware import GB, GIB, gpu, gpu_of
 from engine.storage.hub import pin_revision
 
 
@@ -34,30 +34,25 @@ def _plan(options: argparse.Namespace) -> str:
     model = pin_revision(options.model, "--model")  # what follows loads torch
     # Above this room; needed by the command alone.
     from engine.config import LoRAConfig, parse_config
-    from engine.dataflows import choose_dataflow
-    from engine.dataflows.required_passes import RequiredPasses
     from engine.models import resolve_dtype, text_config
-    from engine.trainers.auto_placement import plan_for, workload
+    from engine.trainers.auto_placement import plan_for
+    from engine.trainers.workload import workload
 
     lora = LoRAConfig(rank=options.lora_rank)
     config = parse_config(_settings(options)).rl
-    dataflow = choose_dataflow(config.algorithm)
-    needs = RequiredPasses.of(config, dataflow)
-    roles = needs.roles(dataflow)
     shape, computed = text_config(model), options.compute_dtype
     gpu = options.gpus > 0
     dtype = resolve_dtype(options.dtype, shape.hidden_size, gpu=gpu, compute_dtype=computed)
     work = workload(
         config,
-        roles,
-        needs,
-        shape,
+        model_path=model,
         lora=lora,
         dtype=dtype,
         max_response_length=options.response_length,
         max_model_len=options.prompt_length + options.response_length,
     )
-    return explain(plan_for(config, work, roles, _cluster(options), lora), options.rows)
+    cluster = _cluster(options)
+    return explain(plan_for(config, work, cluster, lora), options.rows)
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -73,8 +68,16 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:
-    known = gpu(options.accelerator).memory_gib
-    gpu_memory = int((options.memory_gb or known or 80) * GIB) if options.gpus else 0
+    known = gpu(options.accelerator)
+    each = options.memory_gb or known.memory_gib or 80
+    gpu_memory = int(each * GIB) if options.gpus else 0
+    kind = gpu_of(
+        options.accelerator,
+        memory_gib=each,
+        tflops=options.tflops or known.flops / 1e12,
+        memory_gbs=options.memory_gbs or known.bandwidth / GB,
+        link_gbs=options.link_gbs or known.link / GB,
+    )
     memory = options.host_memory_gb or (128 * options.gpus or options.memory_gb or 64)
     machines = (
         Machine(
@@ -87,7 +90,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
         )
         for number in range(options.machines)
     )
-    return Cluster(tuple(machines))
+    return Cluster(tuple(machines), {options.accelerator: kind})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,6 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpus", type=_count, default=0, help="of a machine; 0: CPU cores alone")
     add("--memory-gb", type=_size, default=0.0, help="GiB of a GPU; without GPUs, of a machine")
     add("--accelerator", default="H100", help="as Ray names it (default: %(default)s)")
+    add("--tflops", type=_size, default=0.0, help="of a GPU, dense bfloat16; 0: as its kind has")
+    add("--memory-gbs", type=_size, default=0.0, help="of a GPU's memory, GB a second")
+    add("--link-gbs", type=_size, default=0.0, help="to GPUs of the same machine, GB a second")
     add("--machines", type=_positive, default=1)
     add("--cpus", type=_positive, default=32, help="cores of a machine (default: %(default)s)")
     add("--host-memory-gb", type=_size, default=0.0, help="GiB of a machine (128 a GPU, or 64)")

@@ -236,7 +236,7 @@ def _models(work: Workload, candidate: Candidate) -> list[_Model]:
         found.append(_Model(rank_elements(work.teacher, layout) * size))
     if work.critic:
         own = layout if isinstance(work.critic, str) else work.critic
-        found.append(_trained(rank_elements(work.shape, own), work))
+        found.append(_trained(rank_elements(work.critic_shape or work.shape, own), work))
     return found
 
 

@@ -68,6 +68,7 @@ class Cluster:
     """The machines of a cluster that run workers."""
 
     machines: tuple[Machine, ...]
+    kinds: Mapping[str, Device] = field(default_factory=dict)  # GPUs of the user's own
 
     @property
     def gpus(self) -> int:
@@ -82,7 +83,7 @@ class Cluster:
     def without_gpus(self) -> Cluster:
         """The same for processes that ask for none."""
         plain = (replace(machine, gpus=0, accelerator="") for machine in self.machines)
-        return Cluster(tuple(plain))
+        return replace(self, machines=tuple(plain))
 
     def less_gpus(self, count: int) -> Cluster:
         """What is left when `count` GPUs are taken, of the machines that have fewest, each with its
@@ -100,7 +101,7 @@ class Cluster:
                     memory=int(machine.memory * kept),
                 )
             )
-        return Cluster(tuple(machines))
+        return replace(self, machines=tuple(machines))
 
     def allocations(self, reserved_cpus: float = 0.0) -> list[Allocation]:
         """The numbers of ranks worth a look; each leaves `reserved_cpus` cores of a machine."""
@@ -123,7 +124,9 @@ class Cluster:
                     cpus=float(int(each)) if each >= 1 else each,
                     memory=min(m.gpu_memory for m in used),
                     host_memory=min(m.memory // min(m.gpus, ranks) for m in used),
-                    device=min((hardware.gpu(kind) for kind in kinds), key=lambda d: d.flops),
+                    device=min(
+                        (hardware.gpu(kind, self.kinds) for kind in kinds), key=lambda d: d.flops
+                    ),
                     gpus=1.0,
                 )
             )
@@ -167,12 +170,15 @@ def _doubling(count: int) -> list[int]:
 
 
 def cluster_of(
-    nodes: Sequence[ClusterNode], gpu_memory: Mapping[str, int] | None = None
+    nodes: Sequence[ClusterNode],
+    gpu_memory: Mapping[str, int] | None = None,
+    kinds: Mapping[str, Device] | None = None,
 ) -> Cluster:
     """The machines among Ray's nodes that run workers: those with CPUs or GPUs.
 
-    `gpu_memory` is what each node, by name, said of its GPUs, in bytes. Raises PlacementError where
-    there are no such nodes, or a GPU's memory is unknown.
+    `gpu_memory` is what each node, by name, said of its GPUs, in bytes; `kinds` are GPUs that the
+    table of hardware does not have. Raises PlacementError where there are no such nodes, or a
+    GPU's memory is unknown.
     """
     machines = []
     for node in nodes:
@@ -181,12 +187,14 @@ def cluster_of(
         kind = labels.get(_LABEL) or next((k[len(_TYPE) :] for k in has if k.startswith(_TYPE)), "")
         if not (cpus or gpus):
             continue  # a head that schedules nothing
-        each = (gpu_memory or {}).get(node.name) or int(hardware.gpu(kind).memory_gib * GIB)
+        listed = int(hardware.gpu(kind, kinds).memory_gib * GIB)
+        each = (gpu_memory or {}).get(node.name) or listed
         if gpus and not each:
             raise PlacementError(
                 f"trainer.placement=auto can't tell how much memory the GPUs of {node.name} have "
-                f"(accelerator {kind or 'unnamed'}, no nvidia-smi there); set actor.parallel and "
-                "trainer.pools, and trainer.placement=ray"
+                f"(accelerator {kind or 'unnamed'}, no nvidia-smi or amdgpu there); describe it in "
+                "trainer.gpu_kinds, or set actor.parallel and trainer.pools, and "
+                "trainer.placement=ray"
             )
         memory = int(has.get("memory", 0.0))
         machines.append(
@@ -197,12 +205,13 @@ def cluster_of(
             f"the Ray cluster has no CPU and no GPU for workers ({len(nodes)} nodes are alive); "
             "add worker nodes"
         )
-    return Cluster(tuple(machines))
+    return Cluster(tuple(machines), kinds or {})
 
 
-def read_cluster() -> Cluster:
+def read_cluster(kinds: Mapping[str, Device] | None = None) -> Cluster:
     """The machines that are alive in the Ray cluster now; joins or starts Ray as a launch does.
 
+    `kinds` as in `cluster_of`.
     Counts all that they have, free or taken: an earlier attempt's processes may still be ending.
     """
     import ray
@@ -220,7 +229,7 @@ def read_cluster() -> Cluster:
     }
     asked = [node for node in nodes if nodes[node].resources.get("GPU", 0.0) >= 1]
     memory = {nodes[node].name: size for node, size in _ask(asked).items()}
-    return cluster_of(list(nodes.values()), memory)
+    return cluster_of(list(nodes.values()), memory, kinds)
 
 
 def _ask(nodes: Sequence[str]) -> dict[str, int]:

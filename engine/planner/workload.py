@@ -11,7 +11,7 @@ from engine.parallel.layout import Layout, ModelShape
 class Workload:
     """One RL step, as far as memory and time go."""
 
-    shape: ModelShape  # the policy's; reference and critic have the same
+    shape: ModelShape  # the policy's; the reference has the same
     prompts: int  # a step
     completions: int  # a prompt
     prompt_length: int  # longest, in tokens
@@ -24,6 +24,7 @@ class Workload:
     reference: bool = False  # a frozen copy beside the policy
     teacher: ModelShape | None = None
     critic: Layout | str = ""  # its own layout; "as actor"; empty: none
+    critic_shape: ModelShape | None = None  # None: the policy's
     actor_epochs: int = 1
     critic_epochs: int = 1
     updates: int = 1  # optimizer steps an epoch

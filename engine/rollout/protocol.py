@@ -89,7 +89,7 @@ class EngineCapabilities:
     settings: frozenset[str] = frozenset({"max_num_seqs"})  # of ENGINE_SETTINGS, what it reads
 
 
-ENGINE_SETTINGS = ("max_num_seqs", "kv_cache_memory_mb", "server", "vllm")
+ENGINE_SETTINGS = ("max_num_seqs", "kv_cache_memory_mb", "cuda_graphs", "server", "vllm")
 """Fields of RolloutConfig that only some engines read."""
 COMMON_OPTIONS = ("max_num_seqs", "max_model_len", "kv_cache_memory_mb", "seed")
 """Keyword arguments that every engine takes."""
@@ -156,9 +156,10 @@ def engine_options(config: RolloutConfig) -> dict[str, Any]:
     """Keyword arguments of the configured engine besides `COMMON_OPTIONS`."""
     engine = _registry.get(config.engine)
     if engine.options is not None and config.options:
+        own = config.engine in RolloutConfig.model_fields
         raise ConfigError(
             f"rollout.options has no effect with rollout.engine={config.engine}, which has "
-            f"settings of its own; set rollout.{config.engine}"
+            f"settings of its own; set {f'rollout.{config.engine}' if own else 'those of rollout'}"
         )
     for name in COMMON_OPTIONS:
         if name in config.options:

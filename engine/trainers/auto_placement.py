@@ -10,18 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from pydantic import BaseModel
-from transformers import PretrainedConfig
 
 from engine.config import LoRAConfig, ParallelConfig, PoolConfig, RLConfig
 from engine.console import say
 from engine.controller.launch import Pool
 from engine.controller.placement import require_capacity
 from engine.dataflows import choose_dataflow
-from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError, EngineError
-from engine.models import text_config
-from engine.parallel.layout import AXES, Layout, ModelShape
-from engine.parallel.tensor_parallel import FAMILIES
+from engine.parallel.layout import AXES
 from engine.planner import (
     Candidate,
     Cluster,
@@ -32,25 +28,26 @@ from engine.planner import (
     read_cluster,
     search,
 )
+from engine.planner.hardware import Device, gpu_of
 from engine.planner.resources import Allocation
-from engine.rollout.protocol import engine_capabilities
 from engine.trainers.layouts import check_layouts, pool_size
 from engine.trainers.rl_setup import default_pools
-from engine.trainers.rollout_sources import get_rollout_source, sampler_count
-
-_BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
-_DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+from engine.trainers.rollout_sources import sampler_count
+from engine.trainers.workload import run_roles, workload
 
 
-def cluster_has_gpus() -> bool:
+def gpu_kinds(config: RLConfig) -> dict[str, Device]:
+    """`trainer.gpu_kinds` as the planner has them."""
+    return {n: gpu_of(n, **dict(kind)) for n, kind in config.trainer.gpu_kinds.items()}
+
+
+def cluster_has_gpus(config: RLConfig) -> bool:
     """Whether the planner would find a GPU now."""
-    return read_cluster().gpus > 0
+    return read_cluster(gpu_kinds(config)).gpus > 0
 
 
 def resolve_auto(
     config: RLConfig,
-    roles: Collection[str],
-    needs: RequiredPasses,
     *,
     model_path: str,
     lora: LoRAConfig,
@@ -61,31 +58,30 @@ def resolve_auto(
 ) -> RLConfig:
     """The settings with layout, budget and pools for the machines that are there now.
 
-    `roles` are those that the run starts. Prints the choice and why. Settings with another
-    placement come back as they are. Raises ConfigError for a model that the planner can't price,
-    or settings that leave no layout, and PlacementError where none fits.
+    Prints the choice and why. Settings with another placement come back as they are. Raises
+    ConfigError for a model that the planner can't price, or settings that leave no layout, and
+    PlacementError where none fits.
     """
     if config.trainer.placement != "auto":
         return config
     work = workload(
         config,
-        roles,
-        needs,
-        text_config(model_path),
+        model_path=model_path,
         lora=lora,
         dtype=dtype,
         max_response_length=max_response_length,
         max_model_len=max_model_len,
     )
-    plan = plan_for(config, work, roles, (cluster or read_cluster)(), lora)
+    there = cluster() if cluster else read_cluster(gpu_kinds(config))
+    plan = plan_for(config, work, there, lora)
     say(explain(plan))
-    return apply_candidate(config, plan.chosen.candidate, plan.chosen.allocation, roles)
+    chosen, (_, roles) = plan.chosen, run_roles(config)
+    return apply_candidate(config, chosen.candidate, chosen.allocation, roles)
 
 
-def plan_for(
-    config: RLConfig, work: Workload, roles: Collection[str], cluster: Cluster, lora: LoRAConfig
-) -> PlacementPlan:
+def plan_for(config: RLConfig, work: Workload, cluster: Cluster, lora: LoRAConfig) -> PlacementPlan:
     """Search the layouts that the settings leave open and the trainer accepts."""
+    _, roles = run_roles(config)
     mode, nodes = config.trainer.mode, [machine.node for machine in cluster.machines]
     pools = config.trainer.pools
     wanted = next((pool.gpus for pool in pools if "actor" in pool.roles), 1.0)
@@ -168,94 +164,6 @@ def fixed_settings(config: RLConfig) -> FixedSettings:
         activation_checkpointing=parallel.activation_checkpointing,
         sequence_parallel=parallel.sequence_parallel,
     )
-
-
-def workload(
-    config: RLConfig,
-    roles: Collection[str],
-    needs: RequiredPasses,
-    model_config: PretrainedConfig,
-    *,
-    lora: LoRAConfig,
-    dtype: str,
-    max_response_length: int,
-    max_model_len: int,
-) -> Workload:
-    """One step of the run as sizes; raises ConfigError for a model that isn't a dense decoder."""
-    shape, kind = _shape(model_config), model_config.model_type
-    actor, trainer, rollout = config.actor, config.trainer, config.rollout
-    stored = _DTYPES[dtype]
-    own = config.critic.parallel
-    rows = choose_dataflow(config.algorithm).rows_an_update(config)
-    mini = actor.ppo_mini_batch_size
-    windows = getattr(model_config, "sliding_window", None)
-    passes = int(needs.old_log_probs) + int(needs.reference) + int("teacher" in roles)
-    full_kl = actor.use_kl_loss and actor.kl_loss_type == "full"
-    engine = engine_capabilities(rollout)
-    teacher = config.algorithm.teacher
-    return Workload(
-        shape,
-        trainer.train_batch_size,
-        rollout.n,
-        max(1, max_model_len - max_response_length),
-        max_response_length,
-        weight_bytes=stored,
-        base_bytes=_BASE_BYTES[lora.quantize],
-        compute_bytes=_DTYPES[actor.parallel.compute_dtype] or stored,
-        adapters=_adapters(shape, lora),
-        quantized=bool(lora.quantize),
-        reference="reference" in roles and not lora.rank,
-        teacher=_shape(text_config(teacher)) if "teacher" in roles else None,
-        critic="" if "critic" not in roles else Layout.of(own) if own else "as actor",
-        actor_epochs=actor.ppo_epochs,
-        critic_epochs=config.critic.ppo_epochs,
-        updates=-(-rows // mini) if mini else 1,
-        passes=passes,
-        full_kl=full_kl or needs.ref_kl,
-        decodes=not engine.remote,
-        decode_rows=rollout.max_num_seqs,
-        kv_cache=rollout.kv_cache_memory_mb << 20 if "kv_cache_memory_mb" in engine.settings else 0,
-        samplers=sampler_count(trainer),
-        sampler_bytes=_DTYPES[rollout.dtype] or stored,
-        families=kind in FAMILIES and not lora.rank,
-        cuts_sequences=kind in FAMILIES and not lora.rank and not windows,
-        runs_ahead=get_rollout_source(trainer.mode).off_policy,
-    )
-
-
-def _shape(model_config: PretrainedConfig) -> ModelShape:
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if getattr(model_config, name, None):
-            raise ConfigError(
-                f"trainer.placement=auto can't price a mixture of experts (model type "
-                f"{model_config.model_type!r}); set actor.parallel, and trainer.placement=ray"
-            )
-    try:
-        return ModelShape.of(model_config)
-    except ConfigError as error:
-        raise ConfigError(
-            f"trainer.placement=auto can't price this model: {error}, and trainer.placement=ray"
-        ) from error
-
-
-def _adapters(shape: ModelShape, lora: LoRAConfig) -> int:
-    """Elements of the adapters on all linear layers, or on the named ones."""
-    if not lora.rank:
-        return 0
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    wide, hidden = shape.intermediate, shape.hidden
-    sides = {
-        "q_proj": hidden + queries,
-        "k_proj": hidden + keys,
-        "v_proj": hidden + keys,
-        "o_proj": queries + hidden,
-        "gate_proj": hidden + wide,
-        "up_proj": hidden + wide,
-        "down_proj": wide + hidden,
-    }
-    named = lora.target_modules
-    chosen = sides.values() if isinstance(named, str) else [sides.get(n, 0) for n in named]
-    return shape.layers * lora.rank * sum(chosen)
 
 
 def _if_default(section: BaseModel, values: Mapping[str, object]) -> dict[str, object]:

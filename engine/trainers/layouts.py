@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from engine.config import LoRAConfig, ParallelConfig, RLConfig
 from engine.dataflows import choose_dataflow
 from engine.errors import ConfigError
+from engine.models import text_config
 from engine.parallel.layout import Layout, ModelShape, RankGrid, check_layout
 from engine.parallel.rollout_layout import rollout_layout
 from engine.rollout.protocol import engine_capabilities
@@ -71,8 +72,10 @@ def check_layouts(
     """Raise ConfigError for layouts that the settings, or the model, don't allow."""
     for role in ("actor", "critic"):
         parallel, layout = parallel_of(role, config), layout_of(role, config)
+        own = config.critic.model_path if role == "critic" else ""
         if layout.world_size > 1 and model_config is not None:
-            check_layout(layout, layout.world_size, ModelShape.of(model_config))
+            shape = ModelShape.of(text_config(own) if own else model_config)
+            check_layout(layout, layout.world_size, shape)
         if layout.world_size > 1 and config.trainer.placement == "local":
             raise ConfigError(
                 f"{role}.parallel is a layout of {layout.world_size} ranks ({layout}), and "

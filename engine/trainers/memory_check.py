@@ -9,17 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.config import LoRAConfig, ParallelConfig, RLConfig
-from engine.dataflows import choose_dataflow
-from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError, EngineError, PlacementError
-from engine.models import text_config
 from engine.parallel.layout import Layout
 from engine.planner import Candidate, Cluster, Workload
 from engine.planner.hardware import GIB
 from engine.planner.memory import Memory, estimate
-from engine.trainers.auto_placement import plan_for, workload
-from engine.trainers.rl_setup import effective_config
-from engine.trainers.rollout_sources import get_rollout_source
+from engine.trainers.auto_placement import plan_for
+from engine.trainers.workload import workload
 
 
 def check_rl_memory(
@@ -37,15 +33,10 @@ def check_rl_memory(
     The sentence has the layout that would fit. With `placement: auto` it is the planner's own.
     Models that it can't price are let through.
     """
-    dataflow = choose_dataflow(config.algorithm)
-    needs = RequiredPasses.of(effective_config(config), dataflow)
-    roles = needs.roles(dataflow) | get_rollout_source(config.trainer.mode).extra_roles
     try:
         work = workload(
             config,
-            roles,
-            needs,
-            text_config(model_path),
+            model_path=model_path,
             lora=lora,
             dtype=dtype,
             max_response_length=max_response_length,
@@ -54,7 +45,7 @@ def check_rl_memory(
     except ConfigError:
         return
     if config.trainer.placement == "auto":
-        plan_for(config, work, roles, cluster, lora)
+        plan_for(config, work, cluster, lora)
         return
     parallel = config.actor.parallel
     candidate = Candidate(
@@ -71,7 +62,7 @@ def check_rl_memory(
     trainer = config.trainer.model_copy(update={"placement": "auto", "pools": ()})
     free = config.model_copy(update={"actor": actor, "trainer": trainer})
     try:
-        found = plan_for(free, work, roles, cluster, lora).chosen.candidate
+        found = plan_for(free, work, cluster, lora).chosen.candidate
         instead = f"rl.actor.parallel {found.layout}"
         if found.memory_options != "-":
             instead += f" ({found.memory_options})"
@@ -86,15 +77,10 @@ def check_rl_memory(
 
 def check_sft_memory(model_path: str, lora: LoRAConfig, dtype: str, gpu_memory: int) -> None:
     """Raise PlacementError where one GPU can't hold the warm start, which runs on one."""
-    config = RLConfig()
-    dataflow = choose_dataflow(config.algorithm)
-    needs = RequiredPasses.of(config, dataflow)
     try:
         work = workload(
-            config,
-            {"actor"},
-            needs,
-            text_config(model_path),
+            RLConfig(),
+            model_path=model_path,
             lora=lora,
             dtype=dtype,
             max_response_length=1,

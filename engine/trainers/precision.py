@@ -20,7 +20,7 @@ def model_dtype(dtype: str, model_path: str | Path, config: RLConfig) -> str:
     elif trainer.placement == "ray":
         gpu = False
     elif trainer.placement == "auto" and dtype == "auto":
-        gpu = cluster_has_gpus()
+        gpu = cluster_has_gpus(config)
     width = text_config(model_path).hidden_size
     compute_dtype = config.actor.parallel.compute_dtype
     return resolve_dtype(dtype, width, gpu=gpu, compute_dtype=compute_dtype)

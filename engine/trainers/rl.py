@@ -25,7 +25,6 @@ from engine.controller.timeline import Span, write_trace
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo
-from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import CheckpointError
 from engine.futures import LazyBatch
 from engine.models import resolve_lora, text_config
@@ -37,7 +36,7 @@ from engine.trainers.precision import model_dtype
 from engine.trainers.preemption import PreemptionNotice
 from engine.trainers.prompts import PromptStream
 from engine.trainers.resume import MAY_CHANGE, SCORE, make_saver, run_settings
-from engine.trainers.rl_checks import check_config, check_teacher
+from engine.trainers.rl_checks import check_config, check_other_models
 from engine.trainers.rl_setup import (
     RunSpec,
     check_lora,
@@ -54,6 +53,7 @@ from engine.trainers.shutdown import (
     raise_preempted,
 )
 from engine.trainers.step_metrics import staleness_metrics, step_metrics, validation_metrics
+from engine.trainers.workload import run_roles
 
 log = logging.getLogger(__name__)
 
@@ -92,13 +92,10 @@ class RLTrainer:
         lora = resolve_lora(model_path, lora or LoRAConfig())
         check_lora(lora, config)
         source_class = get_rollout_source(config.trainer.mode)
-        needs = RequiredPasses.of(effective_config(config), self.dataflow)
-        roles = needs.roles(self.dataflow) | source_class.extra_roles
+        needs, roles = run_roles(config)
         dtype = model_dtype(dtype, model_path, config)
         config = resolve_auto(
             config,
-            roles,
-            needs,
             model_path=str(model_path),
             lora=lora,
             dtype=dtype,
@@ -110,8 +107,7 @@ class RLTrainer:
         self.on_resume: OnResume = lambda folder, step: None
         self.on_rollouts: OnRollouts = lambda split, step, batch: None
         self.tokenizer = load_tokenizer(model_path)
-        if "teacher" in self.dataflow.roles:
-            check_teacher(config.algorithm.teacher, self.tokenizer)
+        check_other_models(config, self.dataflow, self.tokenizer, max_model_len)
         self.spec = RunSpec(
             str(model_path),
             self.config,

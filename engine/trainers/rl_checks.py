@@ -15,7 +15,7 @@ from engine.dataflows import choose_dataflow
 from engine.dataflows.registry import Dataflow
 from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError
-from engine.models import require_model_folder
+from engine.models import require_model_folder, vocabulary_and_context
 from engine.plugins import import_plugins
 from engine.rewards import Scorer
 from engine.rollout.protocol import check_engine_settings, engine_capabilities
@@ -52,6 +52,8 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     _check_pools(config, dataflow)
     if "teacher" in dataflow.roles:
         _check_teacher(config)
+    if config.critic.model_path and "critic" in dataflow.roles:
+        require_model_folder(config.critic.model_path, "critic.model_path")
     for setting, why in unused_settings(config, dataflow):
         raise ConfigError(f"{setting} has no effect {why}; remove it")
     if config.trainer.threads > (os.cpu_count() or 1) * 4:
@@ -62,12 +64,29 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     return dataflow
 
 
-def check_teacher(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError unless the teacher reads the same tokens as the student."""
+def check_other_models(
+    config: RLConfig, dataflow: Dataflow, tokenizer: PreTrainedTokenizerBase, max_model_len: int
+) -> None:
+    """Raise ConfigError unless teacher and critic read the policy's tokens, and as many."""
+    if "teacher" in dataflow.roles:
+        why = "distillation compares token by token"
+        _check_tokens("algorithm.teacher", config.algorithm.teacher, tokenizer, why)
+    path = config.critic.model_path
+    if path:
+        _check_tokens("critic.model_path", path, tokenizer, "it values the policy's tokens")
+        context = vocabulary_and_context(path)[1]
+        if context < max_model_len:
+            raise ConfigError(
+                f"critic.model_path={path} reads {context} tokens, and prompt and completion have "
+                f"up to {max_model_len}; lower data.max_response_length, or choose another critic"
+            )
+
+
+def _check_tokens(setting: str, path: str, tokenizer: PreTrainedTokenizerBase, why: str) -> None:
     if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
-            f"algorithm.teacher={path} has another vocabulary than the model; distillation "
-            "compares token by token, so both need the same tokenizer"
+            f"{setting}={path} has another vocabulary than the model; {why}, so both need the same "
+            "tokenizer"
         )
 
 

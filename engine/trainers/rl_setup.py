@@ -38,7 +38,7 @@ def check_lora(lora: LoRAConfig, config: RLConfig) -> None:
     if lora.rank and not engine_capabilities(config.rollout).adapters:
         raise ConfigError(
             f"model.lora.rank={lora.rank} with rollout.engine={config.rollout.engine}, which "
-            "doesn't decode with adapters; set rollout.engine to native or vllm, or "
+            "doesn't decode with adapters; set rollout.engine to native, vllm or server, or "
             "model.lora.rank=0"
         )
 

@@ -63,6 +63,8 @@ def _critic(spec: RunSpec) -> RoleSpec:
         "seed": spec.seed,
         "parallel": parallel_of("critic", config),
     }
+    if config.critic.model_path:
+        own["model_path"] = config.critic.model_path
     return RoleSpec("critic", CriticWorker, _model(spec) | own)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from kubernetes.client import ApiClient, V1PodSpec, V1Toleration
 
 from engine.config import RLConfig
 from tasks.profiles import PROFILES
-from tasks.rl import rl
+from tasks.ray_cluster import LocalRayTask, ray_cluster
+from tasks.rl import rl_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("docs/kubernetes.md", "docs/slurm.md")
@@ -37,7 +39,8 @@ def carried(profile: str) -> dict[str, Any]:
     """What the registered RL task gives to Flyte's Ray plugin."""
     image = Image(name="default", fqn="registry.example/hf", tag="v")
     settings = SerializationSettings(image_config=ImageConfig(default_image=image))
-    return rl[profile].get_custom(settings)
+    only_this: Any = SimpleNamespace(_task_config=ray_cluster(PROFILES[profile]))
+    return LocalRayTask.get_custom(only_this, settings)
 
 
 def lacking(part: Any, whole: Any, at: str = "") -> Iterator[str]:
@@ -88,7 +91,7 @@ def test_manifests_name_one_namespace_and_what_belongs_together() -> None:
 def test_the_ray_plugin_is_enabled_in_both_lists() -> None:
     (flyte,) = [d["tasks"]["task-plugins"] for d in manifests() if "tasks" in d]
     assert "ray" in flyte["enabled-plugins"]
-    assert flyte["default-for-task-types"][rl["8xA100"].task_type] == "ray"
+    assert flyte["default-for-task-types"][rl_stage.task_type] == "ray"
     assert set(flyte["default-for-task-types"].values()) <= set(flyte["enabled-plugins"])
 
 
@@ -107,10 +110,10 @@ def test_gpu_workers_tolerate_what_keeps_the_head_away() -> None:
     (taints,) = [x for x in blocks(PAGES[0], "bash") if "kubectl taint" in x]
     for profile in PROFILES.values():
         if profile.gpus:
-            pods = carried(profile.name.value)["rayCluster"]
+            pods = carried(profile.name)["rayCluster"]
             (workers,) = pods["workerGroupSpec"]
             keys = {t["key"] for t in workers["k8sPod"]["podSpec"]["tolerations"]}
-            assert keys == {profile.gpu_resource}
+            assert keys == {profile.resource}
             assert "tolerations" not in pods["headGroupSpec"]["k8sPod"]["podSpec"]
     assert "nvidia.com/gpu=present:NoSchedule" in taints
     (flyte,) = [d["plugins"]["k8s"] for d in manifests() if "plugins" in d]

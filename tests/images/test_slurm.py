@@ -124,7 +124,7 @@ def test_a_dry_run_prints_all_that_would_run(names: list[str], vendor: str) -> N
 
 @pytest.mark.parametrize(("vendor", "profile"), [("nvidia", "2x8xH100"), ("amd", "mi300x")])
 def test_collectives_are_set_as_on_kubernetes(vendor: str, profile: str) -> None:
-    same = dict(PROFILES[profile].environment)
+    same = dict(PROFILES[profile].variables)
     ours = exports(
         dry_run(
             *("--dry-run", "--nodes", "a,b", "--gpu-vendor", vendor),

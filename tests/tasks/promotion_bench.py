@@ -24,7 +24,7 @@ from engine.storage.manifest import Draft, read_manifest
 from engine.tracking import Tracker
 from tasks.context import RunContext
 from tasks.preprocess import SPLITS
-from tasks.promote import promote
+from tasks.promote import promote_stage
 
 SHAPE = ModelConfig(
     hidden_size=16,
@@ -117,7 +117,7 @@ class Bench:
         config: PromoteConfig = PromoteConfig(),  # noqa: B008 (frozen)
         approved_by: str = "",
     ) -> dict[str, Any]:
-        folder = promote["laptop"](
+        folder = promote_stage(
             run=run,
             dataset=FlyteDirectory(str(self.dataset)),
             policy=FlyteDirectory(str(model)),

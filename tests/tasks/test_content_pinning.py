@@ -12,6 +12,7 @@ from engine.config import digest
 from tasks.content_pinning import model_digest, pin_model_commit, pin_named_content
 from tasks.inputs import RLHFConfig
 from tasks.placement import apply_profile
+from tasks.profiles import LAPTOP
 
 RAISES = "raise RuntimeError('imported')\n"
 
@@ -46,10 +47,10 @@ def test_an_edited_module_is_another_configuration(
     write(plug / "package_of" / "__init__.py", RAISES)
     write(plug / file, RAISES)
     config = RLHFConfig.model_validate({"rl": section})
-    before = digest(apply_profile(config, "laptop").rl)
-    assert before == digest(apply_profile(config, "laptop").rl)
+    before = digest(apply_profile(config, LAPTOP).rl)
+    assert before == digest(apply_profile(config, LAPTOP).rl)
     write(plug / file, RAISES + "# edited\n")
-    assert digest(apply_profile(config, "laptop").rl) != before
+    assert digest(apply_profile(config, LAPTOP).rl) != before
 
 
 def test_what_is_in_the_sources_anyway_or_not_there_adds_nothing() -> None:

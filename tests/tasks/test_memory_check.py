@@ -11,18 +11,15 @@ import yaml
 
 from engine.config import LoRAConfig, parse_config
 from engine.config.pipeline import PipelineConfig
-from engine.dataflows import choose_dataflow
-from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import PlacementError
-from engine.models import text_config
 from engine.parallel.layout import Layout
 from engine.planner import Candidate
 from engine.planner.hardware import GIB
 from engine.planner.memory import estimate, fits
-from engine.trainers.auto_placement import workload
+from engine.trainers.workload import workload
 from tasks.memory_check import check_memory, cluster
 from tasks.placement import apply_profile
-from tasks.profiles import PROFILES
+from tasks.profiles import PROFILES, read_profile
 
 ROOT = Path(__file__).parents[2]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -58,24 +55,20 @@ def documented(path: str, profile: str, **model: Any) -> PipelineConfig:
     values = yaml.safe_load((ROOT / "workflows/configs/full.yaml").read_text())
     values["model"] = {"path": path, **model}
     values["sft"] = values["sft"] | {"skip": True}
-    return apply_profile(parse_config(values), profile)
+    return apply_profile(parse_config(values), PROFILES[profile])
 
 
 def test_7b_fits_two_nodes_of_eight_80_gb_gpus_in_every_stage(tmp_path: Path) -> None:
     path = folder(tmp_path, "7B")
     config = documented(path, "2x8xH100")
-    check_memory(config, "2x8xH100")
+    check_memory(config, PROFILES["2x8xH100"])
     there = cluster(PROFILES["2x8xH100"]).machines[0]
     assert there.gpu_memory == 80 * GIB
     rl = config.rl
     assert Layout.of(rl.actor.parallel) == Layout(dp=2, fsdp=8)
-    dataflow = choose_dataflow(rl.algorithm)
-    needs = RequiredPasses.of(rl, dataflow)
     work = workload(
         rl,
-        needs.roles(dataflow),
-        needs,
-        text_config(path),
+        model_path=path,
         lora=LoRAConfig(),
         dtype="bfloat16",
         max_response_length=config.data.max_response_length,
@@ -97,14 +90,14 @@ def test_what_can_t_fit_is_refused_with_what_would(tmp_path: Path) -> None:
     config = documented(path, "2x8xH100")
     warm = config.model_copy(update={"sft": config.sft.model_copy(update={"skip": False})})
     with pytest.raises(PlacementError, match=r"sft can't fit: .* 1\d\d GiB .* one GPU of 80"):
-        check_memory(warm, "2x8xH100")
+        check_memory(warm, PROFILES["2x8xH100"])
     adapters = warm.model_copy(
         update={"model": documented(path, "8xA100", lora={"rank": 16}).model}
     )
-    check_memory(adapters, "2x8xH100")
+    check_memory(adapters, PROFILES["2x8xH100"])
     large = documented(folder(tmp_path, "70B"), "2x8xH100")
     with pytest.raises(PlacementError) as refused:
-        check_memory(large, "2x8xH100")
+        check_memory(large, PROFILES["2x8xH100"])
     said = str(refused.value)
     assert "rl can't fit: with rl.actor.parallel dp=2 fsdp=8 a GPU keeps" in said
     assert "\n" not in said
@@ -115,5 +108,20 @@ def test_what_is_not_known_is_let_through(tmp_path: Path) -> None:
     path = folder(tmp_path, "70B")
     config = parse_config({"model": {"path": path}})
     for profile in ("laptop", "one-gpu"):
-        check_memory(config, profile)
-    check_memory(parse_config({}), "2x8xH100")  # a model from scratch
+        check_memory(config, PROFILES[profile])
+    check_memory(parse_config({}), PROFILES["2x8xH100"])  # a model from scratch
+
+
+def test_a_gpu_kind_of_one_s_own_is_counted_with(tmp_path: Path) -> None:
+    """A kind that the table has not, and one that it has otherwise."""
+    sizes = "{cpus: 64, memory_gib: 500, gpus: 4, accelerator: %s}"
+    config = parse_config({"model": {"path": folder(tmp_path, "7B")}, "sft": {"skip": True}})
+    unknown = read_profile(sizes % "L20")
+    check_memory(apply_profile(config, unknown), unknown)  # nobody knows its memory
+    small = {"memory_gib": 12, "tflops": 119, "memory_gbs": 864}
+    for kind in ("L20", "H100"):
+        values = {"rl": {"trainer": {"gpu_kinds": {kind: small}}}}
+        values |= config.model_dump(include={"model": {"path"}, "sft": {"skip"}})
+        machines = read_profile(sizes % kind)
+        with pytest.raises(PlacementError, match=r"rl can't fit: .* and has 12"):
+            check_memory(apply_profile(parse_config(values), machines), machines)

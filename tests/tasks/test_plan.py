@@ -13,7 +13,6 @@ from engine.errors import ConfigError
 from tasks.context import StageError
 from tasks.inputs import RLHFConfig
 from tasks.plan import check_settings, checks_key, plan
-from tasks.profiles import ProfileName
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,7 @@ def test_a_wrong_name_is_known_before_torch_is_loaded(
     config = RLHFConfig.model_validate(change)
     body: Any = plan.task_function
     with pytest.raises(StageError, match=said):
-        body(config, "", "", "", -1, ProfileName.LAPTOP)
+        body(config, "", "", "", -1, "laptop")
 
 
 @pytest.fixture

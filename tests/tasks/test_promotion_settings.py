@@ -17,10 +17,9 @@ from engine.promotion import Champions
 from engine.storage.manifest import read_manifest
 from engine.tracking import Tracker
 from tasks.context import StageError
-from tasks.evaluate import evaluate
+from tasks.evaluate import evaluate_stage
 from tasks.finalize import open_promotion
 from tasks.inputs import RLHFConfig
-from tasks.profiles import ProfileName
 
 
 def test_a_champion_of_other_problems_is_evaluated_on_these(
@@ -138,7 +137,7 @@ def test_an_evaluation_with_other_settings_than_the_promotion_promotes_nobody(
         "policy": FlyteDirectory(str(model)),
         "evaluation": FlyteDirectory(str(evidence)),
         "seed": 0,
-        "profile": ProfileName.LAPTOP,
+        "profile": "laptop",
     }
     with pytest.raises(StageError, match=said.format(64)):
         open_promotion(config=RLHFConfig(), **given)
@@ -155,7 +154,7 @@ def test_an_evaluation_with_other_settings_than_the_promotion_promotes_nobody(
 
 def test_the_evaluation_of_a_run_records_what_it_is_compared_by(bench: Bench) -> None:
     model = bench.model(seed=1)
-    output = evaluate["laptop"](
+    output = evaluate_stage(
         run=new_run(),
         dataset=FlyteDirectory(str(bench.dataset)),
         warm_start=FlyteDirectory(str(model)),

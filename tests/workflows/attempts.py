@@ -52,16 +52,15 @@ class Inputs:
 
     def of(self, stage: str) -> bytes:
         """`inputs.pb` of a stage, as Flyte writes it."""
-        from tasks.rl import rl
-        from tasks.sft import sft
+        from tasks import rl, sft
 
         plan = self.plan
         values = {"run": plan.run, "dataset": self.dataset, "seed": plan.seed}
         if stage == "sft":
-            task = sft["laptop"]
+            task = sft.sft_stage
             values |= {"start": plan.start, "start_digest": plan.start_digest, "config": plan.sft}
         else:
-            task = rl["laptop"]
+            task = rl.rl_stage
             values |= {"warm_start": self.warm_start, "data": plan.data}
             values |= {"config": plan.rl, "lora": plan.lora, "dtype": plan.rl_dtype}
         hints = task.python_interface.inputs
@@ -79,8 +78,7 @@ def prepared_inputs(place: Place) -> Inputs:
     from tasks.inputs import RLHFConfig
     from tasks.plan import plan
     from tasks.preprocess import preprocess
-    from tasks.profiles import ProfileName
-    from tasks.sft import sft
+    from tasks.sft import sft_stage
 
     values = copy.deepcopy(TINY)
     merge(values, CHANGES)
@@ -91,7 +89,7 @@ def prepared_inputs(place: Place) -> Inputs:
             path="",
             model="",
             seed=-1,
-            profile=ProfileName.LAPTOP,
+            profile="laptop",
         )
         dataset = preprocess(
             run=made.run,
@@ -102,7 +100,7 @@ def prepared_inputs(place: Place) -> Inputs:
             context=made.context,
             seed=made.seed,
         )
-        warm_start = sft["laptop"](
+        warm_start = sft_stage(
             run=made.run,
             dataset=dataset,
             start=made.start,

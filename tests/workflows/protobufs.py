@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flyte_runs import REPOSITORY
 from flyteidl.admin.launch_plan_pb2 import LaunchPlanSpec
 from flyteidl.core.tasks_pb2 import TaskTemplate
 from flyteidl.core.workflow_pb2 import WorkflowTemplate
+from flytekit.configuration import Image, ImageConfig, SerializationSettings
+from flytekit.core.context_manager import ExecutionState, FlyteContextManager
+from flytekit.types.directory import FlyteDirectory
+
+from tasks.context import RunContext
+from tasks.profiles import Profile
 
 IMAGE = f"ghcr.io/x/y@sha256:{'a' * 64}"
+PYTHON = "/opt/venv/bin/python"
 
 
 @dataclass(frozen=True)
@@ -39,3 +47,42 @@ def serialised() -> Registered:
         _, name, number = kind_of(entity)
         messages[number, name if number == 3 else name.rsplit(".", 1)[-1]] = entity.to_flyte_idl()
     return Registered(messages)
+
+
+def as_on(stage: Any, profile: Profile, folder: Path) -> TaskTemplate:
+    """The template that a stage's dynamic task writes in its container, for this profile.
+
+    `folder` is any that exists, for the inputs that are folders.
+    """
+    context = FlyteContextManager.current_context()
+    image = Image.look_up_image_info("default", IMAGE)
+    settings = SerializationSettings(
+        ImageConfig(image, [image]), project="p", domain="d", version="v", python_interpreter=PYTHON
+    )
+    mode = ExecutionState.Mode.TASK_EXECUTION
+    running = context.new_execution_state().with_params(mode=mode)
+    inside = context.with_serialization_settings(settings).with_execution_state(running)
+    stage._wf = None  # flytekit keeps the workflow of the first call, the only one of a container
+    try:
+        with FlyteContextManager.with_context(inside):
+            spec = stage.execute(profile=profile, **any_inputs(stage, folder))
+    finally:
+        stage._wf = None
+    (template,) = spec.tasks
+    (node,) = spec.nodes
+    assert node.task_node.reference_id.name == template.id.name
+    written: TaskTemplate = template.to_flyte_idl()
+    return written
+
+
+def any_inputs(stage: Any, folder: Path) -> dict[str, Any]:
+    """Some value of each input's type, but of the profile."""
+    some: dict[Any, Any] = {
+        str: "",
+        int: 0,
+        FlyteDirectory: FlyteDirectory(str(folder), remote_directory=False),
+        RunContext: RunContext(run_id="r", mlflow_run="m", experiment="e", started_at=0.0),
+    }
+    kinds = dict(stage.python_interface.inputs)
+    del kinds["profile"]
+    return {name: some[kind] if kind in some else kind() for name, kind in kinds.items()}

@@ -22,7 +22,6 @@ from engine.tracking import Tracker
 from tasks import failure
 from tasks.failure import record_failure
 from tasks.inputs import RLHFConfig
-from tasks.profiles import ProfileName
 
 REWARD = '''
 """A reward that fails as long as a file is there."""
@@ -148,7 +147,7 @@ def inputs(message: str) -> LiteralMap:
     values |= {
         "config": literal(RLHFConfig(), RLHFConfig),
         "seed": literal(0, int),
-        "profile": literal(ProfileName.A100_8, ProfileName),
+        "profile": literal("8xA100", str),
         "err": literal(FlyteError(message, "n3"), FlyteError | None),
     }
     return LiteralMap(values)

@@ -94,7 +94,7 @@ def test_a_pre_empted_warm_start_is_tried_again_and_goes_on(
 ) -> None:
     variables = request.getfixturevalue("s3") if storage == "s3" else {}
     where = f"s3://flyte/{tmp_path.name}" if storage == "s3" else str(tmp_path)
-    args = list(registered.task("sft_laptop").container.args)
+    args = list(registered.task("sft_stage").container.args)
     first, second, whole = struck_and_tried_again("sft", inputs, args, where, variables)
     step = assert_recoverable(first, "sft")
     total = inputs.plan.sft.max_steps
@@ -114,7 +114,7 @@ def done(attempt: Attempt) -> list[int]:
 def test_a_pre_empted_rl_run_is_tried_again_and_goes_on(
     inputs: Inputs, registered: Registered, tmp_path: Path
 ) -> None:
-    args = list(registered.task("rl_laptop").container.args)
+    args = list(registered.task("rl_stage").container.args)
     first, second, whole = struck_and_tried_again("rl", inputs, args, str(tmp_path), {})
     step = assert_recoverable(first, "rl")
     total = inputs.plan.rl.trainer.total_training_steps

@@ -16,8 +16,8 @@ def test_other_start_weights_and_limits_have_folders_of_their_own(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a run that is started again after it was killed resumes from its own alone."""
-    from tasks.rl import rl
-    from tasks.sft import sft
+    from tasks.rl import rl_stage
+    from tasks.sft import sft_stage
 
     made = prepared_inputs(place)
     monkeypatch.setattr(Stage, "delete_local_checkpoints", lambda self: None)  # as if it was killed
@@ -27,13 +27,11 @@ def test_other_start_weights_and_limits_have_folders_of_their_own(
     common: dict[str, Any] = {"run": made.plan.run, "dataset": made.dataset, "seed": 0}
     with place.entered():
         for content in ("a" * 64, "b" * 64):
-            warm = sft["laptop"](
-                start=made.plan.start, start_digest=content, config=short, **common
-            )
+            warm = sft_stage(start=made.plan.start, start_digest=content, config=short, **common)
             assert read_manifest(str(warm)).config["start_digest"] == content
         for longest in (64, 32):
             data = made.plan.data.model_copy(update={"max_response_length": longest})
-            trained = rl["laptop"](
+            trained = rl_stage(
                 warm_start=made.warm_start, data=data, config=brief, lora=made.plan.lora, **common
             )
             assert read_manifest(str(trained)).config["max_response_length"] == longest

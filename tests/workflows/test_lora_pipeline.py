@@ -37,14 +37,3 @@ def test_both_stages_train_adapters_and_leave_plain_models(
         for name, tensor in after.items():
             assert torch.equal(tensor, earlier[name]) == ("_proj." not in name), name
         require_model_folder(folder / "adapter")
-
-
-def test_what_adapters_can_t_do_is_refused_before_compute(place: Place) -> None:
-    wrong = {
-        "model": {"lora": {"rank": 4}},
-        "rl": {"rollout": {"engine": "server", "server": {"url": "http://127.0.0.1:9"}}},
-    }
-    outcome = place.run("--config", settings(wrong))
-    assert outcome.code != 0
-    assert "model.lora.rank=4 with rollout.engine=server" in outcome.error
-    assert outcome.stages == []

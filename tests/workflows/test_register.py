@@ -179,12 +179,15 @@ def task(cluster: Cluster, version: str, name: str) -> Any:
     return cluster.admin.tasks["hybridflyte", "development", name, version].template
 
 
-def test_each_profile_has_its_image(cluster: Cluster, version: str) -> None:
-    assert task(cluster, version, "tasks.sft.sft_laptop").container.image == IMAGE
-    pod = task(cluster, version, "tasks.sft.sft_a100_8").k8s_pod.pod_spec
-    assert pod["containers"][0]["image"] == CUDA
-    pod = task(cluster, version, "tasks.sft.sft_mi300x").k8s_pod.pod_spec
-    assert pod["containers"][0]["image"] == IMAGE
+def test_what_lays_a_stage_out_knows_the_images(cluster: Cluster, version: str) -> None:
+    """By digest, in its container's variables: they go into the stages that it writes."""
+    for name in ("sft.sft", "rl.rl", "evaluate.evaluate", "promote.promote"):
+        container = task(cluster, version, f"tasks.{name}").container
+        assert container.image == IMAGE
+        variables = {pair.key: pair.value for pair in container.env}
+        assert variables["HYBRIDFLYTE_IMAGE"] == IMAGE
+        assert variables["HYBRIDFLYTE_CUDA_IMAGE"] == CUDA
+        assert variables["HYBRIDFLYTE_ROCM_IMAGE"] == IMAGE  # none was given
 
 
 def test_those_to_be_told_are_registered(cluster: Cluster, version: str) -> None:
@@ -368,9 +371,9 @@ def test_a_package_holds_what_is_registered(
     assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in members} == {
         (0, 0, 0, "", "", 0o644)
     }
-    (name,) = [name for name in contents if name.endswith("_tasks.sft.sft_laptop_1.pb")]
+    (name,) = [name for name in contents if name.endswith("_tasks.sft.sft_stage_1.pb")]
     packed = TaskSpec.FromString(contents[name]).template
-    here = task(cluster, version, "tasks.sft.sft_laptop")
+    here = task(cluster, version, "tasks.sft.sft_stage")
     assert packed.metadata.discovery_version == here.metadata.discovery_version
     assert packed.container.image == here.container.image
 
@@ -384,7 +387,7 @@ def test_cache_keys_hold_code_and_image(checkout: Path, cluster: Cluster, versio
     edited = cache_keys(clone, IMAGE)
     git(clone, "checkout", "-q", ".")
     other = cache_keys(clone, CUDA)
-    stages = ("preprocess.preprocess", "sft_laptop", "rl_laptop", "evaluate_laptop")
+    stages = ("preprocess.preprocess", "sft_stage", "rl_stage", "evaluate_stage")
     names = [name for name in edited if name.endswith(stages)]
     assert len(names) == len(stages)
     for name in names:
@@ -444,7 +447,7 @@ def test_pyflyte_run_remote_uploads_the_code(checkout: Path, cluster: Cluster) -
     # What the launch plan fixes was not sent; the server would have refused it.
     assert set(request.inputs.literals) <= {"config", "seed"}
     assert request.inputs.literals["seed"].scalar.primitive.integer == 4
-    container = task(cluster, request.spec.launch_plan.version, "tasks.rl.rl_laptop").container
+    container = task(cluster, request.spec.launch_plan.version, "tasks.rl.rl_stage").container
     arguments = list(container.args)
     assert arguments[0] == "pyflyte-fast-execute"
     uri = arguments[arguments.index("--additional-distribution") + 1]

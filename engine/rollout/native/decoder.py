@@ -28,6 +28,8 @@ class Prefilled:
 class Decoder(Protocol):
     """A model and the state of the sequences in its slots: `LlamaDecoder`, `GenericDecoder`."""
 
+    slots: int  # sequences decoded at once
+
     @property
     def shares_prompts(self) -> bool:
         """Whether completions of a prompt share its keys and values, so that a resumed one is
@@ -38,6 +40,11 @@ class Decoder(Protocol):
     def static_batches(self) -> bool:
         """Whether sequences are inserted only while no other is running, all of them by one
         prefill."""
+        ...
+
+    def free_prompts(self, running: Tensor) -> int:
+        """Prompts whose completions may be inserted beside the sequences in the slots `running`
+        `[k]`; `slots` where only slots bound them."""
         ...
 
     def session(self) -> AbstractContextManager[None]:

@@ -15,6 +15,7 @@ import torch
 
 from engine.errors import RolloutError
 from engine.rollout.causal_lm import context_length
+from engine.rollout.native.kv_budget import KvBudget
 from engine.rollout.native.llama_weights import UnsupportedModel
 from engine.rollout.native.model_handle import Model, ModelHandle, bind_weights, create_decoder
 from engine.rollout.native.scheduler import Scheduler
@@ -29,8 +30,14 @@ from engine.rollout.protocol import (
 from engine.rollout.requests import RolloutStats, check_request, resolve_max_model_len
 from engine.rollout.stream import KvOnUpdate, PartialCompletion
 
+_SETTINGS = frozenset({"max_num_seqs", "kv_cache_memory_mb", "cuda_graphs"})
 
-@register_engine("native", EngineCapabilities(streams=True, adapters=True, decodes_shards=True))
+
+@register_engine(
+    "native",
+    EngineCapabilities(streams=True, adapters=True, decodes_shards=True, settings=_SETTINGS),
+    options=lambda config: {"cuda_graphs": config.cuda_graphs},
+)
 class NativeEngine:
     """Rollouts on the device and in the storage of the trainer's model.
 
@@ -53,11 +60,13 @@ class NativeEngine:
 
         With a shard, all ranks of its group must make the same calls; each gets all completions.
 
-        `max_model_len` defaults to the model's context. `kv_cache_memory_mb` is accepted, as all
-        engines have the same options, and not used: the cache grows with the running sequences.
+        `max_model_len` defaults to the model's context. Without `kv_cache_memory_mb` the cache
+        grows with the running sequences. With it the cache is allocated for as many of the longest
+        as fit so many MiB on this rank; the others wait, and one that can't fit is refused.
         `seed` is added to that of each request. `cuda_graphs` replays decode steps as graphs where
         the model is on a GPU, whole and of the Llama family; each completion then has its own copy
-        of its prompt's keys. Raises ConfigError for a length beyond the model's context.
+        of its prompt's keys. Raises ConfigError for a length beyond the model's context, and for a
+        bound on the cache of a model whose sizes nobody knows.
         """
         if max_num_seqs < 1:
             raise RolloutError(f"max_num_seqs={max_num_seqs} decodes nothing; use 1 or more")
@@ -66,6 +75,9 @@ class NativeEngine:
         self._cuda_graphs = cuda_graphs
         self._handle = ModelHandle(model)
         self._max_model_len = resolve_max_model_len(max_model_len, context_length(model))
+        self._budget: KvBudget | None = None
+        if kv_cache_memory_mb is not None:
+            self._budget = KvBudget(kv_cache_memory_mb, self._handle.kv_token_bytes())
 
     @property
     def policy_version(self) -> int:
@@ -98,6 +110,10 @@ class NativeEngine:
         try:
             model = self._handle.get()
             check_request(prompts, params, self._max_model_len, self._handle.vocab_size())
+            if self._budget is not None:
+                for index, prompt in enumerate(prompts):
+                    longest = min(len(prompt) + params.max_new_tokens, self._max_model_len)
+                    self._budget.check(f"prompt {index}", len(prompt), longest)
         except RolloutError as error:
             if tp is None:
                 raise
@@ -131,6 +147,8 @@ class NativeEngine:
             params.n,
             max(map(len, prompts)),
             new_tokens,
+            max_model_len=self._max_model_len,
+            budget=self._budget,
             cuda_graphs=self._cuda_graphs,
             static_batches=True,
         )
@@ -206,7 +224,12 @@ class NativeEngine:
         )
         params = dataclasses.replace(params, seed=params.seed + self._seed)
         return NativeStream(
-            self._handle, params, limits, kv_on_update, cuda_graphs=self._cuda_graphs
+            self._handle,
+            params,
+            limits,
+            kv_on_update,
+            budget=self._budget,
+            cuda_graphs=self._cuda_graphs,
         )
 
     def update_weights(self, model: Model | None, version: int) -> None:

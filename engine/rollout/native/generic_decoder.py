@@ -38,11 +38,16 @@ class GenericDecoder:
     ) -> None:
         """Serve `slots` sequences of at most `columns` tokens, prompts included."""
         self._model, self._device, self.static_batches = model, device, static_batches
+        self.slots = slots
         kept = (slots, 0 if static_batches else columns)
         self._ids = torch.zeros(kept, dtype=torch.long, device=device)  # by slot and position
         self._prefilled: _PaddedBatch | None = None  # the latest prefill's, in static batches
         self._batch: _PaddedBatch | None = None  # None: to be computed again from `_ids`
         self._slots = torch.empty(0, dtype=torch.long, device=device)  # of the batch's sequences
+
+    def free_prompts(self, running: Tensor) -> int:
+        """Each slot has its own."""
+        return self.slots
 
     def session(self) -> AbstractContextManager[None]:
         """Dropout is off."""

@@ -149,6 +149,14 @@ class SharedPromptCache:
         self._member[slots] = torch.arange(len(which), device=which.device) - first[inverse]
         self._scratch_fits = False
 
+    def reserve(self, columns: int) -> None:
+        """Make room for `columns` tokens of each completion."""
+        self._completions.reserve(columns)
+
+    def prompts_of(self, slots: Tensor) -> int:
+        """How many prompts the sequences in `slots` `[k]` follow."""
+        return len(torch.unique(self._group[slots]))
+
     def extend(self, kv: Tensor, slots: Tensor) -> None:
         """Copy the first columns of completions, `[layers, 2, k, kv_heads, T, d]`, to `slots`."""
         self._completions.insert(kv, torch.arange(len(slots), device=slots.device), slots)

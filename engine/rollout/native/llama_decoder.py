@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from engine.rollout.native.cpu_step import cpu_step
 from engine.rollout.native.cuda_graphs import Capture, CudaGraphs, GraphedSteps
 from engine.rollout.native.decoder import Prefilled
+from engine.rollout.native.kv_budget import KvRoom
 from engine.rollout.native.kv_cache import CacheShape, KVCache, SharedPromptCache
 from engine.rollout.native.llama_weights import (
     LayerWeights,
@@ -52,10 +53,11 @@ class LlamaDecoder:
         longest_prompt: int,
         max_new_tokens: int,
         *,
+        room: KvRoom | None = None,
         cuda_graphs: bool = False,
         capture: Capture | None = None,
     ) -> None:
-        """Serve `slots` sequences, `n` completions a prompt.
+        """Serve `slots` sequences, `n` completions a prompt; or those that `room` has.
 
         With `cuda_graphs`, the completions of a prompt don't share keys, whose addresses would
         change with the groups; `capture` replaces the graph.
@@ -64,11 +66,18 @@ class LlamaDecoder:
         self._columns = columns = longest_prompt + max_new_tokens
         shape = _cache_shape(weights)
         grouped = n > 1 and not cuda_graphs
+        self._most_prompts: int | None = None
+        if room is not None:
+            slots, columns, self._most_prompts = room
+            grouped = grouped and self._most_prompts is not None
+        self.slots = slots
         self._cache: KVCache | SharedPromptCache
         if grouped:
             self._cache = SharedPromptCache(shape, slots, n, max_new_tokens, like)
         else:
             self._cache = KVCache(shape, slots, columns, like)
+        if room is not None:  # growing it would take the old and the new storage at once
+            self._cache.reserve(max_new_tokens if grouped else columns)
         self._graphed: GraphedSteps | None = None
         if cuda_graphs:
             capture = capture or CudaGraphs(like.device)
@@ -78,6 +87,12 @@ class LlamaDecoder:
     @property
     def shares_prompts(self) -> bool:
         return isinstance(self._cache, SharedPromptCache)
+
+    def free_prompts(self, running: Tensor) -> int:
+        """Prompts that may enter beside the sequences in the slots `running` `[k]`."""
+        if self._most_prompts is None or not isinstance(self._cache, SharedPromptCache):
+            return self.slots
+        return self._most_prompts - self._cache.prompts_of(running)
 
     def session(self) -> AbstractContextManager[None]:
         """Any context: modules are not called."""

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-from engine.errors import RolloutError
+from engine.errors import ConfigError, RolloutError
 from engine.rollout.causal_lm import embedding_weight
 from engine.rollout.native.decoder import Decoder
 from engine.rollout.native.generic_decoder import GenericDecoder
+from engine.rollout.native.kv_budget import KvBudget
 from engine.rollout.native.llama_decoder import LlamaDecoder, can_graph
 from engine.rollout.native.llama_weights import LlamaWeights, UnsupportedModel, bind
 from engine.rollout.native.tensor_parallel import TensorParallel
@@ -81,6 +83,29 @@ class ModelHandle:
             return int(model.config.vocab_size)
         return embedding_weight(model).shape[0]
 
+    def kv_token_bytes(self) -> int:
+        """Bytes of a token's keys and values in all layers, on this rank.
+
+        Raises ConfigError for a model whose config does not name their sizes.
+        """
+        model = self.get()
+        config: Any = getattr(model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        heads = getattr(config, "num_attention_heads", 0)
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        hidden = getattr(config, "hidden_size", 0)
+        width = getattr(config, "head_dim", None) or hidden // max(1, heads)
+        layers = getattr(config, "num_hidden_layers", 0)
+        if not (layers and kv_heads and width):
+            raise ConfigError(
+                "rollout.kv_cache_memory_mb with a model whose config names no num_hidden_layers, "
+                "num_attention_heads and hidden_size, so that nobody knows what its cache takes; "
+                "leave it out"
+            )
+        if self.tp is not None:
+            kv_heads = max(1, kv_heads // self.tp.size)
+        return 2 * layers * kv_heads * width * next(iter(model.parameters())).element_size()
+
     def fingerprint(self) -> tuple[int, int, int]:
         """A value that differs once another model is served or a weight was written in place.
 
@@ -109,22 +134,32 @@ def create_decoder(
     longest_prompt: int,
     max_new_tokens: int,
     *,
+    max_model_len: int,
+    budget: KvBudget | None,
     cuda_graphs: bool,
     static_batches: bool,
 ) -> Decoder:
     """The fastest decoder for `model`, with `slots` sequences, `n` a prompt.
 
+    With a `budget` they are as many as fit it, at least one of which must.
+
     `static_batches` has a model outside the Llama family decode batch after batch, each of them
     prefilled once; a `LlamaDecoder` needs no such batches. `cuda_graphs` is dropped where steps
     can't be captured.
     """
+    sizes = longest_prompt, max_new_tokens
     try:
         weights = bind_weights(model)
     except UnsupportedModel:
         columns = longest_prompt + max_new_tokens
+        if budget is not None:
+            slots, columns, _ = budget.room(slots, 1, *sizes, max_model_len)
         device: torch.device = next(model.parameters()).device
         return GenericDecoder(
             whole_model(model), slots, columns, device, static_batches=static_batches
         )
     graphed = cuda_graphs and can_graph(weights)
-    return LlamaDecoder(weights, slots, n, longest_prompt, max_new_tokens, cuda_graphs=graphed)
+    room = None
+    if budget is not None:
+        room = budget.room(slots, 1 if graphed else n, *sizes, max_model_len)
+    return LlamaDecoder(weights, slots, n, *sizes, room=room, cuda_graphs=graphed)

@@ -58,7 +58,8 @@ class Scheduler:
 
     def bind(self, decoder: Decoder) -> None:
         """Decode with `decoder`, in which no slot is used; nothing may be running."""
-        slots = Slots(decoder, self._table, self._params, self._max_num_seqs, self._stats)
+        count = min(self._max_num_seqs, decoder.slots)
+        slots = Slots(decoder, self._table, self._params, count, self._stats)
         self._batch = slots, decoder
 
     def add(self, request: Request) -> None:
@@ -71,16 +72,15 @@ class Scheduler:
         assert self._batch is not None
         slots, decoder = self._batch
         if self._is_worth_a_prefill(slots, decoder):
-            self._admit(self._next(slots.free), slots, decoder)
+            self._admit(self._next(slots, decoder), slots, decoder)
         slots.compact()
         if slots.running:
             slots.step()
 
     def admit_first(self, count: int) -> None:
-        """Admit the first `count` requests of the queue, for which slots must be free."""
+        """Admit of the first `count` requests of the queue those that slots are free for."""
         assert self._batch is not None
-        first = [self._queue[index] for index in range(count)]
-        self._admit([(request, request.waiting) for request in first], *self._batch)
+        self._admit(self._next(*self._batch)[:count], *self._batch)
 
     def preempt(self) -> int:
         """Move the sequences that have not ended to the queue's front; return how many requests.
@@ -109,12 +109,13 @@ class Scheduler:
             return False
         return slots.free >= min(self.waiting, slots.count, max(self._params.n, slots.count // 16))
 
-    def _next(self, free: int) -> Admitted:
-        """The completions at the queue's front that `free` slots are enough for."""
+    def _next(self, slots: Slots, decoder: Decoder) -> Admitted:
+        """The completions at the queue's front that the free slots are enough for."""
         found: Admitted = []
+        free, prompts = slots.free, decoder.free_prompts(slots.running_slots())
         for request in self._queue:
-            split = self._split_requests or free == self._max_num_seqs
-            if not free or (len(request.waiting) > free and not split):
+            split = self._split_requests or free == slots.count
+            if not free or len(found) == prompts or (len(request.waiting) > free and not split):
                 break
             found.append((request, request.waiting[:free]))
             free -= len(found[-1][1])
@@ -122,6 +123,8 @@ class Scheduler:
 
     def _admit(self, admitted: Admitted, slots: Slots, decoder: Decoder) -> None:
         """Move completions from the queue to slots; sample the first token of those without any."""
+        if not admitted:
+            return
         plan = _plan_prefill(admitted, decoder.shares_prompts)
         members = [(request, part) for request, parts in admitted for part in parts]
         rows = self._table.add(members)

@@ -16,6 +16,7 @@ from torch import nn
 
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.native.decoder import Decoder
+from engine.rollout.native.kv_budget import KvBudget
 from engine.rollout.native.model_handle import ModelHandle, create_decoder, whole_model
 from engine.rollout.native.scheduler import Scheduler
 from engine.rollout.native.sequences import Request, SequenceTable
@@ -82,14 +83,20 @@ class NativeStream:
         limits: StreamLimits,
         kv_on_update: KvOnUpdate,
         *,
+        budget: KvBudget | None = None,
         cuda_graphs: bool = False,
     ) -> None:
         """Serve the model of `handle` with `params`, whose seed is complete.
 
-        Raises RolloutError for bad parameters and ConfigError for limits that fit no request.
+        Raises RolloutError for bad parameters and for a longest sequence that the `budget` of the
+        cache doesn't hold, and ConfigError for limits that fit no request.
         """
         check_params(params)
         limits.check(params.n)
+        if budget is not None:
+            longest = min(limits.longest_prompt + limits.max_new_tokens, limits.max_model_len)
+            budget.check("the longest prompt of the stream", limits.longest_prompt, longest)
+        self._budget = budget
         self.stats = RolloutStats()  # of all steps so far; `prefill_tokens` has recomputed ones
         self._handle, self._params, self._limits = handle, params, limits
         if kv_on_update not in get_args(KvOnUpdate):
@@ -229,6 +236,8 @@ class NativeStream:
             self._params.n,
             self._limits.longest_prompt,
             self._limits.max_new_tokens,
+            max_model_len=self._limits.max_model_len,
+            budget=self._budget,
             cuda_graphs=self._cuda_graphs,
             static_batches=False,
         )

@@ -50,7 +50,7 @@ from engine.rollout.server.weights import RankZeroDelivery, create_hook
 
 @register_engine(
     "server",
-    EngineCapabilities(remote=True, settings=frozenset({"server"})),
+    EngineCapabilities(remote=True, adapters=True, settings=frozenset({"server"})),
     options=lambda config: dict(config.server),
     check=check_rollout,
 )

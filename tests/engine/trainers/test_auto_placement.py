@@ -11,8 +11,6 @@ from tiny_engine import arithmetic_rows
 
 from engine.config import LoRAConfig, RLConfig
 from engine.data.loader import PromptLoader
-from engine.dataflows import choose_dataflow
-from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError, PlacementError
 from engine.planner import Cluster, Machine
 from engine.planner.hardware import GIB
@@ -51,13 +49,8 @@ def gpus(count: int, gib: float) -> Cluster:
 
 
 def resolved(folder: Path, config: RLConfig, cluster: Cluster, rank: int = 0) -> RLConfig:
-    dataflow = choose_dataflow(config.algorithm)
-    needs = RequiredPasses.of(config, dataflow)
-    ahead = {"sampler"} if config.trainer.mode == "one_step_off" else set()
     return auto.resolve_auto(
         config,
-        needs.roles(dataflow) | ahead,
-        needs,
         model_path=str(folder),
         lora=LoRAConfig(rank=rank),
         dtype="float32",
@@ -171,7 +164,7 @@ def test_a_restart_on_other_machines_gets_a_new_layout_and_resumes(
     assert (first.step, ranks) == (1, 1)
     # The same Ray, reported as two machines on which one rank alone doesn't fit.
     small = tight(tiny_folder, config)
-    monkeypatch.setattr(auto, "read_cluster", lambda: small)
+    monkeypatch.setattr(auto, "read_cluster", lambda kinds: small)
     second, ranks = run(1)
     assert (second.step, ranks) == (2, 2)
     assert [row["step"] for row in second.history] == [1.0, 2.0]

@@ -20,6 +20,8 @@ from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError, ConfigError, WorkerError
 from engine.models import adapter_parameters, add_adapters, load_model, save_model
+from engine.rollout.native import NativeEngine
+from engine.rollout.protocol import register_engine
 from engine.trainers.rl import RLTrainer
 from engine.trainers.sft import SFTExample, SFTTrainer
 from engine.workers.actor import ActorWorker
@@ -273,8 +275,12 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
 
 
 def test_engines_that_know_no_adapters_are_refused(start_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rank=4 with rollout.engine=server.*native or vllm"):
-        trainer(start_folder, rollout={"engine": "server", "server": {"url": "http://127.0.0.1:9"}})
+    @register_engine("without_adapters")
+    class WithoutAdapters(NativeEngine):
+        pass
+
+    with pytest.raises(ConfigError, match=r"rank=4 with rollout.engine=without_adapters.*native"):
+        trainer(start_folder, rollout={"engine": "without_adapters"})
 
 
 def test_the_warm_start_trains_adapters() -> None:

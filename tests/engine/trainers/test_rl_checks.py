@@ -152,7 +152,16 @@ SERVER: dict[str, Any] = {"engine": "server", "server": {"url": "http://127.0.0.
         ),
         ({"rollout": {"vllm": {"sleep": 1}}}, "rollout.vllm.sleep=1 .*rollout.engine=native"),
         ({"rollout": SERVER | {"vllm": {"sleep": 1}}}, "rollout.vllm.sleep=1 .*engine=server"),
-        ({"rollout": {"kv_cache_memory_mb": 999}}, "kv_cache_memory_mb=999 .*engine=native"),
+        (
+            {
+                "rollout": {
+                    "engine": "server",
+                    "server": {"url": "http://a"},
+                    "kv_cache_memory_mb": 999,
+                }
+            },
+            "kv_cache_memory_mb=999 .*engine=server",
+        ),
         (
             {"rollout": {"tensor_parallel_size": 2}, "trainer": AHEAD},
             "rollout.tensor_parallel_size=2 .*trainer.mode=one_step_off .*the sampler is one",
