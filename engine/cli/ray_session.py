@@ -21,9 +21,12 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
     Joins the cluster that RAY_ADDRESS names, or starts one, whose object store has that many
     bytes. Raises PlacementError where that cluster can't be joined, WorkerError where none starts.
     """
+    if placement == "local":
+        yield
+        return
     import ray
 
-    if placement == "local" or ray.is_initialized():
+    if ray.is_initialized():
         yield
         return
     address = os.environ.get("RAY_ADDRESS")

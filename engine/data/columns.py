@@ -5,16 +5,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from engine.data.rows import is_missing
-
-EXTRA, RULE, TRUTH = "extra_info", "reward_model", "ground_truth"
+from engine.data.rows import EXTRA, RULE, TRUTH, as_text, is_missing
 
 
 def uniform_columns(frame: pd.DataFrame) -> pd.DataFrame:
@@ -71,17 +67,3 @@ def _is_one_type(values: list[object]) -> bool:
     except (pa.ArrowException, OverflowError):
         return False
     return not (pa.types.is_struct(kind) and kind.num_fields == 0)  # Parquet has no such column
-
-
-def as_text(value: object) -> str:
-    """Text as it is, whole numbers without a point, all else as JSON: 7.0 is "7"."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return json.dumps(value, default=_plain, sort_keys=True, ensure_ascii=False)
-
-
-def _plain(value: object) -> object:
-    """Let JSON write what a frame read from Parquet holds."""
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

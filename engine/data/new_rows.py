@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from engine.data.columns import RULE, truth_of
+from engine.data.columns import truth_of
 from engine.data.evaluation_sets import evaluation_files
 from engine.data.incremental_data import NewFiles, read_new_files
-from engine.data.rows import normalise, prompt_text
+from engine.data.rows import RULE, normalise, prompt_text
 
 HELD_OUT = ("validation", "sft_validation")  # and the evaluation sets, `test` among them
 

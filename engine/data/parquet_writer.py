@@ -17,8 +17,7 @@ from typing import Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from engine.data.columns import EXTRA, RULE, TRUTH, as_text
-from engine.data.rows import is_missing
+from engine.data.rows import EXTRA, RULE, TRUTH, as_text, is_missing
 
 BATCH_ROWS = 4096  # a row group
 _KINDS: dict[type, pa.DataType] = {

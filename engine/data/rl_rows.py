@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from engine.data.columns import EXTRA, RULE, TRUTH, as_text
 from engine.data.rows import (
+    EXTRA,
+    RULE,
+    TRUTH,
+    as_text,
     brief,
     has_words,
     is_messages,

@@ -6,13 +6,15 @@ Also when two prompts count as the same, and how messages show cells and rows. T
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 SHOWN = 5  # rows that a message names
+EXTRA, RULE, TRUTH = "extra_info", "reward_model", "ground_truth"  # columns, and a field
 
 
 def rl_row(
@@ -56,7 +58,7 @@ def normalise(text: str) -> str:
 
 def is_missing(value: Any) -> bool:
     """Whether a cell holds nothing: None, NaN (JSON's, or a null of Parquet) or pandas' NA."""
-    if value is None or value is pd.NA:
+    if value is None or value is getattr(sys.modules.get("pandas"), "NA", None):
         return True
     return isinstance(value, float | np.floating) and bool(value != value)
 
@@ -98,3 +100,17 @@ def row_numbers(numbers: Sequence[int]) -> str:
     """Rows for a message, the first few of them: "rows 2, 3"."""
     shown = ", ".join(str(number) for number in numbers[:SHOWN])
     return f"row{'s' * (len(numbers) > 1)} {shown}{', …' * (len(numbers) > SHOWN)}"
+
+
+def as_text(value: object) -> str:
+    """Text as it is, whole numbers without a point, all else as JSON: 7.0 is "7"."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return json.dumps(value, default=_plain, sort_keys=True, ensure_ascii=False)
+
+
+def _plain(value: object) -> object:
+    """Let JSON write what a frame read from Parquet holds."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

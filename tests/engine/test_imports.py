@@ -29,10 +29,14 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 REWARD = """
 import sys
 from engine.data.tokenizer import load_tokenizer, train_tokenizer
-import engine.workers.reward
+import engine.data.collate, engine.workers.reward
+from engine.cli.ray_session import ray_session
 train_tokenizer(["3+4=7"], 512).save_pretrained(sys.argv[1])
 assert load_tokenizer(sys.argv[1]).decode(load_tokenizer(sys.argv[1])("3+4").input_ids) == "3+4"
-print(*{"torch._dynamo", "transformers.modeling_utils", "sympy"} & sys.modules.keys())
+with ray_session("local"):
+    pass
+unused = {"torch._dynamo", "transformers.modeling_utils", "sympy", "pandas", "pyarrow", "ray"}
+print(*unused & sys.modules.keys())
 """
 
 
