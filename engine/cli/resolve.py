@@ -165,9 +165,7 @@ def _check_unsupported(result: Resolved, key: str, value: object) -> None:
         raise ConfigError(
             f"unknown key {key!r}{hint or '; python -m engine.main_ppo --help lists all keys'}"
         )
-    same = entry.same_as and entry.same_as in result.overrides
-    accepted = (*entry.accepted, *([result.overrides[entry.same_as].value] if same else []))
-    if value is None or any(value == v and type(value) is type(v) for v in accepted):
+    if value is None or any(value == v and type(value) is type(v) for v in entry.accepted):
         return
     if entry.rejected:
         raise ConfigError(f"{key}={value!r} is verl's and not available here: {entry.reason}")

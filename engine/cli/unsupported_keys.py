@@ -19,7 +19,6 @@ class UnsupportedKey:
     reason: str  # what to do instead, or why nothing is lost
     accepted: tuple[object, ...] = ()  # values that change nothing; null always is one
     rejected: bool = True  # False: other values cost a notice, not the run
-    same_as: str = ""  # also accepted where it equals the setting at this path of RunConfig
 
     def matches(self, key: str) -> bool:
         """Whether the pattern matches `key`."""
@@ -30,10 +29,8 @@ def _ignore(pattern: str, why: str) -> UnsupportedKey:
     return UnsupportedKey(pattern, why, rejected=False)
 
 
-def _reject(
-    pattern: str, why: str, accepted: tuple[object, ...] = (), same_as: str = ""
-) -> UnsupportedKey:
-    return UnsupportedKey(pattern, why, accepted, same_as=same_as)
+def _reject(pattern: str, why: str, accepted: tuple[object, ...] = ()) -> UnsupportedKey:
+    return UnsupportedKey(pattern, why, accepted)
 
 
 _MICRO = "micro-batches are cut by tokens; see actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
