@@ -18,8 +18,8 @@ from engine.storage.atomic import fsync_tree
 from engine.storage.hashing import FileEntry, hash_files
 
 CARD, LINEAGE = "README.md", "lineage.json"
-# What a stage leaves beside a model and nobody loads it by.
-LEFT_OUT = (".parquet", "timeline.json")
+# What a stage leaves beside a model and nobody loads it by; the rollouts are pieces of its data.
+LEFT_OUT, ROLLOUTS = (".parquet", "timeline.json"), "rollouts/"
 
 
 def released_files(model: ReleasedModel) -> dict[str, FileEntry]:
@@ -27,7 +27,9 @@ def released_files(model: ReleasedModel) -> dict[str, FileEntry]:
     return {
         name: entry
         for name, entry in model.manifest.files.items()
-        if not name.endswith(LEFT_OUT) and name not in (CARD, LINEAGE)
+        if not name.endswith(LEFT_OUT)
+        and not name.startswith(ROLLOUTS)
+        and name not in (CARD, LINEAGE)
     }
 
 

@@ -59,7 +59,7 @@ def make_run(folder: Path, start: str = "", start_digest: str = "", first: str =
         "rl",
         {
             **weights, "model.safetensors": "better", "adapter/adapter_config.json": "{}",
-            "metrics.parquet": "steps",
+            "metrics.parquet": "steps", "rollouts/rollouts.html": "prompts and answers",
         },
         parent("dataset", dataset), parent("warm_start", sft),
         config={"rl": {"actor": {"lr": 0.0005}}, "seed": 0}, metrics={"reward": 0.9},
