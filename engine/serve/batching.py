@@ -55,8 +55,7 @@ class Batcher:
         self._later: list[Job] = []  # taken from the queue, of another kind than what is decoded
         self._random = random.Random()
         self.failed = ""  # why it decodes nothing any more
-        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="decode", daemon=True).start()
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, has_seed: bool = False
@@ -69,11 +68,10 @@ class Batcher:
             self._waiting.put(job)
         return job.result
 
-    def close(self, seconds: float) -> None:
-        """Take no more jobs, and wait up to `seconds` for those under way."""
+    def close(self) -> None:
+        """Take no more jobs; those that wait are cancelled, one that is decoded ends by itself."""
         self.failed = self.failed or "the server is stopping"
         self._waiting.put(None)
-        self._thread.join(seconds)
 
     def _run(self) -> None:
         while batch := self._next_batch():

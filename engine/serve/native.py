@@ -1,22 +1,28 @@
-"""The native rollout engine behind a small HTTP server.
+"""The native rollout engine behind a small HTTP server (Starlette on uvicorn).
 
 It listens before the model is loaded; until it is, `/health` and requests answer 503.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
-import logging
-import sys
+import socket
 import threading
 import time
-from concurrent.futures import CancelledError, Future
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ConfigError, DataError, ModelError, RolloutError
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.errors import ConfigError, DataError, EngineError, ModelError, RolloutError
 from engine.serve.openai_api import (
     Answer,
     ChatRequest,
@@ -35,10 +41,9 @@ if TYPE_CHECKING:
 
     from engine.rollout.protocol import Completion, RolloutEngine
 
-_log = logging.getLogger(__name__)
 LARGEST = 8 << 20  # bytes of a request
-SOCKET_S = 60.0  # for a client to send its request, and to take the answer
-STOP_S = 3.0  # for the batch under way when the server ends
+BODY_S = 60.0  # for a client to send its request
+STOP_S = 3  # for requests under way when the server ends
 KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
@@ -60,7 +65,7 @@ class Backend:
 
         self.context = context
         self._tokenizer, self._stops, self._vocabulary = tokenizer, stops, vocabulary
-        self._lock = threading.Lock()  # a tokenizer is not safe for use by two threads
+        self._texts = ThreadPoolExecutor(1)  # a tokenizer is not safe for use by two threads
         self._engine, self.batcher = engine, Batcher(engine)
 
     @staticmethod
@@ -89,76 +94,63 @@ class Backend:
         stops = stop_token_ids(tokenizer, model.generation_config)
         return Backend(engine, tokenizer, stops, context, int(shape.vocab_size))
 
-    def complete(
-        self, request: CompletionRequest | ChatRequest, deadline: float
-    ) -> tuple[list[Answer], int]:
+    async def complete(self, request: CompletionRequest | ChatRequest) -> tuple[list[Answer], int]:
         """All answers to a request in order, and its prompts' tokens.
 
-        Raises RequestError for a prompt that can't be completed, or when `deadline`
-        (time.monotonic()) passes.
+        Raises RequestError for a prompt that can't be completed. Where it is cancelled, so are
+        those of its prompts that still wait.
         """
         from engine.rollout.protocol import SamplingParams
-        from engine.rollout.requests import check_prompt
 
-        prompts = self._encode(request)
+        loop = asyncio.get_running_loop()
+        prompts = await loop.run_in_executor(self._texts, self._encode, request)
         temperature = 1.0 if request.temperature is None else request.temperature
-        jobs: list[Future[list[Completion]]] = []
-        for i, prompt in enumerate(prompts):
-            try:
-                check_prompt(f"prompt {i}", prompt, self.context, self._vocabulary)
-            except RolloutError as error:
-                raise RequestError(str(error)) from None
-            params = SamplingParams(
-                n=request.n or 1,
-                max_new_tokens=min(request.longest or self.context, self.context - len(prompt)),
-                temperature=temperature,
-                top_k=max(request.top_k or 0, 0),
-                top_p=request.top_p or 1.0,
-                seed=(request.seed or 0) & (2**62 - 1),
-                stop_token_ids=self._stops,
-                first_prompt=i,
+        jobs = [
+            self.batcher.submit(
+                prompt,
+                SamplingParams(
+                    n=request.n or 1,
+                    max_new_tokens=min(request.longest or self.context, self.context - len(prompt)),
+                    temperature=temperature,
+                    top_k=max(request.top_k or 0, 0),
+                    top_p=request.top_p or 1.0,
+                    seed=(request.seed or 0) & (2**62 - 1),
+                    stop_token_ids=self._stops,
+                    first_prompt=i,
+                ),
+                request.seed is not None,
             )
-            jobs.append(self.batcher.submit(prompt, params, request.seed is not None))
-        done = [one for job in jobs for one in self._result(job, jobs, deadline)]
-        with self._lock:
-            answers = [self._answer(one).stopped_at(request.stops) for one in done]
+            for i, prompt in enumerate(prompts)
+        ]
+        done = await asyncio.gather(*map(asyncio.wrap_future, jobs))
+        answers = await loop.run_in_executor(
+            self._texts, self._answers, [one for own in done for one in own], request.stops
+        )
         return answers, sum(map(len, prompts))
-
-    def _result(
-        self,
-        job: Future[list[Completion]],
-        jobs: list[Future[list[Completion]]],
-        deadline: float,
-    ) -> list[Completion]:
-        try:
-            return job.result(max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
-            for other in jobs:
-                other.cancel()
-            raise RequestError(
-                "the answer took longer than --request-timeout; ask for fewer tokens, or when "
-                "fewer others ask",
-                504,
-            ) from None
-        except CancelledError:
-            raise RequestError("the server is stopping", 503) from None
 
     def _encode(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
         from engine.data.templates import encode_prompts, encode_text
+        from engine.rollout.requests import check_prompt
 
-        with self._lock:
-            try:
-                if isinstance(request, ChatRequest):
-                    chat = [message.plain() for message in request.messages]
-                    return encode_prompts(self._tokenizer, [chat], "messages")
-            except (DataError, ModelError) as error:
-                raise RequestError(str(error)) from None
-            if not request.prompts:
-                raise RequestError("prompt is empty; give a text or token ids")
-            return [
-                encode_text(self._tokenizer, one) if isinstance(one, str) else one
-                for one in request.prompts
-            ]
+        try:
+            if isinstance(request, ChatRequest):
+                chat = [message.plain() for message in request.messages]
+                prompts = encode_prompts(self._tokenizer, [chat], "messages")
+            else:
+                prompts = [
+                    encode_text(self._tokenizer, one) if isinstance(one, str) else one
+                    for one in request.prompts
+                ]
+            for i, prompt in enumerate(prompts):
+                check_prompt(f"prompt {i}", prompt, self.context, self._vocabulary)
+        except (DataError, ModelError, RolloutError) as error:
+            raise RequestError(str(error)) from None
+        if not prompts:
+            raise RequestError("prompt is empty; give a text or token ids")
+        return prompts
+
+    def _answers(self, done: list[Completion], stops: list[str]) -> list[Answer]:
+        return [self._answer(one).stopped_at(stops) for one in done]
 
     def _answer(self, one: Completion) -> Answer:
         from engine.data.templates import decode_response
@@ -169,129 +161,130 @@ class Backend:
         return Answer(text, len(ids), one.finish_reason)
 
 
-class NativeServer(ThreadingHTTPServer):
+class NativeServer:
     """The endpoint; it answers from `start` on, and with completions once it has a backend."""
 
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
     identity: Identity
 
     def __init__(self, host: str, port: int, request_timeout: float) -> None:
         """Listen on the port; ConfigError where another process does."""
-        try:
-            super().__init__((host, port), _Handler)
-        except OSError as error:
-            raise port_error(host, port, error) from error
+        self._socket = listen(host, port)
+        self.server_port: int = self._socket.getsockname()[1]
         self.request_timeout, self.created = request_timeout, int(time.time())
         self.backend: Backend | None = None
+        routes = [Route("/health", self._health), Route("/v1/models", self._models)]
+        routes += [Route(path, self._complete, methods=["POST"]) for path in KINDS]
+        refused = dict.fromkeys((EngineError, HTTPException, Exception), _refuse)
+        app = Starlette(routes=routes, exception_handlers=refused)
+        # What clients ask is theirs: no line a request.
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=STOP_S,
+        )
+        self._server = uvicorn.Server(config)
         self._thread: threading.Thread | None = None
 
     def start(self, identity: Identity) -> None:
         """Answer requests in a thread, for the model of this identity."""
         self.identity = identity
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="http", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
         """Take no more requests, and wait a moment for what is under way."""
+        self._server.should_exit = True
         if self._thread is not None:
-            self.shutdown()
-        self.server_close()
+            self._thread.join(STOP_S + 1)
+        self._socket.close()
         if self.backend is not None:
-            self.backend.batcher.close(STOP_S)
+            self.backend.batcher.close()
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Log what a handler raised, unless it is that the client has gone."""
-        if not isinstance(sys.exception(), ConnectionError):
-            _log.exception("a request of %s failed", client_address)
+    async def _health(self, request: Request) -> Response:
+        state, status = ("loading", 503) if self.backend is None else ("ok", 200)
+        values = {"status": state, "engine": "native", "model": self.identity.to_dict()}
+        return _json(values, status)
 
+    async def _models(self, request: Request) -> Response:
+        context = self.backend.context if self.backend is not None else None
+        return _json(models(self.identity.name, self.created, context))
 
-def port_error(host: str, port: int, error: OSError) -> ConfigError:
-    """Why a port can't be listened on, and what to do."""
-    if error.errno == errno.EADDRINUSE:
-        what = "is in use by another process; stop that, or choose another with --port"
-    elif error.errno == errno.EACCES:
-        what = "may not be used by this user; choose one above 1023 with --port"
-    else:
-        what = f"can't be listened on: {error.strerror or error}; check --host and --port"
-    return ConfigError(f"port {port} of {host} {what} (0: any that is free)")
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: NativeServer
-    protocol_version = "HTTP/1.1"
-    timeout = SOCKET_S
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: what clients ask is theirs."""
-
-    def do_GET(self) -> None:
-        server, backend = self.server, self.server.backend
-        if self.path == "/health":
-            state = "ok" if backend is not None else "loading"
-            values = {"status": state, "engine": "native", "model": server.identity.to_dict()}
-            self._answer(200 if backend is not None else 503, values)
-        elif self.path == "/v1/models":
-            context = backend.context if backend is not None else None
-            self._answer(200, models(server.identity.name, server.created, context))
-        else:
-            self._refuse(f"there is no {self.path}", 404)
-
-    def do_POST(self) -> None:
-        kind = KINDS.get(self.path)
+    async def _complete(self, request: Request) -> Response:
         try:
-            body = self._body()
-            if kind is None:
-                raise RequestError(f"there is no {self.path}; POST to {' or '.join(KINDS)}", 404)
-            backend, name = self.server.backend, self.server.identity.name
-            request = parse(kind, body, name)
-            if backend is None:
-                raise RequestError("the model is being loaded", 503)
-            deadline = time.monotonic() + self.server.request_timeout
-            answers, prompt_tokens = backend.complete(request, deadline)
-        except RequestError as error:
-            self._refuse(str(error), error.status)
-            return
-        except RolloutError as error:
-            self._refuse(str(error), 500)
-            return
-        whole = response(request, answers, prompt_tokens, name)
-        if request.stream:
-            self._stream(whole)
-        else:
-            self._answer(200, whole)
+            return await self._answer(request)
+        except asyncio.CancelledError:
+            raise RequestError("the server is stopping", 503) from None
 
-    def _body(self) -> Any:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
-            self.close_connection = True
-            raise RequestError("the request has no Content-Length", 411)
-        if int(length) > LARGEST:
-            self.close_connection = True
-            raise RequestError(f"the request has more than {LARGEST} bytes", 413)
+    async def _answer(self, request: Request) -> Response:
+        name, values = self.identity.name, await _body(request)
+        asked = parse(KINDS[request.scope["path"]], values, name)
+        if self.backend is None:
+            raise RequestError("the model is being loaded", 503)
         try:
-            return json.loads(self.rfile.read(int(length)))
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"the request is not JSON: {error}") from None
-
-    def _refuse(self, message: str, status: int) -> None:
-        self._answer(status, error_body(message, status))
-
-    def _answer(self, status: int, values: object) -> None:
-        self._send(status, "application/json", json.dumps(values).encode())
-
-    def _stream(self, whole: dict[str, Any]) -> None:
+            async with asyncio.timeout(self.request_timeout):
+                answers, prompt_tokens = await self.backend.complete(asked)
+        except TimeoutError:
+            raise RequestError(
+                "the answer took longer than --request-timeout; ask for fewer tokens, or when "
+                "fewer others ask",
+                504,
+            ) from None
+        whole = response(asked, answers, prompt_tokens, name)
+        if not asked.stream:
+            return _json(whole)
         events = [*map(json.dumps, chunks(whole)), "[DONE]"]
-        data = "".join(f"data: {event}\n\n" for event in events).encode()
-        self._send(200, "text/event-stream", data)
+        data = "".join(f"data: {event}\n\n" for event in events)
+        return Response(data, headers={"content-type": "text/event-stream"})
 
-    def _send(self, status: int, kind: str, data: bytes) -> None:
-        try:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-        except (ConnectionError, TimeoutError):  # the client has gone
-            self.close_connection = True
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there, on a free port for 0; ConfigError says why it can't."""
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            what = "is in use by another process; stop that, or choose another with --port"
+        elif error.errno == errno.EACCES:
+            what = "may not be used by this user; choose one above 1023 with --port"
+        else:
+            what = f"can't be listened on: {error.strerror or error}; check --host and --port"
+        raise ConfigError(f"port {port} of {host} {what} (0: any that is free)") from error
+
+
+async def _body(request: Request) -> Any:
+    """The request's JSON; RequestError for what is too large, too slow, or none."""
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                data += part
+                if len(data) > LARGEST:
+                    raise RequestError(f"the request has more than {LARGEST} bytes", 413)
+        return json.loads(data)
+    except (TimeoutError, ClientDisconnect):
+        raise RequestError(f"the request did not come within {BODY_S:g} s", 408) from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the request is not JSON: {error}") from None
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """An error as OpenAI's clients read it; uvicorn logs one that is not foreseen."""
+    status, message = 500, "the server failed at this request; its log says why"
+    if isinstance(error, HTTPException):
+        status = error.status_code
+        message = f"there is no {request.method} {request.url.path}; POST to {' or '.join(KINDS)}"
+    elif isinstance(error, EngineError):
+        status, message = getattr(error, "status", 500), str(error)
+    return _json(error_body(message, status), status)
+
+
+def _json(values: object, status: int = 200) -> Response:
+    return Response(json.dumps(values), status, media_type="application/json")

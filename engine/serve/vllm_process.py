@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ import httpx
 from engine.data.tokenizer import tokenizer_alone
 from engine.errors import ConfigError, RolloutError
 from engine.serve.health import IDENTIFY, IDENTITY_VARIABLE
-from engine.serve.native import port_error
+from engine.serve.native import listen
 from engine.serve.served_model import Identity
 from engine.storage.code_version import project_root
 
@@ -99,13 +98,7 @@ def log_end(scratch: Path) -> str:
 
 def check_port(host: str, port: int) -> int:
     """The port, or a free one for 0; ConfigError where another process has it."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen()
-        except OSError as error:
-            raise port_error(host, port, error) from error
+    with listen(host, port) as probe:
         found: int = probe.getsockname()[1]
         return found
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -197,11 +199,13 @@ def test_wrong_chats_paths_and_bodies_are_refused(url: str) -> None:
     assert refused(url, odd, path)[0] == 400
     assert refused(url, {}, "/v1/embeddings")[0] == 404
     assert httpx.get(f"{url}/v1/nothing").status_code == 404
+    assert httpx.get(f"{url}/v1/completions").status_code == 405
     answer = httpx.post(f"{url}/v1/completions", content=b"{", timeout=30)
     assert (answer.status_code, "not JSON" in answer.text) == (400, True)
     answer = httpx.post(f"{url}/v1/completions", content=b" " * (LARGEST + 1), timeout=30)
     assert answer.status_code == 413
-    assert texts(complete(url, max_tokens=1, temperature=0)), "and it still answers"
+    parts = iter([b'{"max_tokens": 1, "pro', b'mpt": "1+1="}'])  # in chunks, without a length
+    assert httpx.post(f"{url}/v1/completions", content=parts, timeout=120).status_code == 200
 
 
 def test_a_request_that_takes_too_long_is_given_up(server: NativeServer, url: str) -> None:
@@ -213,6 +217,59 @@ def test_a_request_that_takes_too_long_is_given_up(server: NativeServer, url: st
     assert status == 504
     assert "--request-timeout" in message
     assert texts(complete(url, max_tokens=1, temperature=0))
+
+
+class Stuck:
+    """An engine whose device hangs until it is let go, and then fails."""
+
+    policy_version = 0
+
+    def __init__(self) -> None:
+        self.entered, self.let_go = threading.Event(), threading.Event()
+
+    def generate(self, prompts: object, params: object) -> Any:
+        self.entered.set()
+        self.let_go.wait(60)
+        raise RuntimeError("device lost")
+
+
+@pytest.fixture
+def stuck(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeServer]:
+    monkeypatch.setattr("engine.serve.native.STOP_S", 1)
+    engine: Any = Stuck()
+    running = NativeServer("127.0.0.1", 0, request_timeout=60)
+    running.backend = Backend(engine, load_tokenizer(model_folder), (), 128, 1 << 20)
+    running.start(IDENTITY)
+    yield running
+    engine.let_go.set()
+    running.stop()
+
+
+def test_a_request_under_way_is_told_that_the_server_stops(stuck: NativeServer) -> None:
+    url, engine = f"http://127.0.0.1:{stuck.server_port}", backend_of(stuck)._engine
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(refused, url, {"prompt": PROMPT})
+        assert engine.entered.wait(30)
+        started = time.monotonic()
+        stuck.stop()
+        assert asked.result(30) == (503, "the server is stopping")
+        assert time.monotonic() - started < 5
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{url}/health", timeout=5)
+
+
+def test_an_engine_that_fails_is_a_500_and_the_server_goes_on(stuck: NativeServer) -> None:
+    url = f"http://127.0.0.1:{stuck.server_port}"
+    backend_of(stuck)._engine.let_go.set()
+    for _ in range(2):
+        status, message = refused(url, {"prompt": PROMPT})
+        assert (status, "its log says why" in message) == (500, True)
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def backend_of(server: NativeServer) -> Any:
+    assert server.backend is not None
+    return server.backend
 
 
 def test_before_the_model_is_loaded_it_says_so() -> None:
