@@ -51,6 +51,7 @@ class RunContext(BaseModel):
     experiment: str  # MLflow experiment, e.g. "hybridflyte"
     started_at: float  # seconds since the epoch
     mlflow_url: str = ""  # page of the parent run, which Flyte's console shows among the inputs
+    logger: tuple[str, ...] = ("console",)  # `tracking.logger`
 
 
 class StageError(click.ClickException):

@@ -153,8 +153,10 @@ def check_settings(config: RLHFConfig) -> None:
     The checks load torch, seconds that a rerun with unchanged settings and sources does not spend.
     """
     from engine.evaluation.lm_eval import require_lm_eval
+    from engine.tracking.metric_logs import require_packages
     from tasks.local_cache import has_passed, remember_passed
 
+    require_packages(config.tracking.logger, "tracking.logger")
     require_lm_eval(config.evaluate.lm_eval)
     key = checks_key(config)
     if key and has_passed(key):
@@ -260,4 +262,5 @@ def open_run(config: RLHFConfig, digests: tuple[str, str], workflow: str = "rlhf
         experiment=config.tracking.experiment,
         started_at=time.time(),
         mlflow_url=tracker.run_url(parent),
+        logger=config.tracking.logger,
     )

@@ -19,6 +19,7 @@ from flytekit.types.directory import FlyteDirectory
 from engine.config import DataConfig, LoRAConfig, RLConfig, SamplingConfig
 from tasks.context import SMALL, RunContext
 from tasks.live_deck import LiveDeck
+from tasks.loggers import open_loggers
 from tasks.preprocess import log_splits
 from tasks.ray_cluster import LOCAL_OBJECT_STORE_BYTES, ray_cluster
 from tasks.stage import stage, stage_cache
@@ -76,7 +77,7 @@ def rl(
     if dtype:
         settings["dtype"] = dtype
     ray = ray_session(config.trainer.placement, LOCAL_OBJECT_STORE_BYTES)
-    with stage("rl", run, settings) as this, ray:
+    with stage("rl", run, settings) as this, open_loggers(run, this) as logs, ray:
         folder = this.load_parent("dataset", dataset)
         model = this.load_parent("warm_start", warm_start)
         log_splits(this, folder, ("train", "validation"))
@@ -108,7 +109,7 @@ def rl(
             lora=lora,
             on_page=LiveDeck("Rollouts").show,
         )
-        log = RunLog(this.tracked)
+        log = RunLog(this.tracked, logs, step_lines="console" in run.logger)
         log.say(headline(config))
         trained = train_policy(training, log)
         steps = pd.DataFrame(trained.history)

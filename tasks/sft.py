@@ -13,6 +13,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import ModelConfig, SFTConfig
 from tasks.context import LARGE, RunContext, echo
+from tasks.loggers import open_loggers
 from tasks.preprocess import log_splits
 from tasks.stage import stage, stage_cache
 from tasks.start_model import publish_start_model
@@ -59,7 +60,7 @@ def sft(
         "sft": config.model_dump(mode="json"),
         "seed": seed,
     }
-    with stage("sft", run, settings) as this:
+    with stage("sft", run, settings) as this, open_loggers(run, this) as logs:
         data = this.load_parent("dataset", dataset)
         log_splits(this, data, ("sft_train", "sft_validation"))
         tokenizer = load_tokenizer(data / "tokenizer")
@@ -83,6 +84,7 @@ def sft(
             def report(step: int, total: int, metrics: dict[str, float]) -> None:
                 losses.update({k: v for k, v in metrics.items() if k.endswith("loss")})
                 this.tracked.log_metrics(metrics, step)
+                logs.log_metrics(metrics, step)
                 bar.update(
                     step - bar.count, **{k.removeprefix("sft/"): v for k, v in losses.items()}
                 )

@@ -24,7 +24,7 @@ def check_names(config: RunConfig) -> None:
     for file in (*config.data.train_files, *config.data.val_files):
         if not is_remote(file) and not as_path(file).exists():
             raise DataError(f"{file} does not exist; check the path")
-    require_packages(config.run.logger)
+    require_packages(config.run.logger, "run.logger")
     import_plugins(config.rl.plugins)
     require_rewards(config.rl.reward)
     if config.rl.algorithm.teacher:

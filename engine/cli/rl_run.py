@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +19,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError
 from engine.rollouts.files import FOLDER as ROLLOUTS
 from engine.rollouts.writer import RolloutLog
+from engine.tracking.metric_logs import MetricLogs
 from engine.trainers.attempts import run_with_retries
 from engine.trainers.export import write_policy
 from engine.trainers.final_model import FinalModel, choose_final_model
@@ -29,9 +28,6 @@ from engine.trainers.rl import Metrics, RLTrainer, Row
 
 if TYPE_CHECKING:
     from engine.tracking import StageRun
-    from engine.tracking.metric_logs import MetricLog
-
-_log = logging.getLogger(__name__)
 
 
 WriteModel = Callable[[str], None]  # writes a model's files into a folder
@@ -67,14 +63,14 @@ class RunLog:
     def __init__(
         self,
         tracked: StageRun | None = None,
-        logs: Mapping[str, MetricLog] | None = None,
+        logs: MetricLogs | None = None,
         *,
         step_lines: bool = True,
     ) -> None:
-        """`logs` are other places for metrics, by the names that `run.logger` has for them."""
+        """`logs`: other places for metrics; `step_lines`: whether each step is a line."""
         self.rewards: list[float] = []  # of this process's steps
         self.validations: list[float] = []
-        self._tracked, self._logs, self._step_lines = tracked, dict(logs or {}), step_lines
+        self._tracked, self._logs, self._step_lines = tracked, logs or MetricLogs(), step_lines
         self._tracked_steps: set[int] = set()
 
     def say(self, line: str) -> None:
@@ -84,7 +80,6 @@ class RunLog:
     def resumed(self, folder: str, step: int) -> None:
         """The run goes on after `step`, from a checkpoint of this attempt or of one before it."""
         self.say(f"rl: continues from {folder}, step {step}")
-        self._each_log(methodcaller("resumed", step))
 
     def validated_first(self, metrics: Metrics) -> None:
         """The metrics of the validation rows before the first step."""
@@ -117,22 +112,12 @@ class RunLog:
             metrics = {name: value for name, value in row.items() if name != "step"}
             if self._tracked is not None:
                 self._tracked.log_metrics(metrics, step)
-            self._each_log(methodcaller("log_metrics", metrics, step))
+            self._logs.log_metrics(metrics, step)
 
     def file(self, path: Path) -> None:
         """Track a file of the run's rollouts; called from another thread than the rest."""
         if self._tracked is not None:
             self._tracked.log_file(path, ROLLOUTS)
-
-    def _each_log(self, call: Callable[[MetricLog], None]) -> None:
-        """Call all logs; one that fails is left out from here on, and the run goes on."""
-        for name, log in list(self._logs.items()):
-            try:
-                call(log)
-            except Exception as error:  # trackers raise errors of many libraries
-                del self._logs[name]
-                warning = "run.logger: %s gets no more metrics: %s; training continues"
-                _log.warning(warning, name, str(error) or type(error).__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from engine.config import LoRAConfig, RLConfig, RowsConfig, Section
+from engine.config import Loggers, LoRAConfig, RLConfig, RowsConfig, Section
 
 
 class DataFilesConfig(RowsConfig):
@@ -54,16 +54,10 @@ class OutputConfig(Section):
         "hybridflyte", min_length=1, description="MLflow experiment, project of Weights & Biases"
     )
     experiment_name: str = Field("ppo", min_length=1, description="Name of the run there")
-    logger: tuple[Literal["console", "file", "mlflow", "tensorboard", "wandb"], ...] = Field(
+    logger: Loggers = Field(
         ("console",),
         description="Where metrics go; file (or jsonl): metrics.jsonl beside the models",
     )
-
-    @field_validator("logger", mode="before")
-    @classmethod
-    def _jsonl_is_the_file(cls, value: object) -> object:
-        names = value if isinstance(value, list | tuple) else [value]
-        return tuple("file" if name == "jsonl" else name for name in names)
 
 
 class RunConfig(Section):

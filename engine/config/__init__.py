@@ -25,12 +25,7 @@ from engine.config.data import (
 from engine.config.gpus import GpuKindConfig
 from engine.config.parallel import ParallelConfig
 from engine.config.parse import digest, explain, load_config, parse_config
-from engine.config.pipeline import (
-    EvaluateConfig,
-    LMEvalConfig,
-    PipelineConfig,
-    TrackingConfig,
-)
+from engine.config.pipeline import EvaluateConfig, LMEvalConfig, PipelineConfig
 from engine.config.promotion import ContaminationConfig, GuardConfig, PromoteConfig
 from engine.config.retrain import RetrainConfig
 from engine.config.reward import OverlongBufferConfig, RewardConfig, RewardSpec
@@ -44,6 +39,7 @@ from engine.config.rl import (
     TrainerConfig,
 )
 from engine.config.server import ServerConfig
+from engine.config.tracking import Loggers, TrackingConfig
 from engine.config.training import OptimConfig, SFTConfig
 from engine.config.vllm import VllmConfig
 
@@ -62,6 +58,7 @@ __all__ = [
     "KLControlConfig",
     "LMEvalConfig",
     "LoRAConfig",
+    "Loggers",
     "ModelConfig",
     "OptimConfig",
     "Options",

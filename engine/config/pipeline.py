@@ -1,4 +1,4 @@
-"""All stages together: evaluation, tracking, and the whole."""
+"""All stages together: evaluation, and the whole."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from engine.config.promotion import PromoteConfig
 from engine.config.retrain import RetrainConfig
 from engine.config.reward import RewardConfig
 from engine.config.rl import RLConfig
+from engine.config.tracking import TrackingConfig
 from engine.config.training import SFTConfig
 
 
@@ -66,12 +67,6 @@ class EvaluateConfig(Section):
                 f"evaluate.samples={self.samples} must be at least evaluate.k={self.k}"
             )
         return self
-
-
-class TrackingConfig(Section):
-    """Where runs are recorded."""
-
-    experiment: str = Field("hybridflyte", min_length=1)
 
 
 class PipelineConfig(Section):

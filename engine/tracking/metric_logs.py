@@ -1,29 +1,32 @@
 """Where a run's metrics go besides MLflow: a file, TensorBoard, Weights & Biases.
 
-A metric log gets a row a step, each step once and in order. A run that is resumed gives its whole
-history again: the file leaves out what it has, TensorBoard forgets what a process before it logged,
-and at Weights & Biases each process is a run of its own, as in MLflow.
+A metric log gets a row a step, each step once and in order. A process that resumes a run begins
+with an earlier step than the last one logged, often with the first, since it gives the whole
+history again: the file and TensorBoard forget what they had from there on, and at Weights & Biases
+each process is a run of its own, as in MLflow.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.errors import ConfigError, TrackingError
+from engine.errors import ConfigError, PreemptedError, StorageError, TrackingError
 from engine.redaction import redact_values
 from engine.storage.atomic import write_atomically
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+FILE = "metrics.jsonl"
 PACKAGES = ("tensorboard", "wandb")  # loggers that are an extra of the project, under its name
 FINISH_SECONDS = 60.0  # for Weights & Biases to send what is left
 
@@ -34,21 +37,85 @@ class MetricLog(Protocol):
     """One place for metrics."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record values at a step."""
-
-    def resumed(self, step: int) -> None:
-        """The run goes on after `step`: what earlier processes logged of later ones is void."""
+        """Record values at a step, later than the one before it in this process."""
 
     def close(self, status: str) -> None:
         """End it, as FINISHED, FAILED or KILLED."""
 
 
-def require_packages(loggers: Iterable[str]) -> None:
-    """Raise ConfigError for a logger whose package is not installed; loads none of them."""
+class MetricLogs:
+    """The logs of a run, by name. One that fails is left out from there on, and the run goes on."""
+
+    def __init__(self, logs: Mapping[str, MetricLog] | None = None) -> None:
+        self._logs = dict(logs or {})
+        self._failed: set[str] = set()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record values at a step in all of them."""
+        for name in [name for name in self._logs if name not in self._failed]:
+            try:
+                self._logs[name].log_metrics(metrics, step)
+            except Exception as error:  # trackers raise errors of many libraries
+                self._failed.add(name)
+                warning = "the logger %s gets no more metrics: %s; training continues"
+                _log.warning(warning, name, str(error) or type(error).__name__)
+
+    def close(self, status: str) -> None:
+        """End all of them, as FINISHED, FAILED or KILLED."""
+        for name, log in self._logs.items():
+            try:
+                log.close(status)
+            except Exception as error:
+                warning = "the logger %s may lack the last metrics: %s"
+                _log.warning(warning, name, str(error) or type(error).__name__)
+
+
+@contextlib.contextmanager
+def open_metric_logs(
+    names: Iterable[str],
+    folder: Path,
+    *,
+    project: str,
+    run_name: str,
+    settings: Mapping[str, Any],
+    keep: bool,
+    below: str = "",
+) -> Iterator[MetricLogs]:
+    """Those of the logs `file`, `tensorboard` and `wandb` that are named, for the block.
+
+    Their files are in `folder`, which exists; `keep`: the file goes on behind the lines that it
+    has. `below`: where in $TENSORBOARD_DIR, if there is one. Raises StorageError where the file
+    can't be written and TrackingError where a tracker can't be reached, before the block.
+    """
+    made: dict[str, MetricLog] = {}
+    logs, status = MetricLogs(), "FAILED"
+    try:
+        for name in dict.fromkeys(names):
+            if name == "file":
+                made[name] = MetricsFile(folder / FILE, keep)
+            elif name == "tensorboard":
+                made[name] = TensorBoardLog(folder / name, below)
+            elif name == "wandb":
+                made[name] = WandbLog(project, run_name, folder, settings)
+            logs = MetricLogs(made)
+        yield logs
+        status = "FINISHED"
+    except (KeyboardInterrupt, SystemExit, PreemptedError):
+        status = "KILLED"
+        raise
+    finally:
+        logs.close(status)
+
+
+def require_packages(loggers: Iterable[str], setting: str) -> None:
+    """Raise ConfigError for a logger whose package is not installed; loads none of them.
+
+    `setting` is the one that names the loggers.
+    """
     for name in loggers:
         if name in PACKAGES and importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"run.logger: {name} needs the package {name}, which is not installed; run "
+                f"{setting}: {name} needs the package {name}, which is not installed; run "
                 f"pip install 'hybridflyte[{name}]', or remove it from the list"
             )
 
@@ -57,41 +124,44 @@ class MetricsFile:
     """JSON lines, one a step: `{"step": 1, "reward/mean": 0.5, …}`."""
 
     def __init__(self, path: Path, keep: bool) -> None:
-        """`keep`: go on behind the lines that are there."""
+        """`keep`: go on behind the lines that are there. StorageError if it can't be written."""
         self.path = path
-        self._rows = _read_lines(path) if keep else {}
-        self._own: set[int] = set()  # steps that this process was given
-        self._rewrite()
+        try:
+            self._earlier = _read_lines(path) if keep else {}
+            self._rewrite()
+        except OSError as error:
+            raise StorageError(
+                f"can't write {path}: {error.strerror or error}; free space, or choose another "
+                "folder for the run"
+            ) from error
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self._own.add(step)
-        if step in self._rows:
-            return
-        self._rows[step] = json.dumps({"step": step, **metrics})
-        self._file.write(self._rows[step] + "\n")
+        if self._earlier:
+            self._earlier = {k: line for k, line in self._earlier.items() if k < step}
+            self._file.close()
+            self._rewrite()
+            self._earlier = {}
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
-
-    def resumed(self, step: int) -> None:
-        self._file.close()
-        self._rows = {k: v for k, v in self._rows.items() if k <= step or k in self._own}
-        self._rewrite()
 
     def close(self, status: str) -> None:
         self._file.close()
 
     def _rewrite(self) -> None:
-        write_atomically(self.path, [f"{line}\n".encode() for line in self._rows.values()])
+        write_atomically(self.path, [f"{line}\n".encode() for line in self._earlier.values()])
         self._file = self.path.open("a")
 
 
 class TensorBoardLog:
     """Event files in a folder, for `tensorboard --logdir`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, below: str = "") -> None:
+        """$TENSORBOARD_DIR, which is verl's, wins over `folder`; the files are `below` it."""
         from torch.utils.tensorboard import SummaryWriter  # here, and not in the first step
 
-        self.folder = Path(os.environ.get("TENSORBOARD_DIR") or folder)  # the variable is verl's
-        self._open = partial(SummaryWriter, str(self.folder), flush_secs=10)
+        shared = os.environ.get("TENSORBOARD_DIR")
+        self.folder = os.path.join(shared, below).rstrip("/") if shared else str(folder)
+        self._open = partial(SummaryWriter, self.folder, flush_secs=10)
         self._writer: SummaryWriter | None = None
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -100,9 +170,6 @@ class TensorBoardLog:
             self._writer = self._open(purge_step=step)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
-
-    def resumed(self, step: int) -> None:
-        """Nothing to do: see `log_metrics`."""
 
     def close(self, status: str) -> None:
         if self._writer is not None:
@@ -132,19 +199,16 @@ class WandbLog:
         except wandb.Error as error:
             raise TrackingError(
                 f"no run can be started at Weights & Biases: {str(error).splitlines()[0]}; set "
-                "WANDB_API_KEY, or WANDB_MODE=offline, or remove wandb from run.logger"
+                "WANDB_API_KEY, or WANDB_MODE=offline, or leave the logger wandb out"
             ) from error
         self.folder = Path(self._run.dir).parent  # what `wandb sync` takes
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def resumed(self, step: int) -> None:
-        """Nothing to do: each process has a run of its own."""
-
     def close(self, status: str) -> None:
         code = 0 if status == "FINISHED" else 1
-        thread = threading.Thread(target=self._run.finish, args=(code,), daemon=True)
+        thread = threading.Thread(target=self._end, args=(code,), daemon=True)
         thread.start()
         thread.join(FINISH_SECONDS)
         if thread.is_alive():
@@ -154,6 +218,14 @@ class WandbLog:
                 FINISH_SECONDS,
                 self.folder,
             )
+
+    def _end(self, code: int) -> None:
+        import wandb
+
+        offline = self._run.offline
+        self._run.finish(code)
+        if offline:
+            wandb.teardown()  # its helper process writes the file's end
 
 
 def _read_lines(path: Path) -> dict[int, str]:

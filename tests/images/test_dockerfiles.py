@@ -175,7 +175,8 @@ def test_flyte_gives_a_command_as_arguments() -> None:
 def test_the_lock_file_covers_and_obeys_the_project(lock: str) -> None:
     locked = pins(lock)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for line in project["dependencies"]:
+    extras = [project["optional-dependencies"][name] for name in ("qlora", "tensorboard", "wandb")]
+    for line in [*project["dependencies"], *(line for extra in extras for line in extra)]:
         need = Requirement(line)
         if lock == DOCKERFILES["images/Dockerfile.rocm"] and need.name in FROM_ROCM_BASE:
             continue

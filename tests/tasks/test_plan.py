@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,19 @@ def test_a_wrong_name_is_known_before_torch_is_loaded(
     body: Any = plan.task_function
     with pytest.raises(StageError, match=said):
         body(config, "", "", "", -1, "laptop")
+
+
+def test_a_logger_without_its_package_is_known_before_torch_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "engine.trainers.rl_checks", None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "wandb" else find(name)
+    )
+    config = RLHFConfig.model_validate({"tracking": {"logger": ["console", "wandb"]}})
+    with pytest.raises(ConfigError, match=r"^tracking\.logger: wandb needs the package wandb"):
+        check_settings(config)
 
 
 @pytest.fixture

@@ -19,7 +19,9 @@ from protobufs import Registered, serialised
 @pytest.fixture(scope="session")
 def finished_run(make_once: MakeOnce, mlflow_store: Path) -> Finished:
     # Credentials where a person has them: test_rlhf_end_to_end looks for them in all that is left.
-    config = settings(ON_RAY, {"retrain": {"path": f"s3://key:{SECRET}@bucket/new"}})
+    credentials = {"retrain": {"path": f"s3://key:{SECRET}@bucket/new"}}
+    loggers = {"tracking": {"logger": ["console", "jsonl", "tensorboard"]}}
+    config = settings(ON_RAY, credentials, loggers)
     secrets = {
         "HYBRIDFLYTE_MLFLOW_URL": f"http://reader:{SECRET}@mlflow.example:5000",
         "MLFLOW_TRACKING_USERNAME": "writer",

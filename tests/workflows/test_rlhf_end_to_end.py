@@ -17,6 +17,7 @@ import pytest
 from flyte_runs import REPOSITORY, SECRET, STAGES, TINY, WORKFLOW, Finished
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from tracker_files import tensorboard_points
 
 from engine.config import digest
 from engine.data.contract import EVALUATION_ROWS, check, check_disjoint
@@ -136,6 +137,20 @@ def test_mlflow_has_parameters_and_a_value_a_step(
         assert len(set(names)) == len(names), f"{stage} has a metric under two names"
     losses = client.get_metric_history(runs["sft"].info.run_id, "sft/loss")
     assert sorted(point.step for point in losses) == list(range(1, TINY["sft"]["max_steps"] + 1))
+
+
+def test_the_loggers_that_are_named_have_each_step(finished: Finished) -> None:
+    folder = finished.place.artifacts / "runs" / finished.outcome.summary["run_id"]
+    for stage, metric, last in (
+        ("sft", "sft/loss", TINY["sft"]["max_steps"]),
+        ("rl", "reward/mean", STEPS),
+    ):
+        lines = (folder / stage / "metrics.jsonl").read_text().splitlines()
+        rows = {row["step"]: row[metric] for row in map(json.loads, lines)}
+        assert list(rows) == list(range(1, last + 1))
+        points = dict(tensorboard_points(folder / stage / "tensorboard", metric))
+        assert points == pytest.approx(rows)
+        assert f"{stage}: files of metrics are in {folder / stage}" in finished.outcome.out
 
 
 def test_mlflow_has_the_data_by_digest_and_the_checkpoints(
