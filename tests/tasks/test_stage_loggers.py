@@ -23,9 +23,7 @@ STAGE: Any = SimpleNamespace(kind="sft", config={"seed": 0})
 
 
 def run(*logger: str) -> RunContext:
-    return RunContext(
-        run_id="r1", mlflow_run="x", experiment="sums", started_at=0.0, logger=logger
-    )
+    return RunContext(run_id="r1", mlflow_run="x", experiment="sums", started_at=0.0, logger=logger)
 
 
 @pytest.fixture(autouse=True)
