@@ -13,14 +13,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from engine.console import INTERRUPTED, human_time, quiet, say
 from engine.errors import EngineError, RolloutError
 from engine.serve.served_model import Identity, resolve
 
+T = TypeVar("T")
 FAILED, TERMINATED = 1, 143
 STATUS = (
     "exit status: 1 not started, or the server ended; 2 wrong usage; 130 after Ctrl-C, 143 after "
@@ -42,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet()
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        with tempfile.TemporaryDirectory(prefix="hybridflyte-serve-") as scratch:
+        with tempfile.TemporaryDirectory(
+            prefix="hybridflyte-serve-", ignore_cleanup_errors=True
+        ) as scratch:
             return _serve(options, Path(scratch))
     except EngineError as error:
         say(f"error: {error}", error=True)
@@ -74,10 +79,15 @@ def _with_native(options: argparse.Namespace, scratch: Path) -> int:
     # The port first: a model that can't be served there need not be hashed and loaded.
     server = NativeServer(options.host, options.port, options.request_timeout)
     started = time.monotonic()
-    try:
+
+    def load() -> Identity:
         folder, identity = resolve(options.model, scratch, options.name)
         server.start(identity)
         server.backend = Backend.load(folder, options.max_model_len)
+        return identity
+
+    try:
+        identity = _interruptible(load)
         _say_ready(identity, "native", f"http://{options.host}:{server.server_port}", started)
         threading.Event().wait()
     finally:
@@ -89,7 +99,7 @@ def _with_vllm(options: argparse.Namespace, scratch: Path) -> int:
     from engine.serve.vllm_process import check_port, log_end, vllm_server
 
     started, port = time.monotonic(), check_port(options.host, options.port)
-    folder, identity = resolve(options.model, scratch, options.name)
+    folder, identity = _interruptible(lambda: resolve(options.model, scratch, options.name))
     more = [] if options.max_model_len is None else [f"--max-model-len={options.max_model_len}"]
     with vllm_server(
         folder, identity, options.host, port, [*more, *options.vllm], scratch, options.start_timeout
@@ -97,6 +107,11 @@ def _with_vllm(options: argparse.Namespace, scratch: Path) -> int:
         _say_ready(identity, "vLLM", url, started)
         status = process.wait()
     raise RolloutError(f"vLLM's server ended with status {status}: {log_end(scratch)}")
+
+
+def _interruptible(work: Callable[[], T]) -> T:
+    """Do it in a thread: a signal that is raised where PyTorch is being imported aborts it."""
+    return ThreadPoolExecutor(1, thread_name_prefix="load").submit(work).result()
 
 
 def _say_ready(identity: Identity, engine: str, url: str, started: float) -> None:
@@ -147,5 +162,5 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # A batch under way is in a thread that can't be ended, and Python's own exit would tear at it.
+    # What loads or decodes is in a thread that Python's own exit would tear at.
     os._exit(status)
