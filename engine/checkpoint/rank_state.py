@@ -83,14 +83,20 @@ def read_role_states(uri: str, role: str) -> list[RankState]:
     return ranks
 
 
-def read_values(uri: str) -> StateDict:
-    """The plain values of the controller's state in a complete checkpoint, no tensor read.
+def read_controller_state(uri: str) -> RankState:
+    """The controller's state in a complete checkpoint.
 
     Raises DamagedCheckpointError for a torn or changed checkpoint.
     """
     folder = Folder(uri)
-    values, _ = read_state_index(folder, STATE, read_checksums(folder, read_marker(folder)))
-    return values
+    checksums = read_checksums(folder, read_marker(folder))
+    values, parts = read_state_index(folder, STATE, checksums)
+    return RankState(values, parts, folder, checksums)
+
+
+def read_values(uri: str) -> StateDict:
+    """The plain values of the controller's state, no tensor read; raises as that."""
+    return read_controller_state(uri).values
 
 
 def state_of_rank(

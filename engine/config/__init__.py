@@ -23,7 +23,7 @@ from engine.config.data import (
     SamplingConfig,
 )
 from engine.config.gpus import GpuKindConfig
-from engine.config.parallel import ParallelConfig
+from engine.config.parallel import ParallelConfig, PoolConfig
 from engine.config.parse import digest, explain, load_config, parse_config
 from engine.config.pipeline import EvaluateConfig, LMEvalConfig, PipelineConfig
 from engine.config.promotion import ContaminationConfig, GuardConfig, PromoteConfig
@@ -33,7 +33,6 @@ from engine.config.rl import (
     ActorConfig,
     CriticConfig,
     PolicyLossConfig,
-    PoolConfig,
     RLConfig,
     RolloutConfig,
     TrainerConfig,

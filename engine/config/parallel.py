@@ -1,4 +1,4 @@
-"""How a role's model is sharded over its ranks."""
+"""How a role's model is sharded over its ranks, and what their processes take."""
 
 from __future__ import annotations
 
@@ -43,3 +43,13 @@ class ParallelConfig(Section):
     activation_checkpointing: bool = Field(
         False, description="Keep layers' inputs only and recompute the rest in backward"
     )
+
+
+class PoolConfig(Section):
+    """Roles that share one process, and what that process takes."""
+
+    roles: tuple[str, ...] = Field(min_length=1, description="e.g. [actor, rollout]")
+    cpus: float = Field(1.0, ge=0)
+    gpus: float = Field(0.0, ge=0)
+    resources: dict[str, float] = Field({}, description="Other Ray resources")
+    labels: dict[str, str] = Field({}, description="Labels of the node, as Ray's selectors")

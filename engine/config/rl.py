@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from engine.config.algorithm import AlgorithmConfig
 from engine.config.base import Options, Section
 from engine.config.gpus import GpuKindConfig
-from engine.config.parallel import ParallelConfig
+from engine.config.parallel import ParallelConfig, PoolConfig
 from engine.config.reward import RewardConfig
 from engine.config.server import ServerConfig
 from engine.config.training import OptimConfig
@@ -111,16 +111,6 @@ class RolloutConfig(Section):
     )
     server: ServerConfig = ServerConfig()
     vllm: VllmConfig = VllmConfig()
-
-
-class PoolConfig(Section):
-    """Roles that share one process, and what that process takes."""
-
-    roles: tuple[str, ...] = Field(min_length=1, description="e.g. [actor, rollout]")
-    cpus: float = Field(1.0, ge=0)
-    gpus: float = Field(0.0, ge=0)
-    resources: dict[str, float] = Field({}, description="Other Ray resources")
-    labels: dict[str, str] = Field({}, description="Labels of the node, as Ray's selectors")
 
 
 class TrainerConfig(Section):

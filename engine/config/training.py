@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from engine.config.base import Section
+from engine.config.parallel import ParallelConfig, PoolConfig
 
 
 class OptimConfig(Section):
@@ -49,3 +50,20 @@ class SFTConfig(Section):
     preemption_grace_s: float = Field(
         20.0, gt=0, description="Deadline after SIGTERM to finish the step and save it"
     )
+    parallel: ParallelConfig = ParallelConfig()
+    placement: Literal["ray", "local"] | None = Field(
+        None, description="Ray actors, or this process; None: Ray for a layout of several ranks"
+    )
+    pools: tuple[PoolConfig, ...] = Field(
+        (), description="What a rank takes, and where; none: its share of the cores"
+    )
+    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to be up")
+    step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for one call to a rank")
+
+    @model_validator(mode="after")
+    def _one_packing(self) -> Self:
+        if self.parallel.packing != "auto":
+            raise ValueError(
+                f"sft.parallel.packing={self.parallel.packing} is sft.packing here; set that"
+            )
+        return self

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.workers.reference import ReferenceWorker
     from engine.workers.reward import RewardWorker
     from engine.workers.rollout import RolloutWorker
+    from engine.workers.sft import SFTWorker
     from engine.workers.stream_rollout import StreamRolloutWorker
 
     class ActorGroup(ActorWorker, AsGroup): ...
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     class RolloutGroup(RolloutWorker, AsGroup): ...
 
     class StreamRolloutGroup(StreamRolloutWorker, AsGroup): ...
+
+    class SFTGroup(SFTWorker, AsGroup): ...
 
 
 class Roles:
@@ -53,6 +56,7 @@ class Roles:
         teacher: ReferenceGroup
         reward: RewardGroup
         critic: CriticGroup
+        sft: SFTGroup
     else:
 
         def __getattr__(self, role: str) -> WorkerGroup:

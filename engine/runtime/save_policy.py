@@ -26,10 +26,11 @@ from engine.runtime.policy_runtime import PolicyRuntime
 class StartModel:
     """The model that training begins with."""
 
-    path: str  # folder or hub id, with its tokenizer
+    path: str  # folder or hub id
     dtype: str  # e.g. "bfloat16"
     lora: LoRAConfig | None = None
     seed: int = 0  # of new adapters
+    tokenizer: str = ""  # its folder; empty: the model's
 
     def open(self) -> PreTrainedModel | UnloadedModel:
         """To be loaded by the ranks that keep it, where that can be."""
@@ -50,11 +51,11 @@ def save_ranks(policy: PolicyRuntime, start: StartModel, folder: Path) -> None:
     if ranks.layout.world_size == 1 or not policy.loaded_in_shards:
         model = policy.full_model(start.load)
         if ranks.rank == 0:
-            save_model(model, load_tokenizer(start.path), folder)
+            save_model(model, load_tokenizer(start.tokenizer or start.path), folder)
         return
 
     def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
         opened: Any = start.open()
-        save_tensors(opened.module, tensors, load_tokenizer(start.path), folder)
+        save_tensors(opened.module, tensors, load_tokenizer(start.tokenizer or start.path), folder)
 
     policy.write_full(write)

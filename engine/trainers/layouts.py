@@ -73,29 +73,35 @@ def check_layouts(
     for role in ("actor", "critic"):
         parallel, layout = parallel_of(role, config), layout_of(role, config)
         own = config.critic.model_path if role == "critic" else ""
-        if layout.world_size > 1 and model_config is not None:
-            shape = ModelShape.of(text_config(own) if own else model_config)
-            check_layout(layout, layout.world_size, shape)
+        read = text_config(own) if own and model_config is not None else model_config
+        check_parallel(f"{role}.parallel", parallel, lora, read)
         if layout.world_size > 1 and config.trainer.placement == "local":
             raise ConfigError(
                 f"{role}.parallel is a layout of {layout.world_size} ranks ({layout}), and "
                 "trainer.placement=local runs one process; set trainer.placement=ray"
             )
-        if parallel.offload_params and layout.fsdp * layout.sp == 1:
-            raise ConfigError(
-                f"{role}.parallel.offload_params is FSDP's; set {role}.parallel.fsdp to 2 or more"
-            )
-        if parallel.packing is True and layout.pp * layout.sp > 1:
-            raise ConfigError(
-                f"{role}.parallel.packing with {layout}: stages and shares of sequences take "
-                "padded rows; leave packing out, or set pp and sp to 1"
-            )
-        if lora.quantize and layout.tp > 1:
-            raise ConfigError(
-                f"model.lora.quantize={lora.quantize} with {role}.parallel.tp={layout.tp}: a "
-                "quantised base can't be split; set tp=1"
-            )
     _check_actor(config, lora)
+
+
+def check_parallel(
+    name: str, parallel: ParallelConfig, lora: LoRAConfig, model_config: PretrainedConfig | None
+) -> None:
+    """Raise ConfigError for a layout that no policy, or this model, takes; `name`: its setting."""
+    layout = Layout.of(parallel)
+    if layout.world_size > 1 and model_config is not None:
+        check_layout(layout, layout.world_size, ModelShape.of(model_config))
+    if parallel.offload_params and layout.fsdp * layout.sp == 1:
+        raise ConfigError(f"{name}.offload_params is FSDP's; set {name}.fsdp to 2 or more")
+    if parallel.packing is True and layout.pp * layout.sp > 1:
+        raise ConfigError(
+            f"{name}.packing with {layout}: stages and shares of sequences take padded rows; leave "
+            "packing out, or set pp and sp to 1"
+        )
+    if lora.quantize and layout.tp > 1:
+        raise ConfigError(
+            f"model.lora.quantize={lora.quantize} with {name}.tp={layout.tp}: a quantised base "
+            "can't be split; set tp=1"
+        )
 
 
 def _check_actor(config: RLConfig, lora: LoRAConfig) -> None:

@@ -80,7 +80,7 @@ class StatefulWorker(Worker, ABC):
         """
         context = self.context
         try:
-            saved = read_role_states(folder, context.role)
+            saved = self.read_saved(folder)
             own = state_of_rank(saved, context.rank, context.world_size, any_rank=self.ranks_alike)
             self.load_sharded_state(own, saved)
         except DamagedCheckpointError:
@@ -88,6 +88,10 @@ class StatefulWorker(Worker, ABC):
         except CheckpointError as error:
             raise CheckpointError(f"{folder}: {self._stem()}: {error}") from error
         set_process_rng(own.get("process_rng"))
+
+    def read_saved(self, folder: str) -> list[RankState]:
+        """What every rank of this role has saved in a complete checkpoint."""
+        return read_role_states(folder, self.context.role)
 
     def load_sharded_state(self, own: RankState, saved: list[RankState]) -> None:
         """Load `own`, one of `saved`; overridden where a rank needs what other ranks wrote."""

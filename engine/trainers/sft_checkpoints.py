@@ -1,0 +1,100 @@
+"""The checkpoints of a warm start: what they hold, and what a run resumes from.
+
+A single rank's state is the controller's own; of several, each writes its part. Either resumes from
+the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.checkpoint import Checkpoint, CheckpointStore, Saver
+from engine.checkpoint.dcp_metadata import BOXES
+from engine.checkpoint.rank_state import RankState
+from engine.checkpoint.rng import process_rng, set_process_rng
+from engine.checkpoint.state_dict import StateDict
+from engine.errors import CheckpointError
+from engine.trainers.run_settings import changed_settings
+from engine.workers.sft import SFTWorker
+
+log = logging.getLogger(__name__)
+
+OnResume = Callable[[str, int], None]  # the checkpoint's address, its step
+# Read again at every start and part of no saved state.
+MAY_CHANGE = ("sft.optim", "sft.max_tokens_per_micro_batch")
+# How long, where and how a run is done: not recorded.
+MAY_DIFFER = {
+    "skip",
+    "save_freq",
+    "max_checkpoints_to_keep",
+    "on_damaged_checkpoints",
+    "preemption_grace_s",
+    "threads",
+    "parallel",
+    "placement",
+    "pools",
+    "start_timeout_s",
+    "step_timeout_s",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SFTCheckpoints:
+    """Where the state of one `fit` is saved."""
+
+    worker: SFTWorker | None  # in this process; None: the saver's groups have the state
+    saver: Saver | None  # None: nothing is saved
+    settings: dict[str, object]  # that a checkpoint records
+    on_resume: OnResume
+    changed_settings: list[StateDict] = field(default_factory=list)  # when it was resumed
+
+    def resume(self, elsewhere: CheckpointStore | None) -> tuple[int, dict[str, float]]:
+        """Load the newest checkpoint, own or `elsewhere`; return its step and metrics (0, {})."""
+        if self.saver is None:
+            return 0, {}
+        found, own = self.saver.store.latest(), True
+        if found is None and elsewhere is not None:
+            found, own = elsewhere.latest(), False
+        if found is None:
+            return 0, {}
+        metrics = self._load(self.saver, found)
+        self.on_resume(found.folder, found.step)
+        if not own:
+            self.save(found.step, metrics)  # where this attempt's successor looks
+        return found.step, metrics
+
+    def save(self, step: int, metrics: dict[str, float]) -> None:
+        """Begin to write a checkpoint; a failure is logged, and training continues."""
+        if self.saver is None:
+            return
+        state: StateDict = {
+            "settings": self.settings,
+            "changed_settings": self.changed_settings,
+            "metrics": metrics,
+            "process_rng": process_rng(),
+        }
+        if self.worker is not None:
+            state |= self.worker.state_dict()
+        try:
+            self.saver.save(step, state)
+        except CheckpointError as error:
+            log.warning("no checkpoint at step %d: %s; training continues", step, error)
+
+    def _load(self, saver: Saver, checkpoint: Checkpoint) -> dict[str, float]:
+        state = checkpoint.state
+        changed = changed_settings(checkpoint, self.settings, MAY_CHANGE)
+        if self.worker is None:
+            saver.restore(checkpoint)
+        elif BOXES in state:
+            own = RankState.of(state)
+            try:
+                self.worker.load_sharded_state(own, [own])
+            except CheckpointError as error:
+                raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+            set_process_rng(state["process_rng"])
+        else:
+            self.worker.load_state(checkpoint.folder)
+        self.changed_settings[:] = changed
+        return dict(state["metrics"])

@@ -1,0 +1,189 @@
+"""The warm start on many ranks: every layout trains as one rank does. Real gloo ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import run_ranks
+from tiny_engine import random_completions, write_tiny_folder
+from torch import Tensor
+
+from engine.checkpoint import CheckpointStore
+from engine.config import LoRAConfig, SFTConfig
+from engine.controller.row_sharding import shard_rows
+from engine.models import load_model, load_policy_model
+from engine.parallel.layout import Layout
+from engine.runtime.save_policy import StartModel
+from engine.trainers.sft import SFTExample, SFTTrainer, collate_examples
+from engine.workers.base import WorkerContext
+from engine.workers.sft import SFTWorker
+
+ROWS, STEPS = 10, 3
+Case = tuple[dict[str, Any], LoRAConfig]  # a layout, and adapters
+PLAIN, ADAPTERS = LoRAConfig(), LoRAConfig(rank=4)
+
+TWO_RANKS: list[Case] = [
+    ({"dp": 2}, PLAIN),
+    ({"fsdp": 2, "activation_checkpointing": True}, PLAIN),
+    ({"tp": 2}, PLAIN),
+    ({"pp": 2}, PLAIN),
+    ({"sp": 2}, PLAIN),
+    ({"fsdp": 2}, ADAPTERS),
+]
+FOUR_RANKS: list[Case] = [
+    ({"dp": 2, "fsdp": 2}, PLAIN),
+    ({"fsdp": 2, "tp": 2}, PLAIN),
+    ({"dp": 2, "pp": 2}, PLAIN),
+    ({"sp": 2, "tp": 2}, PLAIN),
+    ({"dp": 4}, ADAPTERS),
+    ({"pp": 2, "fsdp": 2}, ADAPTERS),
+    ({"tp": 2, "dp": 2}, ADAPTERS),
+]
+
+
+def examples(rows: int, seed: int = 0) -> list[SFTExample]:
+    return [SFTExample(p, r) for p, r in zip(*random_completions(rows, seed), strict=True)]
+
+
+def settings(parallel: dict[str, Any], **changes: Any) -> SFTConfig:
+    values = {
+        "threads": 1,
+        "train_batch_size": 4,
+        "max_steps": 6,
+        "max_tokens_per_micro_batch": 64,
+        "optim": {"lr": 1e-2, "grad_clip": 0.3, "schedule": "cosine", "warmup_ratio": 0.3},
+        "parallel": parallel,
+    }
+    return SFTConfig.model_validate(values | changes)
+
+
+def worker(folder: str, parallel: dict[str, Any], lora: LoRAConfig = PLAIN) -> SFTWorker:
+    config = settings(parallel)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = WorkerContext("sft", rank, world, layout=Layout.of(config.parallel))
+    one = SFTWorker(context, model=StartModel(folder, "float32", lora), config=config, seed=0)
+    one.begin(6)
+    return one
+
+
+def step(one: SFTWorker, rows: list[SFTExample]) -> dict[str, float]:
+    """An update, and the loss of some other rows after it."""
+    assert one.context.layout is not None
+    share = one.context.layout.data_shard(one.context.rank)
+
+    def mine(some: list[SFTExample]) -> Any:
+        return shard_rows(collate_examples(some, 0), share, pad=True)[0]
+
+    return one.update(mine(rows)) | one.validation_loss(mine(examples(5, seed=9)))
+
+
+def course(folder: str, case: Case) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Three updates, of rows that don't go into two; metrics, and the weights at the end, whole."""
+    one = worker(folder, *case)
+    rows = examples(ROWS)
+    metrics = [step(one, rows[i : i + 4] if i else rows[:5]) for i in range(STEPS)]
+    return metrics, {name: t.clone() for name, t in one.sharded.full_tensors()}
+
+
+def courses(folder: str, cases: list[Case]) -> list[Any]:
+    return [course(folder, case) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_folder(tmp_path_factory.mktemp("sft-ranks") / "model"))
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [(2, TWO_RANKS), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)],
+    ids=("two", "four"),
+)
+def test_every_layout_trains_as_one_rank(folder: str, world: int, cases: list[Case]) -> None:
+    plain, adapted = run_ranks(1, courses, folder, [({}, PLAIN), ({}, ADAPTERS)])[0]
+    for rank in run_ranks(world, courses, folder, cases):
+        for (layout, lora), (metrics, weights) in zip(cases, rank, strict=True):
+            alone, whole = adapted if lora.rank else plain
+            for found, wanted in zip(metrics, alone, strict=True):
+                assert found == pytest.approx(wanted, rel=2e-4, abs=2e-5), layout
+            for name, tensor in whole.items():
+                # An Adam step moves a weight by up to lr = 1e-2, whatever its gradient's size.
+                torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-4)
+    start = load_model(folder).state_dict()
+    changed = [n for n, t in plain[1].items() if not torch.equal(t, start[n])]
+    assert len(changed) > len(start) // 2
+
+
+def ranks_begin(folder: str, draft: str, parallel: dict[str, Any], batches: list[Any]) -> None:
+    one = worker(folder, parallel)
+    for rows in batches:
+        step(one, rows)
+    one.save_state(draft)
+    one.wait_saved()
+
+
+def ranks_go_on(
+    folder: str, saved: str, parallel: dict[str, Any], batches: list[Any]
+) -> dict[str, Tensor]:
+    one = worker(folder, parallel)
+    one.load_state(saved)
+    for rows in batches:
+        step(one, rows)
+    return {name: t.clone() for name, t in one.sharded.full_tensors()}
+
+
+def test_it_goes_on_from_two_copies_in_one_process_and_then_on_two_shards(
+    folder: str, tmp_path: Path, one_thread: None
+) -> None:
+    rows = examples(ROWS)
+
+    def trainer(**changes: Any) -> SFTTrainer:
+        return SFTTrainer(StartModel(folder, "float32"), 0, settings({}, **changes), seed=0)
+
+    whole = trainer()
+    whole.fit(rows, [])
+    batches = [[rows[i] for i in batch] for batch in whole._batches(rows, 6)]
+    store = CheckpointStore(tmp_path / "run")
+    draft = store.begin(2)
+    draft.roles = {"sft": 2}
+    run_ranks(2, ranks_begin, folder, draft.folder, {"dp": 2}, batches[:2])
+    draft.state = {"settings": whole._settings(len(rows)), "metrics": {}}
+    store.commit(draft)
+
+    alone = trainer(save_freq=2, max_checkpoints_to_keep=3)
+    steps: list[int] = []
+    alone.on_step = lambda step, total, metrics: steps.append(step)
+    alone.fit(rows, [], tmp_path / "run")
+    assert steps == [3, 4, 5, 6]
+    saved = str(tmp_path / "run" / "step_4")
+    results = run_ranks(2, ranks_go_on, folder, saved, {"fsdp": 2}, batches[4:])
+    wanted = whole.model.state_dict()
+    for weights in (alone.model.state_dict(), *results):
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-4)
+
+
+def saved_folder(folder: str, case: Case, out: str) -> None:
+    one = worker(folder, *case)
+    step(one, examples(ROWS))
+    one.save(out, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [TWO_RANKS[1], TWO_RANKS[3], TWO_RANKS[5]])
+def test_ranks_write_the_folder_that_one_rank_does(folder: str, tmp_path: Path, case: Case) -> None:
+    run_ranks(1, saved_folder, folder, ({}, case[1]), str(tmp_path / "one"))
+    run_ranks(2, saved_folder, folder, case, str(tmp_path / "two"))
+    one, two = (load_model(tmp_path / name).state_dict() for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)
+    if case[1].rank:
+        again = load_policy_model(
+            tmp_path / "two" / "adapter", "float32", LoRAConfig(from_folder=True)
+        )
+        assert any(".lora_" in name for name in again.state_dict())
