@@ -49,7 +49,8 @@ def serialize(
     )
     with add_sys_path(root):
         just_load_modules([PACKAGE])
-    entities = serialize_get_control_plane_entities(settings, str(root))
+    # Without the root, which dynamic tasks would carry: an archive is the same in any folder.
+    entities = serialize_get_control_plane_entities(settings)
     for entity in entities:
         if isinstance(entity, WorkflowSpec):
             for template in (entity.template, *entity.sub_workflows):
