@@ -447,7 +447,7 @@ def test_pyflyte_run_remote_uploads_the_code(checkout: Path, cluster: Cluster) -
     # What the launch plan fixes was not sent; the server would have refused it.
     assert set(request.inputs.literals) <= {"config", "seed"}
     assert request.inputs.literals["seed"].scalar.primitive.integer == 4
-    container = task(cluster, request.spec.launch_plan.version, "tasks.rl.rl_stage").container
+    container = task(cluster, request.spec.launch_plan.version, "tasks.rl.rl").container
     arguments = list(container.args)
     assert arguments[0] == "pyflyte-fast-execute"
     uri = arguments[arguments.index("--additional-distribution") + 1]
