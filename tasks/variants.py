@@ -72,7 +72,7 @@ def on_profiles(
             own["cache"] = (
                 replace(cache, salt=digest(profile)) if isinstance(cache, Cache) else cache
             )
-            return task(
+            made = task(
                 function,
                 container_image=image(profile.image_kind),
                 environment={PROFILE_VARIABLE: profile.model_dump_json()},
@@ -80,6 +80,9 @@ def on_profiles(
                 timeout=timeout,
                 **own,
             )
+            # Else flytekit puts the program's name, such as a notebook's, before the stage's.
+            made._instantiated_in = body.__module__
+            return made
 
         # A container finds the stage by module and name; there it is of the container's profile.
         here = os.environ.get(PROFILE_VARIABLE)

@@ -73,7 +73,7 @@ def tried_after_the_end(second: Attempt, whole: Attempt) -> Attempt:
 
 def assert_recoverable(first: Attempt, stage: str) -> int:
     """The step after which the first attempt ended, saved."""
-    assert first.names("out") == ["error.pb"], first.text
+    assert {*first.names("out")} - {"deck.html"} == {"error.pb"}, first.text  # RL's Deck is live
     error = first.error()
     assert error.kind == ContainerError.RECOVERABLE, error.message
     found = re.search(r"pre-empted after step (\d+); ", error.message)
