@@ -83,7 +83,7 @@ def open_metric_logs(
 ) -> Iterator[MetricLogs]:
     """Those of the logs `file`, `tensorboard` and `wandb` that are named, for the block.
 
-    Their files are in `folder`, which exists; `keep`: the file goes on behind the lines that it
+    Their files are in `folder`, which exists; `keep`: new lines are appended to those that the file
     has. `below`: where in $TENSORBOARD_DIR, if there is one. Raises StorageError where the file
     can't be written and TrackingError where a tracker can't be reached, before the block.
     """
@@ -124,7 +124,7 @@ class MetricsFile:
     """JSON lines, one a step: `{"step": 1, "reward/mean": 0.5, …}`."""
 
     def __init__(self, path: Path, keep: bool) -> None:
-        """`keep`: go on behind the lines that are there. StorageError if it can't be written."""
+        """`keep`: append to the lines that are there. StorageError if it can't be written."""
         self.path = path
         try:
             self._earlier = _read_lines(path) if keep else {}

@@ -1,13 +1,15 @@
 """The compiled library of `cpu/`: loops of decoding for CPUs that multiply bfloat16 (AVX512-BF16).
 
 It is compiled on first use, in one or two seconds, and kept in the user's cache folder. Without a C
-compiler and on other processors there is none, and PyTorch's operations do the same work.
+compiler and on other processors there is none, and PyTorch's operations do the same work; a
+compiler that fails is named in the log.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -18,6 +20,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
+log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).with_name("cpu")
 _FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-mfma"]
@@ -47,7 +51,8 @@ def library() -> ctypes.CDLL | None:
             found = _loaded(built)  # stays usable once the file is gone
             _keep(built, folder)
             return found
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("the decode step can't be compiled, and runs slower without: %s", error)
         return None
 
 

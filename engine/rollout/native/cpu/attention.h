@@ -32,7 +32,7 @@ static void norms(const Model *m, const bf16 *w, const Scratch *t, Span rows) {
 }
 
 // A head's query or key: its norm, if it has one, and RoPE at a position.
-INLINE void turn(const Model *m, bf16 *x, const bf16 *w, int64_t position, bf16 *out) {
+INLINE void rope(const Model *m, bf16 *x, const bf16 *w, int64_t position, bf16 *out) {
     int64_t d = m->head_dim, half = d / 2;
     const bf16 *cos = m->cos + position * d, *sin = m->sin + position * d;
     if (w) norm(x, w, d, m->eps, x);
@@ -165,11 +165,11 @@ static void attention(const Model *m, const Step *s, const Scratch *t, int64_t l
             Run runs[2] = {{0, 0, 0, 0}, run_of(&s->completions, layer, row, h, column + 1)};
             if (prompt) runs[0] = run_of(&s->prompts, layer, group, h, prompt);
             int64_t of_key = (r * m->kv_heads + h) * d, of_query = of_key * queries;
-            turn(m, t->k + of_key, l->k_norm, position, runs[1].keys + column * runs[1].stride);
+            rope(m, t->k + of_key, l->k_norm, position, runs[1].keys + column * runs[1].stride);
             memcpy(runs[1].values + column * runs[1].stride, t->v + of_key, d * sizeof(bf16));
             for (int64_t i = 0; i < queries; i++) {
                 bf16 *q = t->q + of_query + i * d;
-                turn(m, q, l->q_norm, position, q);
+                rope(m, q, l->q_norm, position, q);
             }
             attend_head(m, t->q + of_query, runs, scores, t->score_stride, t->a + of_query);
         }
