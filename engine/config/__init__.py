@@ -39,7 +39,13 @@ from engine.config.rl import (
 )
 from engine.config.server import ServerConfig
 from engine.config.tracking import Loggers, TrackingConfig
-from engine.config.training import OptimConfig, SFTConfig
+from engine.config.training import (
+    OfflineConfig,
+    OptimConfig,
+    PreferenceTrainingConfig,
+    RewardModelTrainingConfig,
+    SFTConfig,
+)
 from engine.config.vllm import VllmConfig
 
 __all__ = [
@@ -59,6 +65,7 @@ __all__ = [
     "LoRAConfig",
     "Loggers",
     "ModelConfig",
+    "OfflineConfig",
     "OptimConfig",
     "Options",
     "OverlongBufferConfig",
@@ -67,10 +74,12 @@ __all__ = [
     "PolicyLossConfig",
     "PoolConfig",
     "PreferenceConfig",
+    "PreferenceTrainingConfig",
     "PromoteConfig",
     "RLConfig",
     "RetrainConfig",
     "RewardConfig",
+    "RewardModelTrainingConfig",
     "RewardSpec",
     "RolloutConfig",
     "RolloutCorrectionConfig",

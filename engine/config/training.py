@@ -1,11 +1,12 @@
-"""Optimizer and warm start."""
+"""Optimizer, and training on rows of a dataset: the warm start."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from engine.config.algorithm import PreferenceConfig
 from engine.config.base import Section
 from engine.config.parallel import ParallelConfig, PoolConfig
 
@@ -23,19 +24,17 @@ class OptimConfig(Section):
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm")
 
 
-class SFTConfig(Section):
-    """The warm start: supervised fine-tuning on prompt/response rows."""
+class OfflineConfig(Section):
+    """Training on rows of a dataset, in this process or on ranks of a layout."""
 
-    skip: bool = Field(
-        False,
-        description="No warm start: RL begins with model.path as it is, e.g. an instruct one",
-    )
-    epochs: float = Field(5.0, gt=0)
+    section: ClassVar[str] = "offline"  # its name in messages, metrics and checkpoints
+
+    epochs: float = Field(1.0, gt=0)
     max_steps: int = Field(0, ge=0, description="Stop after so many steps; 0: by epochs")
     train_batch_size: int = Field(32, ge=1, description="Rows an optimizer step")
     max_tokens_per_micro_batch: int = Field(8192, ge=64)
     validate_every: int = Field(200, ge=1, description="Steps between validation losses")
-    optim: OptimConfig = OptimConfig(lr=2e-3, schedule="cosine")
+    optim: OptimConfig = OptimConfig()
     threads: int = Field(0, ge=0, description="CPU threads; 0: all cores")
     packing: bool | Literal["auto"] = Field(
         "auto",
@@ -64,6 +63,56 @@ class SFTConfig(Section):
     def _one_packing(self) -> Self:
         if self.parallel.packing != "auto":
             raise ValueError(
-                f"sft.parallel.packing={self.parallel.packing} is sft.packing here; set that"
+                f"{self.section}.parallel.packing={self.parallel.packing} is "
+                f"{self.section}.packing here; set that"
             )
         return self
+
+
+class SFTConfig(OfflineConfig):
+    """The warm start: supervised fine-tuning on prompt/response rows."""
+
+    section: ClassVar[str] = "sft"
+
+    skip: bool = Field(
+        False,
+        description="No warm start: RL begins with model.path as it is, e.g. an instruct one",
+    )
+    epochs: float = Field(5.0, gt=0)
+    optim: OptimConfig = OptimConfig(lr=2e-3, schedule="cosine")
+
+
+class PreferenceTrainingConfig(PreferenceConfig, OfflineConfig):
+    """Preference learning on pairs (DPO and its relatives), or on single rows with labels (KTO)."""
+
+    section: ClassVar[str] = "preference"
+
+    loss: str = Field(
+        "sigmoid",
+        description="sigmoid (DPO), ipo, hinge, robust, simpo, orpo, or package.module:name, on "
+        "pairs; kto on rows with labels",
+    )
+    optim: OptimConfig = OptimConfig(lr=1e-4, schedule="linear", warmup_ratio=0.1)
+    reference: Literal["precomputed", "live"] = Field(
+        "precomputed",
+        description="The reference's log-probs: once before the first step, or in each step by a "
+        "frozen copy of the start model. With adapters the reference is the model without them",
+    )
+    reference_cache: str = Field(
+        "",
+        description="Folder or s3://… that keeps precomputed ones, by model and data; empty: "
+        "beside the checkpoints",
+    )
+    desirable_weight: float = Field(1.0, ge=0, description="KTO: weight of rows with a good label")
+    undesirable_weight: float = Field(1.0, ge=0, description="KTO: of rows with a bad one")
+
+
+class RewardModelTrainingConfig(OfflineConfig):
+    """A reward model's training on pairs, by Bradley-Terry's loss."""
+
+    section: ClassVar[str] = "reward_model"
+
+    optim: OptimConfig = OptimConfig(lr=3e-4, schedule="linear", warmup_ratio=0.1)
+    center_rewards_coefficient: float = Field(
+        0.0, ge=0, description="Weight of (chosen + rejected)², which keeps scores around 0"
+    )

@@ -1,4 +1,4 @@
-"""The checkpoints of a warm start: what they hold, and what a run resumes from.
+"""The checkpoints of training on rows: what they hold, and what a run resumes from.
 
 A single rank's state is the controller's own; of several, each writes its part. Either resumes from
 the other.
@@ -17,16 +17,17 @@ from engine.checkpoint.rng import process_rng, set_process_rng
 from engine.checkpoint.state_dict import StateDict
 from engine.errors import CheckpointError
 from engine.trainers.run_settings import changed_settings
-from engine.workers.sft import SFTWorker
+from engine.workers.sft import OfflineWorker
 
 log = logging.getLogger(__name__)
 
 OnResume = Callable[[str, int], None]  # the checkpoint's address, its step
 # Read again at every start and part of no saved state.
-MAY_CHANGE = ("sft.optim", "sft.max_tokens_per_micro_batch")
+MAY_CHANGE = ("optim", "max_tokens_per_micro_batch")
 # How long, where and how a run is done: not recorded.
 MAY_DIFFER = {
     "skip",
+    "reference_cache",
     "save_freq",
     "max_checkpoints_to_keep",
     "on_damaged_checkpoints",
@@ -44,8 +45,9 @@ MAY_DIFFER = {
 class SFTCheckpoints:
     """Where the state of one `fit` is saved."""
 
-    worker: SFTWorker | None  # in this process; None: the saver's groups have the state
+    worker: OfflineWorker | None  # in this process; None: the saver's groups have the state
     saver: Saver | None  # None: nothing is saved
+    section: str  # of the settings, e.g. "sft"
     settings: dict[str, object]  # that a checkpoint records
     on_resume: OnResume
     changed_settings: list[StateDict] = field(default_factory=list)  # when it was resumed
@@ -84,7 +86,9 @@ class SFTCheckpoints:
 
     def _load(self, saver: Saver, checkpoint: Checkpoint) -> dict[str, float]:
         state = checkpoint.state
-        changed = changed_settings(checkpoint, self.settings, MAY_CHANGE)
+        changed = changed_settings(
+            checkpoint, self.settings, [f"{self.section}.{name}" for name in MAY_CHANGE]
+        )
         if self.worker is None:
             saver.restore(checkpoint)
         elif BOXES in state:

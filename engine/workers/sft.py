@@ -1,22 +1,26 @@
 """The role of the warm start: a model's loss on the responses of its rows, and its updates.
 
-Rows of prompt and response come as batches; `engine.trainers.sft` draws them.
+Rows of prompt and response come as batches; `engine.trainers.sft` draws them. `OfflineWorker` is
+what other roles that learn from rows of a dataset have in common with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.algorithms.metrics import MeanAccumulator
+from engine.algorithms.metrics import accumulate_mean, compute_means
 from engine.batch import Batch
 from engine.checkpoint.dcp_metadata import BOXES
 from engine.checkpoint.rank_state import RankState, read_controller_state
-from engine.config import SFTConfig
+from engine.config import OfflineConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.models import save_model
 from engine.parallel.layout import DATA_AXES, Layout
@@ -30,8 +34,8 @@ from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.stateful import TrainingWorker
 
 
-class SFTWorker(TrainingWorker):
-    """Fine-tunes a model on rows of prompt and response.
+class OfflineWorker(TrainingWorker):
+    """A model in training on rows of a dataset.
 
     On a single rank it may be given the model itself, which it trains in place; ranks of a layout
     each load what they keep of a `StartModel`.
@@ -42,7 +46,7 @@ class SFTWorker(TrainingWorker):
         context: WorkerContext,
         *,
         model: PreTrainedModel | StartModel,
-        config: SFTConfig,
+        config: OfflineConfig,
         seed: int,
     ) -> None:
         super().__init__(context)
@@ -51,9 +55,12 @@ class SFTWorker(TrainingWorker):
         layout = Layout.of(parallel)
         ranks = init_mesh(layout, context.rank, context.world_size, context.address)
         self._start_model = model if isinstance(model, StartModel) else None
-        opened = model.open() if isinstance(model, StartModel) else model
-        self.policy = PolicyRuntime(opened, ranks, parallel)
+        self.policy = PolicyRuntime(self._open(model), ranks, parallel)
         self.sharded = self.policy.sharded
+
+    def _open(self, model: PreTrainedModel | StartModel) -> Any:
+        """The model to train, to be loaded by the ranks that keep it where that can be."""
+        return model.open() if isinstance(model, StartModel) else model
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def begin(self, total_steps: int) -> None:
@@ -65,42 +72,6 @@ class SFTWorker(TrainingWorker):
         self.sharded.module.train()
         optim = self.config.optim
         self.train_state = ShardedTrainState(self.sharded, optim, total_steps, self.seed)
-
-    @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
-    def update(self, batch: Batch) -> dict[str, float]:
-        """Take one optimizer step on the mean loss over the response tokens of all ranks.
-
-        Returns `loss` (nats a token), `lr`, `grad_norm` and, of float16 weights, their loss scale.
-        """
-        tokens = self.sharded.global_counts(batch["response_mask"]).tokens
-
-        def loss(got: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
-            value = -(got["log_probs"] * micro["response_mask"]).sum() / tokens
-            one = torch.ones((), dtype=torch.float64)
-            return value, {"loss": MeanAccumulator(value.detach().double(), one)}
-
-        micros = [micro for _, micro in self._passes(batch)]
-        parts = self.sharded.accumulate(batch, micros, self._reader(), loss)
-        total = self.sharded.all_reduce_metrics(parts)["loss"].total
-        optimizer = self.train_state.optimizer
-        norm = optimizer.step()
-        metrics = {"loss": float(total), "lr": optimizer.lr}
-        return metrics | update_metrics([norm], optimizer.loss_scale)
-
-    @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
-    def validation_loss(self, batch: Batch) -> dict[str, float]:
-        """`validation_loss`: the mean in nats over all ranks' response tokens, without dropout."""
-        passes, training = self._passes(batch), self.sharded.module.training
-        self.sharded.module.eval()
-        log_probs = self.sharded.outputs(batch, passes, self._reader())["log_probs"]
-        self.sharded.module.train(training)
-        total = 0.0
-        for rows, micro in passes:
-            mask = micro["response_mask"]
-            total -= float((log_probs[rows, : mask.shape[1]] * mask).sum())
-        own = torch.tensor(total, dtype=torch.float64, device=self.sharded.device)
-        tokens = self.sharded.global_counts(batch["response_mask"]).tokens
-        return {"validation_loss": float(self.sharded.ranks.sum_over(own, DATA_AXES)) / tokens}
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save(self, folder: str, tokenizer: str) -> str:
@@ -122,3 +93,52 @@ class SFTWorker(TrainingWorker):
 
     def _reader(self) -> LogProbReader:
         return LogProbReader(1.0, statistics=self.sharded.statistics())
+
+    def _step(self, parts: list[Metrics]) -> dict[str, float]:
+        """Take an optimizer step; return the micro-batches' metrics, `lr`, `grad_norm` and, of
+        float16 weights, their loss scale."""
+        metrics = compute_means(self.sharded.all_reduce_metrics(parts))
+        optimizer = self.train_state.optimizer
+        metrics |= update_metrics([optimizer.step()], optimizer.loss_scale)
+        return metrics | {"lr": optimizer.lr}
+
+    @contextmanager
+    def _without_dropout(self) -> Iterator[None]:
+        training = self.sharded.module.training
+        self.sharded.module.eval()
+        yield
+        self.sharded.module.train(training)
+
+
+class SFTWorker(OfflineWorker):
+    """Fine-tunes a model on rows of prompt and response."""
+
+    @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Take one optimizer step on the mean loss over the response tokens of all ranks.
+
+        Returns `loss` (nats a token), `lr`, `grad_norm` and, of float16 weights, their loss scale.
+        """
+        tokens = self.sharded.global_counts(batch["response_mask"]).tokens
+
+        def loss(got: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
+            mask = micro["response_mask"]
+            value = -(got["log_probs"] * mask).sum()
+            return value / tokens, {"loss": accumulate_mean(-got["log_probs"], mask)}
+
+        micros = [micro for _, micro in self._passes(batch)]
+        return self._step(self.sharded.accumulate(batch, micros, self._reader(), loss))
+
+    @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
+    def validation_loss(self, batch: Batch) -> dict[str, float]:
+        """`validation_loss`: the mean in nats over all ranks' response tokens, without dropout."""
+        passes = self._passes(batch)
+        with self._without_dropout():
+            log_probs = self.sharded.outputs(batch, passes, self._reader())["log_probs"]
+        total = 0.0
+        for rows, micro in passes:
+            mask = micro["response_mask"]
+            total -= float((log_probs[rows, : mask.shape[1]] * mask).sum())
+        own = torch.tensor(total, dtype=torch.float64, device=self.sharded.device)
+        tokens = self.sharded.global_counts(batch["response_mask"]).tokens
+        return {"validation_loss": float(self.sharded.ranks.sum_over(own, DATA_AXES)) / tokens}
