@@ -21,27 +21,38 @@ keep_freed_memory()
 
 if TYPE_CHECKING:
     from engine.data.loader import make_rl_data_loader
+    from engine.data.preference_examples import read_preferences, read_reward_pairs
     from engine.models import create_critic_model
     from engine.runtime import HybridActor, measure_switch_overhead
+    from engine.trainers.preference import PreferenceTrainer
+    from engine.trainers.reward_model import RewardModelTrainer
     from engine.trainers.rl import RLTrainer
     from engine.trainers.sft import SFTTrainer
 
 __all__ = [
     "HybridActor",
+    "PreferenceTrainer",
     "RLTrainer",
+    "RewardModelTrainer",
     "SFTTrainer",
     "create_critic_model",
     "make_rl_data_loader",
     "measure_switch_overhead",
+    "read_preferences",
+    "read_reward_pairs",
 ]
 
 _HOMES = {
     "HybridActor": "engine.runtime",
+    "PreferenceTrainer": "engine.trainers.preference",
     "RLTrainer": "engine.trainers.rl",
+    "RewardModelTrainer": "engine.trainers.reward_model",
     "SFTTrainer": "engine.trainers.sft",
     "create_critic_model": "engine.models",
     "make_rl_data_loader": "engine.data.loader",
     "measure_switch_overhead": "engine.runtime",
+    "read_preferences": "engine.data.preference_examples",
+    "read_reward_pairs": "engine.data.preference_examples",
 }
 
 

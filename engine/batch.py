@@ -45,6 +45,7 @@ FIELDS: dict[str, Field] = {
     "rollout_log_probs": Field("B R", torch.float32, "log-probs the tokens were sampled with"),
     "old_log_probs": Field("B R", torch.float32, "trainer's log-probs before the update"),
     "ref_log_probs": Field("B R", torch.float32, "frozen reference's log-probs"),
+    "ref_response_log_probs": Field("B", torch.float32, "reference's, of the whole response"),
     "ref_kl": Field("B R", torch.float32, "exact KL of the policy from the reference"),
     "sum_pi_squared": Field("B R", torch.float32, "Σ_v π(v)² of each token's distribution"),
     "rollout_is_weights": Field("B R", torch.float32, "importance weights; 0 where rejected"),

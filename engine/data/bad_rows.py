@@ -5,7 +5,7 @@ A row that is bad costs what a good one costs: its error is kept for the first f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from engine.config import RowsConfig
@@ -76,15 +76,20 @@ def address_rows(address: str) -> Iterator[Numbered]:
 
 
 def mapped_rows(
-    address: str, config: RowsConfig, bad: BadRows, *, need_truth: bool = False
+    address: str,
+    config: RowsConfig,
+    bad: BadRows,
+    *,
+    need_truth: bool = False,
+    mapper: Callable[[Row, str], Row] | None = None,
 ) -> Iterator[tuple[int, Row]]:
     """The canonical rows at an address with their numbers; bad ones go to `bad` instead.
 
-    A row without a ground truth is bad with `need_truth`. Raises DataError for what is wrong with
-    the whole file (a file without rows counts as one bad row with data.bad_rows=drop), StorageError
-    when a store doesn't answer.
+    `mapper` makes them canonical; None: as RL rows. A row without a ground truth is bad with
+    `need_truth`. Raises DataError for what is wrong with the whole file (a file without rows counts
+    as one bad row with data.bad_rows=drop), StorageError when a store doesn't answer.
     """
-    mapper = RowMapper(config)
+    mapper = mapper or RowMapper(config)
     for number, raw in _rows_or_none(address, bad):
         bad.total += 1
         if isinstance(raw, DataError):

@@ -95,7 +95,13 @@ RL_PROMPTS = _table(
 SFT_PAIRS = _table({"prompt": _PROMPT, "response": _PROSE, "extra_info": _EXTRA})
 
 PREFERENCE_PAIRS = _table(
-    {"prompt": _PROMPT, "chosen": _PROSE, "rejected": _PROSE, "extra_info": _EXTRA},
+    {
+        "prompt": _PROMPT,
+        "chosen": _PROSE,
+        "rejected": _PROSE,
+        "margin": _column(_NUMBER, required=False),
+        "extra_info": _EXTRA,
+    },
     pa.Check(
         lambda frame: frame["chosen"] != frame["rejected"],
         error="columns 'chosen' and 'rejected' must differ",

@@ -17,6 +17,7 @@ from engine.data.rows import is_messages, is_missing
 from engine.errors import ConfigError, DataError
 
 _BOXES = ("\\boxed{", "\\fbox{")
+_CONVERSATIONS = ("prompt", "chosen", "rejected", "completion")  # columns of messages, or text
 LONGEST_TEXT = 4_000_000  # characters of one cell: a million tokens, more than any model reads
 
 
@@ -40,23 +41,30 @@ class RowMapper:
 
     def __call__(self, raw: Row, where: str) -> Row:
         """One canonical row; DataError that begins with `where` for a row that has none."""
-        row = self._renamed(raw, where)
-        rendered = {c: _rendered(t, raw | row, c, where) for c, t in self._templates.items()}
-        row |= rendered
+        row = self.named(raw, where)
         if "prompt" not in row:
             raise DataError(
                 f"{where}: there is no column 'prompt'; name one of {sorted(raw)} in data.columns, "
                 "e.g. data.columns.prompt=question"
             )
-        for column, value in row.items():
-            _check_text(value, column, where)
         if self._config.data_source and is_missing(row.get("data_source")):
             row["data_source"] = self._config.data_source
         canonical = canonical_row(row, where)
-        if self._config.system_prompt and canonical["prompt"][0]["role"] != "system":
-            system = {"role": "system", "content": self._config.system_prompt}
-            canonical["prompt"] = [system, *canonical["prompt"]]
-        return canonical
+        return canonical | {"prompt": self.with_system(canonical["prompt"])}
+
+    def named(self, raw: Row, where: str) -> Row:
+        """The row with our columns, whatever it holds; DataError for text that no model reads."""
+        row = self._renamed(raw, where)
+        row |= {c: _rendered(t, raw | row, c, where) for c, t in self._templates.items()}
+        for column, value in row.items():
+            _check_text(value, column, where)
+        return row
+
+    def with_system(self, prompt: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The prompt, with `data.system_prompt` before it where it has no system message."""
+        if not self._config.system_prompt or prompt[0]["role"] == "system":
+            return prompt
+        return [{"role": "system", "content": self._config.system_prompt}, *prompt]
 
     def _renamed(self, raw: Row, where: str) -> Row:
         """The row under our names; what is not mapped keeps its own."""
@@ -131,7 +139,7 @@ def _rendered(template: Template, row: Row, column: str, where: str) -> str:
 def _check_text(value: Any, column: str, where: str) -> None:
     """Refuse text that no model reads: with a NUL, or of megabytes."""
     texts = [value] if isinstance(value, str) else []
-    if not texts and column == "prompt" and is_messages(value):
+    if not texts and column in _CONVERSATIONS and is_messages(value):
         texts = [message["content"] for message in value]
     for text in texts:
         if len(text) > LONGEST_TEXT:

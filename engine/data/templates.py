@@ -53,6 +53,30 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     return [int(i) for i in ids]
 
 
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> list[int]:
+    """Encode a whole conversation, as the reward `reward_model` reads it.
+
+    A tokenizer without a chat template gets the last prompt and the response on lines of their own.
+    Padding tokens at the end, which no classifier reads, are left out.
+    """
+    _check_roles(tokenizer, messages)
+    control = control_tokens(tokenizer)
+    escape, chat = control.spelled_in(messages), [dict(m) for m in messages]
+    if escape:
+        chat = control.stand_in(chat)
+    templated = bool(tokenizer.chat_template)
+    text: Any = "\n".join(str(message["content"]) for message in chat[-2:])
+    if templated:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    encode: Any = control.encode if escape else tokenizer.encode
+    ids = [int(i) for i in encode(text, add_special_tokens=not templated)]
+    while ids and ids[-1] == tokenizer.pad_token_id:
+        ids.pop()
+    return ids
+
+
 def with_template_variables(
     tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]
 ) -> PreTrainedTokenizerBase:
@@ -137,7 +161,7 @@ def encode_short_prompts(
 def _encode_row(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], where: str
 ) -> list[int]:
-    with _refusals(tokenizer, where):
+    with refusals(tokenizer, where):
         ids = encode_prompt(tokenizer, prompt)
         if not ids:
             raise ValueError("it makes no tokens of it")
@@ -148,13 +172,13 @@ def _length(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], where
     """Characters of the prompt as the template writes it; it may leave messages out."""
     if not tokenizer.chat_template:
         return len(_plain_text(prompt))
-    with _refusals(tokenizer, where):
+    with refusals(tokenizer, where):
         chat = [dict(message) for message in prompt]
         return len(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
 @contextmanager
-def _refusals(tokenizer: PreTrainedTokenizerBase, where: str) -> Iterator[None]:
+def refusals(tokenizer: PreTrainedTokenizerBase, where: str) -> Iterator[None]:
     """Turn whatever a template raises into an error of ours."""
     name = tokenizer.name_or_path or "given"
     try:

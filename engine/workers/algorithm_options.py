@@ -14,7 +14,13 @@ from typing import Any
 from pydantic import BaseModel
 
 from engine.algorithms import advantages, losses, preference
-from engine.config import ActorConfig, AlgorithmConfig, PolicyLossConfig, PreferenceConfig
+from engine.config import (
+    ActorConfig,
+    AlgorithmConfig,
+    PolicyLossConfig,
+    PreferenceConfig,
+    PreferenceTrainingConfig,
+)
 from engine.errors import ConfigError
 from engine.registry import Options
 
@@ -36,6 +42,8 @@ ADVANTAGE_FIELDS = (
 _PREFERENCE_FIELDS = tuple(
     name for name in PreferenceConfig.model_fields if name not in ("loss", "options")
 )
+
+_KTO_FIELDS = ("desirable_weight", "undesirable_weight")
 
 
 def policy_loss_options(config: ActorConfig) -> dict[str, Any]:
@@ -69,15 +77,38 @@ def advantage_options(config: AlgorithmConfig) -> dict[str, Any]:
     )
 
 
-def preference_options(config: PreferenceConfig) -> dict[str, Any]:
-    """Options of `algorithm.preference.loss`; raise ConfigError for an unused one."""
+def preference_options(
+    config: PreferenceConfig, section: str = "algorithm.preference"
+) -> dict[str, Any]:
+    """Options of the `loss` of a section; raise ConfigError for an unused one."""
     name = config.loss
     read = preference.options(name)
-    options = _changed_options(config, "algorithm.preference", _PREFERENCE_FIELDS, name, read)
-    settings = {field: f"algorithm.preference.{field}" for field in _PREFERENCE_FIELDS}
-    options |= _plugin_options(config.options, "algorithm.preference.options", read, settings)
+    options = _changed_options(config, section, _PREFERENCE_FIELDS, name, read)
+    settings = {field: f"{section}.{field}" for field in _PREFERENCE_FIELDS}
+    options |= _plugin_options(config.options, f"{section}.options", read, settings)
     preference.get_pair_loss(name).check_options(options)
     return options
+
+
+def kto_options(config: PreferenceTrainingConfig) -> dict[str, Any]:
+    """Options of KTO from the section `preference`; raise ConfigError for an unused one."""
+    read = ("beta", *_KTO_FIELDS)
+    options = _changed_options(
+        config, "preference", (*_PREFERENCE_FIELDS, *_KTO_FIELDS), "kto", read
+    )
+    if config.options:
+        raise ConfigError("preference.options are a loss's of your own; remove them for loss=kto")
+    return options
+
+
+def check_preference_training(config: PreferenceTrainingConfig) -> None:
+    """Raise ConfigError for options of the section `preference` that its loss doesn't read."""
+    if config.loss == "kto":
+        kto_options(config)
+        return
+    read = preference.options(config.loss)
+    preference_options(config, "preference")
+    _changed_options(config, "preference", _KTO_FIELDS, config.loss, read)
 
 
 def changed(config: BaseModel, fields: Iterable[str] | None = None) -> dict[str, Any]:

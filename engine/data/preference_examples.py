@@ -1,0 +1,237 @@
+"""Preferences as tokens: pairs and labelled completions, and the batches that they make.
+
+Rows of files are in `preference_rows`. In a batch each example is two rows with one prompt, which a
+packed forward pass computes once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from engine.batch import Batch
+from engine.config import RowsConfig
+from engine.data.collate import collate_completions
+from engine.data.preference_rows import Kind, read_preference_rows
+from engine.data.rl_rows import Row
+from engine.data.templates import (
+    encode_conversation,
+    encode_prompts,
+    encode_response,
+    refusals,
+    with_template_variables,
+)
+from engine.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class PairExample:
+    """A prompt with two responses, the chosen one and the rejected one."""
+
+    prompt_ids: list[int]  # e.g. [2, 17, 9, 3]
+    chosen_ids: list[int]  # ends with the end token, e.g. [21, 30, 1]
+    rejected_ids: list[int]
+    margin: float = 0.0  # by how much the chosen one is better; reward models read it
+    reference: tuple[float, float] | None = None  # log-probs of the responses; None: not yet known
+
+    @property
+    def responses(self) -> tuple[list[int], list[int]]:
+        """The responses of its two rows."""
+        return self.chosen_ids, self.rejected_ids
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledExample:
+    """A prompt with a completion that is good or bad."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]  # ends with the end token
+    label: bool
+    other_ids: list[int] | None = None  # completion of another prompt; see `with_others`
+    reference: tuple[float, float] | None = None  # log-probs of the two; None: not yet known
+
+    @property
+    def responses(self) -> tuple[list[int], list[int]]:
+        """The responses of its two rows."""
+        return self.completion_ids, self.other_ids or self.completion_ids
+
+
+PreferenceExample = PairExample | LabelledExample
+E = TypeVar("E", bound=PreferenceExample)
+
+
+def read_preferences(
+    path: str | Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    kind: Kind = "pairs",
+    *,
+    config: RowsConfig | None = None,
+    max_length: int = 0,
+    too_long: str = "fail",
+) -> list[PreferenceExample]:
+    """Read and encode the pairs, or labelled completions, of files, folders, s3://… or hf://….
+
+    `config` names columns and templates. Examples of more than `max_length` tokens (0: any) are an
+    error, or left out with `too_long="drop"`. Raises DataError, in a sentence, for bad rows.
+
+    >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
+    """
+    config = config or RowsConfig()
+    tokenizer = with_template_variables(tokenizer, config.apply_chat_template_kwargs)
+    examples: list[PreferenceExample] = []
+    addresses = [path] if isinstance(path, str) else list(path)
+    for file in read_preference_rows(addresses, config, kind):
+        found = encode_preferences(tokenizer, file.rows, file.bad.name, file.numbers)
+        examples += within(found, max_length, file.bad.name, file.numbers, too_long)
+    return examples
+
+
+def encode_preferences(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], name: str, numbers: Iterable[int]
+) -> list[PreferenceExample]:
+    """Encode canonical rows of the table `name`; DataError for one that the template refuses."""
+    prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows], name, numbers)
+
+    def example(prompt: list[int], row: Row) -> PreferenceExample:
+        if "label" in row:
+            completion = encode_response(tokenizer, row["completion"])
+            return LabelledExample(prompt, completion, row["label"])
+        chosen, rejected = (encode_response(tokenizer, row[s]) for s in ("chosen", "rejected"))
+        return PairExample(prompt, chosen, rejected, row["margin"])
+
+    return [example(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+
+
+def read_reward_pairs(
+    path: str | Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    config: RowsConfig | None = None,
+    max_length: int = 0,
+    too_long: str = "fail",
+) -> list[PairExample]:
+    """As `read_preferences`, of pairs: whole conversations, for a reward model.
+
+    What chosen and rejected begin with in common counts as the prompt, which is computed once.
+    """
+    config = config or RowsConfig()
+    tokenizer = with_template_variables(tokenizer, config.apply_chat_template_kwargs)
+    examples: list[PairExample] = []
+    for file in read_preference_rows([path] if isinstance(path, str) else path, config, "pairs"):
+        name, numbers = file.bad.name, file.numbers
+        found = [
+            _conversations(tokenizer, row, f"{name}, row {i}")
+            for row, i in zip(file.rows, numbers, strict=True)
+        ]
+        examples += within(found, max_length, name, numbers, too_long)
+    return examples
+
+
+def _conversations(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> PairExample:
+    sides = []
+    for side in ("chosen", "rejected"):
+        turns = [*row["prompt"], {"role": "assistant", "content": row[side]}]
+        with refusals(tokenizer, where):
+            sides.append(encode_conversation(tokenizer, turns))
+    chosen, rejected = sides
+    most = min(len(chosen), len(rejected)) - 1
+    if chosen == rejected or most < 1:
+        raise DataError(f"{where}: both conversations are the same tokens, or too few; remove it")
+    differ = (i for i in range(most) if chosen[i] != rejected[i])
+    shared = max(1, next(differ, most))
+    return PairExample(chosen[:shared], chosen[shared:], rejected[shared:], row["margin"])
+
+
+def within(
+    examples: Sequence[E], max_length: int, name: str, numbers: Sequence[int], too_long: str
+) -> list[E]:
+    """The examples of at most `max_length` tokens; DataError for others unless they are dropped."""
+    lengths = [len(e.prompt_ids) + max(map(len, e.responses)) for e in examples]
+    long = [i for i, length in enumerate(lengths) if max_length and length > max_length]
+    if long and too_long != "drop":
+        raise DataError(
+            f"{name}: {len(long)} of {len(examples)} examples are longer than {max_length} tokens, "
+            f"first row {numbers[long[0]]} with {lengths[long[0]]}; shorten them, or leave them "
+            "out with data.too_long=drop"
+        )
+    left_out = set(long)
+    return [example for i, example in enumerate(examples) if i not in left_out]
+
+
+def with_others(examples: Sequence[LabelledExample]) -> list[LabelledExample]:
+    """Give each example the completion of the next one with another prompt, for KTO's estimate.
+
+    Raises DataError where all prompts are the same.
+    """
+    prompts = [tuple(example.prompt_ids) for example in examples]
+    if len(set(prompts)) < 2:
+        raise DataError("KTO needs rows with two prompts or more; give rows with other prompts")
+    found: list[LabelledExample] = []
+    other = 0
+    for i, example in enumerate(examples):
+        other = max(other, i + 1)
+        while prompts[other % len(examples)] == prompts[i]:
+            other += 1
+        found.append(replace(example, other_ids=examples[other % len(examples)].completion_ids))
+    return found
+
+
+def collate_preferences(examples: Sequence[PreferenceExample], pad_token_id: int) -> Batch:
+    """Two rows an example, the second one right after the first.
+
+    With `ref_response_log_probs [2N]` where all have them, and of labelled completions `desirable
+    [2N]` bool.
+    """
+    prompts = Batch(
+        {"group_ids": torch.arange(len(examples))}, {"prompt_ids": [e.prompt_ids for e in examples]}
+    )
+    responses = [ids for example in examples for ids in example.responses]
+    batch = collate_completions(
+        prompts,
+        [i for i in range(len(examples)) for _ in range(2)],
+        responses,
+        [[0.0] * len(ids) for ids in responses],
+        pad_token_id=pad_token_id,
+    ).select(["input_ids", "attention_mask", "responses", "response_mask"])
+    known = [example.reference for example in examples if example.reference is not None]
+    if len(known) == len(examples):
+        flat = torch.tensor(known, dtype=torch.float32).flatten()
+        batch = batch | {"ref_response_log_probs": flat}
+    labels = [e.label for e in examples if isinstance(e, LabelledExample)]
+    if labels:
+        batch = batch | {"desirable": torch.tensor(labels).repeat_interleave(2)}
+    return batch
+
+
+def collate_scored(examples: Sequence[PairExample], pad_token_id: int) -> Batch:
+    """Two conversations an example, each with a token after its last one, which alone is masked in:
+    a value before it is the conversation's score. With `margin [2N]`."""
+    longer = [
+        replace(
+            e,
+            chosen_ids=[*e.chosen_ids, pad_token_id],
+            rejected_ids=[*e.rejected_ids, pad_token_id],
+        )
+        for e in examples
+    ]
+    batch = collate_preferences(longer, pad_token_id)
+    mask = batch["response_mask"]
+    last = mask.sum(1).long() - 1
+    margins = torch.tensor([example.margin for example in examples]).repeat_interleave(2)
+    alone = torch.zeros_like(mask).scatter(1, last[:, None], 1.0)
+    return batch | {"response_mask": alone, "margin": margins}
+
+
+def examples_digest(examples: Sequence[PreferenceExample]) -> str:
+    """A digest of the tokens of examples, in their order."""
+    found = hashlib.sha256()
+    for example in examples:
+        found.update(repr((example.prompt_ids, *example.responses)).encode())
+    return found.hexdigest()

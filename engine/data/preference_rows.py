@@ -1,0 +1,190 @@
+"""Preference rows of files in canonical form: pairs, and single completions with a label.
+
+A pair is `{prompt, chosen, rejected, margin}`, a single row `{prompt, completion, label}`: `prompt`
+chat messages of one turn or several, responses text. Files may have messages as responses, with or
+without the conversation before them. Tokens are in `preference_examples`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from engine.config import RowsConfig
+from engine.data.bad_rows import BadRows, mapped_rows
+from engine.data.mapping import RowMapper
+from engine.data.rl_rows import Row
+from engine.data.row_files import FileRows, data_files
+from engine.data.rows import brief, has_words, is_messages, is_missing, is_utf8, user_message
+from engine.errors import DataError
+
+Kind = Literal["pairs", "labels"]
+_LABELS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def read_preference_rows(
+    addresses: Iterable[str], config: RowsConfig, kind: Kind
+) -> list[FileRows]:
+    """Read the rows of files, folders, s3://… or hf://…, an entry a file, all of one kind.
+
+    A pair gives two rows with labels where labels are asked for. Raises DataError for bad rows
+    where `config.bad_rows` is "fail", with their numbers and the reason of the first.
+    """
+    mapper = PreferenceMapper(config, kind)
+    found = []
+    for address in (file for one in addresses for file in data_files(one)):
+        bad = BadRows(address, config.bad_rows)
+        numbered = list(mapped_rows(address, config, bad, mapper=mapper))
+        bad.check()
+        rows = [(number, one) for number, row in numbered for one in _of_kind(row, kind)]
+        found.append(FileRows([row for _, row in rows], [number for number, _ in rows], bad))
+    return found
+
+
+class PreferenceMapper:
+    """Turns rows of files into canonical rows, as `data.columns` and `data.templates` say.
+
+    >>> mapper = PreferenceMapper(RowsConfig(columns={"chosen": "better"}), "pairs")
+    >>> mapper({"prompt": "1+1?", "better": "2", "rejected": "3"}, "d.jsonl, row 1")
+    {'prompt': [{'role': 'user', 'content': '1+1?'}], 'chosen': '2', 'rejected': '3', 'margin': 0.0}
+    """
+
+    def __init__(self, config: RowsConfig, kind: Kind) -> None:
+        """Raise ConfigError for a template that is not one."""
+        self._mapper, self._kind = RowMapper(config), kind
+
+    def __call__(self, raw: Row, where: str) -> Row:
+        """One canonical row; DataError that begins with `where` for a row that has none."""
+        row = self._mapper.named(raw, where)
+        single = self._kind == "labels" and not {"chosen", "rejected"} <= row.keys()
+        canonical = labelled_row(row, where) if single else pair_row(row, where)
+        return canonical | {"prompt": self._mapper.with_system(canonical["prompt"])}
+
+
+def pair_row(row: Row, where: str) -> Row:
+    """A pair in canonical form; DataError, which begins with `where`, for one that has none."""
+    prompt, (chosen, rejected) = _conversation(row, ("chosen", "rejected"), where)
+    if chosen == rejected:
+        raise DataError(f"{where}: columns 'chosen' and 'rejected' are the same; remove the row")
+    return {
+        "prompt": prompt,
+        "chosen": chosen,
+        "rejected": rejected,
+        "margin": _margin(row.get("margin"), where),
+    }
+
+
+def labelled_row(row: Row, where: str) -> Row:
+    """A completion with its label in canonical form; DataError for one that has none."""
+    prompt, (completion,) = _conversation(row, ("completion",), where)
+    if "label" not in row:
+        raise _missing("label", row, where)
+    given = row["label"]
+    label = given if isinstance(given, bool | np.bool_) else _LABELS.get(_plain_label(given))
+    if label is None:
+        raise DataError(f"{where}: column 'label' is {brief(given)}; give true or false")
+    return {"prompt": prompt, "completion": completion, "label": bool(label)}
+
+
+def _of_kind(row: Row, kind: Kind) -> list[Row]:
+    if kind == "pairs" or "label" in row:
+        return [row]
+    sides = ((row["chosen"], True), (row["rejected"], False))
+    return [{"prompt": row["prompt"], "completion": text, "label": good} for text, good in sides]
+
+
+def _conversation(
+    row: Row, names: Sequence[str], where: str
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages before the responses `names`, and the text of each of these."""
+    prompt = _prompt(row, where)
+    heads, texts = [], []
+    for name in names:
+        if name not in row:
+            raise _missing(name, row, where)
+        head, text = _response(row[name], name, where)
+        heads.append(_whole_prompt(prompt, head, name, where))
+        texts.append(text)
+    if heads[0] != heads[-1]:
+        raise DataError(
+            f"{where}: 'chosen' and 'rejected' answer different conversations; they must differ in "
+            "the last message alone"
+        )
+    return heads[0], texts
+
+
+def _prompt(row: Row, where: str) -> list[dict[str, Any]] | None:
+    given = row.get("prompt")
+    if is_missing(given):
+        return None
+    prompt: Any = user_message(given) if isinstance(given, str) else given
+    if not is_messages(prompt) or not has_words(prompt) or not is_utf8(prompt):
+        raise DataError(
+            f"{where}: column 'prompt' is {brief(given)}; give a string that is not empty, or "
+            'messages [{"role": "user", "content": …}] of which the last is not'
+        )
+    return [_message(one) for one in prompt]
+
+
+def _response(cell: Any, name: str, where: str) -> tuple[list[dict[str, Any]], str]:
+    """The messages before a response, which its cell may have, and its text."""
+    messages: Any = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
+    if not is_messages(messages) or not has_words(messages) or not is_utf8(messages):
+        raise DataError(
+            f"{where}: column {name!r} is {brief(cell)}; give text that is not empty, or messages "
+            "that end with the assistant's"
+        )
+    if messages[-1]["role"] != "assistant":
+        raise DataError(
+            f"{where}: the last message of column {name!r} is of the role "
+            f"{messages[-1]['role']!r}; end it with the assistant's"
+        )
+    return [_message(one) for one in messages[:-1]], str(messages[-1]["content"])
+
+
+def _whole_prompt(
+    prompt: list[dict[str, Any]] | None, head: list[dict[str, Any]], name: str, where: str
+) -> list[dict[str, Any]]:
+    """The conversation before a response: the column `prompt`, or what its cell begins with."""
+    if prompt is None and not head:
+        raise DataError(
+            f"{where}: there is no column 'prompt', and no message before the response in "
+            f"{name!r}; name the prompt's column in data.columns, e.g. data.columns.prompt=question"
+        )
+    if prompt is None or not head:
+        return prompt or head
+    if head[-len(prompt) :] != prompt:
+        raise DataError(
+            f"{where}: the messages of column {name!r} don't begin with the prompt; remove one of "
+            "the two"
+        )
+    return head
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    return {"role": message["role"], "content": message["content"]}
+
+
+def _margin(given: Any, where: str) -> float:
+    if is_missing(given):
+        return 0.0
+    number = not isinstance(given, bool) and isinstance(given, int | float | np.number)
+    if not number or not math.isfinite(given):
+        raise DataError(f"{where}: column 'margin' is {brief(given)}; give a finite number")
+    return float(given)
+
+
+def _plain_label(given: Any) -> str:
+    if isinstance(given, float | np.floating) and float(given).is_integer():
+        given = int(given)
+    return str(given).strip().lower()
+
+
+def _missing(name: str, row: Row, where: str) -> DataError:
+    return DataError(
+        f"{where}: there is no column {name!r}; name one of {sorted(row)} in data.columns, e.g. "
+        f"data.columns.{name}=…"
+    )

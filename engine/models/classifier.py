@@ -1,0 +1,64 @@
+"""A trained reward model as transformers' model for sequence classification, with one label.
+
+In training it is a backbone with a head (`critic.CriticModel`), read after the last token. The
+classifier that a model's family has in transformers is the same weights under other names.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from engine.errors import ModelError
+from engine.models.load import with_model_lock
+
+
+@with_model_lock
+def classifier_of(config: Any, dtype: torch.dtype, pad_token_id: int) -> Any:
+    """The classifier of one label, without storage, for the backbone of a causal LM's `config`.
+
+    Raises ModelError for a family that has none, or one with more than a matrix as its head.
+    """
+    own = copy.deepcopy(config)
+    own.num_labels, own.pad_token_id = 1, pad_token_id
+    try:
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(
+                own, dtype=dtype, trust_remote_code=False
+            )
+    except ValueError as error:
+        raise ModelError(
+            f"transformers has no sequence classification for {config.model_type} models, so none "
+            "can be a reward model; start from a model of another family"
+        ) from error
+    head = _head(model)
+    if len(head) != 1 or model.get_parameter(head[0]).shape != (1, own.hidden_size):
+        raise ModelError(
+            f"the head of transformers' classifier of {config.model_type} models is {head}, not "
+            "one matrix; start a reward model from a model of another family"
+        )
+    return model
+
+
+def classifier_tensors(
+    classifier: Any, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """A critic's tensors under the classifier's names; the head's bias, which is 0, is left out."""
+    (head,), known = _head(classifier), classifier.state_dict().keys()
+    for name, tensor in tensors:
+        if name == "head.weight":
+            yield head, tensor
+            continue
+        renamed = name.replace("backbone.", f"{classifier.base_model_prefix}.", 1)
+        if renamed in known:
+            yield renamed, tensor
+
+
+def _head(classifier: Any) -> list[str]:
+    body = f"{classifier.base_model_prefix}."
+    return [name for name, _ in classifier.named_parameters() if not name.startswith(body)]

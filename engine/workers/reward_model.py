@@ -1,0 +1,98 @@
+"""The role of reward-model training: scores of conversations, and updates on pairs of them.
+
+Rows come two by two, the chosen and the rejected conversation of a prompt. Each ends in one token
+more than the model reads; the value before it is the conversation's score.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.algorithms.preference import PreferenceOutput, bradley_terry, sequence_log_probs
+from engine.batch import Batch
+from engine.config import RewardModelTrainingConfig
+from engine.data.tokenizer import load_tokenizer
+from engine.errors import ConfigError, ModelError
+from engine.models import UnloadedModel, create_critic_model, open_critic_model, save_tensors
+from engine.models.classifier import classifier_of, classifier_tensors
+from engine.runtime.pair_gradients import accumulate_responses
+from engine.runtime.save_policy import StartModel
+from engine.runtime.token_outputs import Outputs, ValueReader
+from engine.workers.base import Dispatch, dispatch
+from engine.workers.sft import OfflineWorker
+
+
+class RewardModelWorker(OfflineWorker):
+    """Trains a reward model that starts from a language model's backbone."""
+
+    config: RewardModelTrainingConfig
+
+    def _open(self, model: PreTrainedModel | StartModel) -> Any:
+        if isinstance(model, StartModel):
+            if model.lora is not None and (model.lora.rank or model.lora.from_folder):
+                raise ConfigError(
+                    "model.lora has no effect on a reward model, whose weights are all trained; "
+                    "set model.lora.rank=0"
+                )
+            opened: Any = open_critic_model(model.path, model.dtype)
+        else:
+            opened = create_critic_model(model)
+        critic = opened.module if isinstance(opened, UnloadedModel) else opened
+        critic.head.bias.requires_grad_(False)  # a classifier has none
+        self._start_config = critic.config
+        classifier_of(critic.config, critic.head.weight.dtype, 0)  # or it could not be saved
+        return opened
+
+    @dispatch(Dispatch.DATA_PARALLEL, unit=2, pad=True)
+    def scores(self, batch: Batch) -> Batch:
+        """`scores [B]` of conversations, without dropout."""
+        with self._without_dropout():
+            values = self.sharded.outputs(batch, self._passes(batch), ValueReader())["values"]
+        return Batch({"scores": _last(values, batch)})
+
+    @dispatch(Dispatch.DATA_PARALLEL_METRICS, unit=2, pad=True)
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Take one optimizer step on the mean loss over the pairs of all ranks.
+
+        Reads `margin [B]`, the same of a pair's two rows.
+        """
+        center = self.config.center_rewards_coefficient
+
+        def loss(got: Outputs, micro: Batch) -> PreferenceOutput:
+            scores, margin = _last(got["values"], micro), micro["margin"][0::2]
+            return bradley_terry(
+                scores[0::2], scores[1::2], margin, center_rewards_coefficient=center
+            )
+
+        budget = self.config.max_tokens_per_micro_batch
+        parts = accumulate_responses(self.sharded, batch, loss, ValueReader(), budget, unit=2)
+        return self._step(parts)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def save(self, folder: str, tokenizer: str) -> str:
+        """Write a sequence-classification folder, with the tokenizer in `tokenizer`."""
+        own: Any = load_tokenizer(tokenizer)
+        if own.pad_token_id is None:
+            raise ModelError(
+                f"the tokenizer in {tokenizer} has neither a pad nor an end token; set one"
+            )
+        own.padding_side = "right"  # positions begin with the conversation
+        dtype = next(self.sharded.module.parameters()).dtype
+        model = classifier_of(self._start_config, dtype, own.pad_token_id)
+        self.policy.write_full(
+            lambda tensors: _write(model, classifier_tensors(model, tensors), own, folder)
+        )
+        return folder
+
+
+def _write(model: Any, tensors: Any, tokenizer: Any, folder: str) -> None:
+    save_tensors(model, tensors, tokenizer, Path(folder))
+
+
+def _last(values: Tensor, batch: Batch) -> Tensor:
+    """The value `[B]` at the one token that each row's mask names."""
+    return sequence_log_probs(values, batch["response_mask"])[0]

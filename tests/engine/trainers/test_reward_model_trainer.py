@@ -1,0 +1,154 @@
+"""Reward models: the loss in float64, held-out pairs, and a folder that RL's reward loads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_engine import random_completions, tiny_model, write_tiny_folder
+from torch.nn import functional as F
+from transformers import AutoModelForSequenceClassification
+
+from engine import RewardModelTrainer
+from engine.config import LoRAConfig, RewardModelTrainingConfig
+from engine.data.preference_examples import PairExample, collate_scored, read_reward_pairs
+from engine.data.tokenizer import load_tokenizer
+from engine.errors import ConfigError
+from engine.rewards.reward_model import reward_model
+from engine.runtime.save_policy import StartModel
+from engine.trainers.reward_model import calibration_error
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def pairs(count: int, seed: int = 0, better: int = 5) -> list[PairExample]:
+    """Pairs whose chosen conversation has the token `better`, and the rejected one doesn't."""
+    prompts, texts = random_completions(count, seed)
+    plain = [[token if token != better else 6 for token in ids] for ids in texts]
+    return [
+        PairExample(p, [better, *ids], [7, *ids], margin=0.2 * (i % 2))
+        for i, (p, ids) in enumerate(zip(prompts, plain, strict=True))
+    ]
+
+
+def trainer(model: Any, **changes: Any) -> RewardModelTrainer:
+    values = {"threads": 1, "train_batch_size": 8, "optim": {"lr": 1e-2}, "max_steps": 6}
+    config = RewardModelTrainingConfig.model_validate(values | changes)
+    return RewardModelTrainer(model, 0, config, seed=0)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_loss_and_gradients_in_float64(packing: bool) -> None:
+    subject = trainer(tiny_model("qwen2"), center_rewards_coefficient=0.1, packing=packing)
+    worker = subject._ranks
+    critic: Any = worker.sharded.module
+    with torch.no_grad():
+        critic.head.weight.copy_(torch.linspace(-0.3, 0.3, 32)[None])
+    exact = copy.deepcopy(tiny_model("qwen2")).double().base_model
+    head = critic.head.weight.detach().double().requires_grad_(True)
+    rows = pairs(5)
+
+    def score(ids: list[int]) -> torch.Tensor:
+        return (exact(input_ids=torch.tensor([ids])).last_hidden_state[0, -1] * head[0]).sum()
+
+    losses = []
+    for row in rows:
+        chosen, rejected = (score([*row.prompt_ids, *ids]) for ids in row.responses)
+        gap = chosen - rejected - row.margin
+        losses.append(F.softplus(-gap) + 0.1 * (chosen + rejected) ** 2)
+    wanted = torch.stack(losses).mean()
+    wanted.backward()
+    worker.begin(1)
+    found: dict[str, torch.Tensor] = {}
+
+    def step() -> float:
+        found.update(
+            {n: p.grad.clone() for n, p in critic.named_parameters() if p.grad is not None}
+        )
+        return 0.0
+
+    worker.train_state.optimizer.step = step  # type: ignore[method-assign]
+    metrics = worker.update(collate_scored(rows, 0))
+    assert metrics["loss"] == pytest.approx(wanted.item(), rel=1e-5)
+    torch.testing.assert_close(found.pop("head.weight").double(), head.grad, rtol=1e-4, atol=1e-5)
+    assert found.keys() == {f"backbone.{n}" for n, _ in exact.named_parameters()}
+    for name, p in exact.named_parameters():
+        torch.testing.assert_close(found[f"backbone.{name}"].double(), p.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_it_ranks_held_out_pairs() -> None:
+    subject = trainer(tiny_model("qwen2"), max_steps=40)
+    before = subject.validate(pairs(60, seed=3))
+    final = subject.fit(pairs(64), pairs(60, seed=3))
+    assert before["loss"] == pytest.approx(
+        0.747, abs=0.01
+    )  # a new head scores 0; margins 0 and 0.2
+    assert final["reward_model/validation_accuracy"] > 0.9
+    low, high = (final[f"reward_model/validation_accuracy_{end}"] for end in ("low", "high"))
+    assert low < final["reward_model/validation_accuracy"] <= high
+    assert final["reward_model/validation_loss"] < 0.3
+
+
+def test_calibration_is_the_gap_between_confidence_and_accuracy() -> None:
+    certain = torch.tensor([50.0, 50.0, 50.0, -50.0], dtype=torch.float64)
+    assert calibration_error(certain) == pytest.approx(0.25)
+    odds = torch.full((4,), 1.0986122886681098, dtype=torch.float64)  # σ is 0.75
+    odds[0] = -odds[0]
+    assert calibration_error(odds) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_run_that_is_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    whole, again = (trainer(tiny_model("llama"), save_freq=3) for _ in range(2))
+    wanted = whole.fit(pairs(10))
+    first = trainer(tiny_model("llama"), save_freq=3)
+
+    def stop(step: int, total: int, metrics: dict[str, float]) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+
+    first.on_step = stop
+    with pytest.raises(KeyboardInterrupt):
+        first.fit(pairs(10), [], tmp_path)
+    found = again.fit(pairs(10), [], tmp_path)
+    assert found["reward_model/loss"] == wanted["reward_model/loss"]
+    own, other = whole.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(own[name], other[name]) for name in own)
+
+
+def test_its_folder_is_the_reward_model_of_rl(tmp_path: Path) -> None:
+    start = write_tiny_folder(tmp_path / "start")
+    tokenizer = load_tokenizer(start)
+    draw = random.Random(0)
+    rows = [
+        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b + 1} or so"}
+        for a, b in ((draw.randrange(20), draw.randrange(20)) for _ in range(24))
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    examples = read_reward_pairs(str(tmp_path / "pairs.jsonl"), tokenizer)
+    subject = trainer(StartModel(str(start), "float32"), max_steps=20)
+    subject.fit(examples)
+    subject.save(tmp_path / "reward", start)
+    wanted = subject.scores(examples)
+    for column, side in enumerate(("chosen", "rejected")):
+        found = reward_model(
+            [row["prompt"] for row in rows],
+            [row[side] for row in rows],
+            model=str(tmp_path / "reward"),
+        )
+        assert found == pytest.approx(wanted[:, column].tolist(), abs=1e-4)
+    assert (wanted[:, 0] > wanted[:, 1]).all()
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
+    assert type(again).__name__ == "Qwen2ForSequenceClassification"
+    assert again.config.num_labels == 1
+    assert again.config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    start = write_tiny_folder(tmp_path / "start")
+    with pytest.raises(ConfigError, match=r"model\.lora has no effect on a reward model"):
+        trainer(StartModel(str(start), "float32", LoRAConfig(rank=4)))
