@@ -76,7 +76,7 @@ class VllmEngine:
             model,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            kv_cache_memory_mb=256 if kv_cache_memory_mb is None else kv_cache_memory_mb,
+            kv_cache_memory_mb=kv_cache_memory_mb,
             seed=seed,
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
