@@ -2,8 +2,9 @@
 
 Pieces, each in a process of its own with a deadline: the health check, collectives over NCCL,
 HybridActor's switch against a reload, memory against the planner's estimate, a GRPO step with its
-MFU, tokens a second of the rollout engines, and the tests marked gpu. One that fails is reported
-with its cause, and the others go on. Writes `gpu-report.json` and, for the docs, `gpu-report.md`.
+MFU, tokens a second of the rollout engines, what vLLM gives back between rollouts, and the tests
+marked gpu. One that fails is reported with its cause, and the others go on. Writes
+`gpu-report.json` and, for the docs, `gpu-report.md`.
 Exit status: 0; 1 where a piece failed or a figure misses its limit, or without a GPU.
 """
 
@@ -31,6 +32,7 @@ SECONDS = {  # a piece may take; together it is --limit-s that counts
     "memory": 90,
     "step": 120,
     "rollout": 180,
+    "sleep": 90,
     "tests": 300,
 }
 

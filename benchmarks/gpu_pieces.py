@@ -9,6 +9,7 @@ line of its errors. `gpu_step.py` has the pieces that train.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import math
 import os
@@ -16,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,9 +31,12 @@ from gpu_report import Figure, write_figures
 from engine.console import quiet
 from engine.errors import EngineError
 from engine.health.__main__ import check, expectation
+from engine.rollout.protocol import create_engine
+from engine.runtime.policy_runtime import SleepingEngine
 
 ROOT = Path(__file__).parents[1]
 SWITCH_MS = 8.0
+KV_MB = 4096  # of each rollout engine
 RELOAD = "a reload"
 
 
@@ -95,12 +100,51 @@ def decoding(args: argparse.Namespace) -> Iterator[Figure]:
             *("--device", "cuda", "--prompts", str(args.prompts), "--n", str(args.n)),
             *("--prompt-length", str(args.prompt_length)),
             *("--max-new-tokens", str(args.new_tokens), "--max-num-seqs", "512"),
-            *("--kv-cache-memory-mb", "8192", "--repeats", "2", "--limit-s", "60"),
+            *("--kv-cache-memory-mb", str(KV_MB), "--repeats", "2", "--limit-s", "60"),
             *("--engines", *engines),
         ]
     )
     for name, rates in rollout.run(case).items():
         yield Figure(f"{case.size} {name}, {args.prompts} × {args.n}", rates["wall"], "tokens/s")
+
+
+def sleeping(args: argparse.Namespace) -> Iterator[Figure]:
+    """Device memory that vLLM gives back for the update, by sleep level; its weights are shared."""
+    if "vllm" not in args.engines:
+        return
+    size = args.sizes[0]
+    model = rollout.build_model(size, "bfloat16", "cuda")
+    length = args.prompt_length + args.new_tokens
+    engine = create_engine(
+        "vllm", model, max_model_len=length, kv_cache_memory_mb=KV_MB, enforce_eager=True
+    )
+    assert isinstance(engine, SleepingEngine)
+    try:
+        for level in (1, 2):
+            awake, begin = _taken(), time.perf_counter()
+            engine.sleep(level)
+            freed, seconds = awake - _taken(), time.perf_counter() - begin
+            least = 0.9 * KV_MB / 1024
+            name = f"{size} vllm, sleep level {level}"
+            yield Figure(f"{name}, given back", freed, "GiB", f"> {least:.3g} GiB", freed > least)
+            begin = time.perf_counter()
+            engine.wake_weights()
+            engine.update_weights(model, level)
+            engine.wake_kv()
+            torch.cuda.synchronize()
+            yield Figure(f"{name}, to sleep", 1e3 * seconds, "ms")
+            yield Figure(f"{name}, to wake", 1e3 * (time.perf_counter() - begin), "ms")
+    finally:
+        engine.close()
+
+
+def _taken() -> float:
+    """GiB of the device: PyTorch doesn't count what vLLM maps itself."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
 
 
 def _variants(engine: str) -> list[str]:
@@ -133,6 +177,7 @@ PIECES: dict[str, Piece] = {
     "memory": gpu_step.memory,
     "step": gpu_step.step,
     "rollout": decoding,
+    "sleep": sleeping,
     "tests": tests,
 }
 

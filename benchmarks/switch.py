@@ -128,7 +128,10 @@ def naive_reload(
     def reload() -> Callable[[], None]:
         state = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
         second.load_state_dict(state)
-        return create_engine(engine, second, **options).close
+        close = create_engine(engine, second, **options).close
+        if policy.device.type == "cuda":
+            torch.cuda.synchronize()
+        return close
 
     times = []
     for _ in range(reloads + 1):  # the first one warms up

@@ -145,7 +145,7 @@ def test_gpu_check_reports_what_it_measures_and_why_the_rest_failed(
     )
     said = done.stdout + done.stderr
     assert done.returncode == 1, said
-    assert "2 of 7 pieces have faults" in done.stderr, said
+    assert "2 of 8 pieces have faults" in done.stderr, said
     report = json.loads((tmp_path / "gpu-report.json").read_text())
     assert report["machine"]["device"] == "pretended"
     pieces = {piece["name"]: piece for piece in report["pieces"]}
