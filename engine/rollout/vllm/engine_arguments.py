@@ -120,6 +120,7 @@ def _on_gpu(options: VllmOptions) -> dict[str, Any]:
     return {
         "enforce_eager": tuning.enforce_eager,
         "enable_chunked_prefill": chunked,
+        "moe_backend": "triton",  # others shuffle experts' weights, where updates don't fit
         "max_num_batched_tokens": tuning.max_num_batched_tokens
         or (None if chunked else _step_tokens(options)),
         **_kv_cache(options),

@@ -49,6 +49,7 @@ _GIVEN = (  # by this engine, which relies on them
     "runner",
     "convert",
     "load_format",
+    "moe_backend",
     "model_loader_extra_config",
     "distributed_executor_backend",
     "worker_cls",
