@@ -131,6 +131,7 @@ def _launch(folder: str, options: VllmOptions) -> LLM:
         patches.unpacked_weights(),
         process_state.frozen_gc(),
         process_state.no_request_proxies(),
+        process_state.inspectable_objects(),
         process_state.hidden_main(),
     ):
         llm: Any = vllm.LLM(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import flask.globals  # noqa: F401 (its proxies once broke the start of vLLM)
+import llvmlite.binding  # noqa: F401 (and so did its functions)
 import numpy as np
 import pytest
 import torch
