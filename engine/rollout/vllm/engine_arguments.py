@@ -100,7 +100,6 @@ def engine_arguments(options: VllmOptions) -> dict[str, Any]:
         "seed": options.seed,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "trust_remote_code": False,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "generation_config": "vllm",
         "disable_log_stats": True,

@@ -135,7 +135,10 @@ def _launch(folder: str, options: VllmOptions) -> LLM:
         process_state.hidden_main(),
     ):
         llm: Any = vllm.LLM(
-            model=folder, enable_sleep_mode=current_platform.is_cuda_alike(), **arguments
+            model=folder,
+            trust_remote_code=False,
+            enable_sleep_mode=current_platform.is_cuda_alike(),
+            **arguments,
         )
     if not options.on_gpu:
         patches.skip_compilation()
