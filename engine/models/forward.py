@@ -24,11 +24,9 @@ from engine.models.critic import CriticModel
 from engine.models.lora import BaseModelView
 from engine.models.packing import PackedRows, packed_forward
 from engine.models.token_statistics import TokenStatistics, token_statistics
+from engine.models.vocabulary_head import Head, vocabulary_head
 
 Model = nn.Module | BaseModelView  # a transformers causal language model, or a policy's base
-
-# Families whose logits are exactly head(hidden): no soft-capping, scaling or extra bias.
-_PLAIN_HEADS = {"qwen2", "qwen3", "llama", "mistral", "gpt2", "gpt_neox", "phi3", "olmo2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ def token_outputs(
         "entropy_gradient": entropy_gradient,
         "sum_pi_squared": sum_pi_squared,
     }
-    if reference is None and (head := _plain_head(model)) is not None:
+    if reference is None and (head := _head(model)) is not None:
         states = response_states(model, seqs)  # type: ignore[arg-type]
         return read_states(head, states, seqs, batch, temperature, statistics=statistics, **asked)
     logits = model_logits(model, seqs)
@@ -149,14 +147,14 @@ def _packed_states(model: nn.Module, rows: PackedRows, seqs: Sequences) -> Tenso
     return hidden[0].index_select(0, rows.index(seqs.rows, seqs.positions))
 
 
-def response_logits(head: nn.Module, hidden: Tensor, seqs: Sequences) -> Tensor:
+def response_logits(head: Head, hidden: Tensor, seqs: Sequences) -> Tensor:
     """What `head` makes `[N, V]` of the hidden states `[B, L, H]` that predict response tokens."""
     seqs = seqs.to(hidden.device)
     return head(hidden[seqs.rows, seqs.positions])
 
 
 def read_states(
-    head: nn.Module,
+    head: Head,
     states: Tensor,
     seqs: Sequences,
     batch: Batch,
@@ -220,9 +218,8 @@ def model_logits(model: Model, seqs: Sequences) -> Tensor:
         with model.weights() as base:
             return model_logits(base, seqs)
     module: Any = model
-    if (head := _plain_head(model)) is not None:
-        logits: Tensor = head(response_states(module, seqs))
-        return logits
+    if (head := _head(model)) is not None:
+        return head(response_states(module, seqs))
     if (rows := pack(model, seqs)) is not None:
         logits = packed_forward(model, rows).logits
         seqs = seqs.to(logits.device)
@@ -232,13 +229,9 @@ def model_logits(model: Model, seqs: Sequences) -> Tensor:
     return logits[seqs.rows, seqs.positions]
 
 
-def _plain_head(model: Model) -> nn.Module | None:
-    """The head of a model whose logits are exactly head(hidden)."""
-    module: Any = model
-    if isinstance(model, BaseModelView) or module.config.model_type not in _PLAIN_HEADS:
-        return None
-    head: nn.Module = module.get_output_embeddings()
-    return head
+def _head(model: Model) -> Head | None:
+    """What makes logits of hidden states, where it is known."""
+    return None if isinstance(model, BaseModelView) else vocabulary_head(model)
 
 
 def _device(model: nn.Module) -> torch.device:

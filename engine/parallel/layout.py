@@ -178,7 +178,6 @@ def check_layout(layout: Layout, world_size: int, shape: ModelShape | None = Non
         return
     for axis, size, what, count in (
         ("tp", layout.tp, "num_attention_heads", shape.heads),
-        ("tp", layout.tp, "num_key_value_heads", shape.kv_heads),
         ("tp", layout.tp, "intermediate_size", shape.intermediate),
         ("sp", layout.sp * layout.tp, "num_attention_heads", shape.heads),
     ):
@@ -187,6 +186,11 @@ def check_layout(layout: Layout, world_size: int, shape: ModelShape | None = Non
             raise ConfigError(
                 f"{name}={size} does not divide the model's {what}={count}; choose a divisor of it"
             )
+    if shape.kv_heads % layout.tp and layout.tp % shape.kv_heads:
+        raise ConfigError(
+            f"tp={layout.tp} neither divides the model's num_key_value_heads={shape.kv_heads} nor "
+            "is a multiple of it; choose one that does"
+        )
     if shape.layers < layout.pp:
         raise ConfigError(
             f"pp={layout.pp} stages are more than the model's {shape.layers} layers; lower pp"

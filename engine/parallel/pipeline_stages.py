@@ -18,11 +18,10 @@ from transformers.integrations.peft import PeftAdapterMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from engine.errors import ConfigError, WorkerError
+from engine.parallel.decoder_plan import FAMILIES, DecoderPlan
 from engine.parallel.gradients import redistribute_gradients, zero_gradient
 from engine.parallel.layout import ModelShape
 from engine.parallel.process_groups import Ranks
-
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # one decoder: same parts, same order
 
 
 def split_layers(layers: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
@@ -60,6 +59,8 @@ def layers_by_stage(shape: ModelShape, stages: int) -> list[range]:
 class PipelineStage(nn.Module, PeftAdapterMixin):
     """A run of a decoder's layers; the first stage has the embedding too, the last norm and head.
 
+    A decoder's parts are those of its `DecoderPlan`.
+
     `forward(ids [B, L] long)` on the first, `forward(hidden [B, L, H])` on the others, returns
     hidden states [B, L, H], normed on the last. Rows start at column 0 and have their padding last:
     causal attention alone keeps it out. `position_ids` [B, L] are for a share of longer rows.
@@ -68,6 +69,7 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
     def __init__(self, config: Any, index: int, stages: int, decoder: str, head: str) -> None:
         super().__init__()
         self.config, self.index, self.stages = config, index, stages
+        self._plan = DecoderPlan.of(config)
         self.first, self.last = index == 0, index == stages - 1
         self._decoder_name, self._head_name = decoder, head
         self.tied: tuple[str, ...] = ()  # see `tied_across_stages`
@@ -90,10 +92,14 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         """The table of rotary positions, which every stage has."""
         return self.get_submodule(f"{self._decoder_name}.rotary_emb")
 
+    @property
+    def embedding_name(self) -> str:
+        """The embedding's name in the whole model."""
+        return f"{self._decoder_name}.{self._plan.embedding}"
+
     def get_input_embeddings(self) -> nn.Module | None:
         """The embedding; None on all stages but the first."""
-        name = f"{self._decoder_name}.embed_tokens"
-        return self.get_submodule(name) if self.first else None
+        return self.get_submodule(self.embedding_name) if self.first else None
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The head, a critic's value head too; None on all stages but the last."""
@@ -101,30 +107,52 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
 
     def forward(self, inputs: Tensor, position_ids: Tensor | None = None) -> Tensor:
         decoder: Any = self.get_submodule(self._decoder_name)
-        hidden: Tensor = decoder.embed_tokens(inputs) if self.first else inputs
+        hidden = self._embed(decoder, inputs) if self.first else inputs
         # The width is read from the inputs: between them, modules may share out the columns.
         if position_ids is None:
             position_ids = torch.arange(inputs.shape[1], device=inputs.device)[None]
-        rotary = self.rotary_emb(hidden, position_ids)
+        rotary = self._rotary(hidden, position_ids)
         masks = self._masks(hidden.dtype, inputs)
         for number, layer in zip(self.layer_numbers, self.layers, strict=True):
+            kind = self._kind(number)
             hidden = layer(
                 hidden,
-                attention_mask=masks[self._kind(number)],
-                position_embeddings=rotary,
+                attention_mask=masks[kind],
+                position_embeddings=rotary[kind],
                 position_ids=position_ids,
                 past_key_values=None,
                 use_cache=False,
             )
-        return decoder.norm(hidden) if self.last else hidden.contiguous()
+        if not self.last:
+            return hidden.contiguous()
+        for name in self._plan.after:
+            hidden = decoder.get_submodule(name)(hidden)
+        return hidden
+
+    def _embed(self, decoder: nn.Module, ids: Tensor) -> Tensor:
+        """What the first layer reads; Granite scales it, StarCoder2 has dropout of its own."""
+        hidden = ids
+        for name in self._plan.before:
+            hidden = decoder.get_submodule(name)(hidden)
+        hidden = hidden * getattr(self.config, "embedding_multiplier", 1.0)
+        dropout = getattr(self.config, "embedding_dropout", 0.0)
+        return nn.functional.dropout(hidden, dropout, self.training)
+
+    def _rotary(self, hidden: Tensor, position_ids: Tensor) -> dict[str, Any]:
+        """Cosines and sines by kind of layer; only Gemma 3's differ."""
+        kinds = {self._kind(number) for number in self.layer_numbers}
+        rotary: Any = self.rotary_emb
+        if hasattr(rotary, "layer_types"):
+            return {kind: rotary(hidden, position_ids, kind) for kind in kinds}
+        return dict.fromkeys(kinds, rotary(hidden, position_ids))
 
     def _kind(self, number: int) -> str:
         """What a layer attends to, as its configuration has it."""
         kinds = getattr(self.config, "layer_types", None)
         if kinds is not None:
             return str(kinds[number])
-        sliding = self.config.model_type == "mistral" and self.config.sliding_window is not None
-        return "sliding_attention" if sliding else "full_attention"
+        window = getattr(self.config, "sliding_window", None)
+        return "full_attention" if window is None else "sliding_attention"
 
     def _masks(self, dtype: torch.dtype, inputs: Tensor) -> dict[str, Any]:
         """Attention masks by kind; None where the attention kernel is causal by itself."""
@@ -143,31 +171,30 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         }
 
 
-def extract_stage(model: nn.Module, stage: int, stages: int) -> PipelineStage:
+def extract_stage(model: Any, stage: int, stages: int) -> PipelineStage:
     """Extract one stage of a full causal language model, or critic of a `backbone` and a `head`.
 
     The stage shares the model's modules: drop `model` to free those of other stages.
     Where embedding and head are tied, first and last stage each have the matrix, under the
-    embedding's and the head's name. Raises ConfigError for a family other than Llama, Mistral,
-    Qwen2 and Qwen3.
+    embedding's and the head's name. Raises ConfigError for a model that is not of `FAMILIES`.
     """
     critic = _is_critic(model)
     whole: Any = model.backbone if critic else model.base_model
     config = whole.config
-    if config.model_type not in _FAMILIES:
+    if config.model_type not in FAMILIES:
         raise ConfigError(
             f"a model of type {config.model_type!r} can't be cut into pp={stages} stages, only "
-            f"{', '.join(_FAMILIES)} can; set pp to 1 and shard it by fsdp"
+            f"{', '.join(FAMILIES)} can; set pp to 1 and shard it by fsdp"
         )
     layers = layers_by_stage(ModelShape.of(config), stages)[stage]
-    names = ("backbone", "head") if critic else ("model", "lm_head")
+    names = ("backbone", "head") if critic else (model.base_model_prefix, "lm_head")
     cut = PipelineStage(config, stage, stages, *names)
-    decoder = nn.Module()
-    if cut.first:
-        decoder.embed_tokens = whole.embed_tokens
+    plan, decoder = DecoderPlan.of(config), nn.Module()
+    for name in plan.before if cut.first else ():
+        decoder.add_module(name, whole.get_submodule(name))
     decoder.layers = nn.ModuleDict({str(number): whole.layers[number] for number in layers})
-    if cut.last:
-        decoder.norm = whole.norm
+    for name in plan.after if cut.last else ():
+        decoder.add_module(name, whole.get_submodule(name))
     decoder.rotary_emb = whole.rotary_emb
     cut.add_module(names[0], decoder)
     if cut.last:
@@ -189,7 +216,7 @@ def _tied(model: Any, cut: PipelineStage, names: tuple[str, str]) -> tuple[str, 
     if getattr(ends[0], "weight", None) is not getattr(ends[1], "weight", None):
         return ()
     if cut.first:
-        return (f"{names[0]}.embed_tokens.weight",)
+        return (f"{cut.embedding_name}.weight",)
     return (f"{names[1]}.weight",) if cut.last else ()
 
 

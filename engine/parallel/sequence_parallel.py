@@ -51,9 +51,9 @@ def apply_ulysses(model: nn.Module, ranks: Ranks) -> None:
     _check_model(model, found, ranks)
     config: Any = model.config
     share = _Share(group, ranks.size("sp"), ranks.index("sp"), config)
-    ours = copy.copy(config)
-    ours._attn_implementation = _NAME
     for attention in found:  # the model itself keeps its configuration: no mask is made differently
+        ours: Any = copy.copy(attention.config)
+        ours._attn_implementation = _NAME
         attention.__dict__ |= {"config": ours, _SHARE: share}
 
 

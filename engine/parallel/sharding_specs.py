@@ -20,6 +20,8 @@ from engine.parallel.layout import ModelShape
 from engine.parallel.rollout_layout import RolloutLayout
 from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
 
+ROLLOUT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose shards `native` decodes with
+
 Shapes = Mapping[str, Index]
 Stages = Sequence[Sequence[int]]
 

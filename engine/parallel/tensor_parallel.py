@@ -10,6 +10,7 @@ shards of the tokens. The styles are in `tp_styles`, the loss over a sharded voc
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,14 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from engine.errors import ConfigError
+from engine.parallel.decoder_plan import DecoderPlan, within_layer
 from engine.parallel.layout import Layout, ModelShape, check_layout
 from engine.parallel.tp_styles import (
-    AttentionInput,
+    BlockInput,
     ColumnParallel,
+    GatheredColumns,
     GatherOutput,
     InputStyle,
+    LocalHeads,
     Replicated,
     RowParallel,
+    SelectedColumns,
     VocabularyParallel,
     copy_to_ranks,
     gather_tokens,
@@ -32,12 +37,7 @@ from engine.parallel.tp_styles import (
 )
 from engine.parallel.vocab_parallel import vocabulary_bounds
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # model types with a plan
-
-_COLUMN = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"}
-_ROW = {"o_proj", "down_proj"}
-_BETWEEN = {"input_layernorm", "post_attention_layernorm"}  # on token shards, if there are any
-_PER_HEAD = {"q_norm", "k_norm"}
+_HEAD = "lm_head"
 
 
 def apply_tensor_parallel(
@@ -45,9 +45,9 @@ def apply_tensor_parallel(
 ) -> None:
     """Shard `model` over the ranks of the one-dimensional `mesh`, in place.
 
-    `model` is a causal language model of `FAMILIES`, a critic or classifier on such a body, or a
-    pipeline stage of one; every rank of the mesh has the same weights. LoRA adapters must be in
-    place already. Afterwards
+    `model` is a causal language model whose configuration has a `DecoderPlan`, a critic or
+    classifier on such a body, or a pipeline stage of one; every rank of the mesh has the same
+    weights. LoRA adapters must be in place already. Afterwards
 
     - every parameter is a DTensor on `mesh` of the same full shape and name, tied ones are one,
       and gradients arrive placed as their parameter is;
@@ -61,11 +61,11 @@ def apply_tensor_parallel(
     """
     if mesh.size() == 1:
         return
-    _check(model, mesh.size())
+    split = _check(model, mesh.size())
     tied = tied_parameters(model)
     plan = [
-        *parameter_plan(model, sequence_parallel).items(),
-        *activation_plan(model, sequence_parallel),
+        *_parameter_plan(model, split, sequence_parallel).items(),
+        *_activation_plan(model, split, sequence_parallel),
     ]
     for name, style in plan:
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
@@ -73,45 +73,91 @@ def apply_tensor_parallel(
         module.register_parameter(name, owner.get_parameter(name_there))
 
 
-def parameter_plan(model: nn.Module, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """What decides how the modules of a model are split over `tp` ranks."""
+
+    plan: DecoderPlan
+    shape: ModelShape
+    tp: int
+
+    def columns(self, name: str) -> ParallelStyle:
+        """The style of a layer's linear whose outputs are split."""
+        shape, last = self.shape, name.rpartition(".")[2]
+        keys = (shape.kv_heads * shape.head_dim, shape.kv_heads)
+        if self.plan.computes_whole(name):
+            return GatheredColumns()
+        if last == "qkv_proj":
+            return SelectedColumns([(shape.heads * shape.head_dim, shape.heads), keys, keys])
+        if last == "gate_up_proj":
+            return SelectedColumns([(shape.intermediate, self.tp)] * 2)
+        if last in ("k_proj", "v_proj") and shape.kv_heads < self.tp:
+            return SelectedColumns([keys])
+        return ColumnParallel()
+
+    def rows(self, name: str, sequence_parallel: bool) -> ParallelStyle:
+        """The style of a layer's linear whose inputs are split."""
+        return RowParallel(sequence_parallel, split_input=self.plan.computes_whole(name))
+
+    def norm(self, name: str, sequence_parallel: bool) -> ParallelStyle:
+        """The style of a layer's other modules, which every rank has."""
+        if name.partition(".")[0] in self.plan.blocks:  # on this rank's heads
+            return Replicated(sum_gradients=not self.plan.computes_whole(name))
+        return Replicated(sum_gradients=sequence_parallel)  # on its share of the tokens
+
+    def changes_heads(self, block: str) -> bool:
+        """Whether attention must be told how many heads it has."""
+        packed = any(name.endswith("qkv_proj") for name in self.plan.packed)
+        return not self.plan.computes_whole(block) and (packed or self.shape.kv_heads < self.tp)
+
+
+def _parameter_plan(
+    model: nn.Module, split: _Split, sequence_parallel: bool
+) -> dict[str, ParallelStyle]:
     """The style of every module that has parameters of its own, by the module's name."""
     plan: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        if last in _COLUMN:
+        within, last = within_layer(name), name.rpartition(".")[2]
+        if within in split.plan.columns or last == _HEAD:
             base, downs, ups = _linear_names(name, module)
-            plan |= dict.fromkeys((base, *ups), ColumnParallel())
+            style = split.columns(within) if within else ColumnParallel()
+            plan |= dict.fromkeys((base, *ups), style)
             # Their gradient comes from this rank's part of the output alone.
             plan |= dict.fromkeys(downs, Replicated(sum_gradients=True))
-        elif last in _ROW:
+        elif within is not None and within in split.plan.rows:
             base, downs, ups = _linear_names(name, module)
-            plan |= dict.fromkeys((base, *downs), RowParallel(sequence_parallel))
+            plan |= dict.fromkeys((base, *downs), split.rows(within, sequence_parallel))
             plan |= dict.fromkeys(ups, Replicated(sum_gradients=sequence_parallel))
-        elif last == "embed_tokens" and isinstance(module, nn.Embedding):
+        elif last == split.plan.embedding and isinstance(module, nn.Embedding):
             plan[name] = VocabularyParallel()
-        elif last in _BETWEEN or last in _PER_HEAD:
-            plan[name] = Replicated(sum_gradients=last in _PER_HEAD or sequence_parallel)
-    for name, module in model.named_modules():  # the final norm and a value head among them
+    for name, module in model.named_modules():  # norms, and a value head among them
         if name not in plan and any(True for _ in module.parameters(recurse=False)):
-            plan[name] = Replicated(sum_gradients=False)
+            within = within_layer(name)
+            if within is None:
+                plan[name] = Replicated(sum_gradients=False)
+            else:
+                plan[name] = split.norm(within, sequence_parallel)
     return plan
 
 
-def activation_plan(
-    model: nn.Module, sequence_parallel: bool
+def _activation_plan(
+    model: nn.Module, split: _Split, sequence_parallel: bool
 ) -> Iterator[tuple[str, ParallelStyle]]:
     """Names of modules, and what ranks communicate where activations enter and leave them."""
-    layers = [name for name, module in model.named_modules() if hasattr(module, "self_attn")]
+    named = list(model.named_modules())
+    layers = [name for name, _ in named if within_layer(name) == ""]
     enter = gather_tokens if sequence_parallel else copy_to_ranks
-    for layer in layers:
-        yield f"{layer}.self_attn", AttentionInput(enter)
-        yield f"{layer}.mlp", InputStyle(enter)
+    for name, module in named:
+        block = within_layer(name)
+        if block is not None and block in split.plan.blocks:
+            yield name, BlockInput(enter)
+            if split.changes_heads(block) and hasattr(module, "num_key_value_groups"):
+                yield name, LocalHeads()
+        elif name.rpartition(".")[2] == _HEAD:
+            yield name, InputStyle(copy_to_ranks)
     if sequence_parallel and layers:
         yield layers[0], InputStyle(shard_tokens)
         yield layers[-1], GatherOutput()
-    for name, _ in model.named_modules():
-        if name.rpartition(".")[2] == "lm_head":
-            yield name, InputStyle(copy_to_ranks)
 
 
 def _linear_names(name: str, module: nn.Module) -> tuple[str, list[str], list[str]]:
@@ -137,15 +183,10 @@ def tied_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, s
     return tied
 
 
-def _check(model: nn.Module, tp: int) -> None:
-    """Raise ConfigError for a family without a plan, sizes that tp can't split, odd adapters."""
+def _check(model: nn.Module, tp: int) -> _Split:
+    """How to split the model; raises ConfigError for one without a plan, or that tp can't split."""
     configs = [m.config for m in model.modules() if getattr(m, "config", None) is not None]
-    family = getattr(configs[0], "model_type", None) if configs else type(model).__name__
-    if family not in FAMILIES:
-        raise ConfigError(
-            f"a model of type {family!r} has no tensor-parallel plan (there are plans for "
-            f"{', '.join(FAMILIES)}); set tp=1 and shard it by fsdp"
-        )
+    plan = DecoderPlan.of(configs[0] if configs else model)
     shape = ModelShape.of(configs[0])
     check_layout(Layout(tp=tp), tp, shape)
     if vocabulary_bounds(shape.vocab, tp, tp - 1)[0] >= shape.vocab:
@@ -153,22 +194,36 @@ def _check(model: nn.Module, tp: int) -> None:
             f"tp={tp} leaves a rank without any of the vocabulary's {shape.vocab} entries; lower tp"
         )
     for name, module in model.named_modules():
-        _check_module(name, module)
+        _check_module(name, module, plan)
+    return _Split(plan, shape, tp)
 
 
-def _check_module(name: str, module: Any) -> None:
-    last = name.rpartition(".")[2]
-    adapted = hasattr(module, "base_layer")
-    if last in _COLUMN | _ROW:
-        if type(getattr(module, "base_layer", module)) is not nn.Linear:
+def _check_module(name: str, module: Any, plan: DecoderPlan) -> None:
+    within, last = within_layer(name), name.rpartition(".")[2]
+    base = getattr(module, "base_layer", module)
+    if within in plan.columns | plan.rows or last == _HEAD:
+        if type(base) is not nn.Linear:
             raise ConfigError(
-                f"{name!r} is a {type(getattr(module, 'base_layer', module)).__name__}, which tp "
-                "can't split (only plain linear modules); set tp=1 and shard it by fsdp"
+                f"{name!r} is a {type(base).__name__}, which tp can't split (only plain linear "
+                "modules); set tp=1 and shard it by fsdp"
             )
-        if adapted and len(getattr(module, "lora_magnitude_vector", ())):
+        if base is not module and len(getattr(module, "lora_magnitude_vector", ())):
             raise ConfigError(f"{name!r} has a DoRA adapter, which tp can't split; set tp=1")
-    elif adapted:
+    elif base is not module:
         raise ConfigError(
             f"model.lora.target_modules names {name!r}, whose adapter tp can't split; leave "
             f"{last!r} out, or set tp=1"
         )
+    elif isinstance(module, nn.Embedding):
+        if type(module) is not nn.Embedding and not hasattr(module, "embed_scale"):
+            raise ConfigError(
+                f"{name!r} is a {type(module).__name__}, which tp can't split; set tp=1 and shard "
+                "it by fsdp"
+            )
+    elif within is not None and not plan.covers(within):
+        matrices = [n for n, p in module.named_parameters(recurse=False) if p.dim() > 1]
+        if matrices:
+            raise ConfigError(
+                f"{name!r} has a matrix {matrices[0]!r} that the model's tensor-parallel plan does "
+                "not name; set tp=1 and shard it by fsdp"
+            )

@@ -9,7 +9,8 @@ which style is in `tensor_parallel`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -85,15 +86,56 @@ class ColumnParallel(ShardedStyle):
         super().__init__({"weight": Shard(0), "bias": Shard(0)}, _forward_on_local)
 
 
+class GatheredColumns(ShardedStyle):
+    """A linear whose weight's rows are sharded, and whose outputs every rank gets in full."""
+
+    def __init__(self) -> None:
+        super().__init__({"weight": Shard(0), "bias": Shard(0)}, _gathered_forward)
+
+
+class SelectedColumns(ShardedStyle):
+    """A linear whose weight's rows are sharded, though a rank computes with others than it stores.
+
+    Of each of `parts`, sizes that add up to the weight's rows, it computes with a share. A part has
+    a number of heads as well: where there are fewer than ranks, several ranks have one in common.
+    Ranks gather the matrix while they compute with it, as FSDP does; gradients are summed and
+    sharded again.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, int]]) -> None:
+        """parts: rows and heads of each, e.g. [(1024, 8), (256, 2), (256, 2)]."""
+        super().__init__({"weight": Shard(0), "bias": Shard(0)}, self._select)
+        self._parts = parts
+
+    def _select(self, module: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x, self._own(module.weight), self._own(module.bias))
+
+    def _own(self, parameter: Any) -> Any:
+        """The rows of a sharded parameter that this rank computes with."""
+        if parameter is None:
+            return None
+        size, index = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+        whole = parameter.redistribute(placements=[Replicate()])
+        whole = whole.to_local(grad_placements=[Partial()])
+        own = []
+        for part, (_, heads) in zip(
+            whole.split([n for n, _ in self._parts]), self._parts, strict=True
+        ):
+            shares = min(size, heads)
+            own.append(part.chunk(shares)[index * shares // size])
+        return torch.cat(own)
+
+
 class RowParallel(ShardedStyle):
     """y = Σ_ranks x_local W_localᵀ + b; the weight's columns, and `x [B, L, in/tp]`, are sharded.
 
-    y is replicated, or, with `shard_tokens`, this rank's shard of the padded tokens.
+    y is replicated, or, with `shard_tokens`, this rank's shard of the padded tokens. With
+    `split_input` x is whole on every rank, and each takes its part.
     """
 
-    def __init__(self, shard_tokens: bool) -> None:
+    def __init__(self, shard_tokens: bool, split_input: bool = False) -> None:
         forward = _row_forward_on_tokens if shard_tokens else _row_forward
-        super().__init__({"weight": Shard(1)}, forward)
+        super().__init__({"weight": Shard(1)}, _split(forward) if split_input else forward)
 
 
 class VocabularyParallel(ShardedStyle):
@@ -142,6 +184,21 @@ def _forward_with(module: nn.Module, sum_gradients: bool, args: Any, kwargs: Any
         module.__dict__["_parameters"] = parameters
 
 
+def _gathered_forward(module: nn.Linear, x: Tensor) -> Tensor:
+    y, weight = _forward_with(module, False, (x,), {}), module.weight
+    return redistribute(y, weight.device_mesh, Shard(y.dim() - 1), Replicate())
+
+
+def _split(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A linear's forward pass, of this rank's part of an input that all ranks have."""
+
+    def of_part(module: nn.Linear, x: Tensor) -> Tensor:
+        weight: Any = module.weight
+        return forward(module, redistribute(x, weight.device_mesh, Replicate(), Shard(x.dim() - 1)))
+
+    return of_part
+
+
 def _row_forward(module: nn.Linear, x: Tensor) -> Tensor:
     weight: Any = module.weight
     y = redistribute(F.linear(x, weight.to_local()), weight.device_mesh, Partial(), Replicate())
@@ -165,7 +222,9 @@ def _embedding_forward(module: nn.Embedding, ids: Tensor) -> Tensor:
     if padding is not None:
         padding = padding - start if start <= padding < stop else None
     found = F.embedding((ids - start).masked_fill(elsewhere, 0), table, padding)
-    return redistribute(found.masked_fill(elsewhere[..., None], 0), mesh, Partial(), Replicate())
+    found = redistribute(found.masked_fill(elsewhere[..., None], 0), mesh, Partial(), Replicate())
+    scale: Any = getattr(module, "embed_scale", None)  # Gemma's
+    return found if scale is None else found * scale.to(found.dtype)
 
 
 def _local(parameter: Any, sum_gradients: bool) -> Any:
@@ -190,15 +249,36 @@ class InputStyle(ParallelStyle):
         return module
 
 
-class AttentionInput(InputStyle):
-    """Changes the hidden states that attention reads: all tokens, without padding."""
+class BlockInput(InputStyle):
+    """Changes the hidden states that attention or MLP read; attention's are without padding."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def prepare(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            hidden = self.change(kwargs["hidden_states"], device_mesh)[:, : _length(kwargs)]
-            return args, kwargs | {"hidden_states": hidden}
+            hidden = kwargs.get("hidden_states", args[0] if args else None)
+            hidden = self.change(hidden, device_mesh)
+            if "position_embeddings" in kwargs:
+                hidden = hidden[:, : _length(kwargs)]
+            if "hidden_states" in kwargs:
+                return args, kwargs | {"hidden_states": hidden}
+            return (hidden, *args[1:]), kwargs
 
         module.register_forward_pre_hook(prepare, with_kwargs=True)
+        return module
+
+
+class LocalHeads(ParallelStyle):
+    """Lets attention count this rank's heads, where it reads their number off its configuration."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own: Any = module
+        config, size = copy.copy(own.config), device_mesh.size()
+        key_heads = max(1, config.num_key_value_heads // size)
+        config.num_attention_heads //= size
+        config.num_key_value_heads = key_heads
+        own.config = config
+        own.num_key_value_groups = config.num_attention_heads // key_heads
+        if hasattr(own, "num_key_value_heads"):
+            own.num_key_value_heads = key_heads
         return module
 
 

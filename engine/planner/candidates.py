@@ -150,7 +150,7 @@ def _rollout_sizes(
         wanted = [fixed.rollout_tp]
     elif work.runs_ahead:
         wanted = [layout.tp]
-    elif work.adapters or work.kv_cache or not work.decodes or not work.families:
+    elif work.adapters or work.kv_cache or not work.decodes or not work.decodes_shards:
         wanted = [1]  # adapters are decoded whole, and other engines by one process a rank
     else:
         wanted = [

@@ -36,6 +36,7 @@ class Workload:
     samplers: int = 0  # processes beside the policy's that only decode
     sampler_bytes: float = 4.0  # an element of their weights
     families: bool = True  # the model can be cut by tp and pp
+    decodes_shards: bool = True  # ranks can decode with shards of it
     cuts_sequences: bool = True  # and by sp
     runs_ahead: bool = False  # one_step_off, async: the trainer's own rollout validates only
 

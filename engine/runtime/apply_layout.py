@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from engine.config import ParallelConfig
+from engine.models.critic import CriticModel
 from engine.models.fused import apply_fused
 from engine.models.unloaded import UnloadedModel
+from engine.models.vocabulary_head import require_vocabulary_head
 from engine.parallel import fsdp
 from engine.parallel import pipeline_stages as stages
 from engine.parallel.process_groups import Ranks
@@ -33,6 +35,8 @@ def apply_layout(
     """
     unloaded = model if isinstance(model, UnloadedModel) else None
     module: Any = model if unloaded is None else unloaded.module
+    if ranks.size("sp") > 1 and not isinstance(module, CriticModel):
+        require_vocabulary_head(module)
     allow_packing(module, ranks, config, device)
     shards = fsdp.shards_weights(ranks)
     whole = ranks.size("tp") == 1 and not shards

@@ -25,6 +25,7 @@ from engine.models.forward import (
     packing_error,
     response_logits,
 )
+from engine.models.vocabulary_head import require_vocabulary_head
 from engine.parallel import fsdp
 from engine.parallel.pipeline_schedule import Pipeline
 from engine.parallel.process_groups import Ranks
@@ -89,8 +90,7 @@ class MicroBatchRunner:
             if not self._shards_sequences:
                 return model_logits(self.module, left_align(micro))
             hidden, seqs = self._hidden(micro)
-            module: Any = self.module
-            return response_logits(module.get_output_embeddings(), hidden, seqs)
+            return response_logits(require_vocabulary_head(self.module), hidden, seqs)
 
         with torch.no_grad(), self._forward_context():
             return fsdp.run_forward(self.module, run)

@@ -26,7 +26,7 @@ from engine.parallel.layout import ModelShape
 from engine.parallel.module_shards import gather_shard_map, local_tensors
 from engine.parallel.reshard import plan_reshard
 from engine.parallel.rollout_layout import RolloutLayout, rollout_layout
-from engine.parallel.sharding_specs import rollout_shard_map
+from engine.parallel.sharding_specs import ROLLOUT_FAMILIES, rollout_shard_map
 from engine.rollout.native.tp_shards import TPModelShard
 from engine.rollout.protocol import RolloutEngine
 from engine.runtime.sharded_model import ShardedModel
@@ -190,7 +190,7 @@ def rollout_weights(sharded: ShardedModel, tp: int, load: LoadModel) -> RolloutW
     """A policy's weights for rollout on groups of `tp` ranks, by an engine that takes a model.
 
     `load()` loads the full policy; it is called for a sharded policy with adapters only. Raises
-    ConfigError where adapters would have to be sharded.
+    ConfigError where adapters, or shards that the engine can't decode with, would be needed.
     """
     layout, module = sharded.ranks.layout, sharded.module
     split = [axis for axis, size in layout.sizes.items() if size > 1 and axis != "dp"]
@@ -203,7 +203,13 @@ def rollout_weights(sharded: ShardedModel, tp: int, load: LoadModel) -> RolloutW
                 "full models; set it to 1"
             )
         return AdapterWeights(sharded, load())
-    if split == ["tp"] and tp == layout.tp:
+    config: Any = module.config
+    if tp > 1 and config.model_type not in ROLLOUT_FAMILIES:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={tp} with a model of type {config.model_type!r}: native "
+            f"decodes shards of {', '.join(ROLLOUT_FAMILIES)} models; set it to 1, or use vllm"
+        )
+    if split == ["tp"] and tp == layout.tp and ModelShape.of(config).kv_heads % tp == 0:
         return SharedWeights(TPModelShard.from_dtensors(module))
     return ReshardedWeights(sharded, rollout_layout(layout, tp=tp))
 

@@ -209,7 +209,8 @@ class ShardedModel:
         module: Any = self.module
         if not isinstance(module, stages.PipelineStage) or not module.last:
             return {}
-        return dict.fromkeys(stages.tied_across_stages(module), "model.embed_tokens.weight")
+        embedding = f"{module.embedding_name}.weight"
+        return dict.fromkeys(stages.tied_across_stages(module), embedding)
 
     def logits(self, micro: Batch) -> Tensor:
         """This rank's logits `[N, V]` of the positions that its readers read."""

@@ -27,6 +27,7 @@ from engine.models.forward import (
     token_outputs,
 )
 from engine.models.token_statistics import TokenStatistics, token_statistics
+from engine.models.vocabulary_head import require_vocabulary_head
 
 Outputs = dict[str, Tensor]
 ReferenceLogits = Callable[[Batch], Tensor]  # at a micro-batch's response tokens
@@ -82,7 +83,7 @@ class LogProbReader:
 
     def from_hidden(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
         """Apply the head and the softmax."""
-        head = module.get_output_embeddings()
+        head = require_vocabulary_head(module)
         if self.reference is not None:
             return self._with_reference(response_logits(head, hidden, seqs), seqs, micro)
         own = seqs.to(hidden.device)

@@ -9,8 +9,9 @@ from engine.dataflows import choose_dataflow
 from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError
 from engine.models import text_config
+from engine.parallel.decoder_plan import FAMILIES
 from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.tensor_parallel import FAMILIES
+from engine.parallel.sharding_specs import ROLLOUT_FAMILIES
 from engine.planner import Workload
 from engine.rollout.protocol import engine_capabilities
 from engine.trainers.rl_setup import effective_config
@@ -76,6 +77,7 @@ def workload(
         samplers=sampler_count(trainer),
         sampler_bytes=_DTYPES[rollout.dtype] or stored,
         families=kind in FAMILIES and not lora.rank,
+        decodes_shards=kind in ROLLOUT_FAMILIES and not lora.rank,
         cuts_sequences=kind in FAMILIES and not lora.rank and not windows,
         runs_ahead=get_rollout_source(trainer.mode).off_policy,
     )

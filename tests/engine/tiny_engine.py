@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from family_models import family_model
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -51,8 +52,8 @@ TINY_MODEL = ModelConfig(
 )
 
 
-def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
-    """A random model of `family` (qwen2, llama, gpt2) in evaluation mode."""
+def tiny_model(family: str, seed: int = 0, vocab_size: int = VOCABULARY) -> PreTrainedModel:
+    """A random model of `family` (gpt2, or one that tp and pp know) in evaluation mode."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if family == "gpt2":
@@ -62,6 +63,8 @@ def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
             return GPT2LMHeadModel(shape).eval()
         if family == "llama":
             return LlamaForCausalLM(LlamaConfig(**_SHAPE)).eval()
+        if family != "qwen2":
+            return family_model(family, seed, **_SHAPE | {"vocab_size": vocab_size, "head_dim": 8})
         return Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True)).eval()
 
 

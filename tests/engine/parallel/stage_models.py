@@ -5,32 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from family_models import family_model
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
 from engine.models.lora import adapter_parameters, add_adapters
 
-CLASSES = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 4}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
-    ),
-}
 VOCABULARY = 24
 
 
@@ -49,8 +30,8 @@ class Spec:
 
 def tiny_model(spec: Spec) -> PreTrainedModel:
     """A model of this family in evaluation mode; its adapters, if any, do something."""
-    config_class, model_class, more = CLASSES[spec.family]
-    config = config_class(
+    model = family_model(
+        spec.family,
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=48,
@@ -61,19 +42,14 @@ def tiny_model(spec: Spec) -> PreTrainedModel:
         max_position_embeddings=64,
         initializer_range=0.2,
         tie_word_embeddings=spec.tied,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        **more,
     )
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model: PreTrainedModel = model_class(config)
         if spec.lora:
             add_adapters(model, LoRAConfig(rank=2, alpha=4), 3)
             for parameter in adapter_parameters(model).values():
                 torch.nn.init.normal_(parameter, std=0.1)
-    return model.eval()
+    return model
 
 
 def micro_batches(step: int, way: int, count: int) -> list[Tensor]:

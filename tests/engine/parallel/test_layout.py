@@ -56,7 +56,6 @@ def test_the_shape_of_a_model_is_read_from_its_configuration() -> None:
     ("layout", "ranks", "message"),
     [
         (Layout(fsdp=2, tp=2), 2, "fsdp=2 tp=2 is one of 4 ranks, but there are 2"),
-        (Layout(tp=4), 4, "tp=4 does not divide the model's num_key_value_heads=2"),
         (Layout(tp=3), 3, "tp=3 does not divide the model's num_attention_heads=4"),
         (Layout(sp=3), 3, r"sp=3 does not divide the model's num_attention_heads=4"),
         (Layout(pp=3), 3, "pp=3 stages are more than the model's 2 layers"),

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import CHANGES
 from gloo_ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from stage_models import CLASSES, VOCABULARY, Spec, tiny_model
+from stage_models import VOCABULARY, Spec, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from engine.errors import ConfigError, WorkerError
 from engine.models.critic import create_critic_model
 from engine.models.lora import BaseModelView, has_adapters
+from engine.models.vocabulary_head import require_vocabulary_head
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.pipeline_stages import (
     extract_stage,
@@ -70,13 +72,15 @@ def test_stages_that_layers_cannot_fill_are_refused(stages: int) -> None:
         split_layers(4, stages)
 
 
-@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("family", CHANGES)
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_stages_in_a_chain_are_the_model(family: str, kernel: str) -> None:
     model: Any = tiny_model(Spec(family, tied=False))
     model.set_attn_implementation(kernel)
     with torch.no_grad():
         wanted = model.base_model(IDS, use_cache=False).last_hidden_state
+        logits = model(IDS, use_cache=False).logits
+        torch.testing.assert_close(require_vocabulary_head(model)(wanted), logits)
         for stages in (1, 2, 4):
             hidden = IDS
             for stage in range(stages):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from family_models import CHANGES, family_model
 from gloo_ranks import run_ranks
-from stage_models import CLASSES
 from thorough import and_slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,13 +23,15 @@ from engine.models import add_adapters
 from engine.models.critic import create_critic_model
 from engine.models.lora import adapter_parameters
 from engine.parallel import gradients
+from engine.parallel.decoder_plan import FAMILIES
 from engine.parallel.layout import DATA_AXES, Layout
 from engine.parallel.pipeline_stages import PipelineStage, extract_stage
 from engine.parallel.process_groups import Ranks
-from engine.parallel.tensor_parallel import FAMILIES, apply_tensor_parallel
+from engine.parallel.tensor_parallel import apply_tensor_parallel
 from engine.parallel.vocab_parallel import VocabParallelStatistics, vocabulary_bounds
 
 VOCABULARY, STEPS = 25, 3  # shards of the vocabulary are never equal
+ROWS = ("o_proj", "down_proj", "dense", "fc2", "dense_4h_to_h", "c_proj")
 LENGTHS = (7, 4, 9)  # of each step's rows; 2 and 4 divide one of them
 
 
@@ -43,40 +45,39 @@ class Case:
     dp: int = 1
     sequence_parallel: bool = True
     lora: bool = False
+    kv_heads: int = 4
 
     def __str__(self) -> str:
         on = {"tied": self.tied, "lora": self.lora, "sequence": self.sequence_parallel}
         words = [self.family, f"tp{self.tp}", *(word for word, there in on.items() if there)]
+        words += [f"kv{self.kv_heads}"] * (self.kv_heads != 4)
         return "-".join(words + ["dp"] * (self.dp > 1))
 
 
-def model_of(case: Case, kv_heads: int = 4) -> PreTrainedModel:
+def model_of(case: Case, kv_heads: int = 0) -> PreTrainedModel:
     """The same weights for the same model, on every rank; grouped heads, 8 to 4."""
-    config_class, model_class, more = CLASSES[case.family]
-    config = config_class(
+    model = family_model(
+        case.family,
+        seed=5,
         vocab_size=VOCABULARY,
         hidden_size=24,
         intermediate_size=40,
         num_hidden_layers=2,
         num_attention_heads=8,
-        num_key_value_heads=kv_heads,
+        num_key_value_heads=kv_heads or case.kv_heads,
         head_dim=4,
         initializer_range=0.2,
         tie_word_embeddings=case.tied,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-        **more,
     )
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        model: PreTrainedModel = model_class(config)
         if case.lora:
             names = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+            names = ("qkv_proj", "o_proj", "gate_up_proj") if case.family == "phi3" else names
             add_adapters(model, LoRAConfig(rank=3, alpha=6, target_modules=names), 3)
             for parameter in adapter_parameters(model).values():
                 nn.init.normal_(parameter, std=0.2)
-    return model.eval()
+    return model
 
 
 def rows(step: int) -> Tensor:
@@ -139,7 +140,7 @@ def check_parameters(model: nn.Module, plain: nn.Module, mesh: DeviceMesh) -> No
         split = [p.dim for p in parameter.placements if isinstance(p, Shard)]
         kind = name.replace(".base_layer", "").split(".")[-2]
         if parameter.dim() == 2 and "lora_" not in name:
-            assert split == [1 if kind in ("o_proj", "down_proj") else 0], name
+            assert split == [1 if kind in ROWS else 0], name
         if split:
             assert parameter.to_local().numel() < parameter.numel() * 0.6
     assert mesh.size() == dist.get_world_size(mesh.get_group())
@@ -183,16 +184,48 @@ MORE = [
 ]
 
 
+# One start of ranks trains all of these.
+FAMILIES_CASES = [
+    Case("gemma2", tied=True),
+    Case("phi3"),
+    Case("gpt_neox"),
+    Case("qwen2", kv_heads=1),
+]
+FAMILIES_MORE = [
+    *(Case(family) for family in CHANGES if family not in ("llama", "mistral", "qwen2", "qwen3")),
+    *(Case(family, sequence_parallel=False) for family in CHANGES),
+    *(Case(family, kv_heads=1) for family in ("llama", "phi3", "gemma3_text", "olmo2")),
+    Case("phi3", lora=True),
+    Case("llama", lora=True, kv_heads=1),
+    Case("olmo2", lora=True),
+]
+
+
 @pytest.mark.parametrize("case", and_slow(CASES, MORE), ids=str)
 def test_training_on_tp_ranks_is_training_on_one(case: Case) -> None:
-    results = run_ranks(case.tp * case.dp, train, case)
+    check_training(case, run_ranks(case.tp * case.dp, train, case))
+
+
+def train_all(cases: list[Case]) -> list[Trained]:
+    return [train(case) for case in cases]
+
+
+@pytest.mark.parametrize("cases", and_slow([FAMILIES_CASES], [FAMILIES_MORE]), ids=len)
+def test_other_families(cases: list[Case]) -> None:
+    for case, *results in zip(cases, *run_ranks(2, train_all, cases), strict=True):
+        check_training(case, results)
+
+
+def check_training(case: Case, results: list[Trained]) -> None:
+    """Ranks' losses, gradients and weights are those of one rank."""
     wanted = alone(replace(case, tp=1, dp=1, sequence_parallel=True))
     for losses, norms, first, weights in results:
-        assert losses == pytest.approx(wanted[0], rel=2e-6)
-        assert norms == pytest.approx(wanted[1], rel=5e-6)
+        assert losses == pytest.approx(wanted[0], rel=2e-6), case
+        assert norms == pytest.approx(wanted[1], rel=5e-6), case
         assert first.keys() == wanted[2].keys()
         for name, gradient in wanted[2].items():
-            torch.testing.assert_close(first[name], gradient, rtol=1e-4, atol=2e-6, msg=name)
+            note = f"{case}: {name}"
+            torch.testing.assert_close(first[name], gradient, rtol=1e-4, atol=2e-6, msg=note)
         assert weights.keys() == wanted[3].keys()
         for name, weight in wanted[3].items():
             torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=2e-5, msg=name)
@@ -296,6 +329,12 @@ def with_another_linear() -> nn.Module:
     return model
 
 
+def with_another_matrix() -> nn.Module:
+    model: Any = model_of(Case("llama"))
+    model.model.layers[1].mlp.gate = nn.Parameter(torch.ones(2, 2))
+    return model
+
+
 def few_entries() -> nn.Module:
     model: Any = model_of(Case("llama"))
     model.config.vocab_size = 3
@@ -305,7 +344,8 @@ def few_entries() -> nn.Module:
 REFUSED = {
     "gpt2": (gpt2, 2, "a model of type 'gpt2' has no tensor-parallel plan .* set tp=1"),
     "no-config": (lambda: nn.Linear(2, 2), 2, "a model of type 'Linear' has no tensor-parallel"),
-    "heads": (lambda: model_of(Case("llama"), 2), 4, "tp=4 does not divide .*key_value_heads=2"),
+    "heads": (lambda: model_of(Case("llama")), 3, "tp=3 does not divide .*attention_heads=8"),
+    "unnamed": (with_another_matrix, 2, "layers.1.mlp' has a matrix 'gate' that the model's"),
     "vocabulary": (few_entries, 4, "tp=4 leaves a rank without any of the vocabulary's 3 entries"),
     "embedding": (
         lambda: with_adapters_on("q_proj", "embed_tokens"),
@@ -340,5 +380,5 @@ def test_what_can_t_be_spread(name: str) -> None:
         assert untouched
 
 
-def test_pipelines_and_tensor_parallelism_know_the_same_families() -> None:
-    assert set(FAMILIES) == set(CLASSES)
+def test_each_family_is_tested() -> None:
+    assert set(FAMILIES) == set(CHANGES)

@@ -38,7 +38,6 @@ def test_sizes_left_out_follow_from_the_ranks(
         ({"fsdp_size": 2}, "there are 4"),
         ({"dp_size": 2}, "use 'HYBRID_SHARD'"),
         ({"fsdp_size": 2, "fsdp_sharding": "NO_SHARD"}, "does not"),
-        ({"tp_size": 4}, "num_key_value_heads=2"),
         ({"rollout_tp_size": 3}, "tp=3 can't be made"),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from family_models import CHANGES
 from gloo_ranks import run_ranks
 from safetensors import safe_open
 from thorough import and_slow
@@ -144,13 +145,18 @@ FOUR: list[Sizes] = [
     {"sp": 2, "tp": 2},
     {"pp": 2, "tp": 2},
 ]
+TP_PP: list[Sizes] = [{"tp": 2}, {"pp": 2}]
 
 
 @pytest.mark.parametrize(
     ("cases", "family", "dtype"),
     and_slow(
         [(TWO, "qwen2", "float32"), (FOUR, "llama", "bfloat16")],
-        [(TWO, "llama", "bfloat16"), (FOUR, "qwen2", "float32")],
+        [
+            (TWO, "llama", "bfloat16"),
+            (FOUR, "qwen2", "float32"),
+            *((TP_PP, family, "float32") for family in CHANGES),
+        ],
     ),
 )
 def test_every_layout_has_the_bits_of_a_model_loaded_whole(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from family_models import CHANGES
 from gloo_ranks import run_ranks
 from thorough import and_slow
 from tiny_engine import save_family, training_batch, write_tiny_folder
@@ -122,7 +123,11 @@ def test_every_layout_trains_as_one_rank(
     folder: str, alone: dict[str, Any], parallel: dict[str, Any]
 ) -> None:
     sizes = {k: v for k, v in parallel.items() if not isinstance(v, bool)}
-    results = run_ranks(Layout(**sizes).world_size, course, folder, parallel, {})
+    same_course(run_ranks(Layout(**sizes).world_size, course, folder, parallel, {}), alone)
+
+
+def same_course(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    """Ranks' metrics, log-probs and weights are those of one rank."""
     for result in results:
         for step in range(STEPS):
             for name, value in alone["metrics"][step].items():
@@ -133,6 +138,42 @@ def test_every_layout_trains_as_one_rank(
             # An Adam step moves a weight by up to lr = 1e-2, whatever its gradient's size.
             torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-4, atol=1e-4)
     assert joined(results) == pytest.approx(flat(alone["log_probs"]), rel=1e-4, abs=1e-5)
+
+
+Case = tuple[str, dict[str, Any]]
+
+
+def courses(root: str, cases: list[Case]) -> list[dict[str, Any]]:
+    """Those of several families, whose weights are published as well."""
+    found = []
+    for number, (family, parallel) in enumerate(cases):
+        folder = f"{root}/{family}"
+        found.append(course(folder, parallel, {}))
+        published(folder, parallel, f"{root}/{len(parallel)}-{number}", 0)
+    return found
+
+
+FAMILIES: list[Case] = [
+    ("gemma2", {"tp": 2}),
+    ("gemma2", {"pp": 2}),
+    ("phi3", {"tp": 2}),
+    ("gpt_neox", {"pp": 2}),
+]
+EVERY: list[Case] = [(f, {axis: 2}) for f in CHANGES for axis in ("tp", "pp")]
+
+
+@pytest.mark.parametrize("cases", and_slow([FAMILIES], [EVERY]), ids=len)
+def test_other_families_train_and_save_as_on_one_rank(tmp_path: Path, cases: list[Case]) -> None:
+    for family, _ in cases:
+        save_family(family, tmp_path / family)
+    [alone] = run_ranks(1, courses, str(tmp_path), [(family, {}) for family, _ in cases])
+    results = run_ranks(2, courses, str(tmp_path), cases)
+    for number, case in enumerate(cases):
+        same_course([result[number] for result in results], alone[number])
+        one, two = (load_model(tmp_path / f"{n}-{number}").state_dict() for n in (0, 1))
+        assert one.keys() == two.keys(), case
+        for name, tensor in one.items():
+            torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,104 @@
+"""How a family's decoder is split over ranks, read from its transformers configuration.
+
+`base_model_tp_plan` names the matrices of a layer that `tensor_parallel` splits, and
+`base_model_pp_plan` what comes before and after the layers, for `pipeline_stages`. Values only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from engine.errors import ConfigError
+
+# Model types of which tests compare tp and pp with one process; tp takes others with such a plan.
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3"),
+    *("gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox"),
+    *("glm4", "granite", "olmo2", "smollm3", "starcoder2"),
+)
+
+_LAYER = "layers.*."
+_PACKED = ("qkv_proj", "gate_up_proj")  # matrices of which each rank needs rows of every part
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderPlan:
+    """Modules of a decoder by what is done with them; a layer's by their names in the layer."""
+
+    columns: frozenset[str]  # linears whose outputs are split, e.g. "self_attn.q_proj"
+    packed: frozenset[str]  # of those: queries, keys and values, or gate and up, in one matrix
+    rows: frozenset[str]  # linears whose inputs are split, e.g. "mlp.down_proj"
+    whole: frozenset[str]  # blocks of which each rank computes all, e.g. "self_attn"
+    before: tuple[str, ...]  # what makes hidden states of token ids, e.g. ("embed_tokens",)
+    after: tuple[str, ...]  # what follows the layers, e.g. ("norm",)
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """The plan of a transformers configuration; raises ConfigError where it has none."""
+        styles, parts = _styles(config), list(getattr(config, "base_model_pp_plan", None) or ())
+        if not styles or "layers" not in parts:
+            raise _no_plan(config, "transformers has no plan for it")
+        found: dict[str, set[str]] = {style: set() for style in set(styles.values())}
+        for name, style in styles.items():
+            found[style].add(name)
+        gathered = found.pop("colwise_gather_output", set())
+        packed = {name for name in gathered if name.endswith(_PACKED)}
+        columns, rows = found.pop("colwise", set()) | gathered, found.pop("rowwise", set())
+        rows |= found.pop("rowwise_split_input", set())
+        found.pop("replicated_with_grad_allreduce", None)  # the norms of single heads
+        if found:
+            raise _no_plan(config, f"its plan has {sorted(found)[0]!r}")
+        at = parts.index("layers")
+        whole = {_block(name) for name in gathered - packed}
+        sets = (frozenset(names) for names in (columns, packed, rows, whole))
+        return cls(*sets, tuple(parts[:at]), tuple(parts[at + 1 :]))
+
+    @property
+    def embedding(self) -> str:
+        """The token embedding's name."""
+        return self.before[0]
+
+    @property
+    def blocks(self) -> frozenset[str]:
+        """Parts of a layer that read all tokens: attention and MLP."""
+        return frozenset(_block(name) for name in self.columns)
+
+    def covers(self, name: str) -> bool:
+        """Whether a layer's module is one of the split linears, or a part of one (an adapter)."""
+        return any(name == n or name.startswith(f"{n}.") for n in self.columns | self.rows)
+
+    def computes_whole(self, name: str) -> bool:
+        """Whether each rank computes all of the block that a layer's module `name` is in."""
+        return _block(name) in self.whole
+
+
+def within_layer(name: str) -> str | None:
+    """A module's name in its layer; None for one that is in no layer, "" for a layer.
+
+    >>> within_layer("model.layers.3.mlp.up_proj"), within_layer("model.norm")
+    ('mlp.up_proj', None)
+    """
+    words = name.split(".")
+    for at, word in enumerate(words[:-1]):
+        if word == "layers" and words[at + 1].isdecimal():
+            return ".".join(words[at + 2 :])
+    return None
+
+
+def _styles(config: Any) -> dict[str, str]:
+    """transformers' style of each planned module of a layer."""
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    return {n.removeprefix(_LAYER): style for n, style in plan.items() if n.startswith(_LAYER)}
+
+
+def _block(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _no_plan(config: Any, why: str) -> ConfigError:
+    kind = getattr(config, "model_type", type(config).__name__)
+    return ConfigError(
+        f"a model of type {kind!r} has no tensor-parallel plan ({why}; there are plans for "
+        f"{', '.join(FAMILIES)}); set tp=1 and shard it by fsdp"
+    )
