@@ -68,9 +68,12 @@ def tiny_model(family: str, seed: int = 0, vocab_size: int = VOCABULARY) -> PreT
         return Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True)).eval()
 
 
-def write_tiny_folder(folder: Path, model: ModelConfig = TINY_MODEL) -> Path:
+def write_tiny_folder(folder: Path, model: ModelConfig = TINY_MODEL, family: str = "") -> Path:
+    """A model, of `family` if it is given, and a tokenizer."""
     texts = [f"{a}+{b}={a + b}\n#### {a + b}" for a in range(20) for b in range(20)]
     tokenizer = train_tokenizer(texts, 300)
+    if family:
+        return save_model(tiny_model(family, vocab_size=len(tokenizer)), tokenizer, folder)
     return save_model(build_model(model, tokenizer, seed=0), tokenizer, folder)
 
 

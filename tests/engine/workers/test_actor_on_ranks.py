@@ -126,8 +126,12 @@ def test_every_layout_trains_as_one_rank(
     same_course(run_ranks(Layout(**sizes).world_size, course, folder, parallel, {}), alone)
 
 
-def same_course(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
-    """Ranks' metrics, log-probs and weights are those of one rank."""
+def same_course(results: list[dict[str, Any]], alone: dict[str, Any], strays: float = 0.0) -> None:
+    """Ranks' metrics, log-probs and weights are those of one rank.
+
+    `strays`: the share of a weight's elements that may differ more, having had gradients that are
+    all rounding: an Adam step moves a weight by up to lr = 1e-2, whatever its gradient's size.
+    """
     for result in results:
         for step in range(STEPS):
             for name, value in alone["metrics"][step].items():
@@ -135,8 +139,8 @@ def same_course(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
                     name
                 )
         for name, tensor in alone["weights"].items():
-            # An Adam step moves a weight by up to lr = 1e-2, whatever its gradient's size.
-            torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-4, atol=1e-4)
+            close = torch.isclose(result["weights"][name], tensor, rtol=1e-4, atol=1e-4)
+            assert float((~close).float().mean()) <= strays, name
     assert joined(results) == pytest.approx(flat(alone["log_probs"]), rel=1e-4, abs=1e-5)
 
 
@@ -165,11 +169,11 @@ EVERY: list[Case] = [(f, {axis: 2}) for f in CHANGES for axis in ("tp", "pp")]
 @pytest.mark.parametrize("cases", and_slow([FAMILIES], [EVERY]), ids=len)
 def test_other_families_train_and_save_as_on_one_rank(tmp_path: Path, cases: list[Case]) -> None:
     for family, _ in cases:
-        save_family(family, tmp_path / family)
+        write_tiny_folder(tmp_path / family, family=family)
     [alone] = run_ranks(1, courses, str(tmp_path), [(family, {}) for family, _ in cases])
     results = run_ranks(2, courses, str(tmp_path), cases)
     for number, case in enumerate(cases):
-        same_course([result[number] for result in results], alone[number])
+        same_course([result[number] for result in results], alone[number], strays=0.002)
         one, two = (load_model(tmp_path / f"{n}-{number}").state_dict() for n in (0, 1))
         assert one.keys() == two.keys(), case
         for name, tensor in one.items():

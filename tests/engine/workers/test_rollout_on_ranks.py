@@ -10,13 +10,11 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
 from thorough import and_slow
-from tiny_engine import tiny_model, training_batch, write_tiny_folder
+from tiny_engine import training_batch, write_tiny_folder
 
 from engine.batch import Batch
 from engine.config import ActorConfig, LoRAConfig, RolloutConfig
 from engine.controller.row_sharding import shard_rows
-from engine.data.tokenizer import load_tokenizer
-from engine.models import save_model
 from engine.parallel.layout import Layout
 from engine.parallel.rollout_layout import rollout_layout
 from engine.runtime.rollout_weights import AdapterWeights, ReshardedWeights, SharedWeights
@@ -130,13 +128,11 @@ def courses(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     return [course(folder, parallel, 1) for folder, parallel in cases]
 
 
-def test_other_families_sample_what_one_rank_samples(folder: str, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(folder)
+def test_other_families_sample_what_one_rank_samples(tmp_path: Path) -> None:
     cases: list[tuple[str, dict[str, Any]]] = []
     for family, axis in (("gemma2", "tp"), ("phi3", "tp"), ("gpt_neox", "pp")):
-        model = tiny_model(family, vocab_size=len(tokenizer))
-        save_model(model, tokenizer, tmp_path / family)
-        cases.append((str(tmp_path / family), {axis: 2}))
+        path = write_tiny_folder(tmp_path / family, family=family)
+        cases.append((str(path), {axis: 2}))
     [wanted] = run_ranks(1, courses, [(path, {}) for path, _ in cases])
     for number, results in enumerate(zip(*run_ranks(2, courses, cases), strict=True)):
         assert {result["kind"] for result in results} == {ReshardedWeights}
