@@ -6,7 +6,7 @@ transformers model. Weights for a rollout engine go through `exchange`, which se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,17 +42,24 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def gather_full_tensors(
-    model: nn.Module, ranks: Ranks, copies: Mapping[str, str] | None = None
+    model: nn.Module,
+    ranks: Ranks,
+    copies: Mapping[str, str] | None = None,
+    wanted: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and persistent buffer, in full, in its own dtype, on the ranks' device.
 
     All ranks must iterate to the end together: each step is a collective, yields the same name and
     tensor on all of them, and needs memory for that tensor. A tensor may be the model's own
     storage: read it, or copy. `copies` maps this rank's tensors that repeat one of another stage (a
-    tied head) to the name of that one; they are left out.
+    tied head) to the name of that one; they are left out. `wanted`: of which names; None: of all.
     """
     fsdp.reshard(model)
-    own = {n: t for n, t in named_tensors(model).items() if n not in (copies or {})}
+    own = {
+        name: tensor
+        for name, tensor in named_tensors(model).items()
+        if name not in (copies or {}) and (wanted is None or wanted(name))
+    }
     stages = ranks.group("pp")
     for entry in _tensor_infos(own, ranks):
         if entry.stage == ranks.index("pp"):

@@ -194,9 +194,7 @@ class PolicyRuntime:
             yield from _transferred_tensors(self.module).items()
             return
         adapters = has_adapters(self.module)
-        for name, full in self.sharded.full_tensors():
-            if not adapters or ".lora_" in name:
-                yield name, full
+        yield from self.sharded.full_tensors((lambda name: ".lora_" in name) if adapters else None)
 
 
 def _transferred_tensors(model: nn.Module) -> dict[str, Tensor]:

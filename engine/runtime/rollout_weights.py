@@ -29,6 +29,7 @@ from engine.parallel.rollout_layout import RolloutLayout, rollout_layout
 from engine.parallel.sharding_specs import ROLLOUT_FAMILIES, rollout_shard_map
 from engine.rollout.native.tp_shards import TPModelShard
 from engine.rollout.protocol import RolloutEngine
+from engine.runtime.merged_shards import MergedShards
 from engine.runtime.sharded_model import ShardedModel
 
 LoadModel = Callable[[], PreTrainedModel]
@@ -124,9 +125,21 @@ class AdapterWeights(RolloutWeights):
         """Gather the adapters, which are small, and copy them in place."""
         own = adapter_parameters(self.model)
         with torch.no_grad():
-            for name, full in self._sharded.full_tensors():
-                if name in own:
-                    own[name].copy_(full)
+            for name, full in self._sharded.full_tensors(own.__contains__):
+                own[name].copy_(full)
+
+
+class MergedWeights(RolloutWeights):
+    """Tensor-parallel shards of a policy with adapters, merged into them at each refresh."""
+
+    def __init__(self, sharded: ShardedModel, to: RolloutLayout, *, shared: bool) -> None:
+        self._merged = MergedShards(sharded, to, shared=shared)
+        index, group = _tp_group(to, sharded.ranks.rank)
+        self.model = TPModelShard(sharded.module.config, self._merged.tensors, group, index)
+
+    def refresh(self) -> None:
+        """Gather the adapters, and merge this rank's part of them."""
+        self._merged.refresh()
 
 
 class VllmWeights(RolloutWeights):
@@ -189,27 +202,25 @@ class StreamedWeights(RolloutWeights):
 def rollout_weights(sharded: ShardedModel, tp: int, load: LoadModel) -> RolloutWeights:
     """A policy's weights for rollout on groups of `tp` ranks, by an engine that takes a model.
 
-    `load()` loads the full policy; it is called for a sharded policy with adapters only. Raises
-    ConfigError where adapters, or shards that the engine can't decode with, would be needed.
+    `load()` loads the full policy; it is called for a sharded policy with adapters only, decoded by
+    single ranks. Raises ConfigError where the engine would need shards that it can't decode with.
     """
     layout, module = sharded.ranks.layout, sharded.module
     split = [axis for axis, size in layout.sizes.items() if size > 1 and axis != "dp"]
     if not split and tp == 1:
         return SharedWeights(module)
-    if has_adapters(module):
-        if tp > 1:
-            raise ConfigError(
-                f"rollout.tensor_parallel_size={tp} with model.lora: native decodes adapters on "
-                "full models; set it to 1"
-            )
-        return AdapterWeights(sharded, load())
     config: Any = module.config
     if tp > 1 and config.model_type not in ROLLOUT_FAMILIES:
         raise ConfigError(
             f"rollout.tensor_parallel_size={tp} with a model of type {config.model_type!r}: native "
             f"decodes shards of {', '.join(ROLLOUT_FAMILIES)} models; set it to 1, or use vllm"
         )
-    if split == ["tp"] and tp == layout.tp and ModelShape.of(config).kv_heads % tp == 0:
+    same = split == ["tp"] and tp == layout.tp and ModelShape.of(config).kv_heads % tp == 0
+    if has_adapters(module) and tp > 1:
+        return MergedWeights(sharded, rollout_layout(layout, tp=tp), shared=same)
+    if has_adapters(module):
+        return AdapterWeights(sharded, load())
+    if same:
         return SharedWeights(TPModelShard.from_dtensors(module))
     return ReshardedWeights(sharded, rollout_layout(layout, tp=tp))
 

@@ -195,9 +195,14 @@ class ShardedModel:
         """
         return self._tied_copies.get(name, name)
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the full model, one at a time; all ranks iterate to the end together."""
-        return gather_full_tensors(self.module, self.ranks, self._tied_copies)
+    def full_tensors(
+        self, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the full model, one at a time; all ranks iterate to the end together.
+
+        `wanted`: of which names; None: of all.
+        """
+        return gather_full_tensors(self.module, self.ranks, self._tied_copies, wanted)
 
     def load_full_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy full tensors into this rank's shards."""

@@ -126,12 +126,8 @@ def test_every_layout_trains_as_one_rank(
     same_course(run_ranks(Layout(**sizes).world_size, course, folder, parallel, {}), alone)
 
 
-def same_course(results: list[dict[str, Any]], alone: dict[str, Any], strays: float = 0.0) -> None:
-    """Ranks' metrics, log-probs and weights are those of one rank.
-
-    `strays`: the share of a weight's elements that may differ more, having had gradients that are
-    all rounding: an Adam step moves a weight by up to lr = 1e-2, whatever its gradient's size.
-    """
+def same_course(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    """Ranks' metrics, log-probs and weights are those of one rank."""
     for result in results:
         for step in range(STEPS):
             for name, value in alone["metrics"][step].items():
@@ -139,12 +135,13 @@ def same_course(results: list[dict[str, Any]], alone: dict[str, Any], strays: fl
                     name
                 )
         for name, tensor in alone["weights"].items():
-            close = torch.isclose(result["weights"][name], tensor, rtol=1e-4, atol=1e-4)
-            assert float((~close).float().mean()) <= strays, name
+            # An Adam step moves a weight by up to lr, whatever its gradient's size.
+            torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-4, atol=1e-4)
     assert joined(results) == pytest.approx(flat(alone["log_probs"]), rel=1e-4, abs=1e-5)
 
 
 Case = tuple[str, dict[str, Any]]
+SMALL_STEPS = {"optim": {"lr": 5e-4, "grad_clip": 0.3, "warmup_ratio": 0.0}}
 
 
 def courses(root: str, cases: list[Case]) -> list[dict[str, Any]]:
@@ -152,7 +149,7 @@ def courses(root: str, cases: list[Case]) -> list[dict[str, Any]]:
     found = []
     for number, (family, parallel) in enumerate(cases):
         folder = f"{root}/{family}"
-        found.append(course(folder, parallel, {}))
+        found.append(course(folder, parallel, SMALL_STEPS))
         published(folder, parallel, f"{root}/{len(parallel)}-{number}", 0)
     return found
 
@@ -173,7 +170,7 @@ def test_other_families_train_and_save_as_on_one_rank(tmp_path: Path, cases: lis
     [alone] = run_ranks(1, courses, str(tmp_path), [(family, {}) for family, _ in cases])
     results = run_ranks(2, courses, str(tmp_path), cases)
     for number, case in enumerate(cases):
-        same_course([result[number] for result in results], alone[number], strays=0.002)
+        same_course([result[number] for result in results], alone[number])
         one, two = (load_model(tmp_path / f"{n}-{number}").state_dict() for n in (0, 1))
         assert one.keys() == two.keys(), case
         for name, tensor in one.items():

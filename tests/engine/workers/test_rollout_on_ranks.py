@@ -17,7 +17,12 @@ from engine.config import ActorConfig, LoRAConfig, RolloutConfig
 from engine.controller.row_sharding import shard_rows
 from engine.parallel.layout import Layout
 from engine.parallel.rollout_layout import rollout_layout
-from engine.runtime.rollout_weights import AdapterWeights, ReshardedWeights, SharedWeights
+from engine.runtime.rollout_weights import (
+    AdapterWeights,
+    MergedWeights,
+    ReshardedWeights,
+    SharedWeights,
+)
 from engine.workers.actor import ActorWorker
 from engine.workers.base import ProcessState, WorkerContext
 from engine.workers.rollout import RolloutWorker
@@ -144,6 +149,18 @@ def test_adapters_of_a_sharded_policy_are_gathered_for_rollout(folder: str) -> N
     two = run_ranks(2, course, folder, {"fsdp": 2}, 1, 4)
     assert {result["kind"] for result in two} == {AdapterWeights}
     same(rows(two), rows(one))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    and_slow([{"tp": 2}], [{"fsdp": 2}, {"dp": 2}, {"pp": 2}, {"fsdp": 2, "tp": 2}]),
+    ids=str,
+)
+def test_ranks_decode_adapters_together(folder: str, parallel: dict[str, Any]) -> None:
+    one = run_ranks(1, course, folder, {}, 1, 4)
+    found = run_ranks(Layout(**parallel).world_size, course, folder, parallel, 2, 4)
+    assert {result["kind"] for result in found} == {MergedWeights}
+    same(rows(found), rows(one))
 
 
 @pytest.fixture(scope="module")
