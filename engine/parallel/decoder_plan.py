@@ -51,8 +51,14 @@ class DecoderPlan:
             raise _no_plan(config, f"its plan has {sorted(found)[0]!r}")
         at = parts.index("layers")
         whole = {_block(name) for name in gathered - packed}
-        sets = (frozenset(names) for names in (columns, packed, rows, whole))
-        return cls(*sets, tuple(parts[:at]), tuple(parts[at + 1 :]))
+        return cls(
+            columns=frozenset(columns),
+            packed=frozenset(packed),
+            rows=frozenset(rows),
+            whole=frozenset(whole),
+            before=tuple(parts[:at]),
+            after=tuple(parts[at + 1 :]),
+        )
 
     @property
     def embedding(self) -> str:

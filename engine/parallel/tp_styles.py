@@ -185,7 +185,8 @@ def _forward_with(module: nn.Module, sum_gradients: bool, args: Any, kwargs: Any
 
 
 def _gathered_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    y, weight = _forward_with(module, False, (x,), {}), module.weight
+    y: Tensor = _forward_with(module, False, (x,), {})
+    weight: Any = module.weight
     return redistribute(y, weight.device_mesh, Shard(y.dim() - 1), Replicate())
 
 
@@ -254,8 +255,8 @@ class BlockInput(InputStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def prepare(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            hidden = kwargs.get("hidden_states", args[0] if args else None)
-            hidden = self.change(hidden, device_mesh)
+            given: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            hidden = self.change(given, device_mesh)
             if "position_embeddings" in kwargs:
                 hidden = hidden[:, : _length(kwargs)]
             if "hidden_states" in kwargs:
