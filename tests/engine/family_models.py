@@ -22,7 +22,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"hidden_size": 32, "num_key_value_heads": None, "head_dim": None},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
     "olmo2": {},
-    "phi": {"hidden_size": 32, "head_dim": None},
+    "phi": {},
     "phi3": {"sliding_window": 4},
     "smollm3": {},
     "starcoder2": {"sliding_window": 4},
