@@ -33,8 +33,9 @@ def check_memory(config: PipelineConfig, profile: Profile) -> None:
     width = text_config(path).hidden_size
     dtype = resolve_dtype(model.dtype, width, gpu=True, compute_dtype=asked)
     if not config.sft.skip:
-        warm = resolve_dtype(model.dtype, width, gpu=True)
-        check_sft_memory(path, lora, warm, machines.machines[0].gpu_memory)
+        asked = config.sft.parallel.compute_dtype
+        warm = resolve_dtype(model.dtype, width, gpu=True, compute_dtype=asked)
+        check_sft_memory(config.sft, machines, model_path=path, lora=lora, dtype=warm)
     check_rl_memory(
         config.rl,
         machines,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from engine.config import ParallelConfig, PipelineConfig, PoolConfig, RLConfig
+from engine.config import ParallelConfig, PipelineConfig, PoolConfig, RLConfig, SFTConfig
 from engine.errors import ConfigError
 from tasks.content_pinning import pin_named_content
 from tasks.context import echo
@@ -19,11 +19,11 @@ _POLICY_ROLES = ("actor", "rollout", "reference", "teacher", "critic")
 def apply_profile(config: C, profile: Profile) -> C:
     """Return the settings with the profile's layout and GPUs where they leave both open.
 
-    And with `rl.named_content`, which stages are keyed by. Layout: `rl.actor.parallel`, where it
-    is the default of one rank. GPUs: `rl.trainer.pools`, where it is empty and rollout waits for
-    training. With `rl.trainer.placement=auto` both stay open for the engine's planner, which sees
-    the machines at each start. Raises ConfigError for settings that the profile's machines can't
-    take.
+    And with `rl.named_content`, which stages are keyed by. Layout: `rl.actor.parallel` and
+    `sft.parallel`, where they are the default of one rank. GPUs: `rl.trainer.pools` (where rollout
+    waits for training) and `sft.pools`, where they are empty. With `rl.trainer.placement=auto`
+    RL's stay open for the engine's planner, which sees the machines at each start. Raises
+    ConfigError for settings that the profile's machines can't take.
     """
     config = pin_named_content(config)
     if not profile.gpus:
@@ -35,7 +35,26 @@ def apply_profile(config: C, profile: Profile) -> C:
         )
     auto = config.rl.trainer.placement == "auto"
     rl = (_with_precision if auto else _with_layout)(config.rl, profile)
-    return config.model_copy(update={"rl": rl})
+    return config.model_copy(update={"rl": rl, "sft": _warm_start(config.sft, profile)})
+
+
+def _warm_start(sft: SFTConfig, profile: Profile) -> SFTConfig:
+    """On ranks where the profile's machines have several GPUs; else as it is."""
+    if sft.skip:
+        return sft
+    if not profile.several_gpus:
+        _check_size("sft.parallel", sft.parallel, profile)
+        return sft
+    if sft.placement == "local":
+        raise ConfigError(
+            f"sft.placement=local with profile={profile.name}: the profile's GPUs are on Ray "
+            "workers; leave sft.placement out, or set profile=laptop"
+        )
+    parallel = profile.layout if sft.parallel == ONE_RANK else sft.parallel
+    _check_size("sft.parallel", parallel, profile)
+    pool = PoolConfig(roles=("sft",), cpus=_cpus(profile), gpus=1.0)
+    placed = {"parallel": parallel, "placement": "ray", "pools": sft.pools or (pool,)}
+    return sft.model_copy(update=placed)
 
 
 def _with_precision(rl: RLConfig, profile: Profile) -> RLConfig:
@@ -62,13 +81,7 @@ def _with_layout(rl: RLConfig, profile: Profile) -> RLConfig:
     if rl.actor.parallel == ONE_RANK:
         actor = rl.actor.model_copy(update={"parallel": profile.layout})
         rl = rl.model_copy(update={"actor": actor})
-    ranks, most = _ranks(rl.actor.parallel), profile.gpus * profile.replicas.most
-    if ranks > most:
-        raise ConfigError(
-            f"rl.actor.parallel is a layout of {ranks} ranks, but profile={profile.name} has "
-            f"at most {most} GPUs; choose a smaller layout, or "
-            "another profile"
-        )
+    _check_size("rl.actor.parallel", rl.actor.parallel, profile)
     if rl.trainer.pools:
         return rl
     trainer = rl.trainer.model_copy(update={"pools": _pools(rl, profile)})
@@ -84,16 +97,25 @@ def _pools(rl: RLConfig, profile: Profile) -> tuple[PoolConfig, ...]:
     import_plugins(rl.plugins)
     dataflow = choose_dataflow(rl.algorithm)
     roles = RequiredPasses.of(rl, dataflow).roles(dataflow)
-    cpus = max(1, profile.cpus // profile.gpus - 1)
     policy = tuple(role for role in _POLICY_ROLES if role in roles)
     others = tuple(sorted(roles - set(policy)))  # the reward, at least
     return (
-        PoolConfig(roles=policy, cpus=cpus, gpus=1.0),
+        PoolConfig(roles=policy, cpus=_cpus(profile), gpus=1.0),
         PoolConfig(roles=others, cpus=1.0),
     )
 
 
-def _ranks(parallel: ParallelConfig) -> int:
+def _cpus(profile: Profile) -> int:
+    """Of a rank on one GPU; others of the machine's are for roles without one."""
+    return max(1, profile.cpus // profile.gpus - 1)
+
+
+def _check_size(setting: str, parallel: ParallelConfig, profile: Profile) -> None:
     from engine.parallel.layout import Layout
 
-    return Layout.of(parallel).world_size
+    ranks = Layout.of(parallel).world_size
+    if ranks > profile.most_gpus:
+        raise ConfigError(
+            f"{setting} is a layout of {ranks} ranks, but profile={profile.name} has at most "
+            f"{profile.most_gpus} GPUs; choose a smaller layout, or another profile"
+        )

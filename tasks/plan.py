@@ -40,7 +40,7 @@ from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.memory_check import check_memory
 from tasks.placement import apply_profile
-from tasks.profiles import Profile, read_profile
+from tasks.profiles import LAPTOP, Profile, read_profile
 from tasks.stage import library_versions
 
 
@@ -64,6 +64,7 @@ class Plan(NamedTuple):
     config_digest: str
     profile: Profile
     needs_approval: bool
+    sft_profile: Profile  # without a warm start one without GPUs: the stage copies files
 
 
 @task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
@@ -116,6 +117,7 @@ def plan(
         digest(merged),
         machines,
         merged.promote.approval == "required",
+        LAPTOP if merged.sft.skip else machines,
     )
 
 
@@ -164,9 +166,12 @@ def check_settings(config: RLHFConfig) -> None:
     from engine.rollout.protocol import check_engine
     from engine.trainers.rl_checks import check_config
     from engine.trainers.rl_setup import check_lora
+    from engine.trainers.sft_ranks import check_sft_layout
 
     check_config(config.rl, config.data.max_response_length)
     check_lora(config.model.lora, config.rl)
+    if not config.sft.skip:
+        check_sft_layout(config.sft, config.model.lora)
     check_engine(config.evaluate.engine)
     if key:
         remember_passed(key)
@@ -222,9 +227,35 @@ def check_inputs(config: RLHFConfig) -> str:
         from engine.models import require_model_folder
 
         require_model_folder(config.model.path)
+        check_model_layouts(config)
         model = model_digest(config.model.path)
     Tracker(experiment=config.tracking.experiment).check()
     return model
+
+
+def check_model_layouts(config: RLHFConfig) -> None:
+    """Raise ConfigError for a layout of several ranks that the model can't be split over.
+
+    Layouts that are still to be chosen (`rl.trainer.placement=auto`) are left to the planner.
+    """
+    from engine.parallel.layout import Layout
+
+    rl, sft, lora = config.rl, config.sft, config.model.lora
+    critic = rl.critic.parallel or rl.actor.parallel
+    warm_start = not sft.skip and Layout.of(sft.parallel).world_size > 1
+    ranks = max(Layout.of(one).world_size for one in (rl.actor.parallel, critic))
+    trained = rl.trainer.placement != "auto" and ranks > 1
+    if not (warm_start or trained):
+        return
+    from engine.models import text_config
+    from engine.trainers.layouts import check_layouts
+    from engine.trainers.sft_ranks import check_sft_layout
+
+    model = text_config(config.model.path)
+    if warm_start:
+        check_sft_layout(sft, lora, model)
+    if trained:
+        check_layouts(rl, lora, model)
 
 
 def context_length(model: ModelConfig) -> int:

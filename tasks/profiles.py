@@ -127,6 +127,16 @@ class Profile(Section):
         )
 
     @property
+    def most_gpus(self) -> int:
+        """GPUs of as many workers as there can be."""
+        return self.gpus * self.replicas.most
+
+    @property
+    def several_gpus(self) -> bool:
+        """Whether a model can be on several GPUs."""
+        return self.most_gpus > 1
+
+    @property
     def world(self) -> int:
         """GPUs at the start, of all workers."""
         return self.gpus * self.replicas.start

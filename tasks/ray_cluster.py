@@ -1,4 +1,4 @@
-"""The Ray cluster of the RL task: the one that Flyte starts for a profile, and a local one.
+"""The Ray cluster of tasks with ranks: the one that Flyte starts for a profile, and a local one.
 
 On a cluster the Ray plugin connects the task. Locally the task body does (`ray_session`), so that
 an error there fails the stage like any other.
@@ -38,7 +38,7 @@ TaskPlugins.register_pythontask_plugin(LocalRayJobConfig, LocalRayTask)
 
 
 def ray_cluster(profile: Profile) -> LocalRayJobConfig:
-    """The cluster of one RL run on these machines.
+    """The cluster of one run on these machines.
 
     Ray's autoscaler keeps the workers between the profile's minimum and maximum: a pre-empted spot
     machine is replaced, or the run continues with fewer. The head schedules nothing.
@@ -59,3 +59,8 @@ def ray_cluster(profile: Profile) -> LocalRayJobConfig:
         shutdown_after_job_finishes=True,
         ttl_seconds_after_finished=600,
     )
+
+
+def ray_cluster_of_gpus(profile: Profile) -> LocalRayJobConfig | None:
+    """The same where the machines have several GPUs; a pod has the only one by itself."""
+    return ray_cluster(profile) if profile.several_gpus else None

@@ -57,7 +57,7 @@ def rl(
     """
     import pandas as pd
 
-    from engine.cli.ray_session import ray_session
+    from engine.cli.ray_session import ray_session, require_shared
     from engine.cli.rl_run import RLRun, RunLog, headline, train_policy
     from engine.data.loader import PromptLoader
     from engine.evaluation.policy_steps import FILE, MODEL
@@ -80,6 +80,8 @@ def rl(
     with stage("rl", run, settings) as this, open_loggers(run, this) as logs, ray:
         folder = this.load_parent("dataset", dataset)
         model = this.load_parent("warm_start", warm_start)
+        if config.trainer.placement != "local":
+            require_shared([str(this.folder), str(model)])
         log_splits(this, folder, ("train", "validation"))
         lengths = json.loads((folder / "dataset.json").read_text())
         train = pd.read_parquet(folder / "train.parquet")

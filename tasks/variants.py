@@ -53,7 +53,7 @@ def on_profiles(
     """Decorator: the function as a stage whose first input is its profile.
 
     `requests` is for profiles without GPUs. `task_config(profile)` is for tasks that start a
-    cluster, which has the profile's machines; `requests` is then the submitter's. Where it is None,
+    cluster, which has the profile's machines, and whose submitter needs little; where it is None,
     there is none in that profile.
     `retries`, `timeout` (of an attempt), `cache` and `options` are the stage's.
     """
@@ -68,7 +68,7 @@ def on_profiles(
             # Requests of a task would replace those of its pod template.
             own |= {"requests": requests} if pod is None else {"pod_template": pod}
             if cluster is not None:
-                own["task_config"] = cluster
+                own |= {"task_config": cluster, "requests": SMALL}
             own["cache"] = (
                 replace(cache, salt=digest(profile)) if isinstance(cache, Cache) else cache
             )

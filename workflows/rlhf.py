@@ -54,7 +54,7 @@ def rlhf(
         seed=p.seed,
     )
     warm_start = sft(
-        p.profile,
+        p.sft_profile,
         run=p.run,
         dataset=dataset,
         start=p.start,

@@ -91,7 +91,8 @@ def require_shared(folders: Sequence[str]) -> None:
         if missing:
             raise StorageError(
                 f"machine {nodes[node]} of the Ray cluster does not see {', '.join(missing)}; put "
-                "model and trainer.default_local_dir on a file system that all machines share"
+                "model and results (trainer.default_local_dir, HYBRIDFLYTE_HOME) on a file system "
+                "that all machines share"
             )
 
 

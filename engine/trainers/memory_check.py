@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.config import LoRAConfig, ParallelConfig, RLConfig
+from engine.config import LoRAConfig, ParallelConfig, RLConfig, SFTConfig
 from engine.errors import ConfigError, EngineError, PlacementError
 from engine.parallel.layout import Layout
 from engine.planner import Candidate, Cluster, Workload
@@ -75,36 +75,81 @@ def check_rl_memory(
     )
 
 
-def check_sft_memory(model_path: str, lora: LoRAConfig, dtype: str, gpu_memory: int) -> None:
-    """Raise PlacementError where one GPU can't hold the warm start, which runs on one."""
+def check_sft_memory(
+    config: SFTConfig, cluster: Cluster, *, model_path: str, lora: LoRAConfig, dtype: str
+) -> None:
+    """Raise PlacementError where a GPU of `cluster` can't hold what a rank of the warm start keeps.
+
+    The sentence has the layout that would fit. Models that the planner can't price are let through.
+    """
     try:
-        work = workload(
-            RLConfig(),
-            model_path=model_path,
-            lora=lora,
-            dtype=dtype,
-            max_response_length=1,
-            max_model_len=2,
-        )
+        work = sft_workload(config, model_path, lora, dtype)
     except ConfigError:
         return
-    need = _least(estimate(_without_rollout(work), Candidate(Layout()), gpu=True))
-    if need > gpu_memory:
-        raise PlacementError(
-            f"sft can't fit: the warm start of {model_path} keeps {need / GIB:.0f} GiB of weights, "
-            f"gradients and moments on one GPU of {gpu_memory / GIB:.0f}; set model.lora.rank to "
-            "train adapters, or sft.skip to begin RL with the model as it is"
-        )
+    need, there = _trained(sft_memory(work, config.parallel)), _gpu_memory(cluster)
+    if need <= there:
+        return
+    layouts = _sharded(cluster.gpus)
+    found = [one for one in layouts if _trained(sft_memory(work, one)) <= there]
+    instead = f"no fsdp layout of {cluster.gpus} GPUs"
+    if found:
+        instead = f"sft.parallel {Layout.of(found[0])}"
+    raise PlacementError(
+        f"sft can't fit: with sft.parallel {Layout.of(config.parallel)} a GPU keeps "
+        f"{need / GIB:.0f} GiB of weights, gradients and moments, and has {there / GIB:.0f}; "
+        f"{instead} would; or set model.lora.rank to train adapters, or sft.skip to begin RL with "
+        "the model as it is"
+    )
+
+
+def sft_workload(
+    config: SFTConfig,
+    model_path: str,
+    lora: LoRAConfig,
+    dtype: str,
+    *,
+    prompt_length: int = 1,
+    response_length: int = 1,
+) -> Workload:
+    """One step of the warm start as sizes; raises ConfigError as `workload` does."""
+    work = workload(
+        RLConfig.model_validate({"actor": {"parallel": config.parallel}}),
+        model_path=model_path,
+        lora=lora,
+        dtype=dtype,
+        max_response_length=response_length,
+        max_model_len=prompt_length + response_length,
+    )
+    rows = config.train_batch_size
+    return replace(work, prompts=rows, completions=1, decodes=False, reference=False)
+
+
+def sft_memory(work: Workload, parallel: ParallelConfig, tokens: int = 1) -> Memory:
+    """What a rank needs for micro-batches of so many tokens; nothing is kept for rollout."""
+    candidate = Candidate(
+        Layout.of(parallel),
+        tokens=tokens,
+        offload_params=parallel.offload_params,
+        offload_optimizer=parallel.offload_optimizer,
+        activation_checkpointing=parallel.activation_checkpointing,
+    )
+    return replace(estimate(work, candidate, gpu=True), rollout=0.0)
+
+
+def _sharded(gpus: int) -> list[ParallelConfig]:
+    """Layouts of so many ranks, those that share the weights among fewer ranks first."""
+    counts = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    return [ParallelConfig(dp=gpus // n, fsdp=n) for n in counts]
+
+
+def _trained(memory: Memory) -> float:
+    """Bytes of a model in training that no size of micro-batch makes fewer."""
+    return memory.weights + memory.gradients + memory.moments
 
 
 def _least(memory: Memory) -> float:
     """Bytes that no size of micro-batch or cache makes fewer."""
-    kept = memory.weights + memory.moments + memory.rollout
-    return kept + memory.gradients
-
-
-def _without_rollout(work: Workload) -> Workload:
-    return replace(work, decodes=False, reference=False)
+    return _trained(memory) + memory.rollout
 
 
 def _gpu_memory(cluster: Cluster) -> int:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.config import LoRAConfig, parse_config
+from engine.config import LoRAConfig, ParallelConfig, parse_config
 from engine.config.pipeline import PipelineConfig
 from engine.errors import PlacementError
 from engine.parallel.layout import Layout
 from engine.planner import Candidate
 from engine.planner.hardware import GIB
 from engine.planner.memory import estimate, fits
+from engine.trainers.memory_check import sft_memory, sft_workload
 from engine.trainers.workload import workload
 from tasks.memory_check import check_memory, cluster
 from tasks.placement import apply_profile
@@ -51,10 +52,9 @@ def folder(tmp_path: Path, size: str) -> str:
 
 
 def documented(path: str, profile: str, **model: Any) -> PipelineConfig:
-    """`rlhf_full --model PATH --profile PROFILE`, beginning with the model as it is."""
+    """`rlhf_full --model PATH --profile PROFILE`."""
     values = yaml.safe_load((ROOT / "workflows/configs/full.yaml").read_text())
     values["model"] = {"path": path, **model}
-    values["sft"] = values["sft"] | {"skip": True}
     return apply_profile(parse_config(values), PROFILES[profile])
 
 
@@ -80,22 +80,46 @@ def test_7b_fits_two_nodes_of_eight_80_gb_gpus_in_every_stage(tmp_path: Path) ->
         rl.actor.max_tokens_per_micro_batch,
         activation_checkpointing=rl.actor.parallel.activation_checkpointing,
     )
-    memory = estimate(work, candidate, gpu=True)
-    assert fits(memory.peak, there.gpu_memory), memory
-    assert fits(memory.host, there.memory // there.gpus), memory
+    assert not config.sft.skip
+    warm = sft_workload(
+        config.sft,
+        path,
+        LoRAConfig(),
+        "bfloat16",
+        prompt_length=config.data.max_prompt_length,
+        response_length=config.data.max_response_length,
+    )
+    tokens = config.sft.max_tokens_per_micro_batch
+    for memory in (
+        estimate(work, candidate, gpu=True),
+        sft_memory(warm, config.sft.parallel, tokens),
+    ):
+        assert fits(memory.peak, there.gpu_memory), memory
+        assert fits(memory.host, there.memory // there.gpus), memory
+
+
+def with_sft(config: PipelineConfig, **changes: Any) -> PipelineConfig:
+    return config.model_copy(update={"sft": config.sft.model_copy(update=changes)})
+
+
+def test_a_warm_start_that_can_t_fit_is_refused_with_the_layout_that_would(tmp_path: Path) -> None:
+    machines = PROFILES["2x8xH100"]
+    config = documented(folder(tmp_path, "7B"), machines.name)
+    copies = ParallelConfig(dp=16)
+    said = (
+        r"with sft.parallel dp=16 a GPU keeps 1\d\d GiB .* has 80; sft.parallel dp=8 fsdp=2 would"
+    )
+    with pytest.raises(PlacementError, match=said):
+        check_memory(with_sft(config, parallel=copies), machines)
+    adapters = documented(folder(tmp_path, "7B"), machines.name, lora={"rank": 16})
+    check_memory(with_sft(adapters, parallel=copies), machines)
+    large = documented(folder(tmp_path, "70B"), machines.name)
+    with pytest.raises(PlacementError, match=r"sft can't fit: .* no fsdp layout of 16 GPUs would"):
+        check_memory(with_sft(large, parallel=copies), machines)
 
 
 def test_what_can_t_fit_is_refused_with_what_would(tmp_path: Path) -> None:
-    path = folder(tmp_path, "7B")
-    config = documented(path, "2x8xH100")
-    warm = config.model_copy(update={"sft": config.sft.model_copy(update={"skip": False})})
-    with pytest.raises(PlacementError, match=r"sft can't fit: .* 1\d\d GiB .* one GPU of 80"):
-        check_memory(warm, PROFILES["2x8xH100"])
-    adapters = warm.model_copy(
-        update={"model": documented(path, "8xA100", lora={"rank": 16}).model}
-    )
-    check_memory(adapters, PROFILES["2x8xH100"])
-    large = documented(folder(tmp_path, "70B"), "2x8xH100")
+    large = with_sft(documented(folder(tmp_path, "70B"), "2x8xH100"), skip=True)
     with pytest.raises(PlacementError) as refused:
         check_memory(large, PROFILES["2x8xH100"])
     said = str(refused.value)

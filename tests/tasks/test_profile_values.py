@@ -12,12 +12,14 @@ from engine.parallel.layout import Layout
 from engine.trainers.auto_placement import fixed_settings
 from engine.trainers.layouts import check_layouts
 from engine.trainers.rl_checks import check_config
+from engine.trainers.sft_ranks import check_sft_layout, sft_placement
 from tasks.content_pinning import pin_named_content
 from tasks.inputs import RLHFConfig
 from tasks.placement import apply_profile
 from tasks.profiles import PROFILES, read_profile
 
 WITH_GPUS = [name for name, profile in PROFILES.items() if profile.gpus]
+SEVERAL_GPUS = [name for name in WITH_GPUS if name != "one-gpu"]
 
 
 def settings(**rl: Any) -> RLHFConfig:
@@ -90,6 +92,42 @@ def test_a_layout_fits_its_machines(profile: str) -> None:
     assert policy.cpus * whole.gpus + beside.cpus <= whole.cpus
 
 
+@pytest.mark.parametrize("profile", SEVERAL_GPUS)
+def test_the_warm_start_is_laid_out_as_rl(profile: str) -> None:
+    fitted, whole = fitted_to(settings(), profile), PROFILES[profile]
+    assert fitted.sft.parallel == fitted.rl.actor.parallel
+    check_sft_layout(fitted.sft, fitted.model.lora)
+    (pool,) = sft_placement(fitted.sft).pools
+    assert (pool.roles, pool.world_size, pool.gpus) == (("sft",), whole.world, 1)
+    assert pool.cpus * whole.gpus <= whole.cpus
+
+
+def test_the_warm_start_keeps_its_own_layout() -> None:
+    own = {"parallel": {"fsdp": 4, "tp": 2}, "pools": [{"roles": ["sft"], "gpus": 1}]}
+    asked = RLHFConfig.model_validate({"sft": own})
+    fitted = fitted_to(asked, "8xA100").sft
+    assert (fitted.parallel, fitted.pools) == (asked.sft.parallel, asked.sft.pools)
+    assert fitted.placement == "ray"
+    assert fitted_to(settings(), "one-gpu").sft == settings().sft
+    none = RLHFConfig.model_validate({"sft": {"skip": True}, "model": {"path": "x/y"}})
+    assert fitted_to(none, "8xA100").sft == none.sft
+
+
+@pytest.mark.parametrize(
+    ("sft", "profile", "said"),
+    [
+        ({"parallel": {"fsdp": 32}}, "8xA100", r"sft.parallel is a layout of 32 ranks.*most 16"),
+        ({"parallel": {"dp": 2}}, "one-gpu", r"sft.parallel is a layout of 2 ranks.*most 1 GPUs"),
+        ({"placement": "local"}, "8xA100", r"sft.placement=local with profile=8xA100.*leave"),
+    ],
+)
+def test_a_warm_start_that_the_machines_can_t_take(
+    sft: dict[str, Any], profile: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        fitted_to(RLHFConfig.model_validate({"sft": sft}), profile)
+
+
 def test_two_nodes_shard_inside_and_copy_between() -> None:
     parallel = fitted_to(settings(), "2x8xH100").rl.actor.parallel
     assert (parallel.dp, parallel.fsdp) == (2, 8)
@@ -111,12 +149,12 @@ def test_what_the_settings_say_stays() -> None:
         actor={"parallel": {"fsdp": 4, "tp": 2}},
         trainer={"pools": [{"roles": ["actor", "rollout", "reference"]}, {"roles": ["reward"]}]},
     )
-    assert fitted_to(own, "8xA100") == own
+    assert fitted_to(own, "8xA100").rl == own.rl
 
 
 def test_rollout_apart_keeps_its_own_placement(capsys: pytest.CaptureFixture[str]) -> None:
     apart = settings(trainer={"mode": "one_step_off"})
-    assert fitted_to(apart, "8xA100") == apart
+    assert fitted_to(apart, "8xA100").rl == apart.rl
     assert "rl.trainer.mode=one_step_off" in capsys.readouterr().out
 
 
@@ -139,7 +177,7 @@ def test_the_planner_keeps_what_the_settings_say() -> None:
     own = settings(
         actor={"parallel": {"tp": 2, "compute_dtype": "float32"}}, trainer={"placement": "auto"}
     )
-    assert fitted_to(own, "8xA100") == own
+    assert fitted_to(own, "8xA100").rl == own.rl
     assert fixed_settings(fitted_to(own, "8xA100").rl).axes == {"tp": 2}
 
 

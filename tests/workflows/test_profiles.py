@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -37,10 +38,11 @@ accelerator: L40S
 node_labels: {gpu: l40s}
 replicas: {fewest: 2, start: 3, most: 4}
 """
+SEVERAL_GPUS = [*(name for name in WITH_GPUS if name != "one-gpu"), OWN]
 
 
-def ray_job(profile: Profile, folder: Path) -> RayJob:
-    return ParseDict(MessageToDict(as_on(rl, profile, folder).custom), RayJob())
+def ray_job(profile: Profile, folder: Path, stage: Any = rl) -> RayJob:
+    return ParseDict(MessageToDict(as_on(stage, profile, folder).custom), RayJob())
 
 
 def pod_of(group: Any) -> dict[str, Any]:
@@ -136,8 +138,16 @@ def test_collectives_find_their_network(tmp_path: Path) -> None:
     assert all(variables(name)["NCCL_DEBUG"] == "WARN" for name in WITH_GPUS)
 
 
-@pytest.mark.parametrize("profile", [*WITH_GPUS, OWN])
-@pytest.mark.parametrize("stage", ["sft", "evaluate", "promote"])
+@pytest.mark.parametrize("profile", SEVERAL_GPUS)
+def test_the_warm_start_has_the_machines_of_rl(tmp_path: Path, profile: str) -> None:
+    machines = read_profile(profile)
+    assert ray_job(machines, tmp_path, sft) == ray_job(machines, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stage", "profile"),
+    [("sft", "one-gpu"), *itertools.product(("evaluate", "promote"), (*WITH_GPUS, OWN))],
+)
 def test_stages_without_ray_get_one_gpu_and_its_share(
     tmp_path: Path, stage: str, profile: str
 ) -> None:
@@ -169,7 +179,7 @@ def test_the_image_is_of_its_own_kind(tmp_path: Path, monkeypatch: pytest.Monkey
         "cuda@sha256:2",
         "cpu@sha256:1",
     ]
-    pod = MessageToDict(as_on(sft, PROFILES["8xA100"], tmp_path).k8s_pod.pod_spec)
+    pod = MessageToDict(as_on(evaluate, PROFILES["8xA100"], tmp_path).k8s_pod.pod_spec)
     assert only_container(pod, "primary")["image"] == "cuda@sha256:2"
     assert as_on(sft, LAPTOP, tmp_path).container.image == "cpu@sha256:1"
 

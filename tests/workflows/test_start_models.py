@@ -85,6 +85,21 @@ def test_a_saved_model_is_the_start(
     assert "sft" in again.stages
 
 
+@pytest.mark.parametrize("start", ["a model", "scratch"])
+@pytest.mark.slow
+def test_a_warm_start_on_ranks(place: Place, model_folder: Callable[..., Path], start: str) -> None:
+    config = settings(ONE_STEP, {"sft": {"parallel": {"fsdp": 2}, "threads": 2}})
+    model = ("--model", str(model_folder("llama"))) if start == "a model" else ()
+    command = ("run", str(WORKFLOW), "rlhf", "--config", config)
+    outcome = place.pyflyte(*command, *model)
+    assert_complete(outcome)
+    trained = Path(outcome.summary["artifacts"]["sft"])
+    assert AutoModelForCausalLM.from_pretrained(trained).config.model_type in ("llama", "qwen2")
+    assert load_tokenizer(trained).eos_token_id is not None
+    assert not [one for one in trained.iterdir() if one.is_dir()], "what ranks began with is gone"
+    assert read_manifest(trained).config["sft"]["parallel"]["fsdp"] == 2
+
+
 def with_noise(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for weight in model.parameters():
