@@ -23,6 +23,7 @@ from engine.config import DataConfig, EvaluateConfig
 from tasks.context import LARGE, RunContext, echo
 from tasks.pages import model_facts
 from tasks.preprocess import SPLITS, log_splits
+from tasks.ray_cluster import LOCAL_OBJECT_STORE_BYTES
 from tasks.stage import stage, stage_cache
 from tasks.start_model import first_model
 from tasks.variants import on_profiles
@@ -54,17 +55,20 @@ def evaluate(
 ) -> FlyteDirectory:
     """Compare the two models by greedy pass@1, pass@k, majority vote, format and length."""
 
+    from engine.controller.ray_session import ray_session
     from engine.console import progress
     from engine.data.contract import EVALUATION_ROWS, check
     from engine.data.evaluation_sets import evaluation_files
     from engine.evaluation.evaluate import evaluate_model
+    from engine.evaluation.layout import uses_ranks
     from engine.evaluation.lm_eval import pairs, require_lm_eval
     from engine.evaluation.report import render_report
     from engine.evaluation.sets import TEST, compare_sets, read_problems, rows_of_set, write_sets
     from engine.evaluation.settings import comparable_settings
     from engine.rewards import scorer_identity
 
-    with stage("evaluation", run, comparable_settings(data, config, seed)) as this:
+    ray = ray_session("ray" if uses_ranks(config) else "local", LOCAL_OBJECT_STORE_BYTES)
+    with stage("evaluation", run, comparable_settings(data, config, seed)) as this, ray:
         data_folder = this.load_parent("dataset", dataset)
         problems = read_problems(data_folder)
         check_held_out(data_folder)

@@ -35,7 +35,49 @@ def apply_profile(config: C, profile: Profile) -> C:
         )
     auto = config.rl.trainer.placement == "auto"
     rl = (_with_precision if auto else _with_layout)(config.rl, profile)
+    _check_evaluation(config.evaluate.parallel, profile)
     return config.model_copy(update={"rl": rl, "sft": _warm_start(config.sft, profile)})
+
+
+def check_model_layouts(config: PipelineConfig) -> None:
+    """Raise ConfigError for a layout of several ranks that the model can't be split over.
+
+    Layouts that are still to be chosen (`rl.trainer.placement=auto`) are left to the planner.
+    """
+    from engine.parallel.layout import Layout
+
+    rl, sft, evaluation, lora = config.rl, config.sft, config.evaluate.parallel, config.model.lora
+    critic = rl.critic.parallel or rl.actor.parallel
+    warm_start = not sft.skip and Layout.of(sft.parallel).world_size > 1
+    ranks = max(Layout.of(one).world_size for one in (rl.actor.parallel, critic))
+    trained = rl.trainer.placement != "auto" and ranks > 1
+    evaluated = evaluation is not None and evaluation.tp > 1
+    if not (warm_start or trained or evaluated):
+        return
+    from engine.evaluation.layout import check_evaluation_layout
+    from engine.models import text_config
+    from engine.trainers.layouts import check_layouts
+    from engine.trainers.sft_ranks import check_sft_layout
+
+    model = text_config(config.model.path)
+    if warm_start:
+        check_sft_layout(sft, lora, model)
+    if trained:
+        check_layouts(rl, lora, model)
+    check_evaluation_layout(config.evaluate, model)
+
+
+def _check_evaluation(parallel: ParallelConfig | None, profile: Profile) -> None:
+    """Evaluation is on one machine, all of whose GPUs it takes where no layout is given."""
+    from engine.parallel.layout import Layout
+
+    ranks = 1 if parallel is None else Layout.of(parallel).world_size
+    if ranks > profile.gpus:
+        raise ConfigError(
+            f"evaluate.parallel is a layout of {ranks} ranks, but a machine of "
+            f"profile={profile.name}, which evaluates, has {profile.gpus} GPUs; choose a smaller "
+            "layout, or leave it out for all of them"
+        )
 
 
 def _warm_start(sft: SFTConfig, profile: Profile) -> SFTConfig:

@@ -39,7 +39,8 @@ from tasks.context import (
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.memory_check import check_memory
-from tasks.placement import apply_profile
+from tasks.placement import apply_profile, check_model_layouts
+from tasks.ray_cluster import require_shared_home
 from tasks.profiles import LAPTOP, Profile, read_profile
 from tasks.stage import library_versions
 
@@ -93,8 +94,11 @@ def plan(
         named = with_overrides(config, source, path, model, seed)
         data_digest = check_names(named)
         merged = pin_model_commit(apply_profile(named, machines))
+        trains = workflow != "evaluate_only"
+        if trains:
+            require_shared_home(merged)
         digests = data_digest, check_inputs(merged)
-        check_memory(merged, machines)
+        check_memory(merged, machines, trains=trains)
         context = context_length(merged.model)
         run = open_run(merged, digests, workflow)
         set_current_run(run)
@@ -163,6 +167,7 @@ def check_settings(config: RLHFConfig) -> None:
     key = checks_key(config)
     if key and has_passed(key):
         return
+    from engine.evaluation.layout import check_evaluation_layout
     from engine.rollout.protocol import check_engine
     from engine.trainers.rl_checks import check_config
     from engine.trainers.rl_setup import check_lora
@@ -173,6 +178,7 @@ def check_settings(config: RLHFConfig) -> None:
     if not config.sft.skip:
         check_sft_layout(config.sft, config.model.lora)
     check_engine(config.evaluate.engine)
+    check_evaluation_layout(config.evaluate)
     if key:
         remember_passed(key)
 
@@ -231,31 +237,6 @@ def check_inputs(config: RLHFConfig) -> str:
         model = model_digest(config.model.path)
     Tracker(experiment=config.tracking.experiment).check()
     return model
-
-
-def check_model_layouts(config: RLHFConfig) -> None:
-    """Raise ConfigError for a layout of several ranks that the model can't be split over.
-
-    Layouts that are still to be chosen (`rl.trainer.placement=auto`) are left to the planner.
-    """
-    from engine.parallel.layout import Layout
-
-    rl, sft, lora = config.rl, config.sft, config.model.lora
-    critic = rl.critic.parallel or rl.actor.parallel
-    warm_start = not sft.skip and Layout.of(sft.parallel).world_size > 1
-    ranks = max(Layout.of(one).world_size for one in (rl.actor.parallel, critic))
-    trained = rl.trainer.placement != "auto" and ranks > 1
-    if not (warm_start or trained):
-        return
-    from engine.models import text_config
-    from engine.trainers.layouts import check_layouts
-    from engine.trainers.sft_ranks import check_sft_layout
-
-    model = text_config(config.model.path)
-    if warm_start:
-        check_sft_layout(sft, lora, model)
-    if trained:
-        check_layouts(rl, lora, model)
 
 
 def context_length(model: ModelConfig) -> int:

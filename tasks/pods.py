@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def worker_pod(profile: Profile, container: str) -> PodTemplate:
-    """A Ray worker: the whole machine."""
+    """A whole machine, say a Ray worker."""
     return _pod(profile, container, profile.cpus, profile.memory_gib, profile.gpus)
 
 
@@ -25,11 +25,8 @@ def head_pod(container: str) -> PodTemplate:
 
 
 def stage_pod(profile: Profile) -> PodTemplate | None:
-    """The pod of a stage without Ray: one GPU and its share of the machine; None without GPUs."""
-    if not profile.gpus:
-        return None
-    cpus, memory = profile.cpus // profile.gpus, profile.memory_gib // profile.gpus
-    return _pod(profile, "primary", max(1, cpus), max(1, memory), 1)
+    """The pod of a stage without a Ray cluster: a whole machine; None without GPUs."""
+    return worker_pod(profile, "primary") if profile.gpus else None
 
 
 class _LazyPodTemplate(PodTemplate):
@@ -60,7 +57,6 @@ def _pod_spec(profile: Profile, container: str, cpus: int, memory_gib: int, gpus
     if gpus:
         amounts[profile.resource] = str(gpus)
     taint = client.V1Toleration(key=profile.resource, operator="Exists", effect="NoSchedule")
-    shared = profile.shared_memory_gib * max(gpus, 1) // max(profile.gpus, 1)
     variables = [client.V1EnvVar(name=k, value=v) for k, v in profile.variables.items()]
     return client.V1PodSpec(
         containers=[
@@ -73,7 +69,7 @@ def _pod_spec(profile: Profile, container: str, cpus: int, memory_gib: int, gpus
         ],
         node_selector=dict(profile.node_labels) or None,
         tolerations=[taint] if gpus else None,
-        volumes=[shared_memory(max(1, shared))],
+        volumes=[shared_memory(profile.shared_memory_gib)],
     )
 
 

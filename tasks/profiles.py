@@ -43,7 +43,7 @@ class Replicas(Section):
 
 
 class Profile(Section):
-    """The Ray workers of a run; a stage without Ray gets the share of one of their GPUs."""
+    """The Ray workers of a run; a stage without a Ray cluster gets a machine like one of them."""
 
     name: str = Field("custom", description="In messages")
     cpus: int = Field(ge=1, description="Cores of a worker")

@@ -6,13 +6,18 @@ an error there fails the stage like any other.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from flytekit.core.context_manager import ExecutionParameters, FlyteContextManager
 from flytekit.extend import TaskPlugins
 from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 from flytekitplugins.ray.task import RayFunctionTask
 
+from engine.config import PipelineConfig
+from engine.errors import ConfigError
+from engine.storage.locations import home
 from tasks.pods import head_pod, worker_pod
 from tasks.profiles import Profile
 
@@ -64,3 +69,22 @@ def ray_cluster(profile: Profile) -> LocalRayJobConfig:
 def ray_cluster_of_gpus(profile: Profile) -> LocalRayJobConfig | None:
     """The same where the machines have several GPUs; a pod has the only one by itself."""
     return ray_cluster(profile) if profile.several_gpus else None
+
+
+def require_shared_home(config: PipelineConfig) -> None:
+    """Raise ConfigError where ranks in other pods could not see the run's files.
+
+    In a Kubernetes pod whose $HYBRIDFLYTE_HOME is on the container's own disk. Of a volume that is
+    mounted there the stage itself asks every machine (`require_shared`).
+    """
+    on_ray = config.rl.trainer.placement != "local" or config.sft.placement == "ray"
+    if not on_ray or "KUBERNETES_SERVICE_HOST" not in os.environ:
+        return
+    folder = home()
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if there.stat().st_dev == Path("/").stat().st_dev:
+        raise ConfigError(
+            f"HYBRIDFLYTE_HOME={folder} is on the pod's own disk, and the pods of a Ray job share "
+            "the run's files there; mount one volume (ReadWriteMany) there in all pods "
+            "(docs/kubernetes.md), or set rl.trainer.placement=local"
+        )

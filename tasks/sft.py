@@ -48,7 +48,7 @@ def sft(
     """Fine-tune the start model on the dataset's prompt/response pairs, unless `config.skip`."""
     if config.skip:
         return publish_start_model(run, dataset, start, start_digest)
-    from engine.cli.ray_session import ray_session, require_shared
+    from engine.controller.ray_session import ray_session, require_shared
     from engine.console import Progress, progress
     from engine.data.tokenizer import load_tokenizer
     from engine.trainers.sft import SFTTrainer

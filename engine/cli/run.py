@@ -9,7 +9,7 @@ from engine.cli.data import Prompts, read_prompts
 from engine.cli.failures import error_details_file
 from engine.cli.loggers import open_log
 from engine.cli.model_folders import make_output_folder, save_atomically
-from engine.cli.ray_session import ray_session, require_shared
+from engine.controller.ray_session import ray_session, require_shared
 from engine.cli.rl_run import RLRun, RunLog, TrainedPolicy, headline, train_policy
 from engine.cli.settings import RunConfig
 from engine.console import human_time

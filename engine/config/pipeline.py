@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from engine.config.base import Section
 from engine.config.data import DataConfig, ModelConfig
+from engine.config.parallel import ParallelConfig
 from engine.config.promotion import PromoteConfig
 from engine.config.retrain import RetrainConfig
 from engine.config.reward import RewardConfig
@@ -44,6 +45,13 @@ class EvaluateConfig(Section):
     confidence: float = Field(0.95, gt=0.5, lt=1)
     bootstrap_samples: int = Field(10000, ge=100)
     engine: str = Field("native", description="Rollout engine: native or vllm")
+    parallel: ParallelConfig | None = Field(
+        None,
+        description="dp copies of the model share the problems, each on tp ranks; none: copies on "
+        "all GPUs of the machine",
+    )
+    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to be up")
+    step_timeout_s: float = Field(7200.0, gt=0, description="Deadline for one call to a rank")
     lm_eval: LMEvalConfig = LMEvalConfig()
     reward: RewardConfig | None = Field(
         None, description="What tells right answers from wrong ones; none: the reward of RL"

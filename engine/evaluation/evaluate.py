@@ -1,35 +1,30 @@
 """Evaluating a model folder on a split: decode greedily and by sampling, score, one row a problem.
 
-It composes a rollout engine, the tokenizer and the run's scorer; statistics and pages are in
-`engine.evaluation`.
+It composes the decoded completions (`decode`), the tokenizer and the run's scorer; statistics and
+pages are in `engine.evaluation`.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
-from transformers import PreTrainedTokenizerBase
 
 from engine.config import EvaluateConfig
 from engine.data.collate import collate_prompts
 from engine.data.rows import prompt_text
-from engine.data.templates import decode_response, encode_prompts, stop_token_ids
+from engine.data.templates import decode_response, encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import DataError
+from engine.evaluation.decode import Answer, decode
 from engine.evaluation.judging import judge
 from engine.evaluation.rows import Judged, ModelName, Problems, build_rows
 from engine.evaluation.sets import TEST
-from engine.models import load_model
 from engine.plugins import import_plugins
 from engine.rewards import Scorer
-from engine.rollout.protocol import Completion, SamplingParams, create_engine
 
 
 def evaluate_model(
@@ -46,8 +41,9 @@ def evaluate_model(
 
     `problems` are RL rows by evaluation set, or those of the set `test` alone. Returns the table of
     `engine.evaluation.rows`, set by set. `on_progress(n)` is called with the number of finished
-    completions of both passes; there are `1 + config.samples` a problem. Raises DataError for a set
-    without rows.
+    completions of both passes; there are `1 + config.samples` a problem. Several GPUs of this
+    machine, or `config.parallel`, share the problems. Raises DataError for a set without rows, and
+    what `decode` raises.
     """
     sets = {TEST: problems} if isinstance(problems, pd.DataFrame) else dict(problems)
     frame = _joined(sets)
@@ -62,16 +58,21 @@ def evaluate_model(
     scored |= {key: list(values) for key, values in columns.items() if key != "prompt"}
     asked = [prompt[-1]["content"] for prompt in frame["prompt"]]
     with closing(Scorer(config.scorer, config.plugins)) as scorer:
-        greedy, sampled = _decode(
-            folder, tokenizer, prompts, config, max_response_length, seed, on_progress
+        greedy, sampled = decode(
+            folder,
+            prompts,
+            config,
+            max_response_length=max_response_length,
+            seed=seed,
+            on_progress=on_progress,
         )
 
-        def judged(completions: Sequence[Completion], n: int) -> list[Judged]:
+        def judged(completions: Sequence[Answer], n: int) -> list[Judged]:
             return judge(
                 scorer,
                 [decode_response(tokenizer, one.token_ids) for one in completions],
                 [len(one.token_ids) for one in completions],
-                [one.finish_reason == "length" for one in completions],
+                [one.truncated for one in completions],
                 _repeated(asked, n),
                 {key: _repeated(values, n) for key, values in scored.items()},
             )
@@ -79,45 +80,6 @@ def evaluate_model(
         first, each = judged(greedy, 1), judged(sampled, config.samples)
     groups = [each[i : i + config.samples] for i in range(0, len(each), config.samples)]
     return build_rows(name, _problems(frame, sets), first, groups)
-
-
-def _decode(
-    folder: str | Path,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[list[int]],
-    config: EvaluateConfig,
-    max_response_length: int,
-    seed: int,
-    on_progress: Callable[[int], None] | None,
-) -> tuple[list[Completion], list[Completion]]:
-    """One greedy completion a prompt, and `config.samples` sampled ones, by a model's folder."""
-    torch.set_num_threads(os.cpu_count() or 1)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = "float32" if device.type == "cpu" else "bfloat16"
-    model = load_model(folder, dtype).eval()
-    torch.nn.Module.to(model, device)  # in place
-    engine = create_engine(
-        config.engine,
-        model,
-        max_num_seqs=512,
-        max_model_len=max(map(len, prompts)) + max_response_length,
-        kv_cache_memory_mb=None,
-        seed=seed,
-    )
-    sampling = SamplingParams(
-        n=config.samples,
-        max_new_tokens=max_response_length,
-        temperature=config.temperature,
-        seed=seed,
-        stop_token_ids=stop_token_ids(tokenizer, model.config),
-    )
-    report = on_progress or (lambda done: None)
-    try:
-        greedy = engine.generate(prompts, replace(sampling, n=1, temperature=0.0), report)
-        sampled = engine.generate(prompts, sampling, lambda done: report(len(prompts) + done))
-    finally:
-        engine.close()
-    return greedy, sampled
 
 
 def _joined(sets: Mapping[str, pd.DataFrame]) -> pd.DataFrame:

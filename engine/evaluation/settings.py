@@ -26,8 +26,9 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> 
 
     Of `data` only the token budget counts.
     """
-    # Where the reward is found, and how called; and what is run beside it.
+    # Where the reward is found, and how called; what is run beside it; and on how many ranks.
     apart = {"reward", "plugins", "named_content", "lm_eval"}
+    apart |= {"parallel", "start_timeout_s", "step_timeout_s"}
     return {
         "data": {"max_response_length": data.max_response_length},
         "evaluate": redact_values(config.model_dump(mode="json", exclude=apart)),

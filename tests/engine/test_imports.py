@@ -30,7 +30,7 @@ REWARD = """
 import sys
 from engine.data.tokenizer import load_tokenizer, train_tokenizer
 import engine.data.collate, engine.workers.reward
-from engine.cli.ray_session import ray_session
+from engine.controller.ray_session import ray_session
 train_tokenizer(["3+4=7"], 512).save_pretrained(sys.argv[1])
 assert load_tokenizer(sys.argv[1]).decode(load_tokenizer(sys.argv[1])("3+4").input_ids) == "3+4"
 with ray_session("local"):

@@ -128,6 +128,19 @@ def test_what_can_t_fit_is_refused_with_what_would(tmp_path: Path) -> None:
     print(said)
 
 
+def test_an_evaluation_that_can_t_fit_is_refused_with_what_would(tmp_path: Path) -> None:
+    machines = PROFILES["2x8xH100"]
+    large = documented(folder(tmp_path, "70B"), machines.name)
+    check_memory(large, machines, trains=False)  # on four of a machine's GPUs
+    pairs = large.evaluate.model_copy(update={"parallel": ParallelConfig(dp=8)})
+    said = r"evaluate.parallel dp=8 a GPU keeps 131 GiB .* has 80; evaluate.parallel dp=2 tp=4 would"
+    with pytest.raises(PlacementError, match=said):
+        check_memory(large.model_copy(update={"evaluate": pairs}), machines, trains=False)
+    small = read_profile("{cpus: 8, memory_gib: 64, gpus: 2, accelerator: A10G}")
+    with pytest.raises(PlacementError, match=r"evaluate can't fit: .* 131 GiB .* 2 GPUs of 24"):
+        check_memory(large, small, trains=False)
+
+
 def test_what_is_not_known_is_let_through(tmp_path: Path) -> None:
     path = folder(tmp_path, "70B")
     config = parse_config({"model": {"path": path}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from flytekit.core.local_cache import LocalTaskCache
 from engine.errors import ConfigError
 from tasks.context import StageError
 from tasks.inputs import RLHFConfig
+from tasks.placement import check_model_layouts
 from tasks.plan import check_settings, checks_key, plan
+from tasks.ray_cluster import require_shared_home
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,46 @@ def test_a_logger_without_its_package_is_known_before_torch_is_loaded(
     config = RLHFConfig.model_validate({"tracking": {"logger": ["console", "wandb"]}})
     with pytest.raises(ConfigError, match=r"^tracking\.logger: wandb needs the package wandb"):
         check_settings(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"sft": {"parallel": {"fsdp": 2}, "placement": "local"}}, "sft.placement=local runs one"),
+        ({"sft": {"pools": [{"roles": ["actor"]}]}}, "the warm start has one pool"),
+        ({"evaluate": {"parallel": {"pp": 2}}}, "evaluate.parallel.pp=2 has no effect"),
+    ],
+)
+def test_layouts_are_checked_before_anything_starts(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_settings(RLHFConfig.model_validate(change))
+
+
+@pytest.mark.parametrize("section", ["sft", "rl.actor", "evaluate"])
+def test_so_is_whether_the_model_can_be_split(tmp_path: Path, section: str) -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes}))
+    change: dict[str, Any] = {"parallel": {"tp": 3}}
+    for name in reversed(section.split(".")):
+        change = {name: change}
+    config = RLHFConfig.model_validate({"model": {"path": str(tmp_path)}, **change})
+    with pytest.raises(ConfigError, match="tp=3 does not divide the model's num_attention_heads=4"):
+        check_model_layouts(config)
+    check_model_layouts(RLHFConfig.model_validate({"model": {"path": str(tmp_path)}}))
+
+
+def test_a_home_that_other_pods_don_t_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RLHFConfig()
+    monkeypatch.setenv("HYBRIDFLYTE_HOME", "/outputs/of/a/pod")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    require_shared_home(config)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    with pytest.raises(ConfigError, match=r"HYBRIDFLYTE_HOME=/outputs/of/a/pod is on the pod's own"):
+        require_shared_home(config)
+    local = {"rl": {"trainer": {"placement": "local"}}}
+    require_shared_home(RLHFConfig.model_validate(local))
+    monkeypatch.setenv("HYBRIDFLYTE_HOME", "/dev/shm/outputs")  # of another file system
+    require_shared_home(config)
 
 
 @pytest.fixture

@@ -128,6 +128,14 @@ def test_a_warm_start_that_the_machines_can_t_take(
         fitted_to(RLHFConfig.model_validate({"sft": sft}), profile)
 
 
+def test_an_evaluation_is_on_one_machine() -> None:
+    config = RLHFConfig.model_validate({"evaluate": {"parallel": {"dp": 2, "tp": 4}}})
+    assert fitted_to(config, "8xA100").evaluate == config.evaluate
+    said = r"evaluate.parallel is a layout of 8 ranks.*machine of profile=one-gpu.*has 1 GPUs"
+    with pytest.raises(ConfigError, match=said):
+        fitted_to(config, "one-gpu")
+
+
 def test_two_nodes_shard_inside_and_copy_between() -> None:
     parallel = fitted_to(settings(), "2x8xH100").rl.actor.parallel
     assert (parallel.dp, parallel.fsdp) == (2, 8)

@@ -148,7 +148,7 @@ def test_the_warm_start_has_the_machines_of_rl(tmp_path: Path, profile: str) -> 
     ("stage", "profile"),
     [("sft", "one-gpu"), *itertools.product(("evaluate", "promote"), (*WITH_GPUS, OWN))],
 )
-def test_stages_without_ray_get_one_gpu_and_its_share(
+def test_stages_without_a_ray_cluster_get_a_machine(
     tmp_path: Path, stage: str, profile: str
 ) -> None:
     whole = read_profile(profile)
@@ -157,9 +157,9 @@ def test_stages_without_ray_get_one_gpu_and_its_share(
     container = only_container(pod, "primary")
     assert container["image"] == IMAGE
     assert container["resources"]["limits"] == {
-        "cpu": str(whole.cpus // whole.gpus),
-        "memory": f"{whole.memory_gib // whole.gpus}Gi",
-        whole.resource: "1",
+        "cpu": str(whole.cpus),
+        "memory": f"{whole.memory_gib}Gi",
+        whole.resource: str(whole.gpus),
     }
     assert container["args"][0] == "pyflyte-execute"
     assert f"{stage}_stage" in container["args"]

@@ -1,0 +1,142 @@
+"""A model's completions of the problems: in this process, or on ranks that Ray places.
+
+Copies of the model take consecutive shares of the prompts. What is drawn goes by a prompt's number
+(`SamplingParams.first_prompt`), so that the number of copies changes no completion.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.batch import Batch
+from engine.config import EvaluateConfig
+from engine.controller.launch import Placement, Pool, launch
+from engine.controller.ray_session import ray_session
+from engine.controller.worker_host import RoleSpec
+from engine.evaluation.layout import evaluation_layout
+from engine.parallel.layout import Layout
+from engine.rollout.protocol import SamplingParams
+from engine.workers.base import WorkerContext
+from engine.workers.evaluation import EvaluationWorker
+
+ROLE = "evaluation"
+OBJECT_STORE_BYTES = 512 << 20  # of a Ray that is started here: prompts and completions alone
+AT_ONCE = 2048  # completions of a copy in one call: several times those that it decodes at once
+
+Passes = tuple[SamplingParams, SamplingParams]  # greedy, sampled
+Report = Callable[[int], None]
+
+
+class Answer(NamedTuple):
+    """One completion."""
+
+    token_ids: list[int]  # sampled tokens, the stop token included, e.g. [17, 9, 2]
+    truncated: bool  # at the limit of tokens
+
+
+def decode(
+    folder: str | Path,
+    prompts: Sequence[list[int]],
+    config: EvaluateConfig,
+    *,
+    max_response_length: int,
+    seed: int,
+    on_progress: Report | None = None,
+) -> tuple[list[Answer], list[Answer]]:
+    """One greedy completion a prompt, and `config.samples` sampled ones, in the prompts' order.
+
+    `on_progress(n)` is called with the number of finished completions of both. A rank that fails
+    or dies ends all of it: raises its EngineError, or WorkerError with rank and cause.
+    """
+    layout = evaluation_layout(config, folder)
+    batch = Batch({"group_ids": torch.arange(len(prompts))}, {"prompt_ids": list(prompts)})
+    sampled = SamplingParams(
+        n=config.samples,
+        max_new_tokens=max_response_length,
+        temperature=config.temperature,
+        seed=seed,
+    )
+    passes = replace(sampled, n=1, temperature=0.0), sampled
+    options = {
+        "model_path": str(folder),
+        "engine": config.engine,
+        "max_model_len": max(map(len, prompts)) + max_response_length,
+        "seed": seed,
+        "tp": layout.tp,
+    }
+    report = on_progress or (lambda done: None)
+    if layout.world_size == 1:
+        return _alone(batch, passes, options, report)
+    return _on_ranks(batch, passes, options, report, layout, config)
+
+
+def _alone(
+    prompts: Batch, passes: Passes, options: dict[str, Any], report: Report
+) -> tuple[list[Answer], list[Answer]]:
+    torch.set_num_threads(os.cpu_count() or 1)
+    greedy, sampled = passes
+    with closing(EvaluationWorker(WorkerContext(ROLE), **options)) as worker:
+        first = worker.answer(prompts, greedy, report)
+        each = worker.answer(prompts, sampled, lambda done: report(len(prompts) + done))
+    return _answers([first]), _answers([each])
+
+
+def _on_ranks(
+    prompts: Batch,
+    passes: Passes,
+    options: dict[str, Any],
+    report: Report,
+    layout: Layout,
+    config: EvaluateConfig,
+) -> tuple[list[Answer], list[Answer]]:
+    spec = RoleSpec(ROLE, EvaluationWorker, options, layout=layout, plugins=config.plugins)
+    with ray_session("ray", OBJECT_STORE_BYTES), launch(_placement(layout, config), [spec]) as roles:
+        group, done = roles[ROLE], 0
+        calls = [
+            (params, part, group.answer(part, params))
+            for params in passes
+            for part in _parts(prompts, layout.dp, params.n)
+        ]
+        found: dict[SamplingParams, list[Batch]] = {params: [] for params in passes}
+        for params, part, answers in calls:
+            found[params].append(answers.result())
+            done += len(part) * params.n
+            report(done)
+    first, each = (_answers(found[params]) for params in passes)
+    return first, each
+
+
+def _placement(layout: Layout, config: EvaluateConfig) -> Placement:
+    """A GPU a rank where this machine has any; else its share of the cores."""
+    ranks, cores = layout.world_size, os.cpu_count() or 1
+    share = float(cores // ranks) if cores >= ranks else cores / ranks
+    gpus = torch.cuda.device_count() > 0
+    pool = Pool((ROLE,), ranks, cpus=1.0 if gpus else share, gpus=1.0 if gpus else 0.0)
+    return Placement(
+        (pool,),
+        start_timeout_s=config.start_timeout_s,
+        call_timeout_s=config.step_timeout_s,
+    )
+
+
+def _parts(prompts: Batch, copies: int, n: int) -> list[Batch]:
+    """Consecutive prompts of which each copy decodes `AT_ONCE` completions, `n` a prompt."""
+    size = copies * max(1, AT_ONCE // n)
+    return [prompts.rows(slice(at, at + size)) for at in range(0, len(prompts), size)]
+
+
+def _answers(batches: Sequence[Batch]) -> list[Answer]:
+    return [
+        Answer(list(tokens), bool(truncated))
+        for batch in batches
+        for tokens, truncated in zip(
+            batch.columns["token_ids"], batch["truncated"].tolist(), strict=True
+        )
+    ]
