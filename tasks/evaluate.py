@@ -55,8 +55,8 @@ def evaluate(
 ) -> FlyteDirectory:
     """Compare the two models by greedy pass@1, pass@k, majority vote, format and length."""
 
-    from engine.controller.ray_session import ray_session
     from engine.console import progress
+    from engine.controller.ray_session import ray_session
     from engine.data.contract import EVALUATION_ROWS, check
     from engine.data.evaluation_sets import evaluation_files
     from engine.evaluation.evaluate import evaluate_model

@@ -45,9 +45,17 @@ def _check_training(config: PipelineConfig, machines: Cluster) -> None:
         asked = parallel.compute_dtype
         return resolve_dtype(model.dtype, width, gpu=True, compute_dtype=asked)
 
+    longest = (data.max_prompt_length or data.max_response_length) + data.max_response_length
     if not config.sft.skip:
-        warm = dtype(config.sft.parallel)
-        check_sft_memory(config.sft, machines, model_path=path, lora=lora, dtype=warm)
+        check_sft_memory(
+            config.sft,
+            machines,
+            model_path=path,
+            lora=lora,
+            dtype=dtype(config.sft.parallel),
+            max_response_length=data.max_response_length,
+            max_model_len=longest,
+        )
     check_rl_memory(
         config.rl,
         machines,
@@ -55,8 +63,7 @@ def _check_training(config: PipelineConfig, machines: Cluster) -> None:
         lora=lora,
         dtype=dtype(config.rl.actor.parallel),
         max_response_length=data.max_response_length,
-        max_model_len=(data.max_prompt_length or data.max_response_length)
-        + data.max_response_length,
+        max_model_len=longest,
     )
 
 

@@ -40,8 +40,8 @@ from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.memory_check import check_memory
 from tasks.placement import apply_profile, check_model_layouts
-from tasks.ray_cluster import require_shared_home
 from tasks.profiles import LAPTOP, Profile, read_profile
+from tasks.ray_cluster import require_shared_home
 from tasks.stage import library_versions
 
 

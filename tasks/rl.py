@@ -57,8 +57,8 @@ def rl(
     """
     import pandas as pd
 
-    from engine.controller.ray_session import ray_session, require_shared
     from engine.cli.rl_run import RLRun, RunLog, headline, train_policy
+    from engine.controller.ray_session import ray_session, require_shared
     from engine.data.loader import PromptLoader
     from engine.evaluation.policy_steps import FILE, MODEL
     from engine.models import saved_dtype

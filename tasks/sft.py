@@ -48,9 +48,10 @@ def sft(
     """Fine-tune the start model on the dataset's prompt/response pairs, unless `config.skip`."""
     if config.skip:
         return publish_start_model(run, dataset, start, start_digest)
-    from engine.controller.ray_session import ray_session, require_shared
     from engine.console import Progress, progress
+    from engine.controller.ray_session import ray_session, require_shared
     from engine.data.tokenizer import load_tokenizer
+    from engine.trainers.attempts import run_with_retries
     from engine.trainers.sft import SFTTrainer
     from engine.trainers.sft_ranks import is_on_ray
 
@@ -71,11 +72,19 @@ def sft(
         if is_on_ray(config):
             own = [start.path] if start.path and Path(start.path).is_dir() else []
             require_shared([str(this.folder), *own])
-        with SFTTrainer(
-            model, tokenizer.pad_token_id, config, seed=seed, start=start_digest
-        ) as trainer:
+        checkpoints = this.checkpoints()
+        this.record_origin(checkpoints)
+        final: dict[str, float] = {}
+        steps = 0
+
+        def make() -> SFTTrainer:
+            return SFTTrainer(model, tokenizer.pad_token_id, config, seed=seed, start=start_digest)
+
+        def attempt(trainer: SFTTrainer) -> None:
+            nonlocal steps
+            steps = trainer.total_steps(len(train))
             losses: dict[str, float] = {}
-            bar: Progress[None] = progress(trainer.total_steps(len(train)), "sft", unit="step")
+            bar: Progress[None] = progress(steps, "sft", unit="step")
 
             def report(step: int, total: int, metrics: dict[str, float]) -> None:
                 losses.update({k: v for k, v in metrics.items() if k.endswith("loss")})
@@ -89,14 +98,16 @@ def sft(
             trainer.on_resume = lambda folder, step: echo(
                 f"sft: continues from {folder}, step {step}"
             )
-            checkpoints = this.checkpoints()
-            this.record_origin(checkpoints)
             with bar:
-                final = trainer.fit(train, validation, checkpoints.folder, checkpoints.previous)
+                final.update(
+                    trainer.fit(train, validation, checkpoints.folder, checkpoints.previous)
+                )
             trainer.save(this.folder, data / "tokenizer")
+
+        run_with_retries(make, attempt, checkpoints.folder, config.max_attempts)
         shutil.rmtree(scratch, ignore_errors=True)
         this.tracked.log_folder(this.folder, "checkpoint")
-        published = this.publish(final, step=trainer.total_steps(len(train)))
+        published = this.publish(final, step=steps)
         this.delete_local_checkpoints()
         return published
 

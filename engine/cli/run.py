@@ -9,10 +9,10 @@ from engine.cli.data import Prompts, read_prompts
 from engine.cli.failures import error_details_file
 from engine.cli.loggers import open_log
 from engine.cli.model_folders import make_output_folder, save_atomically
-from engine.controller.ray_session import ray_session, require_shared
 from engine.cli.rl_run import RLRun, RunLog, TrainedPolicy, headline, train_policy
 from engine.cli.settings import RunConfig
 from engine.console import human_time
+from engine.controller.ray_session import ray_session, require_shared
 from engine.data.tokenizer import load_tokenizer
 from engine.models import vocabulary_and_context
 from engine.rollouts.files import FOLDER as ROLLOUTS

@@ -46,6 +46,9 @@ class OfflineConfig(Section):
     on_damaged_checkpoints: Literal["stop", "restart"] = Field(
         "stop", description="Where every checkpoint is damaged: stop, or replace them from step 1"
     )
+    max_attempts: int = Field(
+        3, ge=1, description="On ranks: as many may fail in a row without getting past a checkpoint"
+    )
     preemption_grace_s: float = Field(
         20.0, gt=0, description="Deadline after SIGTERM to finish the step and save it"
     )

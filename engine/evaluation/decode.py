@@ -97,7 +97,10 @@ def _on_ranks(
     config: EvaluateConfig,
 ) -> tuple[list[Answer], list[Answer]]:
     spec = RoleSpec(ROLE, EvaluationWorker, options, layout=layout, plugins=config.plugins)
-    with ray_session("ray", OBJECT_STORE_BYTES), launch(_placement(layout, config), [spec]) as roles:
+    with (
+        ray_session("ray", OBJECT_STORE_BYTES),
+        launch(_placement(layout, config), [spec]) as roles,
+    ):
         group, done = roles[ROLE], 0
         calls = [
             (params, part, group.answer(part, params))

@@ -57,8 +57,8 @@ def check_evaluation_layout(
     for name, value in config.parallel:
         if name not in ("dp", "tp") and value != getattr(ParallelConfig(), name):
             raise ConfigError(
-                f"evaluate.parallel.{name}={value} has no effect on decoding; set dp (copies of the "
-                "model) and tp (ranks that share a copy)"
+                f"evaluate.parallel.{name}={value} has no effect on decoding; set dp (copies of "
+                "the model) and tp (ranks that share a copy)"
             )
     layout = Layout.of(config.parallel)
     if layout.tp == 1:
@@ -81,16 +81,18 @@ def gpus_of_copy(
     knows takes one. Raises PlacementError where weights alone are more than the GPUs hold.
     """
     need = _weight_bytes(model_config)
-    sizes = [tp for tp in range(1, gpus + 1) if gpus % tp == 0 and _allowed(config, model_config, tp)]
+    sizes = [
+        tp for tp in range(1, gpus + 1) if gpus % tp == 0 and _allowed(config, model_config, tp)
+    ]
     for tp in sizes:
         if need / tp <= gpu_memory / 2:
             return tp
     if need / sizes[-1] <= gpu_memory * KEPT:
         return sizes[-1]
     raise PlacementError(
-        f"evaluate can't fit: the model's weights take {need / GIB:.0f} GiB in bfloat16, and a copy "
-        f"can be on {sizes[-1]} of a machine's {gpus} GPUs of {gpu_memory / GIB:.0f}; take machines "
-        "with more or larger GPUs"
+        f"evaluate can't fit: the model's weights take {need / GIB:.0f} GiB in bfloat16, and a "
+        f"copy can be on {sizes[-1]} of a machine's {gpus} GPUs of {gpu_memory / GIB:.0f}; take "
+        "machines with more or larger GPUs"
     )
 
 

@@ -1,22 +1,24 @@
-"""Retries of an RL run: after a lost worker it resumes from its last checkpoint."""
+"""Retries of a run, RL or warm start: after a lost worker it resumes from its last checkpoint."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TypeVar
 
 from engine.checkpoint import find_latest
 from engine.controller.attempts import RetryBudget
 from engine.errors import DamagedCheckpointError, WorkerError
-from engine.trainers.rl import RLTrainer
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def run_with_retries(
-    make: Callable[[], RLTrainer],
-    work: Callable[[RLTrainer], None],
+    make: Callable[[], AbstractContextManager[T]],
+    work: Callable[[T], None],
     checkpoint_dir: str | Path,
     max_attempts: int,
 ) -> None:

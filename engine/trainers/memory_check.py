@@ -6,16 +6,19 @@ gradients, moments, and rollout's copy. The estimate is the planner's (`engine.p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from engine.config import LoRAConfig, ParallelConfig, RLConfig, SFTConfig
 from engine.errors import ConfigError, EngineError, PlacementError
-from engine.parallel.layout import Layout
+from engine.parallel.layout import AXES, Layout
 from engine.planner import Candidate, Cluster, Workload
 from engine.planner.hardware import GIB
-from engine.planner.memory import Memory, estimate
+from engine.planner.memory import Memory, estimate, fits
 from engine.trainers.auto_placement import plan_for
 from engine.trainers.workload import workload
+
+_RECOMPUTE, _OFFLOAD = {"activation_checkpointing": True}, {"offload_optimizer": True}
 
 
 def check_rl_memory(
@@ -76,24 +79,36 @@ def check_rl_memory(
 
 
 def check_sft_memory(
-    config: SFTConfig, cluster: Cluster, *, model_path: str, lora: LoRAConfig, dtype: str
+    config: SFTConfig,
+    cluster: Cluster,
+    *,
+    model_path: str,
+    lora: LoRAConfig,
+    dtype: str,
+    max_response_length: int,
+    max_model_len: int,
 ) -> None:
     """Raise PlacementError where a GPU of `cluster` can't hold what a rank of the warm start keeps.
 
     The sentence has the layout that would fit. Models that the planner can't price are let through.
     """
     try:
-        work = sft_workload(config, model_path, lora, dtype)
+        work = sft_workload(
+            config,
+            model_path=model_path,
+            lora=lora,
+            dtype=dtype,
+            max_response_length=max_response_length,
+            max_model_len=max_model_len,
+        )
     except ConfigError:
         return
     need, there = _trained(sft_memory(work, config.parallel)), _gpu_memory(cluster)
     if need <= there:
         return
-    layouts = _sharded(cluster.gpus)
-    found = [one for one in layouts if _trained(sft_memory(work, one)) <= there]
-    instead = f"no fsdp layout of {cluster.gpus} GPUs"
-    if found:
-        instead = f"sft.parallel {Layout.of(found[0])}"
+    tried = _sharded(config.parallel, cluster.gpus)
+    found = (one for one in tried if fits(sft_memory(work, one).peak, there))
+    instead = next(map(_named, found), f"no fsdp layout of {cluster.gpus} GPUs")
     raise PlacementError(
         f"sft can't fit: with sft.parallel {Layout.of(config.parallel)} a GPU keeps "
         f"{need / GIB:.0f} GiB of weights, gradients and moments, and has {there / GIB:.0f}; "
@@ -104,12 +119,12 @@ def check_sft_memory(
 
 def sft_workload(
     config: SFTConfig,
+    *,
     model_path: str,
     lora: LoRAConfig,
     dtype: str,
-    *,
-    prompt_length: int = 1,
-    response_length: int = 1,
+    max_response_length: int,
+    max_model_len: int,
 ) -> Workload:
     """One step of the warm start as sizes; raises ConfigError as `workload` does."""
     work = workload(
@@ -117,8 +132,8 @@ def sft_workload(
         model_path=model_path,
         lora=lora,
         dtype=dtype,
-        max_response_length=response_length,
-        max_model_len=prompt_length + response_length,
+        max_response_length=max_response_length,
+        max_model_len=max_model_len,
     )
     rows = config.train_batch_size
     return replace(work, prompts=rows, completions=1, decodes=False, reference=False)
@@ -136,10 +151,18 @@ def sft_memory(work: Workload, parallel: ParallelConfig, tokens: int = 1) -> Mem
     return replace(estimate(work, candidate, gpu=True), rollout=0.0)
 
 
-def _sharded(gpus: int) -> list[ParallelConfig]:
-    """Layouts of so many ranks, those that share the weights among fewer ranks first."""
-    counts = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    return [ParallelConfig(dp=gpus // n, fsdp=n) for n in counts]
+def _sharded(parallel: ParallelConfig, gpus: int) -> Iterator[ParallelConfig]:
+    """FSDP layouts of so many ranks: first what costs least time, the fewest shards of these."""
+    plain = dict.fromkeys(AXES, 1)
+    for more in ({}, _RECOMPUTE, _RECOMPUTE | _OFFLOAD):
+        for n in (n for n in range(1, gpus + 1) if gpus % n == 0):
+            yield parallel.model_copy(update=plain | {"dp": gpus // n, "fsdp": n} | more)
+
+
+def _named(parallel: ParallelConfig) -> str:
+    """E.g. "sft.parallel dp=2 fsdp=8 activation_checkpointing=true"."""
+    flags = (name for name in (*_RECOMPUTE, *_OFFLOAD) if getattr(parallel, name))
+    return " ".join(["sft.parallel", str(Layout.of(parallel)), *(f"{name}=true" for name in flags)])
 
 
 def _trained(memory: Memory) -> float:

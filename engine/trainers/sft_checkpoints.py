@@ -30,6 +30,7 @@ MAY_DIFFER = {
     "reference_cache",
     "save_freq",
     "max_checkpoints_to_keep",
+    "max_attempts",
     "on_damaged_checkpoints",
     "preemption_grace_s",
     "threads",

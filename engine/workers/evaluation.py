@@ -71,9 +71,7 @@ class EvaluationWorker(Worker):
         `prompts` has the column `prompt_ids`, and in `group_ids` each one's number among those of
         all ranks, by which its completions are drawn.
         """
-        own = replace(
-            params, first_prompt=int(prompts["group_ids"][0]), stop_token_ids=self._stop
-        )
+        own = replace(params, first_prompt=int(prompts["group_ids"][0]), stop_token_ids=self._stop)
         done = self.engine.generate(list(prompts.columns["prompt_ids"]), own, on_progress)
         truncated = [one.finish_reason == "length" for one in done]
         return Batch(
@@ -93,9 +91,7 @@ class EvaluationWorker(Worker):
     def _sharded(self, options: dict[str, Any]) -> RolloutEngine:
         context, tp = self.context, self._tp
         parallel = ParallelConfig(dp=context.world_size // tp, tp=tp)
-        ranks = init_mesh(
-            Layout.of(parallel), context.rank, context.world_size, context.address
-        )
+        ranks = init_mesh(Layout.of(parallel), context.rank, context.world_size, context.address)
         model = open_model(self._path, self._dtype).requires_grad_(False)
         policy = PolicyRuntime(model, ranks, parallel)
         rollout = RolloutConfig(engine=self._engine_name, tensor_parallel_size=tp)

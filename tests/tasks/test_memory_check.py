@@ -83,11 +83,11 @@ def test_7b_fits_two_nodes_of_eight_80_gb_gpus_in_every_stage(tmp_path: Path) ->
     assert not config.sft.skip
     warm = sft_workload(
         config.sft,
-        path,
-        LoRAConfig(),
-        "bfloat16",
-        prompt_length=config.data.max_prompt_length,
-        response_length=config.data.max_response_length,
+        model_path=path,
+        lora=LoRAConfig(),
+        dtype="bfloat16",
+        max_response_length=config.data.max_response_length,
+        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
     )
     tokens = config.sft.max_tokens_per_micro_batch
     for memory in (
@@ -107,15 +107,19 @@ def test_a_warm_start_that_can_t_fit_is_refused_with_the_layout_that_would(tmp_p
     config = documented(folder(tmp_path, "7B"), machines.name)
     copies = ParallelConfig(dp=16)
     said = (
-        r"with sft.parallel dp=16 a GPU keeps 1\d\d GiB .* has 80; sft.parallel dp=8 fsdp=2 would"
+        r"with sft.parallel dp=16 a GPU keeps 1\d\d GiB .* has 80; sft.parallel dp=4 fsdp=4 would"
     )
     with pytest.raises(PlacementError, match=said):
         check_memory(with_sft(config, parallel=copies), machines)
     adapters = documented(folder(tmp_path, "7B"), machines.name, lora={"rank": 16})
     check_memory(with_sft(adapters, parallel=copies), machines)
-    large = documented(folder(tmp_path, "70B"), machines.name)
-    with pytest.raises(PlacementError, match=r"sft can't fit: .* no fsdp layout of 16 GPUs would"):
-        check_memory(with_sft(large, parallel=copies), machines)
+    large = with_sft(documented(folder(tmp_path, "70B"), machines.name), parallel=copies)
+    said = r"sft.parallel fsdp=16 activation_checkpointing=true offload_optimizer=true would"
+    with pytest.raises(PlacementError, match=said):
+        check_memory(large, machines)
+    few = read_profile("{base: 8xA100, gpus: 2, cpus: 22}")
+    with pytest.raises(PlacementError, match=r"sft can't fit: .* no fsdp layout of 2 GPUs would"):
+        check_memory(with_sft(large, parallel=ParallelConfig(dp=2)), few)
 
 
 def test_what_can_t_fit_is_refused_with_what_would(tmp_path: Path) -> None:
@@ -133,7 +137,9 @@ def test_an_evaluation_that_can_t_fit_is_refused_with_what_would(tmp_path: Path)
     large = documented(folder(tmp_path, "70B"), machines.name)
     check_memory(large, machines, trains=False)  # on four of a machine's GPUs
     pairs = large.evaluate.model_copy(update={"parallel": ParallelConfig(dp=8)})
-    said = r"evaluate.parallel dp=8 a GPU keeps 131 GiB .* has 80; evaluate.parallel dp=2 tp=4 would"
+    said = (
+        r"evaluate.parallel dp=8 a GPU keeps 131 GiB .* has 80; evaluate.parallel dp=2 tp=4 would"
+    )
     with pytest.raises(PlacementError, match=said):
         check_memory(large.model_copy(update={"evaluate": pairs}), machines, trains=False)
     small = read_profile("{cpus: 8, memory_gib: 64, gpus: 2, accelerator: A10G}")

@@ -90,7 +90,9 @@ def test_a_home_that_other_pods_don_t_see(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     require_shared_home(config)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    with pytest.raises(ConfigError, match=r"HYBRIDFLYTE_HOME=/outputs/of/a/pod is on the pod's own"):
+    with pytest.raises(
+        ConfigError, match=r"HYBRIDFLYTE_HOME=/outputs/of/a/pod is on the pod's own"
+    ):
         require_shared_home(config)
     local = {"rl": {"trainer": {"placement": "local"}}}
     require_shared_home(RLHFConfig.model_validate(local))

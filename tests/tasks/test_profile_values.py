@@ -130,7 +130,7 @@ def test_a_warm_start_that_the_machines_can_t_take(
 
 def test_an_evaluation_is_on_one_machine() -> None:
     config = RLHFConfig.model_validate({"evaluate": {"parallel": {"dp": 2, "tp": 4}}})
-    assert fitted_to(config, "8xA100").evaluate == config.evaluate
+    assert fitted_to(config, "8xA100").evaluate.parallel == config.evaluate.parallel
     said = r"evaluate.parallel is a layout of 8 ranks.*machine of profile=one-gpu.*has 1 GPUs"
     with pytest.raises(ConfigError, match=said):
         fitted_to(config, "one-gpu")

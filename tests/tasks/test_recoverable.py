@@ -12,8 +12,8 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 from s3_server import environment, s3_bucket
 
-from engine.controller.ray_session import ray_session
 from engine.config import DataConfig
+from engine.controller.ray_session import ray_session
 from engine.data.incremental_data import find_new_files
 from engine.data.sources import load_splits
 from engine.lineage.origin import write_origin

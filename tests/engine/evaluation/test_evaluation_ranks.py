@@ -32,8 +32,9 @@ from engine.workers.base import WorkerContext
 from engine.workers.evaluation import EvaluationWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-GREEDY, SAMPLED = SamplingParams(max_new_tokens=12, temperature=0.0), SamplingParams(
-    n=3, max_new_tokens=12, seed=5
+GREEDY, SAMPLED = (
+    SamplingParams(max_new_tokens=12, temperature=0.0),
+    SamplingParams(n=3, max_new_tokens=12, seed=5),
 )
 
 
@@ -156,7 +157,7 @@ def test_all_gpus_of_the_machine_are_taken(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: sizes)
     assert uses_ranks(config)
     assert evaluation_layout(config, tiny_folder) == Layout(dp=8)
-    sizes.total_memory = 200 << 10
+    sizes.total_memory = 80 << 10
     assert evaluation_layout(config, tiny_folder) == Layout(dp=4, tp=2)
     one = EvaluateConfig(parallel=ParallelConfig())
     assert evaluation_layout(one, tiny_folder) == Layout()

@@ -3,17 +3,22 @@ refused."""
 
 from __future__ import annotations
 
+import os
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_supervision import pid_of
 from tiny_engine import random_completions, tiny_model
 
 from engine.config import LoRAConfig, SFTConfig, explain
 from engine.errors import ConfigError
 from engine.models import load_model
 from engine.runtime.save_policy import StartModel
+from engine.trainers.attempts import run_with_retries
 from engine.trainers.sft import SFTExample, SFTTrainer
 from engine.trainers.sft_ranks import is_on_ray, sft_dtype, sft_placement
 
@@ -57,6 +62,36 @@ def test_ranks_train_save_and_resume_as_one_process(
     saved, whole = load_model(tmp_path / "out").state_dict(), wanted.model.state_dict()
     for name, tensor in whole.items():
         torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_a_lost_rank_costs_the_steps_since_the_last_checkpoint(
+    tiny_folder: Path, tmp_path: Path, one_thread: None, ray_cluster: None
+) -> None:
+    start, rows = StartModel(str(tiny_folder), "float32"), examples(10)
+    config = settings(parallel={"fsdp": 2}, save_freq=2)
+    with SFTTrainer(start, 0, config, seed=0) as whole:
+        wanted = whole.fit(rows, [])
+    struck: list[int] = []
+    resumed: list[int] = []
+    found: dict[str, float] = {}
+
+    def work(trainer: SFTTrainer) -> None:
+        def strike(step: int, total: int, metrics: dict[str, float]) -> None:
+            if step == 3 and not struck:
+                struck.append(pid_of("sft"))
+                os.kill(struck[0], signal.SIGKILL)
+
+        trainer.on_step = strike
+        trainer.on_resume = lambda folder, step: resumed.append(step)
+        found.update(trainer.fit(rows, [], tmp_path / "run"))
+
+    make = partial(SFTTrainer, start, 0, config, seed=0)
+    run_with_retries(make, work, tmp_path / "run", max_attempts=2)
+    assert struck
+    assert resumed == [2]
+    del found["sft/tokens_per_s"], wanted["sft/tokens_per_s"]
+    assert found == wanted
 
 
 def test_one_rank_is_this_process_unless_ray_is_asked_for() -> None:
