@@ -196,7 +196,8 @@ def test_the_graph_has_the_stage_that_reads_the_profile(registered: Registered, 
     (node,) = [n for n in registered.workflow("rlhf").nodes if n.metadata.name == stage]
     assert node.task_node.reference_id.name == f"tasks.{stage}.{stage}"
     (given,) = [binding for binding in node.inputs if binding.var == "profile"]
-    assert (given.binding.promise.node_id, given.binding.promise.var) == ("n0", "profile")
+    profile = "sft_profile" if stage == "sft" else "profile"
+    assert (given.binding.promise.node_id, given.binding.promise.var) == ("n0", profile)
     assert not registered.task(stage).metadata.discoverable, "the stage itself is cached"
 
 
