@@ -62,7 +62,7 @@ def test_a_logger_without_its_package_is_known_before_torch_is_loaded(
     ("change", "said"),
     [
         ({"sft": {"parallel": {"fsdp": 2}, "placement": "local"}}, "sft.placement=local runs one"),
-        ({"sft": {"pools": [{"roles": ["actor"]}]}}, "the warm start has one pool"),
+        ({"sft": {"pools": [{"roles": ["actor"]}]}}, "there is one pool here, of roles"),
         ({"evaluate": {"parallel": {"pp": 2}}}, "evaluate.parallel.pp=2 has no effect"),
     ],
 )

@@ -146,7 +146,7 @@ def test_auto_is_the_dtype_of_the_ranks_devices(tiny_folder: Path, tmp_path: Pat
         (
             {"parallel": {"dp": 2}, "pools": [{"roles": ["actor"]}]},
             {},
-            r"sft.pools has the roles .*'actor'.* one pool, of roles \[sft\]",
+            r"sft.pools has the roles .*'actor'.* one pool here, of roles \[sft\]",
         ),
     ],
 )
