@@ -15,7 +15,7 @@ from engine.config import EvaluateConfig, ParallelConfig, RolloutConfig
 from engine.errors import ConfigError, PlacementError
 from engine.models import text_config
 from engine.parallel.layout import Layout, ModelShape, check_layout
-from engine.parallel.tensor_parallel import FAMILIES
+from engine.parallel.sharding_specs import ROLLOUT_FAMILIES
 from engine.rollout.protocol import engine_capabilities
 
 GIB = 1 << 30
@@ -124,7 +124,7 @@ def _allowed(config: EvaluateConfig, model_config: PretrainedConfig, tp: int) ->
     """Whether a copy can be on so many ranks."""
     if tp == 1:
         return True
-    if model_config.model_type not in FAMILIES or not _splits(config.engine):
+    if model_config.model_type not in ROLLOUT_FAMILIES or not _splits(config.engine):
         return False
     try:
         check_layout(Layout(tp=tp), tp, ModelShape.of(model_config))
