@@ -133,14 +133,16 @@ def shape(tmp_path: Path, **sizes: int) -> Any:
 
 
 def test_a_copy_takes_as_many_gpus_as_its_weights_need(tmp_path: Path) -> None:
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 2}
-    model = shape(tmp_path, hidden_size=256, intermediate_size=1024, vocab_size=4096, **heads)
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    model = shape(tmp_path, hidden_size=384, intermediate_size=1024, vocab_size=4096, **heads)
     config, mib = EvaluateConfig(), 1 << 20
-    weights = 2 * (2 * 4096 * 256 + 2 * (2 * 256 * 256 + 2 * 256 * 64 + 3 * 256 * 1024))
+    weights = 2 * (2 * 4096 * 384 + 2 * (2 * 384 * 384 + 2 * 384 * 128 + 3 * 384 * 1024))
     assert gpus_of_copy(config, model, 4 * weights, 8) == 1
     assert gpus_of_copy(config, model, int(1.5 * weights), 8) == 2
     assert gpus_of_copy(config, model, int(0.6 * weights), 8) == 4
-    assert gpus_of_copy(config, model, int(0.3 * weights), 8) == 4, "it has four heads of keys"
+    assert gpus_of_copy(config, model, int(0.3 * weights), 8) == 4, (
+        "its twelve heads are not split by 8"
+    )
     with pytest.raises(Exception, match=r"evaluate can't fit: .* 4 of a machine's 8 GPUs"):
         gpus_of_copy(config, model, int(0.2 * weights), 8)
     assert weights < 16 * mib
