@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 from admin_server import Cluster, running
+from click.testing import CliRunner
 from flyte_runs import PYFLYTE, REPOSITORY
 from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 from flyteidl.admin.task_pb2 import TaskSpec
 from test_rlhf_caching import tracked_files
 
 from engine.errors import ConfigError
+from workflows.register import main
 from workflows.versioning import SOURCES, image_digest, images_digest, version_of
 
 DIGEST = "a" * 64
@@ -273,10 +275,13 @@ def test_a_flyte_that_is_not_there(
 @pytest.mark.parametrize(
     "options", [["--dry-run"], ["--activate"], ["--project", "p"], ["--domain", "d"]]
 )
-def test_an_archive_refuses_what_it_would_leave_out(checkout: Path, options: list[str]) -> None:
-    target = checkout.parent / "refused.tgz"
-    done = register(checkout, "--package", str(target), *options)
-    assert done.returncode == 1
+def test_an_archive_refuses_what_it_would_leave_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    monkeypatch.setenv("FLYTE_SDK_LOGGING_LEVEL", "40")  # the command sets it for good
+    target = tmp_path / "refused.tgz"
+    done = CliRunner().invoke(main, ["--image", IMAGE, "--package", str(target), *options])
+    assert done.exit_code == 1
     said = " ".join(done.stderr.replace("│", "").split())
     assert f"{options[0]} has no effect with --package" in said
     assert not target.exists()

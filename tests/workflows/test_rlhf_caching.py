@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from flyte_runs import ON_RAY, REPOSITORY, STAGES, Finished, Place, settings
-from thorough import and_slow
 
 from engine.storage.manifest import verify
 
@@ -96,7 +95,8 @@ def tracked_files() -> list[str]:
     return [name for name in listed.stdout.split() if (REPOSITORY / name).exists()]
 
 
-@pytest.mark.parametrize("kind", and_slow(["rl"], ["dataset", "sft", "evaluation"]))
+@pytest.mark.parametrize("kind", ["dataset", "sft", "rl", "evaluation"])
+@pytest.mark.slow
 def test_a_deleted_artifact_is_made_again(ran: Place, kind: str) -> None:
     first = ran.run("--config", settings())
     folder = Path(first.summary["artifacts"][kind])

@@ -155,6 +155,7 @@ def test_the_real_gsm8k_and_its_plain_verdict(place: Place) -> None:
     assert "--model FOLDER" in outcome.out
 
 
+@pytest.mark.slow
 def test_ppo_with_a_critic(place: Place) -> None:
     change = {"rl": {"algorithm": {"adv_estimator": "gae"}, "rollout": {"n": 1}}}
     outcome = place.run("--config", settings(change))

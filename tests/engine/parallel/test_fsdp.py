@@ -34,7 +34,7 @@ from engine.runtime.optimizer import Optimizer
 
 TWO = [Layout(dp=2), Layout(fsdp=2), Layout(sp=2)]
 FOUR = [Layout(dp=2, fsdp=2), Layout(fsdp=4), Layout(fsdp=2, sp=2), Layout(dp=2, sp=2)]
-QUICK = [Layout(dp=2), Layout(fsdp=4), Layout(dp=2, sp=2)]
+QUICK = [Layout(dp=2), Layout(fsdp=2), Layout(dp=2, sp=2)]
 MORE = [layout for layout in (*TWO, *FOUR) if layout not in QUICK]
 
 

@@ -166,6 +166,7 @@ def test_wrong_options_are_refused_before_anything_starts(
         check_config(settings(**sections))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_plugins_are_imported_in_every_process(tiny_folder: Path) -> None:
     """Loss, engine and reward are looked up in three processes that know nothing but the names."""
