@@ -104,7 +104,7 @@ class RolloutConfig(Section):
         None,
         ge=16,
         description="KV cache of a copy of the policy; null: native's grows with its sequences, "
-        "vLLM's has 256 on a CPU, and on a GPU what rollout.vllm.gpu_memory_utilization leaves",
+        "vLLM's has 256",
     )
     cuda_graphs: bool = Field(
         False, description="native on a GPU: replay decode steps of the Llama family as CUDA graphs"
@@ -129,7 +129,12 @@ class TrainerConfig(Section):
     staleness: int = Field(
         1, ge=0, description="async: policy versions that a completion may be behind"
     )
-    rollout_workers: int = Field(1, ge=1, description="async: processes that only decode")
+    rollout_workers: int = Field(
+        1,
+        ge=1,
+        description="one_step_off, async: processes that only decode, each with a whole policy; "
+        "what one takes is the pool [sampler] of trainer.pools",
+    )
     rollout_threads: int = Field(
         0, ge=0, description="Threads of one process that only decodes; 0: half of the cores"
     )

@@ -7,8 +7,9 @@ configuration leaves open, and how a plan becomes settings, is in `engine.traine
 from engine.planner.candidates import PricedCandidate
 from engine.planner.explain import explain
 from engine.planner.resources import Cluster, Machine, read_cluster
+from engine.planner.samplers import SamplerChoices, search_apart
 from engine.planner.search import PlacementPlan, search
-from engine.planner.workload import Candidate, FixedSettings, Workload
+from engine.planner.workload import Candidate, FixedSettings, Samplers, Workload
 
 __all__ = [
     "Candidate",
@@ -17,8 +18,11 @@ __all__ = [
     "Machine",
     "PlacementPlan",
     "PricedCandidate",
+    "SamplerChoices",
+    "Samplers",
     "Workload",
     "explain",
     "read_cluster",
     "search",
+    "search_apart",
 ]

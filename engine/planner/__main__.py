@@ -57,11 +57,11 @@ def _plan(options: argparse.Namespace) -> str:
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     parallel: dict[str, Any] = {"compute_dtype": options.compute_dtype}
-    trainer = {"placement": "auto", "train_batch_size": options.prompts}
+    trainer = {"placement": "auto", "train_batch_size": options.prompts, "mode": options.mode}
     rl: dict[str, Any] = {
         "algorithm": {"adv_estimator": options.algorithm},
         "actor": {"parallel": parallel},
-        "rollout": {"n": options.completions},
+        "rollout": {"n": options.completions, "engine": options.engine},
         "trainer": trainer,
     }
     return {"rl": rl}
@@ -111,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--cpus", type=_positive, default=32, help="cores of a machine (default: %(default)s)")
     add("--host-memory-gb", type=_size, default=0.0, help="GiB of a machine (128 a GPU, or 64)")
     add("--algorithm", default="grpo", help="advantage estimator (default: %(default)s)")
+    modes = ("sync", "one_step_off", "async")
+    add("--mode", choices=modes, default="sync", help="trainer.mode (default: %(default)s)")
+    add("--engine", choices=("native", "vllm"), default="native", help="rollout.engine")
     add("--prompts", type=_positive, default=128, help="of a step (default: %(default)s)")
     add("--completions", type=_positive, default=8, help="of a prompt (default: %(default)s)")
     add("--prompt-length", type=_positive, default=512, help="tokens (default: %(default)s)")

@@ -63,7 +63,14 @@ class PricedCandidate:
         """Cheapest first; of equals the one with larger micro-batches, then the plainest."""
         c = self.candidate
         flags = c.offload_params + c.offload_optimizer + c.activation_checkpointing
-        return (self.price.total, -c.tokens, flags, c.rollout_tp, *c.layout.sizes.values())
+        return (
+            self.price.total,
+            self.price.own,
+            -c.tokens,
+            flags,
+            c.rollout_tp,
+            *c.layout.sizes.values(),
+        )
 
 
 def candidates(
@@ -146,10 +153,10 @@ def _rollout_sizes(
     work: Workload, layout: Layout, allocation: Allocation, fixed: FixedSettings
 ) -> Iterator[int]:
     """Sizes of the groups of ranks that decode together."""
-    if fixed.rollout_tp:
-        wanted = [fixed.rollout_tp]
-    elif work.runs_ahead:
+    if work.runs_ahead:  # the trainer's own rollout validates only
         wanted = [layout.tp]
+    elif fixed.rollout_tp:
+        wanted = [fixed.rollout_tp]
     elif work.adapters or work.kv_cache or not work.decodes or not work.decodes_shards:
         wanted = [1]  # adapters are decoded whole, and other engines by one process a rank
     else:

@@ -35,11 +35,17 @@ class Price:
     traffic: float  # between ranks in training, and to CPU memory
     switch: float  # bringing the new weights to rollout
     rollout: float
+    ahead: float = 0.0  # of processes that only decode, meanwhile
+
+    @property
+    def own(self) -> float:
+        """Of the trainer's ranks."""
+        return self.compute + self.traffic + self.switch + self.rollout
 
     @property
     def total(self) -> float:
         """Of the step."""
-        return self.compute + self.traffic + self.switch + self.rollout
+        return max(self.own, self.ahead)
 
 
 def price(work: Workload, candidate: Candidate, allocation: Allocation) -> Price:
@@ -48,7 +54,8 @@ def price(work: Workload, candidate: Candidate, allocation: Allocation) -> Price
         compute=_compute(work, candidate, allocation),
         traffic=_traffic(work, candidate, allocation),
         switch=_switch(work, candidate, allocation),
-        rollout=_rollout(work, candidate, allocation),
+        rollout=rollout_seconds(work, candidate, allocation),
+        ahead=work.ahead.seconds if work.ahead else 0.0,
     )
 
 
@@ -186,7 +193,9 @@ def _to_host(work: Workload, candidate: Candidate) -> float:
 
 def _switch(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
     """What a rank lacks of its slice for rollout (HybridFlow, table 2)."""
-    if candidate.shares_storage or work.runs_ahead:
+    if work.runs_ahead:
+        return work.ahead.sending if work.ahead else 0.0
+    if candidate.shares_storage:
         return 0.0
     layout = candidate.layout
     total = sizes(work.shape).total * work.weight_bytes
@@ -197,7 +206,7 @@ def _switch(work: Workload, candidate: Candidate, allocation: Allocation) -> flo
     return _Links(candidate, allocation).seconds(("pp", "fsdp", "sp", "tp"), moved)
 
 
-def _rollout(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
+def rollout_seconds(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
     """Prefill, then a token a row and step; rows beyond `decode_rows` come in further waves."""
     if not work.decodes or work.runs_ahead:
         return 0.0

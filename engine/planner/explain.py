@@ -29,10 +29,29 @@ def explain(plan: PlacementPlan, shown: int = SHOWN) -> str:
         f"  memory  {_gib(one):.2f} of {one.allocation.memory / GIB:.2f} GiB a rank, most in "
         f"{one.memory.when}: {_parts(one)}",
         f"  why     {_why(plan)}",
+        *_roles(plan),
     ]
     rows = [("*", one), *((" ", other) for other in plan.others[: shown - 1])]
     rows += [("-", other) for other in plan.too_large]
     return "\n".join([*lines, *_table(rows)])
+
+
+def _roles(plan: PlacementPlan) -> list[str]:
+    """Which GPUs decode while the others compute, and what else was looked at."""
+    if not plan.splits:
+        return []
+    best, *others = plan.splits
+    lines = [
+        f"  roles   {best.ranks} GPU(s) compute for {best.computes:.3g} s, while {best.samplers} "
+        f"decode for {best.decodes:.3g} s"
+    ]
+    also = [
+        f"{one.ranks} and {one.samplers} {max(one.computes, one.decodes):.3g} s"
+        for one in others[:SHOWN]
+    ]
+    if plan.together is not None:
+        also.append(f"taking turns on all GPUs (trainer.mode=sync) {plan.together:.3g} s")
+    return lines + ([f"          instead of that: {'; '.join(also)}"] if also else [])
 
 
 def _ranks(one: PricedCandidate) -> str:
@@ -73,7 +92,8 @@ def _lost(one: PricedCandidate, chosen: PricedCandidate) -> str:
 
 def _seconds(one: PricedCandidate) -> tuple[float, float, float]:
     """Of training, of what moves between ranks, and of rollout."""
-    return one.price.compute, one.price.traffic + one.price.switch, one.price.rollout
+    price = one.price
+    return price.compute, price.traffic + price.switch, price.rollout + price.ahead
 
 
 def _parts(one: PricedCandidate) -> str:

@@ -16,7 +16,7 @@ from engine.planner.candidates import PricedCandidate, candidates
 from engine.planner.hardware import GIB
 from engine.planner.memory import RUNTIME, USABLE, fits, sampler
 from engine.planner.resources import Allocation, Cluster
-from engine.planner.workload import Candidate, FixedSettings, Workload
+from engine.planner.workload import Candidate, FixedSettings, Samplers, Workload
 
 KEPT = 8  # runners-up that a plan lists
 _SMALLER = {  # what makes a peak smaller
@@ -25,6 +25,16 @@ _SMALLER = {  # what makes a peak smaller
     "loading": "store the weights in bfloat16 (model.dtype)",
 }
 Refusal = Callable[[Candidate, Allocation], str]  # why the trainer refuses it; empty: it doesn't
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """GPUs that compute, those that decode meanwhile, and the seconds of both."""
+
+    ranks: int
+    samplers: Samplers
+    computes: float
+    decodes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,8 @@ class PlacementPlan:
     fitting: int
     lacking: Mapping[str, int]  # how many that don't fit lack memory in what
     fixed: FixedSettings
+    splits: tuple[Split, ...] = ()  # of the GPUs by role, the chosen one first
+    together: float | None = None  # seconds of a step whose roles take turns on all GPUs
 
 
 def search(
@@ -138,7 +150,7 @@ def _nothing(
 
 def _check_sampler(work: Workload, chosen: PricedCandidate) -> None:
     """A process that only decodes has a GPU of its own."""
-    if not (work.samplers and chosen.allocation.gpus):
+    if work.ahead or not (work.samplers and work.decodes and chosen.allocation.gpus):
         return
     need = sampler(work)
     if not fits(need, chosen.allocation.memory):

@@ -8,6 +8,26 @@ from engine.parallel.layout import Layout, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
+class Samplers:
+    """Processes that only decode, on GPUs of their own, while the trainer's ranks compute."""
+
+    count: int  # each with a whole policy
+    tp: int  # GPUs of each
+    seconds: float  # to take new weights and decode a step's completions
+    sending: float  # seconds of the trainer's ranks to hand their weights out
+
+    @property
+    def gpus(self) -> int:
+        """Of all of them."""
+        return self.count * self.tp
+
+    def __str__(self) -> str:
+        """E.g. "2 samplers of 4 GPUs"."""
+        samplers = "1 sampler" if self.count == 1 else f"{self.count} samplers"
+        return f"{samplers} of {self.tp} GPU{'s' if self.tp > 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """One RL step, as far as memory and time go."""
 
@@ -39,6 +59,7 @@ class Workload:
     decodes_shards: bool = True  # ranks can decode with shards of it
     cuts_sequences: bool = True  # and by sp
     runs_ahead: bool = False  # one_step_off, async: the trainer's own rollout validates only
+    ahead: Samplers | None = None  # on GPUs that are not among the trainer's
 
     @property
     def rows(self) -> int:

@@ -8,6 +8,7 @@ Settings that differ from their defaults are kept. `engine.planner` prices the l
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 from pydantic import BaseModel
 
@@ -23,13 +24,17 @@ from engine.planner import (
     Cluster,
     FixedSettings,
     PlacementPlan,
+    SamplerChoices,
+    Samplers,
     Workload,
     explain,
     read_cluster,
     search,
+    search_apart,
 )
 from engine.planner.hardware import Device, gpu_of
 from engine.planner.resources import Allocation
+from engine.rollout.protocol import engine_capabilities
 from engine.trainers.layouts import check_layouts, pool_size
 from engine.trainers.rl_setup import default_pools
 from engine.trainers.rollout_sources import sampler_count
@@ -76,7 +81,7 @@ def resolve_auto(
     plan = plan_for(config, work, there, lora)
     say(explain(plan))
     chosen, (_, roles) = plan.chosen, run_roles(config)
-    return apply_candidate(config, chosen.candidate, chosen.allocation, roles)
+    return apply_candidate(config, chosen.candidate, chosen.allocation, roles, chosen.work.ahead)
 
 
 def plan_for(config: RLConfig, work: Workload, cluster: Cluster, lora: LoRAConfig) -> PlacementPlan:
@@ -86,24 +91,18 @@ def plan_for(config: RLConfig, work: Workload, cluster: Cluster, lora: LoRAConfi
     pools = config.trainer.pools
     wanted = next((pool.gpus for pool in pools if "actor" in pool.roles), 1.0)
     usable = cluster if wanted else cluster.without_gpus()
-    if usable.gpus and mode == "async":
+    apart = bool(usable.gpus and work.samplers and work.decodes)
+    if apart and not pools and usable.gpus < 2:
         raise ConfigError(
-            "trainer.placement=auto with trainer.mode=async on GPUs: processes of asynchronous "
-            "rollout take CPU cores; set trainer.mode=one_step_off, or trainer.placement=ray"
+            f"trainer.placement=auto with trainer.mode={mode} wants a GPU for the trainer "
+            "and one for rollout, and there is one; set trainer.mode=sync"
         )
-    if usable.gpus and "sampler" in roles and not pools:
-        if usable.gpus < 2:
-            raise ConfigError(
-                f"trainer.placement=auto with trainer.mode={mode} wants a GPU for the trainer "
-                "and one for rollout, and there is one; set trainer.mode=sync"
-            )
-        usable = usable.less_gpus(1)
     half = config.trainer.rollout_threads or max(1, int(_cores(usable)) // 2)
     reserved_cpus = 0.0 if usable.gpus else float(work.samplers * half)
 
-    def refusal(candidate: Candidate, allocation: Allocation) -> str:
+    def refuse(candidate: Candidate, allocation: Allocation, ahead: Samplers | None) -> str:
         try:
-            settings = apply_candidate(config, candidate, allocation, roles)
+            settings = apply_candidate(config, candidate, allocation, roles, ahead)
             check_layouts(settings, lora)
             _check_rows(settings, candidate)
             sized = [
@@ -115,13 +114,49 @@ def plan_for(config: RLConfig, work: Workload, cluster: Cluster, lora: LoRAConfi
             return str(error).splitlines()[0]
         return ""
 
-    return search(work, usable, fixed_settings(config), refusal, reserved_cpus)
+    def plan(part: Workload, machines: Cluster) -> PlacementPlan:
+        return search(
+            part,
+            machines,
+            fixed_settings(config),
+            lambda candidate, allocation: refuse(candidate, allocation, part.ahead),
+            reserved_cpus,
+        )
+
+    if not apart or pools:
+        return plan(work, usable)
+    found = search_apart(work, usable, _sampler_choices(config, usable), plan)
+    return replace(found, cluster=usable, together=_together(config, work, usable))
+
+
+def _sampler_choices(config: RLConfig, cluster: Cluster) -> SamplerChoices:
+    """What the settings leave open of the processes that only decode."""
+    rollout, workers = config.rollout, config.trainer.rollout_workers
+    tp, most = rollout.tensor_parallel_size, max(machine.gpus for machine in cluster.machines)
+    several = "vllm" in engine_capabilities(rollout).settings  # a sampler takes several GPUs
+    sizes = [n for n in range(1, most + 1) if most % n == 0] if several else [1]
+    return SamplerChoices(
+        counts=[workers] if workers > 1 else None, sizes=[tp] if tp > 1 else sizes
+    )
+
+
+def _together(config: RLConfig, work: Workload, cluster: Cluster) -> float | None:
+    """Seconds of a step whose rollout and update take turns on all GPUs; None where none fits."""
+    turns = replace(work, runs_ahead=False, samplers=0)
+    try:
+        return search(turns, cluster, fixed_settings(config)).chosen.price.total
+    except EngineError:
+        return None
 
 
 def apply_candidate(
-    config: RLConfig, candidate: Candidate, allocation: Allocation, roles: Collection[str]
+    config: RLConfig,
+    candidate: Candidate,
+    allocation: Allocation,
+    roles: Collection[str],
+    ahead: Samplers | None = None,
 ) -> RLConfig:
-    """The settings with a candidate's layout and budget, placed on Ray."""
+    """The settings with a candidate's layout and budget, and the samplers, placed on Ray."""
     changes: dict[str, object] = {axis: getattr(candidate.layout, axis) for axis in AXES}
     for name in ("offload_params", "offload_optimizer", "activation_checkpointing"):
         changes[name] = getattr(candidate, name)
@@ -139,7 +174,13 @@ def apply_candidate(
         rollout = rollout.model_copy(update={"tensor_parallel_size": candidate.rollout_tp})
     else:
         placed["rollout_threads"] = _sampler_threads(config, allocation)
-    placed["pools"] = config.trainer.pools or _pools(config, allocation, roles)
+    if ahead is not None:
+        placed["rollout_workers"] = ahead.count
+        rollout = rollout.model_copy(update={"tensor_parallel_size": ahead.tp})
+        if ahead.tp > 1:
+            vllm = rollout.vllm.model_copy(update={"in_process": False})
+            rollout = rollout.model_copy(update={"vllm": vllm})
+    placed["pools"] = config.trainer.pools or _pools(config, allocation, roles, ahead)
     trainer = config.trainer.model_copy(update=placed)
     return config.model_copy(
         update={"actor": actor, "critic": critic, "rollout": rollout, "trainer": trainer}
@@ -173,18 +214,19 @@ def _if_default(section: BaseModel, values: Mapping[str, object]) -> dict[str, o
 
 
 def _pools(
-    config: RLConfig, allocation: Allocation, roles: Collection[str]
+    config: RLConfig, allocation: Allocation, roles: Collection[str], ahead: Samplers | None
 ) -> tuple[PoolConfig, ...]:
-    """A pool for the policy's roles, and one for each other role."""
+    """A pool for the policy's roles, and one for each other role; of several samplers, of each."""
     cpus = allocation.cpus
     if config.trainer.threads:
         cpus = min(cpus, max(1.0, config.trainer.threads // allocation.per_machine))
     policy, *others = default_pools(roles)
     pools = [PoolConfig(roles=policy, cpus=cpus, gpus=allocation.gpus)]
     pools += [PoolConfig(roles=role, cpus=0.0) for role in others]
-    if "sampler" in roles:
+    if "sampler" in roles or ahead is not None:
         threads = float(_sampler_threads(config, allocation))
-        pools.append(PoolConfig(roles=("sampler",), cpus=threads, gpus=allocation.gpus))
+        gpus = float(ahead.tp) if ahead is not None else 0.0
+        pools.append(PoolConfig(roles=("sampler",), cpus=threads, gpus=gpus))
     return tuple(pools)
 
 

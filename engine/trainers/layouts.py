@@ -28,6 +28,8 @@ def parallel_of(role: str, config: RLConfig) -> ParallelConfig:
         return config.actor.parallel
     if role == "critic":
         return config.critic.parallel or config.actor.parallel
+    if role == "sampler":  # copies, each with prompts of its own
+        return ParallelConfig(dp=max(1, sampler_count(config.trainer)))
     return ParallelConfig()
 
 
@@ -118,11 +120,7 @@ def _check_actor(config: RLConfig, lora: LoRAConfig) -> None:
             f"actor.kl_loss_type=full with actor.parallel.pp={layout.pp}: the exact KL needs both "
             "models' logits in one place; choose an estimator such as low_var_kl, or pp=1"
         )
-    if config.trainer.mode == "async" and rollout.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} with trainer.mode=async: "
-            "a rollout worker there is one process; set it to 1"
-        )
+    _check_samplers(config)
     size, every = config.actor.ppo_mini_batch_size, 2 * layout.data_ranks
     if choose_dataflow(config.algorithm).pairs and 0 < size < every:
         raise ConfigError(
@@ -142,4 +140,43 @@ def _check_actor(config: RLConfig, lora: LoRAConfig) -> None:
             f"rollout.parts={rollout.parts} is more than the {prompts // copies} prompts that "
             f"each of {copies} copies of the policy decodes (trainer.train_batch_size={prompts}); "
             "lower it"
+        )
+
+
+def _check_samplers(config: RLConfig) -> None:
+    """Raise ConfigError for processes that only decode and can't be as they are asked for."""
+    samplers, rollout = sampler_count(config.trainer), config.rollout
+    if not samplers:
+        return
+    why, tp = f"with trainer.mode={config.trainer.mode}", rollout.tensor_parallel_size
+    capabilities = engine_capabilities(rollout)
+    if tp > 1 and not capabilities.own_processes:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={tp} {why} and rollout.engine={rollout.engine}: a "
+            "sampler is one process; set it to 1, or rollout.engine=vllm with "
+            "rollout.vllm.in_process=false, which starts processes of its own"
+        )
+    if samplers > config.trainer.train_batch_size:
+        raise ConfigError(
+            f"trainer.rollout_workers={samplers} is more than the prompts of a step "
+            f"(trainer.train_batch_size={config.trainer.train_batch_size}); lower it"
+        )
+    if samplers > 1 and capabilities.remote:
+        raise ConfigError(
+            f"trainer.rollout_workers={samplers} {why} and rollout.engine={rollout.engine}: one "
+            "process speaks to all servers, and brings them their weights; set it to 1, and name "
+            "the servers in rollout.server.urls"
+        )
+    pools = {role: pool for pool in config.trainer.pools for role in pool.roles}
+    gpus = pools["sampler"].gpus if "sampler" in pools else 0.0
+    decodes_here = not capabilities.remote
+    if decodes_here and "actor" in pools and pools["actor"].gpus and not gpus:
+        raise ConfigError(
+            "trainer.pools gives the actor GPUs and the processes that only decode none, which "
+            f"would decode on the CPU; add {{roles: [sampler], gpus: {tp}}}"
+        )
+    if capabilities.own_processes and 0 < gpus < tp:
+        raise ConfigError(
+            f"trainer.pools gives a sampler {gpus:g} GPUs, and rollout.tensor_parallel_size={tp} "
+            f"takes {tp}; set gpus of the pool [sampler] to {tp}"
         )

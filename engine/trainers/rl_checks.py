@@ -144,7 +144,13 @@ def _check_mode(config: RLConfig) -> None:
     if mode == "async" and not streams:
         raise ConfigError(
             f"trainer.mode=async with rollout.engine={engine}, which decodes whole batches and "
-            "can't stream; use native, or trainer.mode=one_step_off"
+            "can't stream; use native, vllm or server, or trainer.mode=one_step_off"
+        )
+    remote = engine_capabilities(config.rollout).remote
+    if mode == "async" and remote and config.rollout.server.weights == "none":
+        raise ConfigError(
+            "trainer.mode=async with rollout.server.weights=none: completions of a policy that "
+            "never changes get too old (trainer.staleness); choose a hook that brings new weights"
         )
     if parts > 1 and (sampler_count(config.trainer) or not streams):
         raise ConfigError(
@@ -165,6 +171,14 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
     source = get_rollout_source(config.trainer.mode)
     wanted = RequiredPasses.of(config, dataflow).roles(dataflow) | source.extra_roles
     placed = [role for pool in pools for role in pool.roles]
+    if sampler_count(config.trainer) and "sampler" in placed:
+        wanted |= {"sampler"}  # async has processes of that kind, and no role
+        apart = next(pool.roles for pool in pools if "sampler" in pool.roles)
+        if len(apart) > 1:
+            raise ConfigError(
+                f"trainer.pools puts sampler into one pool with {sorted(set(apart) - {'sampler'})}"
+                "; it decodes while they compute, so give it a pool of its own"
+            )
     if set(placed) != wanted or len(placed) != len(set(placed)):
         raise ConfigError(
             f"trainer.pools places {sorted(placed)}, but this run has {sorted(wanted)}; give each "

@@ -84,15 +84,17 @@ def placement_of(spec: RunSpec) -> Placement:
         sized = [
             Pool(world_size=pool_size(pool.roles, spec.config), **dict(pool))
             for pool in spec.config.trainer.pools
+            if spec.roles.intersection(pool.roles)  # else of rollout workers, which come later
         ]
         return _placement(spec.config, tuple(sized))
     taken = spec.samplers * spec.sampler_threads
     policy, *others = default_pools(spec.roles)
-    pools = [Pool(policy, cpus=float(max(1, spec.cores - taken)))]
-    pools += [Pool(roles, cpus=0.0) for roles in others]
+    pools = [_with_ranks(Pool(policy, cpus=float(max(1, spec.cores - taken))), spec.config)]
+    pools += [_with_ranks(Pool(roles, cpus=0.0), spec.config) for roles in others]
     if "sampler" in spec.roles:
-        pools.append(Pool(("sampler",), cpus=float(spec.sampler_threads)))
-    return _placement(spec.config, tuple(_with_ranks(pool, spec.config) for pool in pools))
+        cpus = float(spec.sampler_threads)
+        pools.append(Pool(("sampler",), world_size=spec.samplers, cpus=cpus))
+    return _placement(spec.config, tuple(pools))
 
 
 def default_pools(roles: Collection[str]) -> list[tuple[str, ...]]:
@@ -109,8 +111,12 @@ def _with_ranks(pool: Pool, config: RLConfig) -> Pool:
 
 
 def rollout_worker_placement(name: str, spec: RunSpec) -> Placement:
-    """Placement of one process of asynchronous rollout."""
-    return _placement(spec.config, (Pool((name,), cpus=float(spec.sampler_threads)),))
+    """Placement of one process of asynchronous rollout: the pool `sampler`, if there is one."""
+    given = next((p for p in spec.config.trainer.pools if p.roles == ("sampler",)), None)
+    pool = Pool((name,), cpus=float(spec.sampler_threads))
+    if given is not None:
+        pool = Pool(**dict(given) | {"roles": (name,)})
+    return _placement(spec.config, (pool,))
 
 
 def _placement(config: RLConfig, pools: tuple[Pool, ...]) -> Placement:

@@ -20,7 +20,7 @@ from engine.workers.algorithm_options import ACTOR_FIELDS, ADVANTAGE_FIELDS, cha
 UnusedSettings = Iterator[tuple[str, str]]  # (setting, why it has no effect)
 
 _KL_LOSS = ("kl_loss_coef", "kl_loss_type")
-_ASYNC = ("staleness", "rollout_workers", "rollout_silence_s", "max_rollout_restarts")
+_ASYNC = ("staleness", "rollout_silence_s", "max_rollout_restarts")
 _WEIGHTS = ("rollout_is_threshold", "rollout_is_batch_normalize")
 _POLICY_LOSS = (
     *ACTOR_FIELDS,
@@ -80,12 +80,9 @@ def _unused_for_mode(config: RLConfig) -> UnusedSettings:
         yield from _changed_settings("trainer", config.trainer, why, _ASYNC)
     if not sampler_count(config.trainer):
         yield from _changed_settings(
-            "trainer", config.trainer, why, ("rollout_threads", "delta_sync")
+            "trainer", config.trainer, why, ("rollout_workers", "rollout_threads", "delta_sync")
         )
         yield from _changed_settings("rollout", rollout, why, ("dtype",))
-    if mode == "one_step_off" and not engine_capabilities(rollout).own_processes:
-        alone = f"{why} and rollout.engine={rollout.engine}: the sampler is one process"
-        yield from _changed_settings("rollout", rollout, alone, ("tensor_parallel_size",))
 
 
 def _unused_for_dataflow(config: RLConfig, dataflow: Dataflow) -> UnusedSettings:

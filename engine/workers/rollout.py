@@ -54,9 +54,11 @@ class RolloutWorker(StatefulWorker):
         capabilities = engine_capabilities(config)
         load = partial(load_policy_model, model_path, dtype, lora, seed)
         if context.process.policy is None:
-            model = load()
-            context.process.policy = PolicyRuntime(model, device=model.device)
-            weights: RolloutWeights = SharedWeights(model)
+            # Where something else decodes, the copy only passes weights on: the device is not its.
+            elsewhere = capabilities.remote or capabilities.own_processes
+            on = torch.device("cpu") if elsewhere else None
+            context.process.policy = PolicyRuntime(load(), device=on)
+            weights: RolloutWeights = SharedWeights(context.process.policy.module)
         elif capabilities.loads_shards:
             weights = vllm_weights(context.process.policy.sharded, config, load)
         else:
@@ -110,6 +112,7 @@ class RolloutWorker(StatefulWorker):
         if not self._left:
             self._groups.close()
             self._groups = None
+            self.policy.sleep()
         return Batch.concat(part)
 
     @dispatch(Dispatch.ONE_TO_ALL)

@@ -23,11 +23,13 @@ import httpx
 
 from engine.config.server import ServerConfig
 from engine.errors import ConfigError, RolloutError
+from engine.rollout.server.event_loop import serve
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 30.0
+_UP_S = 5.0  # for a first answer of a server that may be down
 _CLOSING_S = 10.0  # for connections to close, and for the thread to end
 _ADDRESS = "give a path on the server, or an address such as http://10.0.0.7:9000/reload"
 _SHOWN = 300  # characters of a server's answer that a message repeats
@@ -41,6 +43,10 @@ class Refused(RolloutError):
         self.answer = answer
 
 
+class Unreachable(RolloutError):
+    """A server that gave no answer, however often it was asked."""
+
+
 class Client:
     """A server at one address. Its requests run on an event loop in a thread of its own.
 
@@ -49,17 +55,24 @@ class Client:
     {'object': 'list', …}
     """
 
-    def __init__(self, settings: ServerConfig) -> None:
-        self.url = settings.url.rstrip("/")
+    def __init__(self, settings: ServerConfig, url: str = "", beside: Client | None = None) -> None:
+        """`url`: of the settings' addresses, their first by default. `beside`: a client whose loop
+        this one shares; it is closed after this one."""
+        self.url = (url or settings.addresses[0]).rstrip("/")
+        self.name = self.url  # in the messages of `run`
         self._settings = settings
         self._headers = _authorization(settings.api_key_env)
         self._jitter = random.Random()  # the process's own generator is the trainer's
         self._closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=_serve, args=(self._loop,), name="rollout-server", daemon=True
-        )
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if beside is not None:
+            self._loop: asyncio.AbstractEventLoop = beside._loop
+        else:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(
+                target=serve, args=(self._loop,), name="rollout-server", daemon=True
+            )
+            self._thread.start()
         with ExitStack() as undo:
             undo.callback(self._end)
             try:
@@ -67,6 +80,24 @@ class Client:
             except httpx.InvalidURL as error:
                 raise ConfigError(f"rollout.server.url={self.url!r}: {error}") from None
             undo.pop_all()
+
+    def start(self, work: Coroutine[object, object, T]) -> Future[T]:
+        """Run `work` on the loop, without a deadline; its result comes later."""
+
+        async def alone() -> T:
+            _LAST_FAILURE.set(_Last())
+            return await work
+
+        return self._submit(alone())
+
+    async def is_up(self) -> bool:
+        """Whether the server gives any answer now; asked once, and waited for a moment."""
+        try:
+            async with asyncio.timeout(_UP_S):
+                await self._http.request("GET", "/v1/models")
+        except (TimeoutError, httpx.HTTPError):
+            return False
+        return True
 
     async def _open(self) -> httpx.AsyncClient:
         most = httpx.Limits(
@@ -94,7 +125,7 @@ class Client:
 
     def run(self, work: Callable[[], Awaitable[T]], doing: str) -> T:
         """Run `work` on the loop and return its result; RolloutError after `timeout_s`."""
-        ended = f"{self.url} can't be used for {doing}: the engine was closed"
+        ended = f"{self.name} can't be used for {doing}: the engine was closed"
         if self._closed:
             raise RolloutError(ended)
 
@@ -107,7 +138,7 @@ class Client:
                     return await work()
             except TimeoutError:
                 raise RolloutError(
-                    f"{self.url}: {doing} did not end within rollout.server.timeout_s="
+                    f"{self.name}: {doing} did not end within rollout.server.timeout_s="
                     f"{seconds:g}{last}; look at the server's log, or raise the deadline"
                 ) from None
             finally:
@@ -167,7 +198,7 @@ class Client:
                 last.cause = f"{_shown(answer)!r}, which is not JSON"
             if attempt + 1 < tries:
                 await asyncio.sleep(self._pause(attempt, answer))
-        raise RolloutError(
+        raise Unreachable(
             f"{name} failed {tries} times, the last with {last.cause}; see that the server is up "
             f"and rollout.server.url is its address"
         )
@@ -192,6 +223,8 @@ class Client:
             self._end()
 
     def _end(self) -> None:
+        if self._thread is None:
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSING_S)
         if self._thread.is_alive():
@@ -213,22 +246,6 @@ class Client:
             return min(float(asked), _LONGEST_PAUSE_S)
         longest = min(_LONGEST_PAUSE_S, self._settings.backoff_s * 2.0**attempt)
         return self._jitter.uniform(0, longest)
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped, end what is under way then, and close it."""
-    try:
-        loop.run_forever()
-        loop.run_until_complete(_end_tasks())
-    finally:
-        loop.close()
-
-
-async def _end_tasks() -> None:
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
 
 
 class _Last:

@@ -28,10 +28,22 @@ def check_rollout(config: RolloutConfig) -> None:
 
 def check_settings(settings: ServerConfig) -> None:
     """Raise ConfigError for what is missing, unknown or contradicts another setting."""
-    if not settings.url:
+    if not settings.addresses:
         raise ConfigError(
-            "rollout.engine=server needs rollout.server.url, such as http://127.0.0.1:8000"
+            "rollout.engine=server needs rollout.server.url, such as http://127.0.0.1:8000, or "
+            "several addresses in rollout.server.urls"
         )
+    if settings.url and settings.urls:
+        raise ConfigError(
+            f"rollout.server.url={settings.url} beside rollout.server.urls; put it among the urls"
+        )
+    for name in ("reload_url", "version_url"):
+        value = getattr(settings, name)
+        if len(settings.urls) > 1 and "://" in value:
+            raise ConfigError(
+                f"rollout.server.{name}={value} is one address, and rollout.server.urls names "
+                f"{len(settings.urls)} servers; give a path, which is asked of each"
+            )
     check_hook(settings.weights)
     if settings.api == "tgi" and settings.weights == "vllm":
         raise ConfigError(

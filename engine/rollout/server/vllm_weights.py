@@ -10,31 +10,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from engine.config.server import ServerConfig
 from engine.errors import RolloutError
-from engine.rollout.server.client import Client
-from engine.rollout.server.weight_folders import WeightFolders, Weights, find_tag
-from engine.rollout.server.weights import register_hook
+from engine.rollout.server.weight_folders import find_tag
+from engine.rollout.server.weights import FolderWeights, register_hook
 
 EXTENSION = "engine.rollout.server.vllm_worker.WeightReceiver"
 
 
 @register_hook("vllm")
-class VllmHook:
+class VllmHook(FolderWeights):
     """Pauses the server, has its workers load a folder, and tags what they then serve.
 
     The old tag is withdrawn before anything is touched. If loading fails, the server stays
     paused, so that it serves no mixture to anybody; the next delivery ends the pause.
     """
-
-    fixed: bool = False
-
-    def __init__(self, client: Client, settings: ServerConfig) -> None:
-        self.tag: str | None = None
-        self._client = client
-        self._folders = WeightFolders(settings.weights_dir)
 
     def check(self) -> None:
         self._client.run(self._check, "asking for its weights")
@@ -54,12 +43,7 @@ class VllmHook:
                 f"{error}; start the vLLM server with --worker-extension-cls {EXTENSION}"
             ) from error
 
-    def deliver(self, weights: Weights, model: nn.Module, version: int) -> None:
-        path = self._folders.write(weights, model, version)
-        self._client.run(lambda: self._load(path), f"loading {path.name}")
-        self.tag = path.name
-
-    async def _load(self, path: Path) -> None:
+    async def _load(self, path: Path, version: int) -> None:
         tag = path.name
         if await self.served() == tag:
             return  # a resumed run brings what the server has already
@@ -85,6 +69,3 @@ class VllmHook:
         answer = await self._client.post("/collective_rpc", {"method": method, "kwargs": arguments})
         results: list[dict[str, Any]] = answer["results"]
         return results
-
-    def close(self) -> None:
-        self._folders.close()

@@ -7,11 +7,12 @@ server at a configured URL; `vllm_weights.py` uses vLLM's own endpoints.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -105,8 +106,35 @@ class FixedPolicy:
         return None
 
 
+class FolderWeights(ABC):
+    """A hook whose server loads a folder: written once, whatever the number of servers."""
+
+    fixed: bool = False
+
+    def __init__(self, client: Client, settings: ServerConfig) -> None:
+        self.tag: str | None = None
+        self._client = client
+        self.folders = WeightFolders(settings.weights_dir)
+
+    def deliver(self, weights: Weights, model: nn.Module, version: int) -> None:
+        """As in `WeightHook`."""
+        path = self.folders.write(weights, model, version)
+        self._client.run(lambda: self.load(path, version), f"loading {path.name}")
+
+    async def load(self, path: Path, version: int) -> None:
+        """Return when the server says that it serves the folder; RolloutError otherwise."""
+        await self._load(path, version)
+        self.tag = path.name
+
+    @abstractmethod
+    async def _load(self, path: Path, version: int) -> None: ...
+
+    def close(self) -> None:
+        self.folders.close()
+
+
 @register_hook("folder")
-class FolderHook:
+class FolderHook(FolderWeights):
     """Writes a folder and has the server load it.
 
     `reload_url` is sent `{"version": 12, "tag": "policy-v12-1a2b3c4d", "path": "/…/<tag>"}`. The
@@ -114,22 +142,13 @@ class FolderHook:
     model's name or path, say.
     """
 
-    fixed: bool = False
-
     def __init__(self, client: Client, settings: ServerConfig) -> None:
-        self.tag: str | None = None
-        self._client = client
+        super().__init__(client, settings)
         self._reload = client.address("reload_url", settings.reload_url)
         self._version = client.address("version_url", settings.version_url)
-        self._folders = WeightFolders(settings.weights_dir)
 
     def check(self) -> None:
         self._client.run(self.served, "asking for the version of its weights")
-
-    def deliver(self, weights: Weights, model: nn.Module, version: int) -> None:
-        path = self._folders.write(weights, model, version)
-        self._client.run(lambda: self._load(path, version), f"loading {path.name}")
-        self.tag = path.name
 
     async def served(self) -> str | None:
         return find_tag(await self._client.text("GET", self._version))
@@ -140,18 +159,25 @@ class FolderHook:
         while await self.served() != path.name:  # until the deadline of the whole
             await asyncio.sleep(_ASK_AGAIN_S)
 
-    def close(self) -> None:
-        self._folders.close()
+
+class Deliverer(Protocol):
+    """Brings weights to one or more servers, and can tell other ranks how that went."""
+
+    def deliver(self, weights: Weights, model: nn.Module, version: int) -> None: ...
+
+    def outcome(self) -> list[tuple[str | None, str]]: ...
+
+    def adopt(self, outcome: list[tuple[str | None, str]]) -> None: ...
 
 
 class RankZeroDelivery:
-    """Calls a hook on rank 0 of the default process group, or in this process if there is none.
+    """Delivers on rank 0 of the default process group, or in this process if there is none.
 
     All ranks create it together and deliver together.
     """
 
-    def __init__(self, hook: WeightHook, timeout_s: float) -> None:
-        self._hook = hook
+    def __init__(self, deliverer: Deliverer, timeout_s: float) -> None:
+        self._deliverer = deliverer
         self._closed = False
         self._group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -161,7 +187,7 @@ class RankZeroDelivery:
             self._group = dist.new_group(backend="gloo", timeout=wait)
 
     def deliver(self, model: nn.Module, version: int) -> None:
-        """Return when the server says that it serves `model`'s weights; RolloutError otherwise.
+        """Return when `model`'s weights are served; RolloutError otherwise.
 
         A sharded model is gathered, parameter by parameter.
         """
@@ -169,21 +195,21 @@ class RankZeroDelivery:
             raise RolloutError("the engine was closed; create a new one")
         weights = merged_weights(model)
         if self._group is None:
-            self._hook.deliver(weights, model, version)
+            self._deliverer.deliver(weights, model, version)
             return
-        outcome: list[str | None] = [None, ""]  # the tag, or what went wrong
+        said: list[Any] = [None, ""]  # how it went, or what went wrong
         if dist.get_rank() == 0:
             try:
-                self._hook.deliver(weights, model, version)
-                outcome[0] = self._hook.tag
+                self._deliverer.deliver(weights, model, version)
+                said[0] = self._deliverer.outcome()
             except Exception as error:  # of any kind: the other ranks wait for the outcome
-                outcome[1] = f"{error}" or type(error).__name__
+                said[1] = f"{error}" or type(error).__name__
         for _ in weights:
             pass  # takes part in the remaining gathers
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        if outcome[0] is None:
-            raise RolloutError(outcome[1])
-        self._hook.tag = outcome[0]
+        dist.broadcast_object_list(said, src=0, group=self._group)
+        if said[0] is None:
+            raise RolloutError(said[1])
+        self._deliverer.adopt(said[0])
 
     def close(self) -> None:
         """Destroy the group, if there is one; safe to call twice."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +17,15 @@ from engine.errors import RolloutError
 from engine.rollout.protocol import Completion, SamplingParams, register_engine
 from engine.rollout.requests import RolloutStats, WeightGuard, check_request
 from engine.rollout.vllm import adapters, launch
-from engine.rollout.vllm.engine_arguments import Tuning
 from engine.rollout.vllm.engine_weights import EngineWeights, InProcessWeights, WorkerWeights
 from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed
-from engine.rollout.vllm.options import DTYPES, capabilities, check, engine_options, resolve
+from engine.rollout.vllm.options import DTYPES, capabilities, engine_options, resolve
 from engine.rollout.vllm.sleep_mode import SleepMode
+from engine.rollout.vllm.stream import VllmStream
 from engine.rollout.vllm.vllm_types import LLM, LLMEngine
 
 
-@register_engine("vllm", capabilities, options=engine_options, check=check)
+@register_engine("vllm", capabilities, options=engine_options)
 class VllmEngine:
     """Rollouts by vLLM, tokens in and tokens out.
 
@@ -50,7 +49,6 @@ class VllmEngine:
         lora: str = "merged",
         bucket_mb: int = 64,
         load: bool = True,
-        **tuning: Any,
     ) -> None:
         """Start vLLM (seconds) with `model`'s shape and, with `load`, its weights.
 
@@ -64,9 +62,7 @@ class VllmEngine:
         the default process group instead, e.g. [[0, 1], [2, 3]]: all ranks make the engine
         together, and those of a group are given the same requests. A model with LoRA adapters is
         decoded with them merged into its matrices (`lora="merged"`), or with vLLM's own LoRA
-        ("adapter"). `seed` is added to that of each request. Without
-        `kv_cache_memory_mb` the KV cache has 256 MB on a CPU, and on a GPU what vLLM's share of its
-        memory leaves. `tuning`: the fields of `Tuning`.
+        ("adapter"). `seed` is added to that of each request.
 
         Raises RolloutError if vLLM is missing or does not start, ConfigError for settings that
         contradict the model or each other.
@@ -76,7 +72,7 @@ class VllmEngine:
             model,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            kv_cache_memory_mb=kv_cache_memory_mb,
+            kv_cache_memory_mb=256 if kv_cache_memory_mb is None else kv_cache_memory_mb,
             seed=seed,
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
@@ -84,11 +80,12 @@ class VllmEngine:
             rank_groups=rank_groups,
             lora=lora,
             bucket_mb=bucket_mb,
-            tuning=Tuning(**tuning),
         )
         self._vocabulary = int(getattr(model.config, "vocab_size"))  # noqa: B009
         self.stats = RolloutStats()
         self._guard, self._sleep_mode = WeightGuard("vllm"), SleepMode()
+        self._model = model  # that was loaded last
+        self._stream: VllmStream | None = None
         self._updating_to: int | None = None  # version of an update by `begin_update`
         llm = launch.start(model, options)
         self._llm: LLM | None = llm
@@ -131,6 +128,11 @@ class VllmEngine:
         """Process ids of vLLM's worker processes, by rank; empty in process."""
         return self._weights.monitor.pids if isinstance(self._weights, WorkerWeights) else []
 
+    @property
+    def _streaming(self) -> bool:
+        """Whether a stream has requests."""
+        return self._stream is not None and self._stream.in_flight + self._stream.waiting > 0
+
     def update_weights(self, model: nn.Module, version: int) -> None:
         """Serve `model`'s current weights as policy `version`; copies none that are shared.
 
@@ -138,6 +140,7 @@ class VllmEngine:
         ranks must call. Raises RolloutError if the update fails, and serves
         nothing then until one succeeds.
         """
+        self._model = model
         self._update(version, lambda: self._weights.load_model(model))
 
     def update_from(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -182,9 +185,33 @@ class VllmEngine:
         with self._guard.updating(version):
             sleep_mode, engine = self._sleep_mode.update(), self._running()
             move()
-            if not engine.reset_prefix_cache():
+            # What a stream decodes goes on, with keys and values of the new weights.
+            if not engine.reset_prefix_cache(reset_running_requests=self._streaming):
                 raise RolloutError("vLLM kept its prefix cache, as requests are still running")
+            engine.set_weight_version(str(version))
             self._sleep_mode = sleep_mode
+
+    def stream(
+        self,
+        params: SamplingParams,
+        *,
+        max_num_seqs: int | None = None,
+        longest_prompt: int | None = None,
+    ) -> VllmStream:
+        """Open a stream; its limits are the engine's own, whatever is asked for.
+
+        One at a time, and no `generate` while it has requests. Raises RolloutError.
+        """
+        self.require_serving()
+        self._stream = VllmStream(
+            self, self._requests, self._options, self._vocabulary, params, self._model
+        )
+        return self._stream
+
+    def require_serving(self) -> None:
+        """Raise RolloutError where nothing may be sampled now."""
+        self._guard.check()
+        self._sleep_mode.generate()
 
     def generate(
         self,
@@ -198,8 +225,9 @@ class VllmEngine:
         RolloutError for a bad request, NaN logits, weights that are not whole, an engine that is
         asleep, and a worker process that dies.
         """
-        self._guard.check()
-        self._sleep_mode.generate()
+        self.require_serving()
+        if self._streaming:
+            raise RolloutError("vLLM decodes the requests of a stream; close that first")
         check_request(prompts, params, self._options.max_model_len, self._vocabulary)
         self.stats = stats = RolloutStats(prompt_tokens=sum(map(len, prompts)))
         if not prompts:
@@ -209,7 +237,7 @@ class VllmEngine:
         try:
             outputs = self._requests.collect(set(ids), on_progress, stats)
         except VllmFailed as error:
-            raise self._broken("decoding", error) from error
+            raise self.failed("decoding", error) from error
         except BaseException:  # Ctrl-C, or an error of `on_progress`: leave no request behind
             self._requests.abort(ids)
             raise
@@ -220,7 +248,7 @@ class VllmEngine:
         stats.seconds = time.perf_counter() - started
         return completions
 
-    def _broken(self, doing: str, error: Exception) -> RolloutError:
+    def failed(self, doing: str, error: Exception) -> RolloutError:
         """The error to raise when vLLM itself failed: this engine ends.
 
         It names a worker's death, if one died, else what vLLM says.
@@ -264,7 +292,7 @@ class VllmEngine:
         try:
             call(engine)
         except Exception as error:
-            raise self._broken(after.arriving, error) from error
+            raise self.failed(after.arriving, error) from error
         self._sleep_mode = after
 
     def close(self) -> None:

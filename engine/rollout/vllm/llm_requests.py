@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,11 +12,20 @@ from engine.errors import DivergedRolloutError, RolloutError
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.requests import RolloutStats
 from engine.rollout.sampling import noise_keys
-from engine.rollout.vllm.vllm_types import LLM, RequestOutput, Worker
+from engine.rollout.vllm.vllm_types import LLM, RequestOutput, RequestState, Worker
 
 
 class VllmFailed(RolloutError):
     """vLLM itself failed; its state is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedRequest:
+    """A completion so far; one entry a token."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]  # of the policy
 
 
 class LLMRequests:
@@ -41,6 +51,23 @@ class LLMRequests:
             self.abort(ids)
             raise
         return ids
+
+    def submit_keyed(
+        self, prompt: Sequence[int], keys: list[int], params: SamplingParams
+    ) -> list[str]:
+        """Queue one prompt's completions, one for each seed in `keys`; return their ids."""
+        ids: list[str] = []
+        try:
+            self._add(prompt, keys, params, ids)
+        except BaseException:
+            self.abort(ids)
+            raise
+        return ids
+
+    def noise(self, seed: int, prompt: int, completions: Sequence[int]) -> list[int]:
+        """The seeds of completions of prompt number `prompt`."""
+        indices = torch.tensor(completions)
+        return noise_keys(seed + self._seed, torch.full_like(indices, prompt), indices).tolist()
 
     def _add(
         self, prompt: Sequence[int], keys: list[int], params: SamplingParams, ids: list[str]
@@ -82,7 +109,7 @@ class LLMRequests:
         """
         done: dict[str, RequestOutput] = {}
         while len(done) < len(waiting):
-            finished = [output for output in self._step() if output.finished]
+            finished = [output for output in self.step() if output.finished]
             stats.decode_steps += 1
             done.update((output.request_id, output) for output in finished)
             if finished and on_progress is not None:
@@ -91,12 +118,18 @@ class LLMRequests:
                 raise VllmFailed(f"{len(waiting) - len(done)} requests were left unanswered")
         return done
 
-    def _step(self) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput]:
+        """One step of the engine: the requests that ended. Raises VllmFailed."""
         try:
             outputs = self._llm.llm_engine.step()
         except Exception as error:
             raise VllmFailed(str(error)) from error
         return outputs
+
+    def unfinished(self) -> dict[str, UnfinishedRequest]:
+        """What vLLM has of each request that hasn't ended, by id."""
+        states = self._llm.llm_engine.output_processor.request_states.values()
+        return {state.external_req_id: _unfinished(state) for state in states}
 
     def abort(self, ids: list[str]) -> None:
         """Abort these requests in vLLM."""
@@ -124,6 +157,20 @@ class LLMRequests:
         stats.generated_tokens += len(tokens)
         stats.prefill_tokens += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
         return Completion(index, tokens, log_probs, answer.finish_reason, version)
+
+
+def _unfinished(state: RequestState) -> UnfinishedRequest:
+    tokens = list(state.detokenizer.output_token_ids)
+    starts = [(int(version), start) for version, start in state.weight_version_starts]
+    ends = [*(start for _, start in starts[1:]), len(tokens)][: len(starts)]
+    versions = [v for (v, start), end in zip(starts, ends, strict=True) for _ in range(start, end)]
+    return UnfinishedRequest(tokens, list(state.logprobs_processor.logprobs.logprobs), versions)
+
+
+def token_versions(output: RequestOutput) -> list[int]:
+    """The policy version of each token, of an engine whose weights' version is set."""
+    spans = output.outputs[0].weight_versions or []
+    return [int(span.version) for span in spans for _ in range(span.start, span.end)]
 
 
 def _clear_kv_cache(worker: Worker) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Protocol, TypeVar
@@ -16,10 +16,17 @@ class FlatLogprobs(Protocol):
     logprobs: Sequence[float]
 
 
+class WeightVersionSpan(Protocol):
+    version: str
+    start: int
+    end: int
+
+
 class CompletionOutput(Protocol):
     token_ids: Sequence[int]
     logprobs: FlatLogprobs
     finish_reason: str | None
+    weight_versions: Sequence[WeightVersionSpan] | None
 
 
 class RequestOutput(Protocol):
@@ -28,6 +35,25 @@ class RequestOutput(Protocol):
     outputs: Sequence[CompletionOutput]
     prompt_token_ids: Sequence[int]
     num_cached_tokens: int | None
+
+
+class Detokenizer(Protocol):
+    output_token_ids: Sequence[int]
+
+
+class LogprobsProcessor(Protocol):
+    logprobs: FlatLogprobs
+
+
+class RequestState(Protocol):
+    external_req_id: str
+    detokenizer: Detokenizer
+    logprobs_processor: LogprobsProcessor
+    weight_version_starts: Sequence[tuple[str, int]]
+
+
+class OutputProcessor(Protocol):
+    request_states: Mapping[str, RequestState]
 
 
 class WorkerProcess(Protocol):
@@ -71,7 +97,6 @@ class EngineCoreClient(Protocol):
 
 class ModelConfig(Protocol):
     enable_sleep_mode: bool
-    quantization: str | None
 
 
 class VllmConfig(Protocol):
@@ -80,6 +105,7 @@ class VllmConfig(Protocol):
 
 class LLMEngine(Protocol):
     engine_core: EngineCoreClient
+    output_processor: OutputProcessor
     vllm_config: VllmConfig
 
     def add_request(
@@ -88,14 +114,14 @@ class LLMEngine(Protocol):
     def step(self) -> list[RequestOutput]: ...
     def has_unfinished_requests(self) -> bool: ...
     def abort_request(self, request_ids: list[str]) -> None: ...
-    def reset_prefix_cache(self) -> bool: ...
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool: ...
+    def set_weight_version(self, weight_version: str) -> None: ...
     def sleep(self, level: int) -> object: ...
     def wake_up(self, tags: list[str]) -> object: ...
 
 
 class ModelRunner(Protocol):
     kv_caches: Sequence[Tensor]
-    vllm_config: VllmConfig
 
     def get_model(self) -> nn.Module: ...
 

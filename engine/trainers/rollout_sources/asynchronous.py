@@ -17,6 +17,7 @@ from engine.controller.timeline import Span
 from engine.controller.weight_publisher import PublishedWeights, WeightPublisher
 from engine.dataflows.algo import Algo
 from engine.futures import Ready
+from engine.rollout.protocol import engine_capabilities
 from engine.trainers.rl_setup import rollout_worker_placement, rollout_worker_spec
 from engine.trainers.rollout_sources.source import (
     RolloutSource,
@@ -103,14 +104,18 @@ class AsyncSource(RolloutSource):
     def _start(self, weights: PublishedWeights) -> AsyncRollout:
         config, restored = self._config, self._restored
         self._restored = []
+        # A server that loads, or finishes what it has begun first, is silent that long.
+        remote = engine_capabilities(self._spec.config.rollout).remote
+        loading = self._spec.config.rollout.server.timeout_s if remote else 0.0
+        silence = config.rollout_silence_s + loading
         return AsyncRollout(
             [f"sampler{i}" for i in range(config.rollout_workers)],
             AdmissionLimits(config.train_batch_size, config.staleness, steps=self._last_step),
             HealthPolicy(
-                suspect_after=config.rollout_silence_s / 4,
-                dead_after=config.rollout_silence_s,
+                suspect_after=silence / 4,
+                dead_after=silence,
                 start_timeout=config.start_timeout_s,
-                sync_timeout=config.rollout_silence_s,
+                sync_timeout=silence,
                 max_restarts=config.max_rollout_restarts,
             ),
             spawn=self._spawn,

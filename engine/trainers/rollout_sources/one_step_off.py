@@ -50,7 +50,7 @@ class OneStepOffSource(RolloutSource):
 
     @classmethod
     def samplers(cls, config: TrainerConfig) -> int:
-        return 1
+        return config.rollout_workers
 
     @contextmanager
     def running(self, last_step: int) -> Iterator[None]:

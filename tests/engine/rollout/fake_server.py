@@ -25,6 +25,7 @@ from engine.rollout.native import NativeEngine
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.server import ServerEngine
 
+_LOADING = threading.Lock()  # transformers changes torch's modules while it builds a model
 Fault = Callable[["Handler"], bool]  # True: the request is dealt with
 
 
@@ -65,7 +66,8 @@ class FakeServer:
     def load(self, path: str, tag: str) -> None:
         if self.stopping.wait(self.load_delay_s):
             return
-        model = AutoModelForCausalLM.from_pretrained(path).eval()
+        with _LOADING:
+            model = AutoModelForCausalLM.from_pretrained(path).eval()
         self.spoil(model)
         with self.lock:
             self.model, self.tag = model, tag

@@ -19,6 +19,7 @@ from engine.trainers import auto_placement as auto
 from engine.trainers.layouts import layout_of
 from engine.trainers.resume import run_settings
 from engine.trainers.rl import RLTrainer
+from engine.trainers.rl_checks import check_config
 
 RESPONSE, LONGEST = 6, 40
 
@@ -125,8 +126,34 @@ def test_rollout_that_runs_ahead_has_its_own_place(tiny_folder: Path) -> None:
     assert [pool.cpus for pool in found] == [2.0, 0.0, 2.0]
     with pytest.raises(ConfigError, match=r"there is one; set trainer.mode=sync"):
         resolved(tiny_folder, ahead, gpus(1, 40))
-    with pytest.raises(ConfigError, match="asynchronous rollout take CPU cores"):
-        resolved(tiny_folder, settings(trainer={"mode": "async"}), gpus(2, 40))
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+def test_samplers_get_gpus_of_their_own(
+    tiny_folder: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = resolved(tiny_folder, settings(trainer={"mode": mode}), gpus(2, 40))
+    assert [(pool.roles[0], pool.gpus) for pool in found.trainer.pools] == [
+        ("actor", 1.0),
+        ("reward", 0.0),
+        ("sampler", 1.0),
+    ]
+    assert found.trainer.rollout_workers == 1
+    assert "roles   1 GPU(s) compute for" in capsys.readouterr().out
+    check_config(found)
+    two = settings(trainer={"mode": mode, "rollout_workers": 2})
+    assert resolved(tiny_folder, two, gpus(4, 40)).trainer.rollout_workers == 2
+    vllm = settings(
+        trainer={"mode": mode}, rollout={"n": 2, "engine": "vllm", "tensor_parallel_size": 2}
+    )
+    found = resolved(tiny_folder, vllm, gpus(3, 40))
+    assert found.rollout.tensor_parallel_size == 2
+    assert found.rollout.vllm.in_process is False
+    assert found.trainer.pools[-1].gpus == 2.0
+    server = {"engine": "server", "server": {"urls": ["http://a", "http://b"]}}
+    remote = resolved(tiny_folder, settings(trainer={"mode": mode}, rollout=server), gpus(2, 40))
+    assert remote.trainer.rollout_workers == 1
+    assert sum(pool.gpus for pool in remote.trainer.pools) == 1.0
 
 
 def test_adapters_and_mini_batches_bound_the_layout(tiny_folder: Path) -> None:

@@ -76,8 +76,24 @@ SERVER: dict[str, Any] = {"engine": "server", "server": {"url": "http://127.0.0.
             "algorithm.teacher='/nowhere' does not exist",
         ),
         (
-            {"trainer": {"mode": "async"}, "rollout": {"engine": "vllm"}},
-            "trainer.mode=async with rollout.engine=vllm",
+            {
+                "trainer": {"mode": "async"},
+                "rollout": {
+                    "engine": "server",
+                    "server": {"url": "http://a", "weights": "none", "allow_fixed_policy": True},
+                },
+            },
+            "trainer.mode=async with rollout.server.weights=none",
+        ),
+        ({"trainer": {"rollout_workers": 2}}, "trainer.rollout_workers=2 has no effect"),
+        (
+            {
+                "trainer": {
+                    "mode": "async",
+                    "pools": [{"roles": ["actor", "rollout", "reference", "reward", "sampler"]}],
+                }
+            },
+            "puts sampler into one pool with .*give it a pool of its own",
         ),
         ({"trainer": {"mode": "async"}, "rollout": {"parts": 2}}, "rollout.parts=2 needs"),
         (
@@ -162,10 +178,6 @@ SERVER: dict[str, Any] = {"engine": "server", "server": {"url": "http://127.0.0.
             },
             "kv_cache_memory_mb=999 .*engine=server",
         ),
-        (
-            {"rollout": {"tensor_parallel_size": 2}, "trainer": AHEAD},
-            "rollout.tensor_parallel_size=2 .*trainer.mode=one_step_off .*the sampler is one",
-        ),
         *(
             ({"algorithm": PAIRS, "actor": {name: value}}, f"actor.{name}={value} .*one of pairs")
             for name, value in {
@@ -229,6 +241,29 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
             "dapo",
         ),
         ({"rollout": {"engine": "vllm", "kv_cache_memory_mb": 999, "vllm": {"sleep": 1}}}, "grpo"),
+        ({"rollout": {"engine": "vllm", "parts": 2}}, "grpo"),
+        ({"trainer": {"mode": "async"}, "rollout": {"engine": "vllm"}}, "grpo"),
+        (
+            {
+                "trainer": {"mode": "async"},
+                "rollout": {"engine": "server", "server": {"urls": ["http://a", "http://b"]}},
+            },
+            "grpo",
+        ),
+        (
+            {
+                "trainer": {
+                    "mode": "async",
+                    "rollout_workers": 2,
+                    "pools": [
+                        {"roles": ["actor", "rollout", "reference"]},
+                        {"roles": ["reward"]},
+                        {"roles": ["sampler"]},
+                    ],
+                }
+            },
+            "grpo",
+        ),
         (
             {
                 "algorithm": GDPO,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tiny_engine import save_family, training_batch
 
-from engine.config import ActorConfig, RLConfig
+from engine.config import ActorConfig, LoRAConfig, RLConfig
 from engine.controller.launch import Pool
 from engine.dataflows import choose_dataflow
 from engine.dataflows.required_passes import RequiredPasses
+from engine.errors import ConfigError
+from engine.parallel.layout import Layout
+from engine.trainers.layouts import call_layout, check_layouts
 from engine.trainers.rl_checks import check_config
 from engine.trainers.rl_setup import (
     RunSpec,
@@ -72,6 +76,60 @@ def test_a_sampler_gets_its_share_of_the_cores() -> None:
         Pool(("sampler1",), cpus=3.0),
     )
     assert rollout_worker_spec("sampler1", run_spec(many)).name == "sampler1"
+
+
+def test_samplers_take_what_their_pool_says() -> None:
+    pools = [
+        {"roles": ["actor", "rollout", "reference", "critic"], "gpus": 1},
+        {"roles": ["reward"], "cpus": 0},
+        {"roles": ["sampler"], "cpus": 4, "gpus": 2, "labels": {"zone": "b"}},
+    ]
+    trainer = {"rollout_workers": 3, "pools": pools}
+    ahead = run_spec(config(trainer=trainer | {"mode": "one_step_off"}), ALL | {"sampler"})
+    sampler = Pool(("sampler",), world_size=3, cpus=4.0, gpus=2.0, labels={"zone": "b"})
+    assert placement_of(ahead).pools[-1] == sampler
+    assert call_layout("sampler", ahead.config) == Layout(dp=3)
+    each = run_spec(config(trainer=trainer | {"mode": "async"}))
+    assert [pool.name for pool in placement_of(each).pools][1:] == ["reward"]
+    assert rollout_worker_placement("sampler2", each).pools == (
+        replace(sampler, roles=("sampler2",), world_size=1),
+    )
+    plain = run_spec(
+        config(trainer={"mode": "one_step_off", "rollout_workers": 2, "threads": 8}),
+        ALL | {"sampler"},
+    )
+    assert placement_of(plain).pools[-1] == Pool(("sampler",), world_size=2, cpus=4.0)
+
+
+APART = [{"roles": ["actor", "rollout", "reference"], "gpus": 1}, {"roles": ["reward"]}]
+OWN = {"engine": "vllm", "tensor_parallel_size": 2, "vllm": {"in_process": False}}
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "message"),
+    [
+        ({}, {"tensor_parallel_size": 2}, "a sampler is one process.*rollout.vllm.in_process"),
+        ({}, {"engine": "vllm", "tensor_parallel_size": 2}, "a sampler is one process"),
+        ({"rollout_workers": 129}, {}, "more than the prompts of a step"),
+        (
+            {"rollout_workers": 2},
+            {"engine": "server", "server": {"urls": ["http://a", "http://b"]}},
+            "one process speaks to all servers",
+        ),
+        ({"pools": [*APART, {"roles": ["sampler"]}]}, {}, "would decode on the CPU"),
+        ({"pools": [*APART, {"roles": ["sampler"], "gpus": 1}]}, OWN, "set gpus of the pool"),
+    ],
+)
+def test_samplers_that_can_t_be_are_refused(
+    mode: str, trainer: dict[str, Any], rollout: dict[str, Any], message: str
+) -> None:
+    settings = config(trainer=trainer | {"mode": mode}, rollout=rollout)
+    with pytest.raises(ConfigError, match=message):
+        check_layouts(settings, LoRAConfig())
+    check_layouts(config(trainer={"mode": mode, "rollout_workers": 2}, rollout=OWN), LoRAConfig())
+    fitting = [*APART, {"roles": ["sampler"], "gpus": 2}]
+    check_layouts(config(trainer={"mode": mode, "pools": fitting}, rollout=OWN), LoRAConfig())
 
 
 def test_beside_a_sampler_the_trainer_s_own_rollout_only_validates() -> None:

@@ -1,0 +1,254 @@
+"""One or more rollout servers: which is asked, which is left out, and which has the weights.
+
+A server that can't be reached, or that says it serves other weights than it was brought, is left
+out: what it was asked for goes to the others. It is back when it says that it serves the present
+weights, or takes the next ones. Of a single server every failure is the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from torch import nn
+
+from engine.config.server import ServerConfig
+from engine.errors import ConfigError, RolloutError
+from engine.rollout.server.api import CompletionRequest, SampledCompletion, ServerAPI
+from engine.rollout.server.client import Client, Unreachable
+from engine.rollout.server.openai_api import OpenAIAPI
+from engine.rollout.server.tgi_api import TGIAPI
+from engine.rollout.server.weight_folders import Weights
+from engine.rollout.server.weights import FolderWeights, WeightHook, create_hook
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+_LOADING = 0.8  # of the deadline of an update, that one of several servers may take
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One server."""
+
+    client: Client
+    api: ServerAPI
+    hook: WeightHook
+    busy: int = 0  # completions that it was asked for and has not given yet
+    out: str = ""  # why it is asked for nothing; empty: it is asked
+    wrong: bool = False  # left out for what it serves, whatever it says: until the next weights
+
+
+class Servers:
+    """The servers of one engine; all are spoken to from one event loop."""
+
+    def __init__(self, settings: ServerConfig, model: nn.Module) -> None:
+        """Open connections' clients; `check` asks the servers. Raises ConfigError."""
+        self._settings = settings
+        self.all: list[Server] = []
+        self._tag: str | None = None  # of the weights that several servers were brought last
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for url in settings.addresses:
+                self.all.append(self._open(url, model))
+            first, several = self.all[0], len(self.all) > 1
+            if several and not (self.fixed or isinstance(first.hook, FolderWeights)):
+                raise ConfigError(
+                    f"rollout.server.urls names {len(self.all)} servers, and "
+                    f"weights={settings.weights} brings weights to one; derive it from "
+                    "engine.rollout.server.weights.FolderWeights, or name one server"
+                )
+            if several:
+                first.client.name = f"rollout servers {', '.join(settings.addresses)}"
+            undo.pop_all()
+
+    def _open(self, url: str, model: nn.Module) -> Server:
+        client = Client(self._settings, url, self.all[0].client if self.all else None)
+        with ExitStack() as undo:
+            undo.callback(client.close)
+            api: ServerAPI
+            if self._settings.api == "tgi":
+                api = TGIAPI(client, self._settings, getattr(model, "name_or_path", ""))
+            else:
+                api = OpenAIAPI(client, self._settings)
+            server = Server(client, api, create_hook(client, self._settings))
+            undo.pop_all()
+        return server
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the servers keep the weights that they were started with."""
+        return self.all[0].hook.fixed
+
+    @property
+    def serving(self) -> list[Server]:
+        """Those that are asked; RolloutError where none is left."""
+        found = [server for server in self.all if not server.out]
+        if not found:
+            causes = "; ".join(f"{server.client.url}: {server.out}" for server in self.all)
+            raise RolloutError(f"none of {len(self.all)} rollout servers can be used: {causes}")
+        return found
+
+    @property
+    def tag(self) -> str | None:
+        """Of the weights that were delivered last."""
+        return self._tag if len(self.all) > 1 else self.all[0].hook.tag
+
+    def run(self, work: Callable[[], Awaitable[T]], doing: str) -> T:
+        """Run `work` on the loop of the servers, within `timeout_s`."""
+        return self.all[0].client.run(work, doing)
+
+    def check(self, max_model_len: int) -> None:
+        """Ask each server for its model, and for what its hook needs.
+
+        Of several, one that is down is left out. Raises ConfigError for a shorter context.
+        """
+        for server in self.all:
+            client = server.client
+            if len(self.all) > 1 and not client.run(client.is_up, "a first answer"):
+                self._leave_out(server, "it gives no answer; see that it is up")
+                continue
+            longest = client.run(server.api.describe, "asking for its model")
+            if longest is not None and longest < max_model_len:
+                raise ConfigError(
+                    f"the rollout server's context is {longest} tokens and this run's "
+                    f"{max_model_len}; start it with --max-model-len {max_model_len}, or "
+                    f"lower data.max_prompt_length or data.max_response_length"
+                )
+            server.hook.check()
+        _ = self.serving  # one at least
+
+    async def sample(
+        self, request: CompletionRequest, *, verify: bool = False
+    ) -> tuple[Server, list[SampledCompletion]]:
+        """Completions by the server with least under way; of a lost one's, by another.
+
+        With `verify` it has to say afterwards that it serves the weights that were delivered.
+        """
+        while True:
+            server = min(self.serving, key=lambda one: one.busy)
+            server.busy += request.count
+            try:
+                drawn = await server.api.sample(request)
+                problem = await self._problem(server, "ends") if verify else None
+            except Unreachable as error:
+                problem = error
+            finally:
+                server.busy -= request.count
+            if problem is None:
+                return server, drawn
+            self.lose(server, problem)
+
+    def lose(self, server: Server, problem: RolloutError) -> None:
+        """Leave a server out; raise `problem` where it is the only one, RolloutError where it is
+        the last."""
+        if len(self.all) == 1:
+            raise problem
+        self._leave_out(server, str(problem))
+        _ = self.serving
+
+    async def check_served(self, moment: str) -> None:
+        """Lose each server that doesn't say that it serves the weights that were delivered.
+
+        When a rollout begins, those that were left out and now do are back.
+        """
+
+        async def one(server: Server) -> RolloutError | None:
+            away = bool(server.out)
+            if away and (moment == "ends" or server.wrong or not await server.client.is_up()):
+                return None
+            try:
+                problem = await self._problem(server, moment)
+            except RolloutError as error:
+                problem = error
+            if away and problem is None:
+                _log.warning("the rollout server %s is back", server.client.url)
+                server.out = ""
+            return None if away else problem
+
+        problems = await asyncio.gather(*map(one, self.all))
+        for server, problem in zip(self.all, problems, strict=True):
+            if problem is not None and len(self.all) == 1:
+                raise problem
+            if problem is not None:
+                self._leave_out(server, str(problem))
+        _ = self.serving
+
+    async def _problem(self, server: Server, moment: str) -> RolloutError | None:
+        """What is wrong with the weights that a server says it serves."""
+        if self.fixed:
+            return None
+        said = await server.hook.served()
+        if said == self.tag:
+            return None
+        return RolloutError(
+            f"the rollout server {server.client.url} says that it serves {said or 'no tag'} "
+            f"when a rollout of {self.tag} {moment}: it was restarted, or somebody else "
+            f"brought it weights; its completions are dropped. Call update_weights to bring "
+            f"it the policy again"
+        )
+
+    def deliver(self, weights: Weights, model: nn.Module, version: int) -> None:
+        """Bring weights to all servers that are up, side by side; one that fails is left out."""
+        first = self.all[0].hook
+        if len(self.all) == 1 or self.fixed:
+            first.deliver(weights, model, version)
+            return
+        assert isinstance(first, FolderWeights)
+        path = first.folders.write(weights, model, version)
+        self.run(lambda: self._load(path, version), f"loading {path.name}")
+        self._tag = path.name
+
+    async def _load(self, path: Path, version: int) -> None:
+        seconds = _LOADING * self._settings.timeout_s
+
+        async def one(server: Server) -> None:
+            assert isinstance(server.hook, FolderWeights)
+            if server.out and not await server.client.is_up():
+                return
+            try:
+                async with asyncio.timeout(seconds):
+                    await server.hook.load(path, version)
+            except TimeoutError:
+                self._leave_out(server, f"it did not load {path.name} within {seconds:g} s")
+            except RolloutError as error:
+                self._leave_out(server, str(error))
+            else:
+                server.out, server.wrong = "", False
+
+        await asyncio.gather(*map(one, self.all))
+        _ = self.serving
+
+    async def describe(self) -> None:
+        """Ask for the models' names, which may have changed with the weights."""
+        for server in self.serving:
+            try:
+                await server.api.describe()
+            except Unreachable as error:
+                self.lose(server, error)
+
+    def outcome(self) -> list[tuple[str | None, str]]:
+        """Of a delivery on this rank, for `adopt` on another: a tag and what is wrong, a server."""
+        return [(server.hook.tag, server.out) for server in self.all]
+
+    def adopt(self, outcome: list[tuple[str | None, str]]) -> None:
+        """Take over what a delivery on another rank came to."""
+        for server, (tag, out) in zip(self.all, outcome, strict=True):
+            server.hook.tag, server.out = tag, out
+        self._tag = self.serving[0].hook.tag
+
+    def close(self) -> None:
+        """Drop the connections; the servers keep running. Safe to call twice."""
+        for server in reversed(self.all):  # the first one's loop is that of all
+            server.hook.close()
+            server.client.close()
+
+    def _leave_out(self, server: Server, why: str) -> None:
+        if not server.out:
+            _log.warning("the rollout server %s is left out: %s", server.client.url, why)
+        server.out = why
