@@ -68,8 +68,14 @@ def check_evaluation_layout(
             f"evaluate.parallel.tp={layout.tp} with evaluate.engine={config.engine}, which decodes "
             "whole models only; set engine to native or vllm, or tp=1"
         )
-    if model_config is not None:
-        check_layout(layout, layout.world_size, ModelShape.of(model_config))
+    if model_config is None:
+        return
+    if model_config.model_type not in ROLLOUT_FAMILIES:
+        raise ConfigError(
+            f"evaluate.parallel.tp={layout.tp} with a model of type {model_config.model_type!r}: "
+            f"evaluation splits {', '.join(ROLLOUT_FAMILIES)} models; set tp=1, and dp for copies"
+        )
+    check_layout(layout, layout.world_size, ModelShape.of(model_config))
 
 
 def gpus_of_copy(

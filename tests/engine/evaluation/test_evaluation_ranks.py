@@ -17,7 +17,7 @@ from engine.batch import Batch
 from engine.config import EvaluateConfig, ParallelConfig
 from engine.controller.local_groups import LocalGroup, LocalHost
 from engine.controller.worker_host import RoleSpec, WorkerHost
-from engine.errors import ConfigError, RolloutError, WorkerError
+from engine.errors import ConfigError, PlacementError, RolloutError, WorkerError
 from engine.evaluation.evaluate import evaluate_model
 from engine.evaluation.layout import (
     check_evaluation_layout,
@@ -143,7 +143,7 @@ def test_a_copy_takes_as_many_gpus_as_its_weights_need(tmp_path: Path) -> None:
     assert gpus_of_copy(config, model, int(0.3 * weights), 8) == 4, (
         "its twelve heads are not split by 8"
     )
-    with pytest.raises(Exception, match=r"evaluate can't fit: .* 4 of a machine's 8 GPUs"):
+    with pytest.raises(PlacementError, match=r"evaluate can't fit: .* 4 of a machine's 8 GPUs"):
         gpus_of_copy(config, model, int(0.2 * weights), 8)
     assert weights < 16 * mib
 
@@ -176,3 +176,15 @@ def test_all_gpus_of_the_machine_are_taken(
 def test_layouts_that_can_t_be(tiny_folder: Path, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_evaluation_layout(EvaluateConfig.model_validate(settings), text_config(tiny_folder))
+
+
+def test_a_model_of_another_family_is_not_split(tmp_path: Path) -> None:
+    from transformers import GPTNeoXConfig
+
+    GPTNeoXConfig().save_pretrained(tmp_path)
+    config, model = EvaluateConfig(), text_config(tmp_path)
+    said = r"evaluate.parallel.tp=2 with a model of type 'gpt_neox': .* dp for copies"
+    with pytest.raises(ConfigError, match=said):
+        check_evaluation_layout(EvaluateConfig(parallel=ParallelConfig(tp=2)), model)
+    with pytest.raises(PlacementError, match=r"a copy can be on 1 of a machine's 8 GPUs of 8"):
+        gpus_of_copy(config, model, 8 << 30, 8)
