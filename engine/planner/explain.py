@@ -41,9 +41,10 @@ def _roles(plan: PlacementPlan) -> list[str]:
     if not plan.splits:
         return []
     best, *others = plan.splits
+    decode = "decodes" if best.samplers.count == 1 else "decode"
     lines = [
         f"  roles   {best.ranks} GPU(s) compute for {best.computes:.3g} s, while {best.samplers} "
-        f"decode for {best.decodes:.3g} s"
+        f"{decode} for {best.decodes:.3g} s"
     ]
     also = [
         f"{one.ranks} and {one.samplers} {max(one.computes, one.decodes):.3g} s"

@@ -65,7 +65,8 @@ def test_a_step_is_the_slower_of_both_and_says_why() -> None:
     assert price.ahead > 0
     assert price.rollout == 0
     said = explain(replace(plan, together=99.0))
-    assert f"{plan.splits[0].samplers} decode for" in said
+    decode = "decodes" if plan.splits[0].samplers.count == 1 else "decode"
+    assert f"{plan.splits[0].samplers} {decode} for" in said
     assert "taking turns on all GPUs (trainer.mode=sync) 99 s" in said
 
 
