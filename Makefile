@@ -11,7 +11,7 @@ PRETRAINED := outputs/models/SmolLM2-135M-Instruct
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env rlhf gsm8k pretrained rlhf-pretrained test test-slow bench-quick lint format register package clean-cache clean
+.PHONY: help env rlhf gsm8k pretrained rlhf-pretrained test test-slow gpu-check bench-quick lint format register package clean-cache clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 18
@@ -43,6 +43,9 @@ test: env  ## check style, then types beside the test suite
 test-slow: env  ## run the tests that take minutes, and each property on many examples
 	@HYPOTHESIS_PROFILE=many $(BIN)/python -m pytest -n 3 --dist worksteal -m "(slow or hypothesis) and not gpu" --timeout=1800
 
+gpu-check: env  ## on a machine with a GPU: measure and check what needs one, below 10 minutes (gpu-report.json, gpu-report.md)
+	@$(BIN)/python benchmarks/gpu_check.py $(OPTIONS)
+
 bench-quick: env  ## compare speed ratios to TRL and transformers with the stored ones (below 3 minutes)
 	@$(BIN)/python benchmarks/quick.py
 
@@ -62,4 +65,4 @@ clean-cache: env  ## forget cached Flyte results, so that the next run computes 
 	@$(BIN)/pyflyte local-cache clear
 
 clean:  ## remove the environment and all outputs of runs in this folder
-	rm -rf $(VENV) outputs mlartifacts mlflow.db flyte-package.tgz
+	rm -rf $(VENV) outputs mlartifacts mlflow.db flyte-package.tgz gpu-report.*

@@ -31,6 +31,11 @@ SIZES = {
     "10M": (320, 960, 8, 10, 2, 4096),
     "100M": (768, 2304, 12, 12, 4, 16384),
 }
+LARGE = {  # for a GPU: Qwen2.5's
+    "0.5B": (896, 4864, 24, 14, 2, 151936),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936),
+}
+SHAPES = SIZES | LARGE
 DTYPES = ("float32", "bfloat16")
 PROMPTS = {"1M": 64, "10M": 16, "100M": 4}  # about equally long for transformers.generate
 Rollout = Callable[[int], int]  # seed → useful tokens
@@ -76,11 +81,12 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
                 contestants[name] = with_transformers(model, prompts, params, args.max_num_seqs)
                 continue
             engine = create_engine(
-                name,
+                name.removesuffix("-graphs"),
                 model,
                 max_num_seqs=args.max_num_seqs,
                 max_model_len=args.prompt_length * 2 + args.max_new_tokens,
                 kv_cache_memory_mb=args.kv_cache_memory_mb,
+                **({"cuda_graphs": True} if name.endswith("-graphs") else {}),
             )
             engines.append(engine)
             contestants[name] = with_engine(engine, prompts, params)
@@ -97,7 +103,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--all", action="store_true", help="every size, both dtypes, tail mix")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="of --all")
-    parser.add_argument("--size", choices=SIZES, default="1M", help="model size")
+    parser.add_argument("--size", choices=SHAPES, default="1M", help="model size")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--mix", choices=["tail", "fixed"], default="tail", help="length mix")
     parser.add_argument("--mean-length", type=int, default=20, help="mean length of a long tail")
@@ -107,6 +113,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--max-num-seqs", type=int, default=512, help="rows decoded at once")
     parser.add_argument("--kv-cache-memory-mb", type=int, default=512, help="vLLM's KV cache")
+    parser.add_argument("--device", default="cpu", help="cuda: large sizes, and native-graphs")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3, help="timed repeats, after one untimed")
     parser.add_argument(
@@ -114,14 +121,17 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", default="", help="also write the figures to this file")
     parser.add_argument(
-        "--engines", nargs="+", default=["native", "vllm", "transformers"], help="who takes part"
+        "--engines",
+        nargs="+",
+        default=["native", "vllm", "transformers"],
+        help="who takes part; native-graphs: with CUDA graphs",
     )
     return parser.parse_args(arguments)
 
 
-def build_model(size: str, dtype: str) -> Qwen2ForCausalLM:
+def build_model(size: str, dtype: str, device: str = "cpu") -> Qwen2ForCausalLM:
     """A Qwen2-shaped model with random weights."""
-    hidden, intermediate, layers, heads, kv_heads, vocabulary = SIZES[size]
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[size]
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=vocabulary,
@@ -134,17 +144,19 @@ def build_model(size: str, dtype: str) -> Qwen2ForCausalLM:
         tie_word_embeddings=True,
         initializer_range=0.002,  # near-uniform samples: the stop tokens set the mean length
     )
-    return Qwen2ForCausalLM(config).to(getattr(torch, dtype)).eval()
+    with torch.device(device):  # filled there
+        return Qwen2ForCausalLM(config).to(getattr(torch, dtype)).eval()
 
 
 def make_case(
     args: argparse.Namespace,
 ) -> tuple[Qwen2ForCausalLM, list[list[int]], SamplingParams]:
     """Return the model, the prompts and how to sample."""
-    model, vocabulary = build_model(args.size, args.dtype), SIZES[args.size][-1]
+    model = build_model(args.size, args.dtype, args.device)
+    vocabulary = SHAPES[args.size][-1]
     stops = round(vocabulary / args.mean_length) if args.mix == "tail" else 0
     low, high = args.prompt_length - args.prompt_length // 3, args.prompt_length * 4 // 3
-    args.prompts = args.prompts or PROMPTS[args.size]
+    args.prompts = args.prompts or PROMPTS.get(args.size, 64)
     lengths = torch.randint(low, high + 1, (args.prompts,)).tolist()
     prompts = [torch.randint(stops, vocabulary, (length,)).tolist() for length in lengths]
     params = SamplingParams(
@@ -179,8 +191,10 @@ def with_transformers(
         for start in range(0, len(prompts), step):
             batch = prompts[start : start + step]
             width = max(map(len, batch))
-            ids = torch.tensor([[0] * (width - len(p)) + p for p in batch])
-            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch])
+            ids = torch.tensor([[0] * (width - len(p)) + p for p in batch], device=model.device)
+            mask = torch.tensor(
+                [[0] * (width - len(p)) + [1] * len(p) for p in batch], device=model.device
+            )
             output = model.generate(
                 input_ids=ids,
                 attention_mask=mask,
@@ -194,8 +208,8 @@ def with_transformers(
             if stops is None:
                 useful += output.numel()
                 continue
-            ended = torch.isin(output, torch.tensor(stops)).cumsum(1)
-            useful += int(((ended - torch.isin(output, torch.tensor(stops)).long()) == 0).sum())
+            stopped = torch.isin(output, torch.tensor(stops, device=model.device)).long()
+            useful += int(((stopped.cumsum(1) - stopped) == 0).sum())
         return useful
 
     return rollout

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rollout import SIZES, build_model
+from rollout import SHAPES, SIZES, build_model
 from transformers import Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -66,12 +66,12 @@ def parse_args() -> argparse.Namespace:
         description="Latency and memory of the train/rollout switch against a naive reload.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=list(SIZES))
     parser.add_argument("--engines", nargs="+", default=["native", "vllm"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=9, help="timed switches, after one untimed")
-    parser.add_argument("--reloads", type=int, default=3, help="timed naive reloads")
+    parser.add_argument("--reloads", type=int, default=3, help="timed naive reloads; 0: none")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kv-cache-memory-mb", type=int, default=64, help="vLLM's KV cache")
     parser.add_argument("--json", default="", help="also write the figures to this file")
@@ -80,12 +80,14 @@ def parse_args() -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, size: str, engine: str) -> dict[str, Any]:
     """Figures of one size and engine."""
-    options = {
+    options: dict[str, Any] = {
         "max_num_seqs": 8,
         "max_model_len": 256,
         "kv_cache_memory_mb": args.kv_cache_memory_mb,
     }
-    policy = build_model(size, args.dtype).to(args.device)
+    if engine == "vllm":
+        options["enforce_eager"] = True  # graphs take a minute to make and cost a switch nothing
+    policy = build_model(size, args.dtype, args.device)
     model_mb = sum(p.nbytes for p in policy.parameters()) / 1e6
     actor = HybridActor(policy, rollout_engine=engine, rollout_options=options)
     try:
@@ -93,8 +95,10 @@ def measure(args: argparse.Namespace, size: str, engine: str) -> dict[str, Any]:
         costs = {mode: measure_switch_overhead(actor, mode, args.repeats) for mode in MODES}
     finally:
         actor.close()
-    second = build_model(size, args.dtype).to(args.device)
-    reload_ms, reload_mb = naive_reload(policy, second, engine, options, args.reloads)
+    reload_ms, reload_mb = (float("nan"), float("nan")), float("nan")
+    if args.reloads:
+        second = build_model(size, args.dtype, args.device)
+        reload_ms, reload_mb = naive_reload(policy, second, engine, options, args.reloads)
     times = {mode: (cost["latency_ms"], cost["latency_min_ms"]) for mode, cost in costs.items()}
     return {
         "size": size,
@@ -124,7 +128,10 @@ def naive_reload(
     def reload() -> Callable[[], None]:
         state = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
         second.load_state_dict(state)
-        return create_engine(engine, second, **options).close
+        close = create_engine(engine, second, **options).close
+        if policy.device.type == "cuda":
+            torch.cuda.synchronize()
+        return close
 
     times = []
     for _ in range(reloads + 1):  # the first one warms up

@@ -69,6 +69,13 @@ def _engine_name(value: object, key: str) -> object:
     return "native" if value == "hf" else value
 
 
+def _sleep_level(value: object, key: str) -> int:
+    """verl frees the KV cache and the weights, which the next update loads again."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}={value!r} must be true or false")
+    return 2 if value else 0
+
+
 def _group_metric(value: object, key: str) -> object:
     """What verl's DAPO compares in a group; its sequence scores and `acc` are our raw score."""
     ours = {"acc": "score", "seq_reward": "score", "seq_final_reward": "reward"}
@@ -131,6 +138,17 @@ _ACTOR_SAME = (
     "policy_loss.dro_beta",
 )
 
+# Of vLLM, where only the section's name differs.
+_VLLM_SAME = (
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "max_num_batched_tokens",
+    "quantization",
+)
+_ROLLOUT = "actor_rollout_ref.rollout"
+
 # Parallelism, below the role's section: verl's names and ours.
 _PARALLEL = {
     "ulysses_sequence_parallel_size": "sp",
@@ -175,6 +193,14 @@ VERL: dict[str, Key] = {
     "actor_rollout_ref.rollout.top_k": Key("rl.rollout.top_k", _zero_is_off, note="0 or -1: off"),
     "actor_rollout_ref.rollout.top_p": Key("rl.rollout.top_p"),
     "actor_rollout_ref.rollout.max_num_seqs": Key("rl.rollout.max_num_seqs"),
+    **{f"{_ROLLOUT}.{name}": Key(f"rl.rollout.vllm.{name}") for name in _VLLM_SAME},
+    f"{_ROLLOUT}.free_cache_engine": Key(
+        "rl.rollout.vllm.sleep", _sleep_level, note="true: 2, false: 0"
+    ),
+    f"{_ROLLOUT}.cudagraph_capture_sizes": Key(
+        "rl.rollout.vllm.engine_kwargs.cudagraph_capture_sizes"
+    ),
+    f"{_ROLLOUT}.engine_kwargs.vllm": Key("rl.rollout.vllm.engine_kwargs"),
     **{f"{_CRITIC}.optim.{name}": Key(f"rl.critic.optim.{ours}") for name, ours in _OPTIM.items()},
     f"{_CRITIC}.optim.betas": Key(
         ("rl.critic.optim.beta1", "rl.critic.optim.beta2"), _pair, note="two numbers"

@@ -108,7 +108,7 @@ def _resolve_keys(pairs: dict[str, object]) -> Resolved:
     rewards: dict[str, dict[str, object]] = {}  # by the file's key
     unsupported: list[tuple[str, object]] = []
     for key, value in pairs.items():
-        target = VERL.get(key) or _own_key(key)
+        target = _verl_key(key) or _own_key(key)
         if isinstance(value, str) and "${" in value and (target or key in _REWARD_KEYS):
             raise ConfigError(f"{key}={value!r} refers to another setting; write the value itself")
         if key in _REWARD_KEYS:
@@ -131,6 +131,7 @@ def _resolve_keys(pairs: dict[str, object]) -> Resolved:
     for key, value in unsupported:
         _check_unsupported(result, key, value)
     _prefer_total_steps(result)
+    _drop_vllm(result)
     return result
 
 
@@ -144,16 +145,32 @@ def _overrides(target: Key, key: str, value: object) -> Iterator[Override]:
             yield Override(path, item, key)
 
 
+def _verl_key(key: str) -> Key | None:
+    """verl's name of a setting, or of an entry of one that is a mapping."""
+    if key in VERL:
+        return VERL[key]
+    for parent in _parents(key):
+        path = VERL[parent].path if parent in VERL else ""
+        if isinstance(path, str) and own_paths().get(path) is dict:
+            return Key(path + key.removeprefix(parent))
+    return None
+
+
 def _own_key(key: str) -> Key | None:
     """Our own path, in full, or without the `rl.` before its section."""
     paths = own_paths()
     for path in (key, f"rl.{key}"):
-        if path in paths:
-            return Key(path)
-        parent, _, _ = path.rpartition(".")
-        if paths.get(parent) is dict:  # one entry of a setting such as reward.weights
+        # An entry of a setting such as reward.weights belongs to that setting.
+        if path in paths or any(paths.get(parent) is dict for parent in _parents(path)):
             return Key(path)
     return None
+
+
+def _parents(key: str) -> Iterator[str]:
+    """The sections that a dotted key is in, the innermost first."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
 
 
 def _check_unsupported(result: Resolved, key: str, value: object) -> None:
@@ -178,6 +195,17 @@ def _prefer_total_steps(result: Resolved) -> None:
     if epochs and (steps := result.overrides.get("rl.trainer.total_training_steps")):
         result.notices.append(f"{epochs.key} has no effect beside {steps.key}")
         del result.overrides["run.total_epochs"]
+
+
+def _drop_vllm(result: Resolved) -> None:
+    """verl's scripts tune vLLM whichever engine decodes: another one costs a notice."""
+    chosen = result.overrides.get("rl.rollout.engine")
+    engine = RunConfig().rl.rollout.engine if chosen is None else chosen.value
+    for path, override in list(result.overrides.items()):
+        foreign = override.key.startswith("actor_rollout_ref.")
+        if engine != "vllm" and foreign and path.startswith("rl.rollout.vllm."):
+            result.notices.append(f"{override.key} has no effect here: {engine} decodes, not vllm")
+            del result.overrides[path]
 
 
 def _split(argument: str) -> tuple[str, object]:
@@ -208,7 +236,7 @@ def _read(file: Path) -> dict[str, object]:
 
 def _flatten(value: object, key: str = "") -> Iterator[tuple[str, object]]:
     """Dotted keys of nested sections; a setting that is a mapping stays whole."""
-    setting = key in VERL or _own_key(key) is not None
+    setting = _verl_key(key) is not None or _own_key(key) is not None
     if value is None and any(known.startswith(f"{key}.") for known in known_keys()):
         return  # a section with nothing in it
     if not isinstance(value, dict) or (key and (setting or not value)):

@@ -81,14 +81,7 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     *(
         _ignore(f"actor_rollout_ref.rollout.{name}", _ENGINE)
         for name in (
-            "gpu_memory_utilization",
-            "enforce_eager",
-            "free_cache_engine",
-            "max_num_batched_tokens",
             "max_model_len",
-            "enable_chunked_prefill",
-            "enable_prefix_caching",
-            "cudagraph_capture_sizes",
             "load_format",
             "layered_summon",
             "disable_log_stats",

@@ -104,7 +104,7 @@ class RolloutConfig(Section):
         None,
         ge=16,
         description="KV cache of a copy of the policy; null: native's grows with its sequences, "
-        "vLLM's has 256",
+        "vLLM's has 256 on a CPU, and on a GPU what rollout.vllm.gpu_memory_utilization leaves",
     )
     cuda_graphs: bool = Field(
         False, description="native on a GPU: replay decode steps of the Llama family as CUDA graphs"

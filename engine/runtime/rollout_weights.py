@@ -178,12 +178,17 @@ class VllmWeights(RolloutWeights):
 
 
 class StreamedWeights(RolloutWeights):
-    """vLLM in processes of its own: full tensors are gathered and sent one by one."""
+    """vLLM that loads full tensors, which are gathered one by one.
 
-    def __init__(self, sharded: ShardedModel) -> None:
+    It runs in processes of its own, or over the policy's ranks (`to`) and quantises them.
+    """
+
+    def __init__(self, sharded: ShardedModel, to: RolloutLayout | None = None) -> None:
         self._sharded = sharded
         self.model = _meta_model(sharded)
         self.engine_options = {"load": False}
+        if to is not None:
+            self.engine_options["rank_groups"] = to.tp_groups()
 
     def sync_weights(self, engine: RolloutEngine, version: int) -> None:
         """All ranks of the policy call it together."""
@@ -233,7 +238,8 @@ def vllm_weights(sharded: ShardedModel, config: RolloutConfig, load: LoadModel) 
         return weights
     if not config.vllm.in_process:
         return StreamedWeights(sharded)
-    return VllmWeights(sharded, rollout_layout(layout, tp=tp))
+    to = rollout_layout(layout, tp=tp)
+    return StreamedWeights(sharded, to) if config.vllm.quantization else VllmWeights(sharded, to)
 
 
 def _tp_group(to: RolloutLayout, rank: int) -> tuple[int, dist.ProcessGroup]:

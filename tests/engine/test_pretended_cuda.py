@@ -5,6 +5,7 @@ What can't be seen there: speed, kernels' rounding, NCCL, vLLM on a device, seve
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,11 +14,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 TESTS = [
     "tests/engine/runtime/test_gpu.py",
     "tests/engine/rollout/test_native_gpu.py",
+    "tests/engine/rollout/test_vllm_options_gpu.py",
     "tests/engine/models/test_packing.py",
     "tests/engine/planner/test_memory_gpu.py",
     "tests/engine/weight_transfer/test_delta.py",
@@ -108,3 +111,82 @@ def test_trainers_and_checkpoints_work_on_it(library: Path) -> None:
         "tests/engine/runtime/test_generate.py",
         "tests/engine/runtime/test_one_storage.py",
     )
+
+
+GPU_CHECK = {
+    "sizes": "1M",
+    "engines": "native",
+    "prompts": 8,
+    "n": 4,
+    "prompt-length": 16,
+    "new-tokens": 12,
+    "megabytes": 1,
+    "tests": "tests/engine/runtime/test_gpu.py,tests/engine/rollout/test_vllm_options_gpu.py",
+}
+
+
+def test_gpu_check_reports_what_it_measures_and_why_the_rest_failed(
+    library: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import pretended_cuda\n")  # in every process
+    options = [f"--{name}={value}" for name, value in GPU_CHECK.items()]
+    variables = {
+        "PRETENDED_CUDA": str(library),
+        "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT}",
+        "PYTEST_ADDOPTS": f"-k '{NEEDS_A_DEVICE}'",
+    }
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu_check.py", f"--out={tmp_path}", *options],
+        cwd=ROOT,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "2 of 8 pieces have faults" in done.stderr, said
+    report = json.loads((tmp_path / "gpu-report.json").read_text())
+    assert report["machine"]["device"] == "pretended"
+    pieces = {piece["name"]: piece for piece in report["pieces"]}
+    assert "PyTorch is a cpu build, cuda is expected" in pieces["health"]["cause"]
+    assert "this PyTorch has no NCCL" in pieces["nccl"]["cause"]
+    found = {figure["what"]: figure["value"] for p in pieces.values() for figure in p["figures"]}
+    assert found["1M native, new memory"] == 0
+    assert found["1M native, switch to reload"] > 1
+    assert found["1M native-graphs, 8 × 4"] > 0
+    assert found["1M update, of a matrix product's rate"] > 0
+    assert found["tests marked gpu, passed"] >= 8
+    assert {what for what in found if what.endswith("planned over peak")} == {
+        f"1M {phase}, planned over peak" for phase in ("loading", "training", "rollout")
+    }
+    table = (tmp_path / "gpu-report.md").read_text()
+    assert table.startswith("### pretended\n")
+    assert "| switch | 1M native, new memory | 0 bytes | 0 bytes | ok |" in table
+    assert "| nccl | this PyTorch has no NCCL" in table
+
+
+ROUND_TRIP = """
+import nccl_round_trip
+
+if __name__ == "__main__":
+    found = nccl_round_trip.run(2, "gloo", "cpu", 1)
+    assert len(found) == 6 and min(found.values()) > 0, found
+"""
+
+
+def test_the_round_trip_of_gpu_check_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(ROUND_TRIP)
+    variables = {"PYTHONPATH": f"{ROOT / 'benchmarks'}:{ROOT}"}
+    run([sys.executable, str(tmp_path / "main.py")], variables)
+
+
+def test_gpu_check_without_a_gpu_is_one_sentence() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu_check.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("no GPU: PyTorch sees no CUDA or ROCm device")
+    assert len(done.stderr.strip().splitlines()) == 1

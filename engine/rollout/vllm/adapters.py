@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.errors import RolloutError
-from engine.rollout.vllm.weight_sharing import rename_mapper
+from engine.rollout.vllm.weight_load import rename_mapper
 
 ADAPTER_ID = 1
 

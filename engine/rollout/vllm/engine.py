@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +18,16 @@ from engine.errors import RolloutError
 from engine.rollout.protocol import Completion, SamplingParams, register_engine
 from engine.rollout.requests import RolloutStats, WeightGuard, check_request
 from engine.rollout.vllm import adapters, launch
+from engine.rollout.vllm.engine_arguments import Tuning
 from engine.rollout.vllm.engine_weights import EngineWeights, InProcessWeights, WorkerWeights
 from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed
-from engine.rollout.vllm.options import DTYPES, capabilities, engine_options, resolve
+from engine.rollout.vllm.options import DTYPES, capabilities, check, engine_options, resolve
 from engine.rollout.vllm.sleep_mode import SleepMode
 from engine.rollout.vllm.stream import VllmStream
 from engine.rollout.vllm.vllm_types import LLM, LLMEngine
 
 
-@register_engine("vllm", capabilities, options=engine_options)
+@register_engine("vllm", capabilities, options=engine_options, check=check)
 class VllmEngine:
     """Rollouts by vLLM, tokens in and tokens out.
 
@@ -49,6 +51,7 @@ class VllmEngine:
         lora: str = "merged",
         bucket_mb: int = 64,
         load: bool = True,
+        **tuning: Any,
     ) -> None:
         """Start vLLM (seconds) with `model`'s shape and, with `load`, its weights.
 
@@ -62,7 +65,9 @@ class VllmEngine:
         the default process group instead, e.g. [[0, 1], [2, 3]]: all ranks make the engine
         together, and those of a group are given the same requests. A model with LoRA adapters is
         decoded with them merged into its matrices (`lora="merged"`), or with vLLM's own LoRA
-        ("adapter"). `seed` is added to that of each request.
+        ("adapter"). `seed` is added to that of each request. Without
+        `kv_cache_memory_mb` the KV cache has 256 MB on a CPU, and on a GPU what vLLM's share of its
+        memory leaves. `tuning`: the fields of `Tuning`.
 
         Raises RolloutError if vLLM is missing or does not start, ConfigError for settings that
         contradict the model or each other.
@@ -72,7 +77,7 @@ class VllmEngine:
             model,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            kv_cache_memory_mb=256 if kv_cache_memory_mb is None else kv_cache_memory_mb,
+            kv_cache_memory_mb=kv_cache_memory_mb,
             seed=seed,
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
@@ -80,6 +85,7 @@ class VllmEngine:
             rank_groups=rank_groups,
             lora=lora,
             bucket_mb=bucket_mb,
+            tuning=Tuning(**tuning),
         )
         self._vocabulary = int(getattr(model.config, "vocab_size"))  # noqa: B009
         self.stats = RolloutStats()

@@ -18,6 +18,7 @@ from engine.rollout import trainer_weights
 from engine.rollout.vllm import adapters, shared_memory, weight_sharing
 from engine.rollout.vllm.options import DTYPES, VllmOptions
 from engine.rollout.vllm.vllm_types import LLM, Worker
+from engine.rollout.vllm.weight_load import begin_load
 from engine.rollout.vllm.worker_group import WeightChannel, WorkerMonitor
 
 Named = Iterable[tuple[str, Tensor]]
@@ -39,8 +40,9 @@ class BaseWeights:
 class EngineWeights(ABC):
     """The weights of one engine."""
 
-    def __init__(self, own_adapters: bool) -> None:
-        self._own_adapters = own_adapters  # vLLM applies adapters itself
+    def __init__(self, options: VllmOptions) -> None:
+        self._own_adapters = bool(options.adapter_rank)  # vLLM applies adapters itself
+        self._quantized = bool(options.tuning.quantization)
         self._base: BaseWeights | None = None  # loaded base of a model with adapters
 
     shares_storage = False
@@ -49,6 +51,7 @@ class EngineWeights(ABC):
         """Load `model`'s current weights; of a known base with adapters only the adapters."""
         base = BaseWeights.of(model) if trainer_weights.has_adapters(model) else None
         known, self._base = base is not None and self._base == base, None
+        known = known and not self._quantized  # a layer is quantised as a whole
         if self._own_adapters and not trainer_weights.has_adapters(model):
             raise RolloutError(
                 "an engine with lora=adapter takes a model with adapters, and this one has no "
@@ -100,14 +103,14 @@ class InProcessWeights(EngineWeights):
     """Weights in this process: the trainer's own storage wherever layouts and dtypes agree."""
 
     def __init__(self, llm: LLM, options: VllmOptions) -> None:
-        super().__init__(bool(options.adapter_rank))
+        super().__init__(options)
         # `apply_model` would return one shard's answer for all ranks and not wait for the others.
         shared_memory.unlink_group_names()
         self._worker: Worker = llm.collective_rpc(_unwrapped)[0]
         self.target: nn.Module = self._worker.model_runner.get_model()
         # Weights that sleep would take away can't be the trainer's.
         sleeps = bool(llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
-        self._shareable = options.share or not sleeps
+        self._shareable = not self._quantized and (options.share or not sleeps)
         self._views: dict[str, Tensor] | None = None
         self._shared: nn.Module | None = None  # the model whose parameters `_views` are
         self._snapshot: weight_sharing.ParameterSnapshot | None = None  # of these parameters
@@ -119,6 +122,11 @@ class InProcessWeights(EngineWeights):
         return self._views is not None
 
     def parameters(self) -> dict[str, Tensor]:
+        if self._quantized:
+            raise RolloutError(
+                "vLLM's parameters are quantised, so they can't be written in place; "
+                "use update_weights or update_from"
+            )
         return {name: parameter.data for name, parameter in self.target.named_parameters()}
 
     def release(self) -> None:
@@ -147,10 +155,9 @@ class InProcessWeights(EngineWeights):
         if self._snapshot is not None and not self._snapshot.is_current():
             self._views = self._shared = self._snapshot = None  # the trainer replaced its tensors
         self.release()
-        loading = weight_sharing.WeightLoad(self.target)
+        loading = begin_load(self._worker.model_runner)
         loading.load(named)
-        if whole:
-            loading.check_whole()
+        loading.finish(whole)
 
     def _load_adapter(self, named: Named, config: dict[str, object]) -> None:
         adapters.load_adapter(self._worker, {name: t.detach().clone() for name, t in named}, config)
@@ -160,7 +167,7 @@ class WorkerWeights(EngineWeights):
     """Weights in vLLM's worker processes; each loads its shards from shared memory."""
 
     def __init__(self, llm: LLM, options: VllmOptions) -> None:
-        super().__init__(bool(options.adapter_rank))
+        super().__init__(options)
         executor = llm.llm_engine.engine_core.engine_core.model_executor
         self.monitor = WorkerMonitor(executor)
         self._channel = WeightChannel(

@@ -17,12 +17,10 @@ from torch import nn
 
 from engine.errors import RolloutError
 from engine.rollout.vllm import external_launcher, patches, process_state
+from engine.rollout.vllm.engine_arguments import engine_arguments
 from engine.rollout.vllm.options import VllmOptions
 from engine.rollout.vllm.vllm_types import LLM
 
-_STEP_TOKENS = 8192  # prompt tokens of one forward pass, at least a whole prompt's
-_BLOCK = 32  # tokens a KV block; a group shares its prompt's full blocks, and 128 is CPU's default
-_BACKENDS = {"in_process": "uni", "workers": "mp", "ranks": "external_launcher"}
 _live: dict[int, LLM] = {}  # engines whose model is in this process: they share vLLM's groups
 _made_group = False  # whether vLLM made the default process group
 
@@ -57,12 +55,7 @@ def start(model: nn.Module, options: VllmOptions) -> LLM:
         except Exception as error:
             _made_group = _made_group or own_group
             _end_groups()
-            raise RolloutError(
-                f"vLLM did not start for a {_architecture(model)} with max_model_len="
-                f"{options.max_model_len} and kv_cache_memory_mb={options.kv_cache_memory_mb}: "
-                f"{error}; if it is short of KV cache raise rollout.kv_cache_memory_mb, else use "
-                f"rollout.engine=native"
-            ) from error
+            raise RolloutError(_start_failure(model, options, error)) from error
     if options.mode != "workers":
         _made_group = _made_group or own_group
         _live[id(llm)] = llm
@@ -128,44 +121,27 @@ def _launch(folder: str, options: VllmOptions) -> LLM:
 
     # The original ends all process groups, those of other engines and the trainer's too.
     vars(core)["cleanup_dist_env_and_memory"] = _free_memory
-    settings: dict[str, Any] = {"dtype": options.dtype}
+    arguments = engine_arguments(options)
     if options.mode == "workers":
-        settings["worker_extension_cls"] = "engine.rollout.vllm.worker_extension.WorkerExtension"
+        arguments["worker_extension_cls"] = "engine.rollout.vllm.worker_extension.WorkerExtension"
     if options.adapter_rank:
-        settings |= {"enable_lora": True, "max_loras": 1}
-        settings["max_lora_rank"] = _lora_rank_size(options.adapter_rank)
+        arguments["max_lora_rank"] = _lora_rank_size(options.adapter_rank)
     with (
         patches.weights_outside_pool() if options.share else nullcontext(),
         patches.unpacked_weights(),
         process_state.frozen_gc(),
         process_state.no_request_proxies(),
+        process_state.inspectable_objects(),
         process_state.hidden_main(),
     ):
         llm: Any = vllm.LLM(
             model=folder,
-            max_num_seqs=options.max_num_seqs,
-            max_model_len=options.max_model_len,
-            max_num_batched_tokens=max(_STEP_TOKENS, options.max_num_seqs, options.max_model_len),
-            kv_cache_memory_bytes=(options.kv_cache_memory_mb << 20)
-            // options.tensor_parallel_size,
-            gpu_memory_utilization=0.01,  # only checked, against memory that is the trainer's
-            tensor_parallel_size=options.tensor_parallel_size,
-            distributed_executor_backend=_BACKENDS[options.mode],
-            enable_sleep_mode=current_platform.is_cuda_alike(),
-            seed=options.seed,
-            load_format="dummy",
-            skip_tokenizer_init=True,
             trust_remote_code=False,
-            enforce_eager=True,  # compiling takes 12-38 s and gains nothing on CPU
-            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
-            generation_config="vllm",
-            disable_log_stats=True,
-            block_size=_BLOCK,
-            # A part of a prompt rewinds its request's generator, which a CPU generator can't.
-            enable_chunked_prefill=False,
-            **settings,
+            enable_sleep_mode=current_platform.is_cuda_alike(),
+            **arguments,
         )
-    patches.skip_compilation()
+    if not options.on_gpu:
+        patches.skip_compilation()
     return llm
 
 
@@ -178,6 +154,18 @@ def _lora_rank_size(rank: int) -> int:
             f"vLLM takes LoRA adapters up to rank {sizes[-1]}, not {rank}; set lora=merged"
         )
     return fitting[0]
+
+
+def _start_failure(model: nn.Module, options: VllmOptions, error: Exception) -> str:
+    """One sentence: what was to start, why it didn't, and the settings to change."""
+    cache, share = options.kv_cache_memory_mb, options.tuning.gpu_memory_utilization
+    room = f"kv_cache_memory_mb={cache}" if cache else f"gpu_memory_utilization={share}"
+    setting = "rollout.kv_cache_memory_mb" if cache else "rollout.vllm.gpu_memory_utilization"
+    return (
+        f"vLLM did not start for a {_architecture(model)} with max_model_len="
+        f"{options.max_model_len} and {room}: {error}; if it is short of KV cache raise {setting}, "
+        "else use rollout.engine=native"
+    )
 
 
 def _architecture(model: nn.Module) -> str:

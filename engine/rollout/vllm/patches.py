@@ -12,10 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from engine.rollout.linear import linear_function
+from engine.rollout.vllm.cpu_experts import keep_experts_unpacked
 
 
 def keep_weights_unpacked() -> Callable[[], None]:
-    """Replace vLLM's choice of CPU kernels; the function returned restores it.
+    """Replace vLLM's choice of CPU kernels, for matrices and for a mixture's experts.
+
+    The function returned restores it.
 
     vLLM's own choice packs matrices, and packed ones can't be shared with the trainer or updated.
     """
@@ -29,8 +32,11 @@ def keep_weights_unpacked() -> Callable[[], None]:
             return
         layer.cpu_linear = linear_function(layer.weight)
 
+    pack_experts = keep_experts_unpacked()
+
     def undo() -> None:
         utils.dispatch_cpu_unquantized_gemm = original
+        pack_experts()
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
     return undo

@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -99,6 +99,27 @@ def no_request_proxies() -> Iterator[None]:
         yield
     finally:
         sys.modules.update(hidden)
+
+
+@contextmanager
+def inspectable_objects() -> Iterator[None]:
+    """Let vLLM's inspection pass objects whose `__dict__` is no dictionary, such as llvmlite's.
+
+    llvmlite comes with numba, which speculation with n-grams loads: no engine could start after it.
+    """
+    from vllm.triton_utils import dispatcher
+
+    names = vars(dispatcher)
+    names["vars"] = _vars
+    try:
+        yield
+    finally:
+        del names["vars"]
+
+
+def _vars(value: object) -> Mapping[str, object]:
+    found: object = value.__dict__
+    return found if isinstance(found, Mapping) else {}
 
 
 @contextmanager

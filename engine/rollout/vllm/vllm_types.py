@@ -97,6 +97,7 @@ class EngineCoreClient(Protocol):
 
 class ModelConfig(Protocol):
     enable_sleep_mode: bool
+    quantization: str | None
 
 
 class VllmConfig(Protocol):
@@ -122,6 +123,7 @@ class LLMEngine(Protocol):
 
 class ModelRunner(Protocol):
     kv_caches: Sequence[Tensor]
+    vllm_config: VllmConfig
 
     def get_model(self) -> nn.Module: ...
 

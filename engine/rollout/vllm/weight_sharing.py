@@ -1,26 +1,21 @@
-"""Giving a vLLM model the trainer's weights: shared where the layouts allow, else copied in place.
+"""Sharing one storage between a trainer's model and vLLM's, where the layouts allow it.
 
 vLLM fuses some matrices (q, k and v; gate and up) by stacking rows and pads vocabularies with rows.
 So each trainer parameter can BE a run of rows of a vLLM parameter: `share` makes it point there,
 and optimizer steps in place then need no copy at all. Where dtypes, devices or layouts differ,
-`load` uses vLLM's own loaders, tensor by tensor, on the live model. Neither reloads an engine.
+weights are copied (`weight_load.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-
-from engine.errors import RolloutError
 
 
 def plan_sharing(model: nn.Module, target: nn.Module) -> dict[str, Tensor] | None:
     """Map each trainer parameter to the rows of vLLM's parameter that it can be; None if any can't.
 
-    Call it after `load`: a run of rows counts only if vLLM's own loader has put the very same
+    Call it after an update: a run of rows counts only if vLLM's own loader has put the very same
     numbers there. Every row of every vLLM parameter must have one owner, but for padding.
     """
     fused = _fused_names(target)
@@ -84,66 +79,6 @@ def release(model: nn.Module, views: dict[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
         if name in views and parameter.data_ptr() == views[name].data_ptr():
             parameter.data = parameter.data.clone()
-
-
-class WeightLoad:
-    """One update of a live vLLM model by vLLM's own loaders, in as many calls as it takes."""
-
-    def __init__(self, target: nn.Module) -> None:
-        self._target = target
-        self._sent: set[str] = set()  # in vLLM's naming, parts of fused matrices apart
-        self._loaded: set[str] | None = set()  # None: this model's loader doesn't say
-
-    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy whole tensors, by the trainer's names, into vLLM's parameters; a rank its shards."""
-        loader: Any = self._target
-        loaded = loader.load_weights(self._recording(named))
-        if loaded is None or self._loaded is None:
-            self._loaded = None
-        else:
-            self._loaded |= set(loaded)
-
-    def _recording(self, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        mapper = rename_mapper(self._target)
-        for name, tensor in named:
-            self._sent.add((mapper.map_name(name) if mapper is not None else None) or name)
-            yield name, tensor
-
-    def check_whole(self) -> None:
-        """Raise RolloutError unless all of vLLM's parameters, and all their parts, were given."""
-        missing = set() if self._loaded is None else self._unfilled(self._loaded)
-        if missing:
-            first = ", ".join(sorted(missing)[:3])
-            raise RolloutError(
-                f"the update lacks {len(missing)} of the model's weights, such as {first}; give "
-                "every parameter, or use rollout.engine=native for this architecture"
-            )
-
-    def _unfilled(self, loaded: set[str]) -> set[str]:
-        parameters = {name for name, _ in self._target.named_parameters()}
-        known = {_plain_name(name) for name in loaded}
-        missing = {name for name in parameters if _plain_name(name) not in known}
-        parts: dict[str, list[str]] = getattr(self._target, "packed_modules_mapping", {})
-        for name in parameters:
-            plain = _plain_name(name)
-            entries = plain.split(".")
-            for at, piece in enumerate(entries):
-                for part in parts.get(piece, ()):
-                    source = ".".join([*entries[:at], part, *entries[at + 1 :]])
-                    if source not in self._sent and plain not in self._sent:
-                        missing.add(source)
-        return missing
-
-
-def rename_mapper(target: nn.Module) -> Any:
-    """vLLM's way from transformers' names to `target`'s, without fusing; None if they are alike."""
-    mapper: Any = getattr(target, "hf_to_vllm_mapper", None)
-    return mapper.get_rename_mapper() if mapper is not None else None
-
-
-def _plain_name(name: str) -> str:
-    """A parameter's name without vLLM's own LoRA layer around its module."""
-    return name.replace(".base_layer.", ".")
 
 
 def _fused_names(target: nn.Module) -> dict[str, str]:

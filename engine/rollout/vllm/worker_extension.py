@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.rollout.vllm import adapters, patches, process_state, shared_memory
 from engine.rollout.vllm.shared_memory import BucketEntry, SharedBuffer
 from engine.rollout.vllm.vllm_types import ModelRunner
-from engine.rollout.vllm.weight_sharing import WeightLoad
+from engine.rollout.vllm.weight_load import WeightLoad, begin_load
 
 if os.environ.get(process_state.WORKER_MARK):  # set for the workers alone, by `launch.py`
     patches.keep_weights_unpacked()
@@ -61,7 +61,7 @@ class WorkerExtension:
     @_answered
     def weights_begin(self) -> None:
         """Expect weights of the model."""
-        self._loading = WeightLoad(self.model_runner.get_model())
+        self._loading = begin_load(self.model_runner)
 
     @_answered
     def weights_load(self, entries: list[BucketEntry]) -> None:
@@ -71,8 +71,7 @@ class WorkerExtension:
     @_answered
     def weights_finish(self, whole: bool) -> None:
         """End the update; with `whole`, check that no parameter is missing."""
-        if whole:
-            self._loading.check_whole()
+        self._loading.finish(whole)
 
     @_answered
     def adapter_begin(self) -> None:

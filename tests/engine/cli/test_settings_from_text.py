@@ -271,6 +271,49 @@ def test_settings_that_disagree_are_named_as_they_were_typed() -> None:
     assert "data.train_batch_size × actor_rollout_ref.rollout.n" in message
 
 
+def test_vllm_is_tuned_by_verls_names(tmp_path: Path) -> None:
+    prefix = "actor_rollout_ref.rollout"
+    given = [
+        f"{prefix}.name=vllm",
+        f"{prefix}.gpu_memory_utilization=0.6",
+        f"{prefix}.enforce_eager=True",
+        f"{prefix}.free_cache_engine=False",
+        f"{prefix}.max_num_batched_tokens=16384",
+        f"{prefix}.enable_chunked_prefill=null",
+        f"{prefix}.quantization=fp8",
+        f"{prefix}.cudagraph_capture_sizes=[1,8]",
+        f"+{prefix}.engine_kwargs.vllm.kv_cache_dtype=fp8",
+        f"+{prefix}.engine_kwargs.vllm.compilation_config.cudagraph_mode=PIECEWISE",
+        "rl.rollout.vllm.engine_kwargs.attention_config.backend=FLASH_ATTN",
+    ]
+    resolved = resolve(None, given)
+    vllm = resolved.config.rl.rollout.vllm
+    assert resolved.notices == []
+    assert (vllm.gpu_memory_utilization, vllm.enforce_eager, vllm.sleep) == (0.6, True, 0)
+    assert (vllm.max_num_batched_tokens, vllm.enable_chunked_prefill) == (16384, None)
+    assert vllm.quantization == "fp8"
+    assert vllm.engine_kwargs == {
+        "cudagraph_capture_sizes": [1, 8],
+        "kv_cache_dtype": "fp8",
+        "compilation_config": {"cudagraph_mode": "PIECEWISE"},
+        "attention_config": {"backend": "FLASH_ATTN"},
+    }
+    file = tmp_path / "verl.yaml"
+    file.write_text(
+        "actor_rollout_ref: {rollout: {name: vllm, engine_kwargs: "
+        "{vllm: {kv_cache_dtype: fp8, speculative_config: {method: ngram}}}}}"
+    )
+    from_file = resolve(file, [f"{prefix}.engine_kwargs.vllm.max_logprobs=3"])
+    assert from_file.config.rl.rollout.vllm.engine_kwargs == {
+        "kv_cache_dtype": "fp8",
+        "speculative_config": {"method": "ngram"},
+        "max_logprobs": 3,
+    }
+    assert f"{prefix}.free_cache_engine=1 must be true" in refusal(
+        f"{prefix}.name=vllm", f"{prefix}.free_cache_engine=1"
+    )
+
+
 def test_our_own_paths_in_a_message_become_the_typed_keys() -> None:
     resolved = resolve(None, ["actor_rollout_ref.actor.kl_loss_coef=0.1", "algorithm.gamma=1"])
     told = resolved.with_typed_keys("actor.kl_loss_coef=0.1 and rl.algorithm.gamma. my.actor.lr")
@@ -282,6 +325,9 @@ def test_our_own_paths_in_a_message_become_the_typed_keys() -> None:
     [
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+        "actor_rollout_ref.rollout.free_cache_engine=true",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs=5",
+        "actor_rollout_ref.rollout.engine_kwargs.sglang.mem_fraction_static=0.5",
         "actor_rollout_ref.ref.fsdp_config.param_offload=True",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
         "trainer.n_gpus_per_node=8",

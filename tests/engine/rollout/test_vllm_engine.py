@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import os
@@ -9,6 +10,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import flask.globals  # noqa: F401 (its proxies once broke the start of vLLM)
 import numpy as np
@@ -19,8 +21,11 @@ from transformers import Qwen2ForCausalLM
 
 from engine.errors import RolloutError
 from engine.rollout.protocol import SamplingParams, create_engine
-from engine.rollout.vllm import VllmEngine, launch
+from engine.rollout.vllm import VllmEngine
 from engine.rollout.vllm.weight_sharing import ParameterSnapshot
+
+with contextlib.suppress(ImportError):  # it comes with vLLM
+    import llvmlite.binding  # noqa: F401 (its functions once broke the start of an engine, too)
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
@@ -182,11 +187,8 @@ def test_optimizer_states_outlive_sharing(vllm_subject: Subject) -> None:
 
 
 @needs_vllm
-def test_a_layout_that_cannot_be_shared_is_copied_and_the_process_left_clean(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_layout_that_cannot_be_shared_is_copied_and_the_process_left_clean() -> None:
     """Steps are short here, so that prompts have to wait for the next one instead of being cut."""
-    monkeypatch.setattr(launch, "_STEP_TOKENS", 64)
     model = build("gpt2")
     torch.manual_seed(5)
     np.random.seed(5)
@@ -194,7 +196,8 @@ def test_a_layout_that_cannot_be_shared_is_copied_and_the_process_left_clean(
     environment = dict(os.environ)
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     set_threads = torch.set_num_threads
-    engine = VllmEngine(model, max_num_seqs=8, max_model_len=64, kv_cache_memory_mb=32)
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 64, "kv_cache_memory_mb": 32}
+    engine = VllmEngine(model, **sizes, max_num_batched_tokens=64)
     try:
         assert dict(os.environ) == environment
         assert torch.equal(torch.get_rng_state(), states[0])

@@ -24,7 +24,8 @@ pytestmark = [
 ]
 MB = 1 << 20
 KV_MB = 512
-OPTIONS: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 256, "kv_cache_memory_mb": KV_MB}
+SIZES: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 256}
+OPTIONS = SIZES | {"kv_cache_memory_mb": KV_MB, "enforce_eager": True}  # no minute of compiling
 PARAMS = SamplingParams(n=4, max_new_tokens=24, seed=1)
 
 
@@ -152,7 +153,7 @@ def test_weights_come_back_before_the_cache_does(
     only_weights = used_mb()
     assert 0.9 * weights < only_weights - asleep < weights + 0.5 * KV_MB
     if level == 2:
-        with pytest.raises(RolloutError, match="threw the old ones away"):
+        with pytest.raises(RolloutError, match="discarded the old ones"):
             engine.wake_kv()
     else:
         assert not float(next(iter(engine.parameters().values())).isnan().any())
@@ -182,3 +183,40 @@ def test_an_ended_engine_gives_its_memory_back() -> None:
     before = used_mb()
     VllmEngine(model, dtype="bfloat16", **OPTIONS).close()
     assert used_mb() - before < 0.5 * (KV_MB + weights_mb(model))
+
+
+def test_by_default_it_takes_its_share_of_the_device_and_captures_graphs() -> None:
+    model, before = policy(torch.bfloat16), used_mb()
+    total = torch.cuda.mem_get_info()[1] / MB
+    engine = VllmEngine(model, **SIZES, gpu_memory_utilization=0.3)
+    try:
+        config: Any = engine._running().vllm_config
+        assert config.scheduler_config.enable_chunked_prefill
+        assert config.compilation_config.cudagraph_mode.name != "NONE"
+        assert 0.2 * total < used_mb() - before < 0.4 * total
+        assert engine.shares_storage
+        assert close_enough(engine, model)
+        with torch.no_grad():  # graphs read the weights where they were captured
+            for parameter in model.parameters():
+                parameter.mul_(1.02)
+        engine.update_weights(model, 1)
+        assert close_enough(engine, model)
+        engine.sleep(2)
+        assert used_mb() - before < 0.1 * total
+    finally:
+        engine.close()
+
+
+def test_fp8_weights_follow_a_bfloat16_policy() -> None:
+    model = policy(torch.bfloat16)
+    engine = VllmEngine(model, **OPTIONS, quantization="fp8")
+    try:
+        assert not engine.shares_storage
+        assert float(errors(engine, model).mean()) < 0.1
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.mul_(-0.8 if "proj.weight" in name else 1.0)
+        engine.update_weights(model, 1)
+        assert float(errors(engine, model).mean()) < 0.1
+    finally:
+        engine.close()

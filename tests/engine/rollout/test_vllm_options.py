@@ -10,6 +10,7 @@ from rollout_models import build
 
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.vllm.engine import VllmEngine
+from engine.rollout.vllm.engine_arguments import Tuning
 from engine.rollout.vllm.launch import _lora_rank_size
 from engine.rollout.vllm.options import resolve
 
@@ -24,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "rank_groups": None,
     "lora": "merged",
     "bucket_mb": 64,
+    "tuning": Tuning(),
 }
 
 

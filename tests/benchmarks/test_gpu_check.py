@@ -1,0 +1,99 @@
+"""`make gpu-check` as a program: deadlines, causes, partial figures, and the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PIECE = """
+import json, subprocess, sys
+from pathlib import Path
+
+name, out = sys.argv[1], Path(sys.argv[sys.argv.index("--out") + 1])
+figures = [{"what": "speed", "value": 7.0, "unit": "ms", "limit": "< 8 ms", "ok": True}]
+out.write_text(json.dumps(figures))
+print(sys.argv[4:])
+if name == "switch":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(sys.argv[4]).write_text(str(child.pid))
+    child.wait()
+if name == "nccl":
+    sys.exit("no\\nthis PyTorch has no NCCL | install it")
+"""
+
+
+@pytest.fixture
+def gpu_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program with pieces of ours in place of those that need a device."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_check
+
+    (tmp_path / "pieces").mkdir()
+    (tmp_path / "pieces" / "gpu_pieces.py").write_text(PIECE)
+    monkeypatch.setattr(gpu_check, "HERE", tmp_path / "pieces")
+    return gpu_check
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_late_piece_ends_with_all_it_started_and_keeps_its_figures(
+    gpu_check: Any, tmp_path: Path
+) -> None:
+    pid_file = tmp_path / "pid"
+    result = gpu_check.run_piece("switch", [str(pid_file)], 4.0, tmp_path)
+    assert result.cause == f"it was not done in 4 s, see {tmp_path}/gpu-report.logs/switch.log"
+    assert [figure.value for figure in result.figures] == [7.0]
+    child = int(pid_file.read_text())
+    deadline = time.monotonic() + 10
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(child)
+
+
+def test_a_piece_without_time_left_does_not_start(gpu_check: Any, tmp_path: Path) -> None:
+    result = gpu_check.run_piece("switch", [], -1.0, tmp_path)
+    assert result.cause == "the time of --limit-s was over; raise it"
+    assert not (tmp_path / "gpu-report.logs").exists()
+
+
+def test_the_report_has_every_figure_and_cause(gpu_check: Any, tmp_path: Path) -> None:
+    from gpu_report import Figure, Machine, PieceResult, write_report
+
+    results = [
+        gpu_check.run_piece("health", ["--n", "2"], 60.0, tmp_path),
+        gpu_check.run_piece("nccl", [], 60.0, tmp_path),
+        PieceResult("step", 1.0, (Figure("MFU", 31.44, "%"), Figure("new", 9, "B", "0 B", False))),
+    ]
+    assert (tmp_path / "gpu-report.logs" / "health.log").read_text() == "['--n', '2']\n"
+    assert [result.fault for result in results] == [
+        "",
+        f"this PyTorch has no NCCL | install it (see {tmp_path}/gpu-report.logs/nccl.log)",
+        "new: 9 B (wanted 0 B)",
+    ]
+    machine = Machine("NVIDIA H200", 1, 140.5, {"torch": "2.13.0"}, "2026-11-23")
+    files = write_report(tmp_path / "out", machine, results)
+    assert [os.path.basename(file) for file in files] == ["gpu-report.json", "gpu-report.md"]
+    report = json.loads(files[0].read_text())
+    assert report["machine"]["device"] == "NVIDIA H200"
+    assert [piece["ok"] for piece in report["pieces"]] == [True, False, False]
+    lines = files[1].read_text().splitlines()
+    assert lines[0] == "### NVIDIA H200"
+    assert "`make gpu-check` on 1 × NVIDIA H200 (140 GiB), torch 2.13.0, 2026-11-23:" in lines
+    assert "| health | speed | 7 ms | < 8 ms | ok |" in lines
+    assert "| step | MFU | 31.4 % |  |  |" in lines
+    assert "| step | new | 9 B | 0 B | **missed** |" in lines
+    assert any(line.startswith("| nccl | this PyTorch has no NCCL \\| install") for line in lines)
