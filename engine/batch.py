@@ -62,6 +62,9 @@ FIELDS: dict[str, Field] = {
     "group_ids": Field("B", torch.long, "rows with one id are completions of one prompt"),
     "policy_version": Field("B", torch.long, "updates the policy had seen at the oldest token"),
     "token_versions": Field("B R", torch.long, "policy version that drew each token"),
+    "routed_experts": Field(
+        "B P+R K", torch.int16, "experts that each token was given to, layer by layer; 0 on padding"
+    ),
     "truncated": Field("B", torch.bool, "the completion hit the length limit before its end token"),
 }
 
@@ -120,7 +123,7 @@ class Batch:
                     f"batch field {name!r} must be {field.dtype} of shape [{field.shape}], "
                     f"got {tensor.dtype} of shape {list(tensor.shape)}"
                 )
-            if tensor.dim() == 2:
+            if tensor.dim() > 1:
                 axis = field.shape.split()[1]
                 if widths.setdefault(axis, tensor.shape[1]) != tensor.shape[1]:
                     raise DataError(
@@ -263,9 +266,10 @@ def _unpickle(
 def _pad_columns(name: str, tensor: Tensor, prompt: int, response: int) -> Tensor:
     """Pad a field that has P by `prompt` columns on the left, one that has R on the right."""
     shape = FIELDS[name].shape.split() if name in FIELDS else []
-    axis = shape[1] if len(shape) == 2 else ""
+    axis = shape[1] if len(shape) > 1 else ""
     left, right = prompt if "P" in axis else 0, response if "R" in axis else 0
-    return F.pad(tensor, (left, right)) if left or right else tensor
+    inner = (0, 0) * (len(shape) - 2)
+    return F.pad(tensor, (*inner, left, right)) if left or right else tensor
 
 
 def _with_components(batches: Sequence[Batch]) -> Sequence[Batch]:

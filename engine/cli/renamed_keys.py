@@ -129,6 +129,7 @@ _ACTOR_SAME = (
     "use_kl_loss",
     "kl_loss_coef",
     "kl_loss_type",
+    "router_replay.mode",
     "policy_loss.loss_mode",
     "policy_loss.clip_cov_ratio",
     "policy_loss.clip_cov_lb",
@@ -192,6 +193,9 @@ VERL: dict[str, Key] = {
     "actor_rollout_ref.rollout.temperature": Key("rl.rollout.temperature"),
     "actor_rollout_ref.rollout.top_k": Key("rl.rollout.top_k", _zero_is_off, note="0 or -1: off"),
     "actor_rollout_ref.rollout.top_p": Key("rl.rollout.top_p"),
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": Key(
+        "rl.rollout.enable_rollout_routing_replay"
+    ),
     "actor_rollout_ref.rollout.max_num_seqs": Key("rl.rollout.max_num_seqs"),
     **{f"{_ROLLOUT}.{name}": Key(f"rl.rollout.vllm.{name}") for name in _VLLM_SAME},
     f"{_ROLLOUT}.free_cache_engine": Key(

@@ -31,6 +31,14 @@ class PolicyLossConfig(Section):
     options: Options = Field({}, description="Options of a loss of your own, by name")
 
 
+class RouterReplayConfig(Section):
+    """Whose choice of experts a mixture's routers repeat in training."""
+
+    mode: Literal["disabled", "R2", "R3"] = Field(
+        "disabled", description="R2: the trainer's own before the update; R3: that of rollout"
+    )
+
+
 class ActorConfig(Section):
     """The policy's update."""
 
@@ -59,6 +67,10 @@ class ActorConfig(Section):
     use_kl_loss: bool = Field(True, description="KL to the reference as a term of the loss")
     kl_loss_coef: float = Field(0.001, ge=0)
     kl_loss_type: str = Field("low_var_kl", description="KL estimator in the loss")
+    router_aux_loss_coef: float = Field(
+        0.0, ge=0, description="Mixtures of experts: weight of the loss that balances experts' load"
+    )
+    router_replay: RouterReplayConfig = RouterReplayConfig()
     parallel: ParallelConfig = ParallelConfig()
 
 
@@ -105,6 +117,9 @@ class RolloutConfig(Section):
         ge=16,
         description="KV cache of a copy of the policy; null: native's grows with its sequences, "
         "vLLM's has 256 on a CPU, and on a GPU what rollout.vllm.gpu_memory_utilization leaves",
+    )
+    enable_rollout_routing_replay: bool = Field(
+        False, description="Mixtures on native: record experts for actor.router_replay.mode=R3"
     )
     cuda_graphs: bool = Field(
         False, description="native on a GPU: replay decode steps of the Llama family as CUDA graphs"

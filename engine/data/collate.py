@@ -99,6 +99,17 @@ def pad(rows: Sequence[Sequence[Any]], value: float | int, side: str) -> Tensor:
     return torch.from_numpy(out)
 
 
+def pad_tokens(rows: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """`[n_i, K]` of each row's first n_i tokens as `[B, P+R, K]`, 0 elsewhere.
+
+    `mask` is the batch's `attention_mask`.
+    """
+    out = rows[0].new_zeros(*mask.shape, rows[0].shape[1])
+    for target, row, start in zip(out, rows, mask.argmax(1).tolist(), strict=True):
+        target[start : start + len(row)] = row
+    return out
+
+
 def _presence(lengths: Sequence[int], width: int) -> Tensor:
     """Boolean `[B, width]`: true in the first `lengths[i]` columns of row i."""
     return torch.arange(width)[None] < torch.tensor(lengths)[:, None]

@@ -33,7 +33,7 @@ class RequiredPasses:
         """The passes that the settings require.
 
         Truncated sampling (top-k, top-p) renormalises, so its log-probs are not the policy's;
-        rollout correction compares both.
+        rollout correction compares both; R2 replays what routers chose in the trainer's pass.
         """
         algorithm, actor = config.algorithm, config.actor
         if dataflow.uses_reference is not None:
@@ -52,6 +52,7 @@ class RequiredPasses:
             old_log_probs=actor.old_log_probs == "trainer"
             or (actor.old_log_probs == "auto" and truncated)
             or algorithm.rollout_correction.enabled
+            or actor.router_replay.mode == "R2"
             or squares,
             sum_pi_squared=squares,
         )

@@ -26,9 +26,11 @@ from engine.models.unloaded import (
     open_model,
     open_policy_model,
 )
+from engine.storage.expert_weights import MIXTURES
 
 __all__ = [
     "DTYPES",
+    "MIXTURES",
     "BaseModelView",
     "CriticModel",
     "UnloadedModel",

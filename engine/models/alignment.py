@@ -58,15 +58,34 @@ def left_align(batch: Batch) -> Sequences:
         row = int((prompt_lengths == 0).nonzero()[0, 0])
         raise DataError(f"row {row} of the batch has an empty prompt; give it at least one token")
     lengths = mask.sum(1)
-    length = int(lengths.max())
-    start = ids.shape[1] - width - prompt_lengths  # first real column, [B]
-    source = (start[:, None] + torch.arange(length, device=ids.device)).clamp(max=ids.shape[1] - 1)
-    aligned = ids.gather(1, source)
+    aligned = ids.gather(1, _sources(batch))
     present = mask[:, ids.shape[1] - width :]
     rows, columns = present.nonzero(as_tuple=True)
     positions = prompt_lengths[rows] + columns - 1
     targets = batch["responses"][rows, columns]
     return Sequences(aligned, rows, positions, targets, columns, lengths, prompt_lengths)
+
+
+def left_align_tokens(batch: Batch, values: Tensor) -> Tensor:
+    """`values` [B, P+R, F] of the tokens of `input_ids` as [B, L, F], rows as `left_align` does."""
+    return values.take_along_dim(_sources(batch)[..., None], 1)
+
+
+def restore_columns(batch: Batch, values: Tensor) -> Tensor:
+    """The inverse: [B, L, F] as [B, P+R, F], 0 on padding."""
+    mask = batch["attention_mask"].bool().cpu()
+    out = values.new_zeros(*mask.shape, values.shape[2])
+    present = torch.arange(values.shape[1]) < mask.sum(1)[:, None]
+    out[mask] = values[present]
+    return out
+
+
+def _sources(batch: Batch) -> Tensor:
+    """The column [B, L] of `input_ids` that comes to each place of the rows moved to the left."""
+    mask = batch["attention_mask"].bool()
+    start, length = mask.int().argmax(1), int(mask.sum(1).max())  # first real column, [B]
+    columns = start[:, None] + torch.arange(length, device=mask.device)
+    return columns.clamp(max=mask.shape[1] - 1)
 
 
 def pack(model: nn.Module, seqs: Sequences, packing: Packing | None = None) -> PackedRows | None:

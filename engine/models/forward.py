@@ -23,6 +23,7 @@ from engine.models.chunked_head import chunked_statistics, takes_chunks
 from engine.models.critic import CriticModel
 from engine.models.lora import BaseModelView
 from engine.models.packing import PackedRows, packed_forward
+from engine.models.routing import open_routing
 from engine.models.token_statistics import TokenStatistics, token_statistics
 from engine.models.vocabulary_head import Head, vocabulary_head
 
@@ -40,6 +41,8 @@ class TokenOutputs:
     """Σ_v π(v)²."""
     full_kl: Tensor | None = None
     """KL(π ‖ π_ref), exact over the vocabulary, in nats."""
+    router_balance: Tensor | None = None
+    """Of a mixture's routers: see `Routing.balance`."""
 
 
 def token_outputs(
@@ -104,7 +107,7 @@ def response_states(model: nn.Module, seqs: Sequences) -> Tensor:
 
     `model` is a language model or a critic.
     """
-    if (rows := pack(model, seqs)) is not None:
+    if (rows := _packed(model, seqs)) is not None:
         return _packed_states(model, rows, seqs)
     hidden = hidden_states(model, seqs)
     seqs = seqs.to(hidden.device)
@@ -138,6 +141,14 @@ def packing_error(model: nn.Module, batch: Batch) -> float:
     wanted = padded[seqs.rows, seqs.positions].float()
     distance = (packed.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
     return float(distance.mean()) if len(distance) else 0.0
+
+
+def _packed(model: nn.Module, seqs: Sequences) -> PackedRows | None:
+    """`pack`, of rows that are run next: an open Routing is told how they lie."""
+    rows = pack(model, seqs)
+    if (open_now := open_routing(model)) is not None:
+        open_now.lay_out(seqs, rows, _device(model))
+    return rows
 
 
 def _packed_states(model: nn.Module, rows: PackedRows, seqs: Sequences) -> Tensor:
@@ -220,7 +231,7 @@ def model_logits(model: Model, seqs: Sequences) -> Tensor:
     module: Any = model
     if (head := _head(model)) is not None:
         return head(response_states(module, seqs))
-    if (rows := pack(model, seqs)) is not None:
+    if (rows := _packed(model, seqs)) is not None:
         logits = packed_forward(model, rows).logits
         seqs = seqs.to(logits.device)
         return logits[0, rows.index(seqs.rows, seqs.positions)]

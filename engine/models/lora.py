@@ -22,10 +22,12 @@ from transformers import PreTrainedModel
 from engine.config import LoRAConfig
 from engine.errors import ConfigError
 from engine.models.quantize import QuantizedLinear
+from engine.storage.expert_weights import MIXTURES
 from engine.storage.hub import split_revision
 
 ADAPTER = "default"  # peft's name of the only one
 ALL_LINEAR = "all-linear"
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
@@ -36,7 +38,7 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
     """
     from peft import LoraConfig
 
-    names = config.target_modules
+    names = _targets(model, config)
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number will do
@@ -58,9 +60,32 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
     finalize_adapters(model, settings)
 
 
+def _targets(model: PreTrainedModel, config: LoRAConfig) -> str | tuple[str, ...]:
+    """The modules to adapt. Of a mixture: attention's, as its experts are no linear modules."""
+    names = config.target_modules
+    if model.config.model_type not in MIXTURES:
+        return names
+    if names == ALL_LINEAR:
+        return _ATTENTION
+    if isinstance(names, str) or set(names) - set(_ATTENTION):
+        raise ConfigError(
+            f"model.lora.target_modules={names!r} with a mixture of experts "
+            f"({model.config.model_type}): adapters are for attention alone; name some of "
+            f"{', '.join(_ATTENTION)}, or {ALL_LINEAR!r} for these"
+        )
+    return names
+
+
 def finalize_adapters(model: PreTrainedModel, settings: Any) -> None:
     """Make new adapters float32, and note in peft's `settings` what they belong to."""
-    for parameter in adapter_parameters(model).values():
+    adapters = adapter_parameters(model)
+    if any(".mlp." in name for name in adapters) and model.config.model_type in MIXTURES:
+        raise ConfigError(
+            f"model.lora.from_folder: the adapters for this {model.config.model_type} model are on "
+            "its experts or routers, and attention's alone are trained; leave from_folder out to "
+            "start from them merged"
+        )
+    for parameter in adapters.values():
         parameter.data = parameter.data.float()
     base = Path(model.name_or_path or "")
     name, revision = split_revision(base)

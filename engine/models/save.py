@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.errors import StorageError
 from engine.models.lora import has_adapters, merged_copy, save_adapter
+from engine.storage.expert_weights import file_tensors
 from engine.storage.weight_files import write_weights
 
 ADAPTER_FOLDER = "adapter"  # below a model that was trained with adapters
@@ -55,7 +56,7 @@ def save_tensors(
     policy: Any = model
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_weights(tensors, folder)
+        write_weights(file_tensors(policy.config.model_type, tensors), folder)
         config = copy.deepcopy(policy.config)
         config.dtype = str(policy.dtype).removeprefix("torch.")
         config.architectures = [type(policy).__name__]

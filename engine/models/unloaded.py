@@ -31,6 +31,7 @@ from engine.models.load import (
 )
 from engine.models.policy import load_policy_model
 from engine.models.precision import DTYPES
+from engine.storage.expert_weights import stack_experts
 from engine.storage.hub import split_revision
 from engine.storage.weight_files import WeightFiles
 
@@ -107,6 +108,7 @@ def _open(path: str | Path, dtype: torch.dtype) -> UnloadedModel:
     files = _files(name, revision)
     if model._get_dtype_plan(dtype) or any(p.dtype != dtype for p in model.parameters()):
         raise _WholeOnly(f"some of its weights stay in another dtype than {dtype}")
+    stack_experts(files, model.config.model_type, _tensors(model))
     names = _find(model, files)
     _fill_buffers(model)
     if model.can_generate():

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.storage.expert_weights import MIXTURES
 
 # Families whose logits depend on the body's outputs alone, and are what `vocabulary_head` gives.
 _FAMILIES = {
     *("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "olmo2", "smollm3", "starcoder2"),
+    *MIXTURES,
     *("gemma", "gemma2", "gemma3_text", "phi", "phi3", "glm4", "granite", "cohere", "cohere2"),
 }
 

@@ -8,6 +8,7 @@ sharding; it works without.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from engine.config import ParallelConfig
@@ -66,6 +67,7 @@ def shard_model(
             mp_policy=precision,
             offload_policy=offload,
             ignored_params=special,
+            shard_placement_fn=partial(_placement, ranks.size(*SHARD_AXES)),
         )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)  # of this module alone: the default is an average
@@ -135,6 +137,13 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
     if ranks.size("dp") == 1:
         return shards
     return DeviceMesh._concatenate([ranks.submesh("dp"), shards])
+
+
+def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:
+    """Cut along the second dimension where the first is shorter than there are ranks, as one of
+    experts often is: else some ranks would keep nothing. None: along the first."""
+    few = parameter.dim() > 2 and parameter.shape[0] % shards
+    return Shard(1) if few and parameter.shape[1] % shards == 0 else None
 
 
 def _dtensor(parameter: nn.Parameter) -> bool:

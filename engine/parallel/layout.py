@@ -19,6 +19,35 @@ DATA_AXES = ("dp", "fsdp")  # training ranks with rows of their own
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a mixture's layers."""
+
+    count: int  # a layer's, e.g. 128
+    chosen: int  # of them, for a token, e.g. 8
+    width: int  # an expert's intermediate size, e.g. 768
+    layers: int  # with experts, e.g. 48; others have the MLP of a dense model
+    shared: int = 0  # intermediate size of the MLP beside them that every token takes
+
+    @classmethod
+    def of(cls, config: Any) -> Self | None:
+        """Read a transformers configuration; None for a model without experts."""
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        count = max(int(getattr(config, name, None) or 0) for name in names)
+        if not count:
+            return None
+        layers = int(config.num_hidden_layers)
+        step = int(getattr(config, "decoder_sparse_step", None) or 1)
+        dense = {*(getattr(config, "mlp_only_layers", None) or ())}
+        return cls(
+            count,
+            int(config.num_experts_per_tok),
+            int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size),
+            sum(n not in dense and (n + 1) % step == 0 for n in range(layers)),
+            int(getattr(config, "shared_expert_intermediate_size", None) or 0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a causal language model that decide which layouts it fits."""
 
@@ -30,6 +59,7 @@ class ModelShape:
     intermediate: int  # e.g. 8960
     vocab: int  # e.g. 151936
     tied: bool = False  # whether the head is the input embedding
+    experts: Experts | None = None
 
     @classmethod
     def of(cls, config: Any) -> Self:
@@ -48,6 +78,7 @@ class ModelShape:
                 intermediate=int(config.intermediate_size),
                 vocab=int(config.vocab_size),
                 tied=bool(config.tie_word_embeddings),
+                experts=Experts.of(config),
             )
         except AttributeError as error:
             raise ConfigError(

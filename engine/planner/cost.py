@@ -19,8 +19,9 @@ from functools import lru_cache
 from engine.parallel.layout import ModelShape
 from engine.parallel.pipeline_stages import layers_by_stage
 from engine.planner import hardware
+from engine.planner.elements import sizes
 from engine.planner.hardware import EFFICIENCY, FLOAT32_SHARE, STREAMED
-from engine.planner.memory import micro_tokens, rank_elements, sizes, stage_elements
+from engine.planner.memory import micro_tokens, rank_elements, stage_elements
 from engine.planner.resources import Allocation
 from engine.planner.workload import Candidate, Workload
 
@@ -60,9 +61,10 @@ def price(work: Workload, candidate: Candidate, allocation: Allocation) -> Price
 
 
 def _flops(work: Workload) -> float:
-    """Of a token's forward pass; half of a row's attention is masked."""
+    """Of a token's forward pass, by the parameters that it meets (not by all experts'); half of a
+    row's attention is masked."""
     shape, parts = work.shape, sizes(work.shape)
-    matrices = parts.layer * parts.layers + shape.vocab * shape.hidden
+    matrices = parts.active * parts.layers + shape.vocab * shape.hidden
     attention = shape.layers * shape.heads * shape.head_dim * work.length
     return 2.0 * (matrices + attention)
 
@@ -218,7 +220,7 @@ def rollout_seconds(work: Workload, candidate: Candidate, allocation: Allocation
     flops = _flops(work) / tp / _rate(work, allocation)
     prefill = rows / work.completions * work.prompt_length * flops
     cache = 2 * shape.layers * max(1.0, shape.kv_heads / tp) * shape.head_dim * work.weight_bytes
-    read = sizes(shape).total * work.weight_bytes / tp
+    read = sizes(shape).read(together) * work.weight_bytes / tp
     read += together * (work.prompt_length + work.response_length / 2) * cache
     step = max(read / (device.bandwidth * STREAMED), together * flops)
     step += shape.layers * device.kernel_s

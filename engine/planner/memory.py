@@ -3,9 +3,9 @@
 Weights, gradients and moments are counted as ZeRO does (Rajbhandari et al., arXiv:1910.02054,
 section 3.1), in the dtypes that this engine keeps; activations in the manner of Korthikanti et al.
 (arXiv:2205.05198, section 4), term by term for a decoder with RMSNorm, grouped-query attention
-without stored scores (SDPA), and a gated MLP. The peak is the largest of three moments: loading,
-training, and rollout. A rank loads its shards alone (`runtime.load_shards`); adapters are put on a
-whole base, of which the rank then keeps its part.
+without stored scores (SDPA), and a gated MLP or experts. The peak is the largest of three
+moments: loading, training, and rollout. A rank loads its shards alone (`runtime.load_shards`);
+adapters are put on a whole base, of which the rank then keeps its part.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.pipeline_stages import layers_by_stage
+from engine.planner.elements import kept_of_mlp, sizes
 from engine.planner.hardware import GIB
 from engine.planner.workload import Candidate, Workload
 
@@ -24,31 +25,6 @@ _FLOAT32 = 4.0  # bytes
 _BUCKET = 64 << 20  # bytes of a file that are read at a time
 _CHUNK, _FEWEST_TOKENS = 1 << 26, 256  # logits of a chunk, and its tokens at least
 _PART = 64 << 20  # elements that the optimizer updates at a time where its state is offloaded
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Elements of a model by part."""
-
-    layer: int
-    layers: int
-    embedding: int
-    head: int  # 0 where it is the embedding
-
-    @property
-    def total(self) -> int:
-        """Of the whole model."""
-        return self.layer * self.layers + self.embedding + self.head
-
-
-@lru_cache(maxsize=64)
-def sizes(shape: ModelShape) -> Sizes:
-    """Elements of a decoder; biases, which few families have, are left out."""
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = 2 * shape.hidden * (queries + keys)
-    layer = attention + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
-    table = shape.vocab * shape.hidden
-    return Sizes(layer, shape.layers, table, 0 if shape.tied else table)
 
 
 def rank_elements(shape: ModelShape, layout: Layout) -> float:
@@ -84,7 +60,7 @@ def activations(work: Workload, candidate: Candidate) -> float:
     # Two norms keep input, normed and scaled (float32 where they compute in it); attention q, k, v,
     # keys and values repeated for the query heads, its output twice; the MLP its four products.
     norms = 2 * hidden * (2 * max(size, 4.0) + size)
-    layer = norms + size * (5 * wide + 2 * narrow + 4 * shape.intermediate / layout.tp)
+    layer = norms + size * (5 * wide + 2 * narrow + kept_of_mlp(shape) / layout.tp)
     layers = -(-shape.layers // layout.pp)
     micros = -(-work.rows * work.length // (layout.data_ranks * micro_tokens(work, candidate)))
     flights = min(layout.pp, micros)  # 1F1B keeps as many micro-batches as there are stages

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from engine.config import RolloutConfig
 from engine.errors import ConfigError, RolloutError
@@ -46,6 +47,8 @@ class Completion:
     # on the way, the oldest of `token_versions`: the one that a staleness bound must use
     token_versions: list[int] | None = None  # policy version of each token, e.g. [12, 12, 13];
     # None: all are of `policy_version`
+    routed_experts: Tensor | None = None  # int16 [prompt + completion − 1, layers · k]: the experts
+    # that each token but the last was given to, where they are recorded
 
 
 class RolloutEngine(Protocol):
@@ -89,7 +92,10 @@ class EngineCapabilities:
     settings: frozenset[str] = frozenset({"max_num_seqs"})  # of ENGINE_SETTINGS, what it reads
 
 
-ENGINE_SETTINGS = ("max_num_seqs", "kv_cache_memory_mb", "cuda_graphs", "server", "vllm")
+ENGINE_SETTINGS = (
+    *("max_num_seqs", "kv_cache_memory_mb", "cuda_graphs", "enable_rollout_routing_replay"),
+    *("server", "vllm"),
+)
 """Fields of RolloutConfig that only some engines read."""
 COMMON_OPTIONS = ("max_num_seqs", "max_model_len", "kv_cache_memory_mb", "seed")
 """Keyword arguments that every engine takes."""

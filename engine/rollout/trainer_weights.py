@@ -1,4 +1,4 @@
-"""A trainer's weights as whole plain tensors, by the names of a model without adapters.
+"""A trainer's weights as whole plain tensors, by the names that files of the model have for them.
 
 Sharded parameters are gathered one at a time. An adapted matrix comes with its adapter merged in:
 W + α/r · B·A (Hu et al., arXiv:2106.09685).
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.rollout.causal_lm import embedding_weight
+from engine.storage.expert_weights import file_tensors
 
 _ADAPTER = "default"  # peft's name of the only one
 _PARTS = (".lora_A.", ".lora_B.")
@@ -46,10 +47,14 @@ def can_be_shared(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def merged_weights(model: nn.Module, changed_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter's name and whole tensor, adapters merged; tied parameters once.
+    """Each weight as the model's files have it, whole, adapters merged; tied parameters once.
 
     `changed_only` leaves out all that no adapter changes (nothing, for a model without adapters).
     """
+    return file_tensors(_model_type(model), _merged_parameters(model, changed_only))
+
+
+def _merged_parameters(model: nn.Module, changed_only: bool) -> Iterator[tuple[str, Tensor]]:
     modules: dict[str, Any] = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         owner, adapted, rest = name.partition(".base_layer.")
@@ -64,7 +69,11 @@ def merged_weights(model: nn.Module, changed_only: bool = False) -> Iterator[tup
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter's name and whole tensor without what the adapters add."""
+    """Each weight as the model's files have it, whole, without what the adapters add."""
+    return file_tensors(_model_type(model), _base_parameters(model))
+
+
+def _base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
@@ -86,6 +95,10 @@ def adapter_config(model: nn.Module) -> dict[str, object]:
         key: list(value) if isinstance(value, set) else value
         for key, value in asdict(config[_ADAPTER]).items()
     }
+
+
+def _model_type(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", ""))
 
 
 def _dense(module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:

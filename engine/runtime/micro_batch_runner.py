@@ -59,7 +59,7 @@ class MicroBatchRunner:
         """`reader`'s outputs `[b, R]` of each micro-batch, on this rank's device."""
         if self._pipeline is None:
             for micro in micros:
-                with self._forward_context():
+                with self._forward_context(), reader.around(self.module, micro):
                     yield self._forward(micro, reader)
             return
         yield from self._run_pipeline(micros, reader)
@@ -70,7 +70,7 @@ class MicroBatchRunner:
         """Run each micro-batch forward and backward; `loss` takes its index and its outputs."""
         if self._pipeline is None:
             for index, micro in enumerate(micros):
-                with self._forward_context():
+                with self._forward_context(), reader.around(self.module, micro):
                     loss(index, self._forward(micro, reader)).backward()
             return
         seqs, positions = self._split_all(micros)

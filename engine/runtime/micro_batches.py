@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -53,8 +53,23 @@ def trim(batch: Batch) -> Batch:
     r = max(1, int(mask[:, prompt_width:].sum(1).max()))
     tensors: dict[str, Tensor] = {}
     for name, value in batch.as_dict().items():
-        axis = FIELDS[name].shape.partition(" ")[2] if name in FIELDS else ""
+        axis = [*FIELDS[name].shape.split(), ""][1] if name in FIELDS else ""
         start = prompt_width - p if "P" in axis else 0
         stops = {"P+R": prompt_width + r, "P": prompt_width, "R": r}
         tensors[name] = value[:, start : stops[axis]] if axis in stops else value
     return Batch(tensors)
+
+
+def untrimmed(
+    batch: Batch, passes: Sequence[tuple[Tensor, Batch]], parts: Sequence[Tensor]
+) -> Tensor:
+    """`[b, P+R, K]` of each of `batch`'s micro-batches as `[B, P+R, K]`: 0 where they were trimmed.
+
+    `parts` may be more than `passes`; dummy passes come last.
+    """
+    width, response = batch["input_ids"].shape[1], batch["responses"].shape[1]
+    out = parts[0].new_zeros(len(batch), width, parts[0].shape[2])
+    for (rows, micro), part in zip(passes, parts, strict=False):
+        start = width - response - (part.shape[1] - micro["responses"].shape[1])
+        out[rows, start : start + part.shape[1]] = part
+    return out

@@ -31,6 +31,7 @@ from engine.rollout.native.tp_shards import TPModelShard
 from engine.rollout.protocol import RolloutEngine
 from engine.runtime.merged_shards import MergedShards
 from engine.runtime.sharded_model import ShardedModel
+from engine.storage.expert_weights import file_tensors
 
 LoadModel = Callable[[], PreTrainedModel]
 
@@ -193,7 +194,8 @@ class StreamedWeights(RolloutWeights):
     def sync_weights(self, engine: RolloutEngine, version: int) -> None:
         """All ranks of the policy call it together."""
         assert isinstance(engine, VllmRanks)
-        engine.update_from(self._sharded.full_tensors(), version)
+        kind = self.model.config.model_type
+        engine.update_from(file_tensors(kind, self._sharded.full_tensors()), version)
 
     def refresh(self) -> None:
         """Do nothing: `sync_weights` gathers the tensors."""

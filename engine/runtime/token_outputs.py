@@ -8,6 +8,7 @@ outputs are float32 `[b, R]` by name.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from engine.models.forward import (
     response_values,
     token_outputs,
 )
+from engine.models.routing import open_routing, routing
 from engine.models.token_statistics import TokenStatistics, token_statistics
 from engine.models.vocabulary_head import require_vocabulary_head
 
@@ -50,6 +52,10 @@ class OutputReader(Protocol):
         """Outputs `[b, R]` of the tokens of `seqs` from hidden states `[b, L, H]`; 0 elsewhere."""
         ...
 
+    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[Any]:
+        """The context of a pass with `from_model` and of its backward pass."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LogProbReader:
@@ -61,6 +67,9 @@ class LogProbReader:
     sum_pi_squared: bool = False
     statistics: TokenStatistics = token_statistics
     reference: ReferenceLogits | None = None  # for the exact KL to its model
+    router_balance: bool = False  # of a mixture of experts
+    replay: bool = False  # have routers choose the batch's `routed_experts`
+    record: Callable[[Tensor], None] | None = None  # gets each pass's `routed_experts`
 
     def names(self) -> tuple[str, ...]:
         """`log_probs`, then the requested ones."""
@@ -68,6 +77,7 @@ class LogProbReader:
             "entropy": self.entropy,
             "sum_pi_squared": self.sum_pi_squared,
             "full_kl": self.reference is not None,
+            "router_balance": self.router_balance,
         }
         return ("log_probs", *(name for name, wanted in requested.items() if wanted))
 
@@ -75,17 +85,31 @@ class LogProbReader:
         """One forward pass of a causal language model of any family."""
         if self.reference is not None:
             seqs = left_align(micro)
-            return self._with_reference(model_logits(module, seqs), seqs, micro)
-        read = token_outputs(
-            module, micro, self.temperature, statistics=self.statistics, **self._options()
-        )
-        return self._named(read)
+            read = self._with_reference(model_logits(module, seqs), seqs, micro)
+        else:
+            read = token_outputs(
+                module, micro, self.temperature, statistics=self.statistics, **self._options()
+            )
+        found = {name: getattr(read, name) for name in self.names()}
+        if (routers := open_routing(module)) is not None:
+            if self.record is not None:
+                self.record(routers.routed_experts())
+            if self.router_balance:
+                found["router_balance"] = routers.balance(micro["responses"])
+        return found
+
+    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[Any]:
+        """Routers' choices are looked at, or made."""
+        if not (self.router_balance or self.replay or self.record is not None):
+            return nullcontext()
+        return routing(module, micro, replay=self.replay)
 
     def from_hidden(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
         """Apply the head and the softmax."""
         head = require_vocabulary_head(module)
         if self.reference is not None:
-            return self._with_reference(response_logits(head, hidden, seqs), seqs, micro)
+            read = self._with_reference(response_logits(head, hidden, seqs), seqs, micro)
+            return {name: getattr(read, name) for name in self.names()}
         own = seqs.to(hidden.device)
         read = read_states(
             head,
@@ -96,11 +120,11 @@ class LogProbReader:
             statistics=self.statistics,
             **self._options(),
         )
-        return self._named(read)
+        return {name: getattr(read, name) for name in self.names()}
 
-    def _with_reference(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+    def _with_reference(self, logits: Tensor, seqs: Sequences, micro: Batch) -> TokenOutputs:
         assert self.reference is not None
-        read = read_tokens(
+        return read_tokens(
             logits,
             seqs,
             micro,
@@ -109,10 +133,6 @@ class LogProbReader:
             reference_logits=self.reference(micro),
             **self._options(),
         )
-        return self._named(read)
-
-    def _named(self, read: TokenOutputs) -> Outputs:
-        return {name: getattr(read, name) for name in self.names()}
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -124,6 +144,10 @@ class LogProbReader:
 
 class ValueReader:
     """Values of a critic, by name `values`."""
+
+    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[Any]:
+        """Nothing more."""
+        return nullcontext()
 
     def names(self) -> tuple[str, ...]:
         """`values` alone."""

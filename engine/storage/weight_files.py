@@ -34,11 +34,20 @@ class WeightFiles:
             name: tuple(found.get_shape()) for name, found in self._slices.items()
         }
 
+    def stack(self, name: str, parts: Sequence[Sequence[str]]) -> None:
+        """Call `name` the matrices `parts`: each row's one below the other, rows side by side."""
+        self._slices[name] = _Stack([[self._slices[part] for part in row] for row in parts])
+        self.shapes[name] = tuple(self._slices[name].get_shape())
+
+    def alias(self, name: str, there: str) -> None:
+        """Let `name` be another name of the tensor `there`."""
+        self._slices[name], self.shapes[name] = self._slices[there], self.shapes[there]
+
     @torch.no_grad()
     def read(self, name: str, start: Sequence[int], into: Tensor) -> None:
         """Fill `into`, of any dtype and device, with the box of its shape that begins at `start`.
 
-        A bucket of rows at a time.
+        A bucket of rows at a time, or one row that is larger.
         """
         source = self._slices[name]
         if not into.dim():
@@ -56,6 +65,34 @@ class WeightFiles:
         """`spread_sample` of a tensor, in the file's dtype, without reading all of it."""
         found: Tensor = self._slices[name][...]
         return spread_sample(found)
+
+
+class _Stack:
+    """Matrices [rows, columns] as one tensor [N, all rows, columns], with a slice's interface."""
+
+    def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
+        self._parts = parts
+        self._rows = [part.get_shape()[0] for part in parts[0]]
+
+    def get_shape(self) -> list[int]:
+        return [len(self._parts), sum(self._rows), self._parts[0][0].get_shape()[1]]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if index is ...:
+            index = (slice(None),) * 3
+        chosen, rows, columns = index
+        first, last, _ = rows.indices(sum(self._rows))
+        return torch.stack([self._read(row, first, last, columns) for row in self._parts[chosen]])
+
+    def _read(self, parts: Sequence[Any], first: int, last: int, columns: slice) -> Tensor:
+        """Rows `first` to `last` of the matrices below each other."""
+        found, begin = [], 0
+        for part, rows in zip(parts, self._rows, strict=True):
+            low, high = max(first - begin, 0), min(last - begin, rows)
+            if low < high:
+                found.append(part[low:high, columns])
+            begin += rows
+        return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def spread_sample(tensor: Tensor) -> Tensor:

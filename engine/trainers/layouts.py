@@ -16,6 +16,7 @@ from engine.models import text_config
 from engine.parallel.layout import Layout, ModelShape, RankGrid, check_layout
 from engine.parallel.rollout_layout import rollout_layout
 from engine.rollout.protocol import engine_capabilities
+from engine.trainers.mixtures import check_mixture, check_mixture_axes
 from engine.trainers.rollout_sources import sampler_count
 
 # Roles whose model is sharded like the actor's.
@@ -83,6 +84,8 @@ def check_layouts(
                 "trainer.placement=local runs one process; set trainer.placement=ray"
             )
     _check_actor(config, lora)
+    if model_config is not None:
+        check_mixture(config, model_config)
 
 
 def check_parallel(
@@ -91,6 +94,7 @@ def check_parallel(
     """Raise ConfigError for a layout that no policy, or this model, takes; `name`: its setting."""
     layout = Layout.of(parallel)
     if layout.world_size > 1 and model_config is not None:
+        check_mixture_axes(name, parallel, model_config)
         check_layout(layout, layout.world_size, ModelShape.of(model_config))
     if parallel.offload_params and layout.fsdp * layout.sp == 1:
         raise ConfigError(f"{name}.offload_params is FSDP's; set {name}.fsdp to 2 or more")

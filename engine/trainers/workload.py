@@ -8,9 +8,9 @@ from engine.config import LoRAConfig, RLConfig
 from engine.dataflows import choose_dataflow
 from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError
-from engine.models import text_config
+from engine.models import MIXTURES, text_config
 from engine.parallel.decoder_plan import FAMILIES
-from engine.parallel.layout import Layout, ModelShape
+from engine.parallel.layout import Experts, Layout, ModelShape
 from engine.parallel.sharding_specs import ROLLOUT_FAMILIES
 from engine.planner import Workload
 from engine.rollout.protocol import engine_capabilities
@@ -18,6 +18,7 @@ from engine.trainers.rl_setup import effective_config
 from engine.trainers.rollout_sources import get_rollout_source, sampler_count
 
 _BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
@@ -84,12 +85,12 @@ def workload(
 
 
 def _shape(model_config: PretrainedConfig) -> ModelShape:
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if getattr(model_config, name, None):
-            raise ConfigError(
-                f"trainer.placement=auto can't price a mixture of experts (model type "
-                f"{model_config.model_type!r}); set actor.parallel, and trainer.placement=ray"
-            )
+    kind = model_config.model_type
+    if Experts.of(model_config) is not None and kind not in MIXTURES:
+        raise ConfigError(
+            f"trainer.placement=auto can't price a mixture of experts of model type {kind!r} "
+            f"({', '.join(MIXTURES)} it can); set actor.parallel, and trainer.placement=ray"
+        )
     try:
         return ModelShape.of(model_config)
     except ConfigError as error:
@@ -114,5 +115,7 @@ def _adapters(shape: ModelShape, lora: LoRAConfig) -> int:
         "down_proj": wide + hidden,
     }
     named = lora.target_modules
+    if shape.experts is not None and shape.experts.layers:  # `models.lora`
+        sides = {name: size for name, size in sides.items() if name in _ATTENTION}
     chosen = sides.values() if isinstance(named, str) else [sides.get(n, 0) for n in named]
     return shape.layers * lora.rank * sum(chosen)

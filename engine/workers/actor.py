@@ -25,6 +25,7 @@ from engine.errors import CheckpointError
 from engine.models.forward import TokenOutputs
 from engine.parallel.layout import Layout
 from engine.runtime.loss_scale import update_metrics
+from engine.runtime.micro_batches import untrimmed
 from engine.runtime.mini_batches import minibatch_indices
 from engine.runtime.pair_gradients import accumulate_pairs
 from engine.runtime.policy_runtime import PolicyRuntime
@@ -84,15 +85,27 @@ class ActorWorker(TrainingWorker):
             config.policy_loss.loss_mode, config.loss_agg_mode
         )
 
-    @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, writes=("old_log_probs", "sum_pi_squared"))
+    @dispatch(
+        Dispatch.DATA_PARALLEL,
+        reads=(*TOKENS, "routed_experts"),
+        writes=("old_log_probs", "sum_pi_squared", "routed_experts"),
+    )
     def log_probs(self, batch: Batch) -> Batch:
         """The policy's log-probs before the update: `old_log_probs [B, R]`.
 
-        Adds `sum_pi_squared [B, R]` where the worker was built for an estimator that reads it.
+        Adds `sum_pi_squared [B, R]` where the worker was built for an estimator that reads it, and
+        `routed_experts [B, P+R, K]` for the update to replay (R2).
         """
         passes = self.sharded.micro_batches(batch, self.config.max_tokens_per_micro_batch)
-        out = self.sharded.outputs(batch, passes, self._reader(sum_pi_squared=self.sum_pi_squared))
-        return Batch({"old_log_probs": out.pop("log_probs")} | out)
+        mode, chosen = self.config.router_replay.mode, list[Tensor]()
+        reader = self._reader(
+            sum_pi_squared=self.sum_pi_squared,
+            replay=mode == "R3",
+            record=chosen.append if mode == "R2" else None,
+        )
+        out = self.sharded.outputs(batch, passes, reader)
+        out = {"old_log_probs": out.pop("log_probs")} | out
+        return Batch(out | ({"routed_experts": untrimmed(batch, passes, chosen)} if chosen else {}))
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -169,7 +182,7 @@ class ActorWorker(TrainingWorker):
             config.policy_loss.loss_mode,
             mini["advantages"],
             mask,
-            entropy_coeff=config.entropy_coeff,
+            entropy_coeff=config.entropy_coeff or config.router_aux_loss_coef,
             kl_loss_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
         )
         skipped: Metrics = {"rows_skipped": accumulate_mean((~active).double(), mask.any(1))}
@@ -184,6 +197,8 @@ class ActorWorker(TrainingWorker):
             entropy=True,
             entropy_gradient=config.entropy_coeff > 0,
             reference=self._reference_logits() if full else None,
+            router_balance=config.router_aux_loss_coef > 0,
+            replay=config.router_replay.mode != "disabled",
         )
 
         def loss(got: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
@@ -206,7 +221,8 @@ class ActorWorker(TrainingWorker):
     def _loss(
         self, got: TokenOutputs, micro: Batch, denominators: Denominators
     ) -> tuple[Tensor, Metrics]:
-        """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL of one micro-batch."""
+        """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL of one micro-batch; of a
+        mixture, + router_aux_loss_coef · the routers' balance."""
         config, mask = self.config, micro["response_mask"]
         assert got.entropy is not None
         policy_loss = losses.get_policy_loss(config.policy_loss.loss_mode)
@@ -229,6 +245,10 @@ class ActorWorker(TrainingWorker):
             metrics["kl"] = accumulate_mean(kl, mask)
             if config.use_kl_loss:
                 loss = loss + config.kl_loss_coef * self._aggregate(kl, mask, denominators)
+        if (balance := got.router_balance) is not None:
+            metrics["router_aux_loss"] = accumulate_mean(balance, mask)
+            mean = aggregate(balance, mask, "token-mean", denominators)
+            loss = loss + config.router_aux_loss_coef * mean
         return loss, metrics
 
     def _kl(self, got: TokenOutputs, micro: Batch) -> Tensor | None:

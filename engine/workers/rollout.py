@@ -9,7 +9,7 @@ import torch
 
 from engine.batch import Batch
 from engine.config import LoRAConfig, RolloutConfig
-from engine.data.collate import collate_completions
+from engine.data.collate import collate_completions, pad_tokens
 from engine.data.templates import stop_token_ids
 from engine.data.tokenizer import load_tokenizer
 from engine.models import load_policy_model
@@ -166,6 +166,9 @@ class RolloutWorker(StatefulWorker):
             [c.log_probs for c in done],
             pad_token_id=self.tokenizer.pad_token_id,
         )
+        experts = [c.routed_experts for c in done if c.routed_experts is not None]
+        if experts:
+            batch |= {"routed_experts": pad_tokens(experts, batch["attention_mask"])}
         return batch | {
             "policy_version": torch.tensor([c.policy_version for c in done]),
             "truncated": torch.tensor([c.finish_reason == "length" for c in done]),

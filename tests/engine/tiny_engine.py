@@ -17,9 +17,13 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from engine.batch import Batch
@@ -53,7 +57,8 @@ TINY_MODEL = ModelConfig(
 
 
 def tiny_model(family: str, seed: int = 0, vocab_size: int = VOCABULARY) -> PreTrainedModel:
-    """A random model of `family` (gpt2, or one that tp and pp know) in evaluation mode."""
+    """A random model of `family` (gpt2, qwen3_moe, mixtral, or one that tp and pp know) in
+    evaluation mode."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if family == "gpt2":
@@ -61,6 +66,13 @@ def tiny_model(family: str, seed: int = 0, vocab_size: int = VOCABULARY) -> PreT
                 vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64
             )
             return GPT2LMHeadModel(shape).eval()
+        if family == "qwen3_moe":
+            experts = {"num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True}
+            moe = Qwen3MoeConfig(**_SHAPE, **experts, num_experts_per_tok=2, head_dim=8)
+            return Qwen3MoeForCausalLM(moe).eval()
+        if family == "mixtral":
+            few = MixtralConfig(**_SHAPE, num_local_experts=2, num_experts_per_tok=1)
+            return MixtralForCausalLM(few).eval()
         if family == "llama":
             return LlamaForCausalLM(LlamaConfig(**_SHAPE)).eval()
         if family != "qwen2":

@@ -18,6 +18,7 @@ class Prefilled:
     lengths: Tensor  # [B], int64
     state: Tensor  # the decoder's own; keys and values of a `LlamaDecoder`:
     # [layers, 2, B, kv_heads, P, head_dim]
+    routed_experts: Tensor | None = None  # [B, P, layers · k] int16, prompts on the right
 
     def last(self) -> Prefilled:
         """The last prompt of a `LlamaDecoder`'s alone, in storage of its own."""
@@ -29,6 +30,7 @@ class Decoder(Protocol):
     """A model and the state of the sequences in its slots: `LlamaDecoder`, `GenericDecoder`."""
 
     slots: int  # sequences decoded at once
+    routed_experts: Tensor | None  # [L, layers · k] int16 of the latest `decode`'s tokens
 
     @property
     def shares_prompts(self) -> bool:

@@ -30,13 +30,18 @@ from engine.rollout.protocol import (
 from engine.rollout.requests import RolloutStats, check_request, resolve_max_model_len
 from engine.rollout.stream import KvOnUpdate, PartialCompletion
 
-_SETTINGS = frozenset({"max_num_seqs", "kv_cache_memory_mb", "cuda_graphs"})
+_SETTINGS = frozenset(
+    {"max_num_seqs", "kv_cache_memory_mb", "cuda_graphs", "enable_rollout_routing_replay"}
+)
 
 
 @register_engine(
     "native",
     EngineCapabilities(streams=True, adapters=True, decodes_shards=True, settings=_SETTINGS),
-    options=lambda config: {"cuda_graphs": config.cuda_graphs},
+    options=lambda config: {
+        "cuda_graphs": config.cuda_graphs,
+        "routed_experts": config.enable_rollout_routing_replay,
+    },
 )
 class NativeEngine:
     """Rollouts on the device and in the storage of the trainer's model.
@@ -55,6 +60,7 @@ class NativeEngine:
         kv_cache_memory_mb: int | None = None,
         seed: int = 0,
         cuda_graphs: bool = False,
+        routed_experts: bool = False,
     ) -> None:
         """Bind to `model`, a transformers causal LM, or to this rank's shard of one.
 
@@ -65,14 +71,15 @@ class NativeEngine:
         as fit so many MiB on this rank; the others wait, and one that can't fit is refused.
         `seed` is added to that of each request. `cuda_graphs` replays decode steps as graphs where
         the model is on a GPU, whole and of the Llama family; each completion then has its own copy
-        of its prompt's keys. Raises ConfigError for a length beyond the model's context, and for a
+        of its prompt's keys. `routed_experts`: completions of `generate` say which experts their
+        tokens were given to. Raises ConfigError for a length beyond the model's context, and for a
         bound on the cache of a model whose sizes nobody knows.
         """
         if max_num_seqs < 1:
             raise RolloutError(f"max_num_seqs={max_num_seqs} decodes nothing; use 1 or more")
         self.stats = RolloutStats()
         self._max_num_seqs, self._seed = max_num_seqs, seed
-        self._cuda_graphs = cuda_graphs
+        self._cuda_graphs, self._routed_experts = cuda_graphs, routed_experts
         self._handle = ModelHandle(model)
         self._max_model_len = resolve_max_model_len(max_model_len, context_length(model))
         self._budget: KvBudget | None = None
@@ -151,6 +158,7 @@ class NativeEngine:
             budget=self._budget,
             cuda_graphs=self._cuda_graphs,
             static_batches=True,
+            routed_experts=self._routed_experts,
         )
         table = SequenceTable(
             total,
@@ -159,6 +167,7 @@ class NativeEngine:
             next(model.parameters()).device,
             version=self._handle.version,
             track_versions=False,
+            longest_prompt=max(map(len, prompts)),
         )
         split_requests = not decoder.static_batches
         scheduler = Scheduler(table, params, slots, self.stats, split_requests=split_requests)

@@ -7,8 +7,8 @@ one that takes only `(input_ids, attention_mask)` is run over the whole sequence
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from engine.rollout.causal_lm import eval_mode
 from engine.rollout.native.decoder import Prefilled
+from engine.rollout.native.routed_experts import RoutedExperts
 
 
 class GenericDecoder:
@@ -35,8 +36,14 @@ class GenericDecoder:
         device: torch.device,
         *,
         static_batches: bool,
+        routed: RoutedExperts | None = None,
     ) -> None:
-        """Serve `slots` sequences of at most `columns` tokens, prompts included."""
+        """Serve `slots` sequences of at most `columns` tokens, prompts included.
+
+        `routed` records the experts of static batches' tokens.
+        """
+        self._routed = routed
+        self.routed_experts: Tensor | None = None
         self._model, self._device, self.static_batches = model, device, static_batches
         self.slots = slots
         kept = (slots, 0 if static_batches else columns)
@@ -49,9 +56,12 @@ class GenericDecoder:
         """Each slot has its own."""
         return self.slots
 
-    def session(self) -> AbstractContextManager[None]:
-        """Dropout is off."""
-        return eval_mode(self._model)
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Dropout is off; experts are recorded."""
+        recording = nullcontext() if self._routed is None else self._routed.recording()
+        with eval_mode(self._model), recording:
+            yield
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
         """Run whole prompts; `state` is their tokens `[B, P]`, padded on the right."""
@@ -61,7 +71,8 @@ class GenericDecoder:
             self._prefilled = batch
         lengths = torch.tensor([len(p) for p in prompts], device=self._device)
         ids = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(p) for p in prompts], True)
-        return Prefilled(logits, lengths, ids.to(self._device))
+        routed = None if self._routed is None else self._routed.latest(len(prompts))
+        return Prefilled(logits, lengths, ids.to(self._device), routed)
 
     def insert(self, prefilled: Prefilled, which: Tensor, slots: Tensor, running: Tensor) -> None:
         """Give prompts `which` `[k]` to `slots` `[k]`; in static batches, those of the latest
@@ -114,6 +125,10 @@ class GenericDecoder:
             logits = self._batch.step(tokens[self._slots])
         every = logits.new_zeros(len(tokens), logits.shape[1])
         every[self._slots] = logits
+        if self._routed is not None:
+            chosen = self._routed.latest(len(self._slots))[:, -1]
+            self.routed_experts = chosen.new_zeros(len(tokens), chosen.shape[1])
+            self.routed_experts[self._slots] = chosen
         return every
 
     def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:

@@ -41,6 +41,7 @@ class LlamaDecoder:
     """A `Decoder` over bound weights; lives for one rollout or stream."""
 
     static_batches = False
+    routed_experts: Tensor | None = None  # a dense model
 
     _captured_at: int  # the cache's reallocations when steps were captured; -1: none are
     _w: LlamaWeights

@@ -19,6 +19,7 @@ from engine.rollout.native.generic_decoder import GenericDecoder
 from engine.rollout.native.kv_budget import KvBudget
 from engine.rollout.native.llama_decoder import LlamaDecoder, can_graph
 from engine.rollout.native.llama_weights import LlamaWeights, UnsupportedModel, bind
+from engine.rollout.native.routed_experts import RoutedExperts
 from engine.rollout.native.tensor_parallel import TensorParallel
 from engine.rollout.native.tp_shards import TPModelShard
 from engine.rollout.requests import WeightGuard
@@ -138,6 +139,7 @@ def create_decoder(
     budget: KvBudget | None,
     cuda_graphs: bool,
     static_batches: bool,
+    routed_experts: bool = False,
 ) -> Decoder:
     """The fastest decoder for `model`, with `slots` sequences, `n` a prompt.
 
@@ -155,8 +157,10 @@ def create_decoder(
         if budget is not None:
             slots, columns, _ = budget.room(slots, 1, *sizes, max_model_len)
         device: torch.device = next(model.parameters()).device
+        whole = whole_model(model)
+        routed = RoutedExperts(whole) if routed_experts else None
         return GenericDecoder(
-            whole_model(model), slots, columns, device, static_batches=static_batches
+            whole, slots, columns, device, static_batches=static_batches, routed=routed
         )
     graphed = cuda_graphs and can_graph(weights)
     room = None

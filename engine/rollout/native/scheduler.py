@@ -173,6 +173,8 @@ class Scheduler:
         slots, decoder = self._batch
         decoder.insert(prefilled, which, taken, slots.running_slots())
         slots.assign(taken, rows)
+        if prefilled.routed_experts is not None:
+            self._table.record_prompt_experts(rows, prefilled.routed_experts[which])
         counts = torch.tensor(plan.sampled[run], device=taken.device)
         if any(plan.sampled[run]):
             resumed = counts.nonzero()[:, 0]

@@ -61,11 +61,15 @@ class SequenceTable:
         *,
         version: int,
         track_versions: bool,
+        longest_prompt: int = 0,
     ) -> None:
         """Sequences have at most `columns` sampled tokens, drawn from policy `version`.
 
         `track_versions`: keep the version of each token, as `version` may change meanwhile.
+        `longest_prompt`: its tokens, where experts are recorded.
         """
+        self._experts: Tensor | None = None  # [rows, tokens, layers · k], with the first recorded
+        self._longest = longest_prompt + columns
         self.device, self.capacity, self.version = device, capacity, version
         self.finished = 0  # sequences that have ended so far
         rows = capacity + 1
@@ -151,6 +155,30 @@ class SequenceTable:
                 self._stopped[ended_rows] = stop[done]
         return done
 
+    def record_prompt_experts(self, rows: Tensor, chosen: Tensor) -> None:
+        """Store the experts `[R, P, K]` of the prompts of `rows`, which end at P."""
+        if self._experts is None:
+            size = (self.capacity + 1, self._longest, chosen.shape[2])
+            self._experts = chosen.new_zeros(size)
+        lengths = self.prompt_lengths[rows]
+        columns = torch.arange(chosen.shape[1], device=self.device)
+        present = columns >= chosen.shape[1] - lengths[:, None]  # [R, P]
+        first = chosen.shape[1] - lengths
+        at = present.nonzero()
+        self._experts[rows[at[:, 0]], at[:, 1] - first[at[:, 0]]] = chosen[present]
+
+    def record_experts(self, rows: Tensor, positions: Tensor, chosen: Tensor) -> None:
+        """Store the experts `[R, K]` of the tokens at `positions` of the sequences of `rows`."""
+        assert self._experts is not None, "prompts come first"
+        self._experts[rows, positions] = chosen
+
+    def _experts_of(self, row: int, sampled: int) -> Tensor | None:
+        """Of prompt and completion but the last token, which was never fed."""
+        if self._experts is None:
+            return None
+        count = int(self.prompt_lengths[row]) + sampled - 1
+        return self._experts[row, :count].to("cpu", copy=True)
+
     def take_finished(self) -> list[FinishedSequence]:
         """Take out the sequences that ended, in the order of their ends."""
         rows, self._ended = self._ended, []
@@ -169,6 +197,7 @@ class SequenceTable:
                 finish_reason="stop" if stop else "length",
                 policy_version=min(versions, default=self.version),
                 token_versions=versions or None,
+                routed_experts=self._experts_of(row, len(part.token_ids)),
             )
             found.append(FinishedSequence(request, index, completion))
         return found

@@ -77,6 +77,8 @@ class Slots:
         columns = (self._column[:used] - 1).clamp(min=0)  # a finished slot's may be anything
         logits = self._decoder.decode(self._token[:used], self._position[:used], columns)
         self._stats.decode_steps += 1
+        if (chosen := self._decoder.routed_experts) is not None:
+            self._table.record_experts(self._row[:used], self._position[:used], chosen)
         self.sample(logits, slice(0, used))
 
     def sample(self, logits: Tensor, slots: Tensor | slice) -> None:

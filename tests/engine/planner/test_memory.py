@@ -13,12 +13,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from engine.config import OptimConfig
 from engine.models.forward import token_outputs
 from engine.parallel.layout import Layout, ModelShape
+from engine.planner.elements import sizes
 from engine.planner.memory import (
     activations,
     estimate,
     logits,
     rank_elements,
-    sizes,
     stage_elements,
 )
 from engine.planner.workload import Candidate, Workload

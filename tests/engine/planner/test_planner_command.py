@@ -47,7 +47,7 @@ def test_it_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().err
     assert said.startswith("error: trainer.placement=auto finds no layout that fits on 1 machine")
     assert said.count("\n") == 1
-    mixture = folder(tmp_path, model_type="qwen3_moe", num_experts=128)
+    mixture = folder(tmp_path, model_type="deepseek_v3", num_experts=128, num_experts_per_tok=8)
     assert main(["--model", mixture, "--gpus", "8"]) == 2
     assert "can't price a mixture of experts" in capsys.readouterr().err
 
