@@ -37,7 +37,9 @@ def overhead(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model", 96, 3)
         steps = args.warm + args.steps
-        with make_trainer(model, steps, args.prompts, args.n, timeline_steps=steps) as trainer:
+        with make_trainer(
+            model, steps, args.prompts, args.n, timeline_steps=steps, placement="ray"
+        ) as trainer:
             trainer.on_step = lambda step, total, metrics: ends.append(time.time_ns())
             trainer.fit()
             spans = trainer.spans

@@ -38,7 +38,7 @@ OURS: dict[str, dict[str, list[str]]] = {  # settings by task
     "ours": {"grpo": [], "sft": []},
     "ours fp32": {"grpo": ["model.dtype=float32"], "sft": ["model.dtype=float32"]},
     "ours bf16": {"grpo": ["model.dtype=bfloat16"], "sft": ["model.dtype=bfloat16"]},
-    "ours local": {"grpo": ["trainer.placement=local"], "sft": []},
+    "ours ray": {"grpo": ["trainer.placement=ray"], "sft": []},
 }
 THEIRS = {"trl fp32": "float32", "trl bf16": "bfloat16"}
 SFT_STEPS = {"1M": 20, "10M": 5, "60M": 2, "135M": 1}  # a turn

@@ -1,4 +1,4 @@
-"""Task `rl`: GRPO or PPO from the warm start, on Ray actors.
+"""Task `rl`: GRPO or PPO from the warm start, in this process or on Ray actors.
 
 Artifact `rl`: a Hugging Face model folder with its tokenizer, of the step that
 `trainer.final_model` says; `metrics.parquet`, a row a step, with the column `model` for that step;
@@ -57,8 +57,8 @@ def rl(
     """
     import pandas as pd
 
-    from engine.cli.rl_run import RLRun, RunLog, headline, train_policy
-    from engine.controller.ray_session import ray_session, require_shared
+    from engine.cli.rl_run import RLRun, RunLog, headline, placed, train_policy
+    from engine.controller.ray_session import require_shared
     from engine.data.loader import PromptLoader
     from engine.evaluation.policy_steps import FILE, MODEL
     from engine.models import saved_dtype
@@ -76,8 +76,8 @@ def rl(
         settings["lora"] = lora.model_dump(mode="json")
     if dtype:
         settings["dtype"] = dtype
-    ray = ray_session(config.trainer.placement, LOCAL_OBJECT_STORE_BYTES)
-    with stage("rl", run, settings) as this, open_loggers(run, this) as logs, ray:
+    placing = placed(config, LOCAL_OBJECT_STORE_BYTES)
+    with stage("rl", run, settings) as this, open_loggers(run, this) as logs, placing as config:
         folder = this.load_parent("dataset", dataset)
         model = this.load_parent("warm_start", warm_start)
         if config.trainer.placement != "local":

@@ -123,7 +123,7 @@ def _default_section(prefix: str) -> Any:
 def _choices(info: FieldInfo) -> str:
     if get_origin(info.annotation) is not Literal:
         return ""
-    return "one of " + ", ".join(map(str, get_args(info.annotation)))
+    return "one of " + ", ".join(map(_plain, get_args(info.annotation)))
 
 
 def _plain(value: Any) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,11 @@ from engine.checkpoint.state_dict import StateDict
 from engine.cli.step_line import step_line
 from engine.config import LoRAConfig, RLConfig
 from engine.console import say
+from engine.controller.ray_session import ray_session
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError
+from engine.plugins import import_plugins
 from engine.rollouts.files import FOLDER as ROLLOUTS
 from engine.rollouts.writer import RolloutLog
 from engine.tracking.metric_logs import MetricLogs
@@ -25,6 +28,7 @@ from engine.trainers.export import write_policy
 from engine.trainers.final_model import FinalModel, choose_final_model
 from engine.trainers.resume import SCORE
 from engine.trainers.rl import Metrics, RLTrainer, Row
+from engine.trainers.rl_setup import resolve_placement
 
 if TYPE_CHECKING:
     from engine.tracking import StageRun
@@ -128,6 +132,15 @@ class TrainedPolicy:
     final: FinalModel  # which step that is
     history: list[Metrics]  # a row a step
     changed_settings: list[StateDict]  # of resumptions, see `engine.trainers.run_settings`
+
+
+@contextmanager
+def placed(config: RLConfig, object_store_memory: int | None = None) -> Iterator[RLConfig]:
+    """The settings with their placement chosen, and Ray for the block where they need it."""
+    import_plugins(config.plugins)  # rollout sources and engines may be theirs
+    config = resolve_placement(config)
+    with ray_session(config.trainer.placement, object_store_memory):
+        yield config
 
 
 def train_policy(run: RLRun, log: RunLog) -> TrainedPolicy:

@@ -9,10 +9,10 @@ from engine.cli.data import Prompts, read_prompts
 from engine.cli.failures import error_details_file
 from engine.cli.loggers import open_log
 from engine.cli.model_folders import make_output_folder, save_atomically
-from engine.cli.rl_run import RLRun, RunLog, TrainedPolicy, headline, train_policy
+from engine.cli.rl_run import RLRun, RunLog, TrainedPolicy, headline, placed, train_policy
 from engine.cli.settings import RunConfig
 from engine.console import human_time
-from engine.controller.ray_session import ray_session, require_shared
+from engine.controller.ray_session import require_shared
 from engine.data.tokenizer import load_tokenizer
 from engine.models import vocabulary_and_context
 from engine.rollouts.files import FOLDER as ROLLOUTS
@@ -32,14 +32,14 @@ def run(config: RunConfig) -> Path:
     context = vocabulary_and_context(model)[1]
     prompts = read_prompts(config, load_tokenizer(model), context)
     config = _with_steps(config, len(prompts.loader))
-    placement = config.rl.trainer.placement
     resumes = any(checkpoint_folder(config, folder).glob("step_*"))
     with (
         error_details_file(folder),
         open_log(config, folder, resumes) as log,
-        ray_session(placement),
+        placed(config.rl) as rl,
     ):
-        if placement != "local":
+        config = config.model_copy(update={"rl": rl})
+        if rl.trainer.placement != "local":
             require_shared([str(folder), *([model] if Path(model).is_dir() else [])])
         return _train(config, model, prompts, folder, log)
 

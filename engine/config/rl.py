@@ -188,9 +188,11 @@ class TrainerConfig(Section):
     log_rollouts_rows: int = Field(
         32, ge=1, le=1024, description="Completions of a sample: whole groups, as far as they fit"
     )
-    placement: Literal["ray", "local", "auto"] = Field(
-        "ray",
-        description="Ray actors, or this process; auto: Ray, laid out for the machines it has",
+    placement: Literal["", "ray", "local", "auto"] = Field(
+        "",
+        description="ray: Ray actors; local: this process; auto: Ray, laid out for the machines it "
+        "has; empty: local where one process is enough and there is no Ray to join, else ray "
+        "(docs/placement.md)",
     )
     gpu_kinds: dict[str, GpuKindConfig] = Field(
         {}, description="GPUs by Ray's name that the planner's table has not, or has otherwise"
@@ -199,7 +201,9 @@ class TrainerConfig(Section):
         (), description="Which roles sit together, and where; none: the policy's, and the reward"
     )
     threads: int = Field(0, ge=0, description="CPU threads of a worker; 0: all cores")
-    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the workers to be up")
+    start_timeout_s: float = Field(
+        600.0, gt=0, description="Deadline for the workers on Ray to be up"
+    )
     step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for one call to a worker")
 
 

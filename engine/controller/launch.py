@@ -13,8 +13,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from engine.allocator import release_freed_memory
 from engine.controller.groups import WorkerGroup
-from engine.controller.local_groups import LocalGroup, LocalHost, take_spans
+from engine.controller.local_groups import LocalGroup, LocalHost, close_hosts, take_spans
 from engine.controller.placement import ClusterNode, Placement, Pool, require_capacity
 from engine.controller.roles import Roles
 from engine.controller.timeline import CONTROLLER, Recorder, Span, recording
@@ -74,6 +75,8 @@ def _launch_local(
 ) -> Launched:
     groups: dict[str, WorkerGroup] = {}
     hosts: list[LocalHost] = []
+    closing.callback(release_freed_memory)  # runs last
+    closing.callback(close_hosts, hosts)
     for pool in placement.pools:
         if pool.world_size != 1:
             raise PlacementError(
@@ -83,7 +86,6 @@ def _launch_local(
         in_pool = [specs[role] for role in pool.roles]
         count = threads or max(1, int(pool.cpus))
         hosts.append(LocalHost(WorkerHost(in_pool, threads=count, timeline=recorder is not None)))
-        closing.callback(hosts[-1].close)
         for spec in in_pool:
             groups[spec.name] = LocalGroup(spec, hosts[-1:], placement.call_timeout_s, recorder)
     for host in hosts:

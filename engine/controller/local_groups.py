@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +31,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SOFT_PAUSE = 1  # omp_pause_soft: threads end, settings stay
+_STOP_S = 5.0  # for a call that was told to stop
+_left_behind: list[threading.Thread] = []  # of closed hosts, their last call not ended then
+
+
+class _Stopped(BaseException):
+    """Raised inside a call whose host is closed."""
 
 
 class LocalHost:
@@ -43,37 +50,97 @@ class LocalHost:
         self.host = host
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open = True
+        self._running = threading.Lock()  # guards the next two
+        self._in_call = self._stopping = False
         # A daemon, so that a call that hangs for good can't keep the interpreter from ending.
         self._thread = threading.Thread(target=self._run_tasks, name=host.name, daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], T]) -> futures.Future[T]:
-        """Run `work` after all earlier work."""
+    def submit(self, work: Callable[[], T], *, call: bool = True) -> futures.Future[T]:
+        """Run `work` after all earlier work; `close` may stop a `call`."""
         if not self._open:
             raise WorkerError(f"{self.host.name} is closed; call its roles before")
         end_openmp_team()
         done: futures.Future[T] = futures.Future()
-        self._tasks.put(partial(_run, work, done))
+        self._tasks.put(partial(_run, partial(self._call, work) if call else work, done))
         return done
 
-    def close(self, grace_s: float = 10.0) -> None:
-        """Close the roles once earlier calls are done; leave a call that takes longer behind."""
+    def close(self, grace_s: float = 3.0) -> None:
+        """As `close_hosts`."""
+        close_hosts([self], grace_s)
+
+    def begin_close(self) -> futures.Future[None] | None:
+        """Have the roles closed once earlier calls are done; None where they have been before."""
         if not self._open:
-            return
-        closing = self.submit(self.host.close)
+            return None
+        closing = self.submit(self.host.close, call=False)
         self._open = False
         self._tasks.put(None)
-        if futures.wait([closing], grace_s).not_done:
-            log.warning("%s: a call has not ended in %g s; left behind", self.host.name, grace_s)
-        else:
-            closing.result()
-            self._thread.join()
+        return closing
+
+    def end_close(self, closing: futures.Future[None]) -> None:
+        """Wait for the thread, or leave it behind; raise what closing the roles has raised."""
+        if not closing.done():
+            log.warning("%s: a call has not ended; left behind", self.host.name)
+            _left_behind.append(self._thread)
+            return
+        closing.result()
+        self._thread.join()
+
+    def stop_calls(self) -> None:
+        """Stop the call that runs at its next line of Python, and begin none of those behind it."""
+        with self._running:
+            self._stopping = True
+            if self._in_call and self._thread.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread.ident), ctypes.py_object(_Stopped)
+                )
 
     def _run_tasks(self) -> None:
         self.host.use_threads()
-        while (task := self._tasks.get()) is not None:
-            task()
-            del task  # or the last batch would stay until the next call
+        while True:
+            try:
+                if (task := self._tasks.get()) is None:
+                    return
+                task()
+                del task  # or the last batch would stay until the next call
+            except _Stopped:  # raised between a call's last line and here
+                continue
+
+    def _call(self, work: Callable[[], T]) -> T:
+        """Run `work`, which `close` may stop."""
+        with self._running:
+            if self._stopping:
+                raise WorkerError(f"{self.host.name} is closed")
+            self._in_call = True
+        try:
+            return work()
+        finally:
+            with self._running:
+                self._in_call = False
+
+
+def close_hosts(hosts: Sequence[LocalHost], grace_s: float = 3.0) -> None:
+    """Close the roles of all hosts once earlier calls are done.
+
+    After `grace_s` calls are stopped, all at once: one may wait for another's. One that is in
+    foreign code for longer is left behind.
+    """
+    found = [(host, host.begin_close()) for host in hosts]
+    closing = [(host, future) for host, future in found if future is not None]
+    waited = [future for _, future in closing]
+    if futures.wait(waited, grace_s).not_done:
+        for host, _ in closing:
+            host.stop_calls()
+        futures.wait(waited, _STOP_S)
+    with ExitStack() as stack:  # each of them, even where another's close raises
+        for host, future in closing:
+            stack.callback(host.end_close, future)
+
+
+def threads_left_behind() -> list[str]:
+    """Names of closed hosts whose last call still runs, with its memory and its threads."""
+    return [thread.name for thread in _left_behind if thread.is_alive()]
 
 
 def end_openmp_team() -> None:

@@ -87,6 +87,7 @@ class EngineCapabilities:
     decodes_shards: bool = False  # takes a rank's tensor-parallel shards in place of a model
     loads_shards: bool = False  # takes a sharded policy's shards into parameters of its own
     own_processes: bool = False  # decodes in processes that it starts itself
+    exclusive: bool = False  # sets up its process for itself: signals, threads, devices
     remote: bool = False  # decodes on devices that are not the run's
     sleep_level: int = 0  # 1 or 2: frees device memory between rollouts (`sleep`, `wake_weights`)
     settings: frozenset[str] = frozenset({"max_num_seqs"})  # of ENGINE_SETTINGS, what it reads

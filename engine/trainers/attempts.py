@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from engine.checkpoint import find_latest
 from engine.controller.attempts import RetryBudget
+from engine.controller.local_groups import threads_left_behind
 from engine.errors import DamagedCheckpointError, WorkerError
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,8 @@ def run_with_retries(
 ) -> None:
     """Call `work` with a trainer; after a WorkerError again with a new one, which resumes.
 
-    Raises the last WorkerError when `max_attempts` attempts in a row got past no new checkpoint.
+    Raises the last WorkerError when `max_attempts` attempts in a row got past no new checkpoint,
+    or where a call in this process can't be ended: only a new process is rid of it.
     """
     budget = RetryBudget(max_attempts)
     while True:
@@ -35,7 +37,7 @@ def run_with_retries(
         except WorkerError as error:
             at = _newest_step(checkpoint_dir)
             budget = budget.after_failure(at)
-            if not budget.may_retry:
+            if not budget.may_retry or threads_left_behind():
                 raise
             log.warning("a worker was lost (%s); resuming from step %d", _first(error), at)
 

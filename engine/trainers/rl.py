@@ -42,6 +42,7 @@ from engine.trainers.rl_setup import (
     check_lora,
     effective_config,
     placement_of,
+    resolve_placement,
     role_specs,
 )
 from engine.trainers.rollout_sources import SourceInputs, get_rollout_source
@@ -89,6 +90,7 @@ class RLTrainer:
         on_step: OnStep = lambda step, total, metrics: None,
     ) -> None:
         self.dataflow = check_config(config, max_response_length)
+        config = resolve_placement(config)
         lora = resolve_lora(model_path, lora or LoRAConfig())
         check_lora(lora, config)
         source_class = get_rollout_source(config.trainer.mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +13,7 @@ from engine.controller.worker_host import RoleSpec
 from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError
 from engine.rollout.protocol import engine_capabilities
-from engine.trainers.layouts import call_layout, pool_size
+from engine.trainers.layouts import call_layout, layout_of, pool_size
 from engine.trainers.role_registry import ROLES, stream_sampler
 from engine.trainers.rollout_sources import get_rollout_source, sampler_count
 
@@ -31,6 +32,36 @@ def effective_config(config: RLConfig) -> RLConfig:
     correction = config.algorithm.rollout_correction.model_copy(update={"rollout_is": "token"})
     algorithm = config.algorithm.model_copy(update={"rollout_correction": correction})
     return config.model_copy(update={"algorithm": algorithm})
+
+
+def resolve_placement(config: RLConfig) -> RLConfig:
+    """The settings with `trainer.placement` chosen where they leave it open.
+
+    `local` where this process can hold all roles: each has one rank, rollout waits for training and
+    wants no process for itself, there are no pools, and no Ray to join. Else `ray`.
+    """
+    trainer = config.trainer
+    if trainer.placement:
+        return config
+    source, engine = get_rollout_source(trainer.mode), engine_capabilities(config.rollout)
+    apart = (
+        source.off_policy
+        or source.extra_roles
+        or trainer.pools
+        or engine.own_processes
+        or engine.exclusive
+        or any(layout_of(role, config).world_size > 1 for role in ("actor", "critic"))
+    )
+    placement = "ray" if apart or _is_ray_there() else "local"
+    return config.model_copy(
+        update={"trainer": trainer.model_copy(update={"placement": placement})}
+    )
+
+
+def _is_ray_there() -> bool:
+    """Whether this process has joined a Ray, or is told to."""
+    ray = sys.modules.get("ray")
+    return bool(os.environ.get("RAY_ADDRESS")) or (ray is not None and ray.is_initialized())
 
 
 def check_lora(lora: LoRAConfig, config: RLConfig) -> None:
@@ -122,7 +153,7 @@ def rollout_worker_placement(name: str, spec: RunSpec) -> Placement:
 def _placement(config: RLConfig, pools: tuple[Pool, ...]) -> Placement:
     return Placement(
         pools=pools,
-        kind="local" if config.trainer.placement == "local" else "ray",  # auto is resolved before
+        kind="local" if config.trainer.placement == "local" else "ray",  # others are resolved
         start_timeout_s=config.trainer.start_timeout_s,
         call_timeout_s=config.trainer.step_timeout_s,
         timeline=config.trainer.timeline_steps > 0,

@@ -151,6 +151,13 @@ class Probe(Worker):
         return seconds
 
     @dispatch(Dispatch.ONE_TO_ALL)
+    def spin(self, seconds: float) -> None:
+        """Run Python for that long."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            pass
+
+    @dispatch(Dispatch.ONE_TO_ALL)
     def total(self, batch: Batch, factor: float) -> float:
         return float(batch["x"].sum()) * factor + self.context.rank
 

@@ -59,3 +59,37 @@ def test_pages_are_faulted_in_once() -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
 def test_settings_of_the_environment_stay() -> None:
     assert page_faults(MALLOC_TRIM_THRESHOLD_="131072") > 0.8 * ROUNDS * PAGES
+
+
+_RELEASE = """
+import psutil
+import torch
+from engine.allocator import release_freed_memory
+
+def mb():
+    return psutil.Process().memory_info().rss >> 20
+
+torch.ones(1).exp_()
+start = mb()
+blocks = [torch.ones(1 << 18) for _ in range(300)]
+last = torch.ones(1)  # above the blocks
+del blocks
+kept = mb() - start
+release_freed_memory()
+print(kept, mb() - start)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_what_is_kept_can_be_handed_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _RELEASE],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    kept, left = map(int, done.stdout.split())
+    assert kept > 250
+    assert left < 50

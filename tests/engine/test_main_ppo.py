@@ -397,13 +397,15 @@ def of(folder: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("placement", ["local", "ray"])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_the_workers_and_ray(
-    place: Path, tiny_folder: Path, ray_home: Path, number: int, status: int
+    place: Path, tiny_folder: Path, ray_home: Path, placement: str, number: int, status: int
 ) -> None:
     environment: dict[str, Any] = os.environ | {"RAY_TMPDIR": str(ray_home), "OMP_NUM_THREADS": "1"}
     environment.pop("RAY_ADDRESS", None)
-    more = ("trainer.placement=ray", "trainer.total_training_steps=100000", "data.val_files=null")
+    more = (f"trainer.placement={placement}", "trainer.total_training_steps=100000")
+    more += ("data.val_files=null",)
     log = place / "log.txt"
     with log.open("w") as stream:
         process = subprocess.Popen(
@@ -418,9 +420,11 @@ def test_a_signal_stops_the_workers_and_ray(
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
-    assert any("Host" in p.name() or "raylet" in p.name() for p in of(ray_home))
+    on_ray = any("Host" in p.name() or "raylet" in p.name() for p in of(ray_home))
+    assert on_ray == (placement == "ray")
     listening = [c for p in of(ray_home) for c in p.net_connections("inet") if c.status == "LISTEN"]
-    assert {c.laddr.ip.removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
+    addresses = {c.laddr.ip.removeprefix("::ffff:") for c in listening}
+    assert addresses == ({"127.0.0.1"} if on_ray else set())
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     assert process.wait(60) == status
     assert log.read_text().endswith("workers are stopped\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from flyte_runs import ON_RAY, SECRET, WORKFLOW, Finished, Outcome, Place, settings
+from flyte_runs import BY_DEFAULT, SECRET, WORKFLOW, Finished, Outcome, Place, settings
 from once import MakeOnce
 from protobufs import Registered, serialised
 
@@ -21,7 +21,7 @@ def finished_run(make_once: MakeOnce, mlflow_store: Path) -> Finished:
     # Credentials where a person has them: test_rlhf_end_to_end looks for them in all that is left.
     credentials = {"retrain": {"path": f"s3://key:{SECRET}@bucket/new"}}
     loggers = {"tracking": {"logger": ["console", "jsonl", "tensorboard"]}}
-    config = settings(ON_RAY, credentials, loggers)
+    config = settings(BY_DEFAULT, credentials, loggers)
     secrets = {
         "HYBRIDFLYTE_MLFLOW_URL": f"http://reader:{SECRET}@mlflow.example:5000",
         "MLFLOW_TRACKING_USERNAME": "writer",

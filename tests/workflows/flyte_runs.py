@@ -44,6 +44,7 @@ TINY: dict[str, Any] = {
     "promote": {"bootstrap": True},  # it learns next to nothing
 }
 SECRET = "hunter2hunter2"
+BY_DEFAULT = {"rl": {"trainer": {"placement": ""}}}
 ON_RAY = {"rl": {"trainer": {"placement": "ray"}}}
 
 

@@ -12,16 +12,16 @@ import time
 
 import psutil
 import pytest
-from flyte_runs import ON_RAY, PYFLYTE, WORKFLOW, Place, settings
+from flyte_runs import PYFLYTE, WORKFLOW, Place, settings
 
 DEADLINE_S = 15.0
 
 
-@pytest.fixture
-def running(place: Place) -> subprocess.Popen[str]:
-    """A run on Ray, in a process group of its own, that would take an hour; at its second step."""
-    long = {"rl": {"trainer": {"total_training_steps": 10_000}}}
-    command = ["run", str(WORKFLOW), "rlhf", "--config", settings(ON_RAY, long)]
+@pytest.fixture(params=["local", "ray"])
+def running(place: Place, request: pytest.FixtureRequest) -> subprocess.Popen[str]:
+    """A run of an hour, at its second step; in a process group of its own."""
+    long = {"rl": {"trainer": {"total_training_steps": 10_000, "placement": request.param}}}
+    command = ["run", str(WORKFLOW), "rlhf", "--config", settings(long)]
     process = subprocess.Popen(
         [sys.executable, "-c", PYFLYTE, *command],
         env=place.environment({"RAY_TMPDIR": "/tmp"}),
@@ -50,9 +50,12 @@ def is_ray_worker(process: psutil.Process) -> bool:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_cleanly(place: Place, running: subprocess.Popen[str]) -> None:
+def test_ctrl_c_ends_cleanly(
+    place: Place, running: subprocess.Popen[str], request: pytest.FixtureRequest
+) -> None:
     family = psutil.Process(running.pid).children(recursive=True)
-    assert any(is_ray_worker(child) for child in family)
+    on_ray = any(is_ray_worker(child) for child in family)
+    assert on_ray == ("ray" in request.node.callspec.id)
     started = time.monotonic()
     os.killpg(running.pid, signal.SIGINT)
     out, err = running.communicate(timeout=60)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from flyte_runs import ON_RAY, REPOSITORY, STAGES, Finished, Place, settings
+from flyte_runs import ON_RAY, REPOSITORY, STAGES, WORKFLOW, Finished, Place, settings
 
 from engine.storage.manifest import verify
 
@@ -25,9 +25,12 @@ def ran(new_place: Callable[[], Place]) -> Place:
 
 @pytest.mark.slow
 def test_a_changed_rl_setting_keeps_data_and_warm_start(finished: Finished) -> None:
-    change = {"rl": {"actor": {"kl_loss_coef": 0.002}, "trainer": {"placement": "local"}}}
-    outcome = finished.place.run("--config", settings(ON_RAY, change))
+    change = {"rl": {"actor": {"kl_loss_coef": 0.002}}}
+    command = ("run", str(WORKFLOW), "rlhf", "--config", settings(ON_RAY, change))
+    outcome = finished.place.pyflyte(*command)
     assert outcome.code == 0, outcome.text
+    assert "rl: grpo on local" in finished.outcome.out
+    assert "rl: grpo on ray" in outcome.out
     assert outcome.stages == ["rl", "evaluation", "promotion"]
     assert outcome.summary["cached"] == ["dataset", "sft"]
     assert outcome.summary["digests"]["sft"] == finished.outcome.summary["digests"]["sft"]

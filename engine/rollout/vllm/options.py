@@ -46,6 +46,7 @@ def capabilities(config: RolloutConfig) -> EngineCapabilities:
     return EngineCapabilities(
         streams=True,
         adapters=True,
+        exclusive=True,
         loads_shards=True,
         own_processes=not config.vllm.in_process,
         sleep_level=(2 if on_gpu() else 0) if level is None else level,

@@ -400,6 +400,6 @@ def test_help_lists_every_setting_with_default_and_meaning() -> None:
     assert "actor_rollout_ref.actor.optim.lr = 0.0005" in text
     assert "Peak learning rate" in text
     assert "counts prompts" in text
-    assert "trainer.placement = ray" in text
-    assert "one of ray, local" in words
+    assert "trainer.placement = ''" in text
+    assert "one of '', ray, local" in words
     assert max(map(len, text.splitlines())) <= 120

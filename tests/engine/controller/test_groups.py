@@ -16,10 +16,10 @@ import torch
 from probe_worker import Probe
 
 from engine.batch import Batch
-from engine.controller import ray_groups
+from engine.controller import local_groups, ray_groups
 from engine.controller.groups import WorkerGroup
 from engine.controller.launch import Placement, Pool, launch
-from engine.controller.local_groups import LocalGroup, LocalHost
+from engine.controller.local_groups import LocalGroup, LocalHost, threads_left_behind
 from engine.controller.roles import Roles
 from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.errors import DataError, PlacementError, WorkerError
@@ -346,11 +346,41 @@ def test_a_local_call_ends_the_threads_that_wait_for_its_caller_s_next_operation
     assert torch.get_num_threads() == 3
 
 
-def test_a_local_call_has_a_deadline(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_local_call_has_a_deadline_and_ends_with_its_host() -> None:
     group = local_group(1, timeout_s=0.1)
-    with pytest.raises(WorkerError, match=r"probe rank 0: nap gave no result within 0\.1 s"):
-        group.nap(1.0).result()
+    with pytest.raises(WorkerError, match=r"probe rank 0: spin gave no result within 0\.1 s"):
+        group.spin(60.0).result()
+    behind = group.whoami()
     start = time.monotonic()
     HOSTS[-1].close(grace_s=0.1)
-    assert time.monotonic() - start < 0.6
-    assert "probe+other/0: a call has not ended in 0.1 s" in caplog.text
+    assert time.monotonic() - start < 3.0
+    assert "probe+other/0" not in {t.name for t in threading.enumerate()}
+    assert threads_left_behind() == []
+    with pytest.raises(WorkerError, match=r"probe\+other/0 is closed"):
+        behind.result()
+
+
+def test_local_calls_that_wait_for_another_end_with_it() -> None:
+    pools = (Pool(("probe",)), Pool(("other",)))
+    specs = [RoleSpec(role, Probe) for role in ROLES]
+    roles = launch(Placement(pools, kind="local"), specs, threads=1)
+    roles.other.nap(roles.probe.spin(60.0))
+    start = time.monotonic()
+    roles.close()
+    assert time.monotonic() - start < 6.0, "the grace, and no more"
+    assert not {t.name for t in threading.enumerate()} & {"probe/0", "other/0"}
+
+
+def test_a_local_call_in_foreign_code_is_left_behind(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_groups, "_STOP_S", 0.1)
+    group = local_group(1)
+    group.nap(1.0)
+    HOSTS[-1].close(grace_s=0.1)
+    assert "probe+other/0: a call has not ended; left behind" in caplog.text
+    assert threads_left_behind() == ["probe+other/0"]
+    until = time.monotonic() + 5.0
+    while threads_left_behind():
+        assert time.monotonic() < until, "it ends with its foreign code"
+        time.sleep(0.05)

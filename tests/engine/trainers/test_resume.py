@@ -16,12 +16,16 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from probe_worker import Probe
 from refused_commits import refuse_commits
 from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint import Checkpoint, CheckpointDraft, CheckpointStore, find_latest
 from engine.config import RLConfig, SamplingConfig
+from engine.controller import local_groups
+from engine.controller.local_groups import LocalHost
+from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.data.loader import PromptLoader
 from engine.errors import (
     CheckpointError,
@@ -531,6 +535,27 @@ def test_attempts_that_get_nowhere_end_with_the_cause(tiny_folder: Path, tmp_pat
     with pytest.raises(WorkerError, match="rank 3"):
         run_with_retries(make, work, tmp_path, max_attempts=3)
     assert len(made) == 3
+
+
+def test_no_attempt_follows_one_whose_call_can_t_be_ended(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_groups, "_STOP_S", 0.1)
+    made: list[int] = []
+
+    def make() -> RLTrainer:
+        made.append(1)
+        return trainer(tiny_folder)
+
+    def work(subject: RLTrainer) -> None:
+        host = LocalHost(WorkerHost([RoleSpec("probe", Probe)], threads=1))
+        host.submit(lambda: time.sleep(2.0))
+        host.close(grace_s=0.1)
+        raise WorkerError("probe rank 0: nap gave no result within 0.1 s")
+
+    with pytest.raises(WorkerError, match="gave no result"):
+        run_with_retries(make, work, tmp_path, max_attempts=3)
+    assert len(made) == 1
 
 
 def test_prompts_come_again_in_order(tiny_folder: Path) -> None:

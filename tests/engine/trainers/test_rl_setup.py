@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from engine.trainers.rl_setup import (
     RunSpec,
     effective_config,
     placement_of,
+    resolve_placement,
     role_specs,
     rollout_worker_placement,
     rollout_worker_spec,
@@ -186,3 +189,35 @@ def test_pairs_of_a_step_are_fewer_than_its_completions(mini: int, epochs: int, 
     )
     check_config(settings)
     assert specs(settings)["actor"]["total_steps"] == 2 * steps
+
+
+def test_one_process_is_enough_for_a_run_with_the_defaults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def chosen(**changes: Any) -> str:
+        return resolve_placement(config(**changes)).trainer.placement
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    assert chosen() == chosen(algorithm={"adv_estimator": "gae"}) == "local"
+    assert config(trainer={"placement": "auto"}) == resolve_placement(
+        config(trainer={"placement": "auto"})
+    )
+    needs_ray: list[dict[str, Any]] = [
+        {"trainer": {"placement": "ray"}},
+        {"trainer": {"mode": "one_step_off"}},
+        {"trainer": {"mode": "async"}},
+        {"trainer": {"pools": [{"roles": ["actor", "rollout", "reference", "reward"]}]}},
+        {"actor": {"parallel": {"fsdp": 2}}},
+        {"critic": {"parallel": {"dp": 2}}},
+        {"rollout": {"engine": "vllm"}},
+        {"rollout": {"engine": "vllm", "vllm": {"in_process": False}}},
+    ]
+    for changes in needs_ray:
+        assert chosen(**changes) == "ray", changes
+    with monkeypatch.context() as told:
+        told.setenv("RAY_ADDRESS", "head:6379")
+        assert chosen() == "ray"
+        assert chosen(trainer={"placement": "local"}) == "local"
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
+    assert chosen() == "ray"

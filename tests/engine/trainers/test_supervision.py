@@ -32,6 +32,7 @@ def trainer(folder: Path, mode: str = "async", **settings: Any) -> RLTrainer:
             "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
             "trainer": {
                 "mode": mode,
+                "placement": "ray",
                 "total_training_steps": 10,
                 "train_batch_size": 4,
                 "threads": 2,
