@@ -1,7 +1,8 @@
 """Causal attention over packed rows: each token sees its own row's, a shared prompt among them.
 
-On CUDA in half precision it is torch's variable-length flash kernel, elsewhere (CPU, ROCm, float32)
-a pass over the rows that keeps no scores. `packing` lays the rows out.
+On CUDA in half precision it is torch's variable-length flash kernel. Elsewhere (CPU, ROCm, float32)
+it is a pass over the rows that keeps no scores; of short rows that share no prompt, on the CPU,
+`row_attention`. `packing` lays the rows out.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.algorithms.masked import at_least_float
-
-Run = tuple[int, int, int, int]
+from engine.models.row_attention import Run, row_attention, takes_rows
 
 _BLOCK = 256  # queries whose scores exist at a time
 _TOGETHER = 64  # queries of several segments that are computed with a mask (≤ _BLOCK)
@@ -80,6 +80,8 @@ def packed_attention(
     query, key, value = _cast(query, key, value)
     if dropout:
         return _by_segment(query, key, value, segments, scale, dropout)
+    if takes_rows(segments.runs, query.device):
+        return row_attention(query, key, value, segments.runs, scale)
     if not _has_kernel(query):
         return _by_block(query, key, value, segments, scale)
     from torch.nn.attention.varlen import varlen_attn

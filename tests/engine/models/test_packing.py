@@ -17,7 +17,7 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from engine.config import ParallelConfig
 from engine.errors import ConfigError, DataError
-from engine.models import create_critic_model, packed_attention
+from engine.models import create_critic_model, packed_attention, row_attention
 from engine.models.forward import response_log_probs
 from engine.models.packing import (
     PackedRows,
@@ -204,7 +204,7 @@ def test_completions_of_a_prompt_do_not_see_each_other() -> None:
 def test_under_autocast_attention_takes_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotated queries and keys are wider than values there; the kernel takes one dtype."""
     model, ids, dtypes = tiny_model("qwen2"), rows(), []
-    where, attend = ids.nonzero(as_tuple=True), packed_attention._by_block
+    where, attend = ids.nonzero(as_tuple=True), packed_attention.row_attention
 
     def watched(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
         dtypes.append({query.dtype, key.dtype, value.dtype})
@@ -214,7 +214,7 @@ def test_under_autocast_attention_takes_its_dtype(monkeypatch: pytest.MonkeyPatc
         wanted = padded(model, ids)[where]
         apply_packing(model)
         packed = pack_rows(ids, LENGTHS)
-        monkeypatch.setattr(packed_attention, "_by_block", watched)
+        monkeypatch.setattr(packed_attention, "row_attention", watched)
         got = hidden_states(model, packed)[0, packed.index(*where)]
     assert (got - wanted).norm() / wanted.norm() < 0.02
     assert dtypes == [{torch.bfloat16}] * 2
@@ -248,6 +248,47 @@ def test_attention_is_torch_s_of_each_segment(
     with torch.random.fork_rng():
         dropped = packed_attention.packed_attention(*tensors, segments, scale=0.3, dropout=0.9)
     assert (dropped == 0).sum() > (results[0][0] == 0).sum()
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=9),
+    st.sampled_from([(1.0, 0), (1.3, 2), (9.0, 30)]),
+    st.sampled_from([(2, 1), (2, 2), (4, 2)]),
+)
+def test_attention_of_padded_rows_is_that_of_each_segment(
+    sizes: list[int], alike: tuple[float, int], heads: tuple[int, int]
+) -> None:
+    """And its gradient, however many batches the rows come in."""
+    lengths = torch.tensor(sizes)
+    segments = pack_rows(rows(lengths), lengths).segments
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(1, count, sum(sizes), 4) for count in (heads[0], heads[1], heads[1])]
+    tensors = [torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes]
+    tensors = [t.requires_grad_() for t in tensors]
+    weigh = torch.randn(1, sum(sizes), heads[0], 4, generator=draw, dtype=torch.float64)
+    ways: list[tuple[Any, Any]] = [
+        (packed_attention._by_segment, segments),
+        (row_attention.row_attention, segments.runs),
+    ]
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_attention, "_LONGER", alike[0])
+        patch.setattr(row_attention, "_NEAR", alike[1])
+        patch.setattr(row_attention, "_SCORES", 2000)
+        row_attention._plan.cache_clear()
+        for attend, cut in ways:
+            out = attend(*tensors, cut, 0.3)
+            results.append([out, *torch.autograd.grad((out * weigh).sum(), tensors)])
+        row_attention._plan.cache_clear()
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_rows_that_share_a_prompt_or_are_long_are_passed_over() -> None:
+    cpu, limit = torch.device("cpu"), row_attention._LONGEST
+    assert row_attention.takes_rows(((0, 0, 0, limit), (limit, limit, limit, limit + 3)), cpu)
+    assert not row_attention.takes_rows(((0, 0, 0, limit + 1),), cpu)
+    assert not row_attention.takes_rows(((0, 0, 0, 4), (0, 4, 4, 8), (0, 4, 8, 9)), cpu)
 
 
 def spread_log_probs(layout: Layout, pack: bool) -> list[Tensor]:
