@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -41,11 +41,7 @@ Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C.
 def help_text() -> str:
     """All sections with their keys, defaults and meanings, and verl's unsupported keys."""
     names = _verl_names()
-    parts = [_USAGE]
-    for title, model, prefix in _sections(RunConfig, ""):
-        rows = list(_rows(model, prefix, names))
-        if rows:
-            parts.append("\n".join([f"{title}: {_first_line(model)}", *rows, ""]))
+    parts = [_USAGE, *sections_text(RunConfig, names)]
     files = "\n".join(
         _entry(f"{p}, .name", "", "File and function: rl.reward") for p in REWARD_FILES
     )
@@ -60,6 +56,16 @@ def help_text() -> str:
         )
     )
     return "\n".join(parts)
+
+
+def sections_text(
+    root: type[BaseModel], names: Mapping[str, tuple[str, Key]] | None = None
+) -> Iterator[str]:
+    """The sections of a configuration; `names`: the keys that paths are shown as."""
+    for title, model, prefix in _sections(root, ""):
+        rows = list(_rows(root, model, prefix, names or {}))
+        if rows:
+            yield "\n".join([f"{title}: {_first_line(model)}", *rows, ""])
 
 
 def config_text(config: RunConfig) -> str:
@@ -78,8 +84,13 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[B
             yield from _sections(section, f"{prefix}{name}.")
 
 
-def _rows(model: type[BaseModel], prefix: str, names: dict[str, tuple[str, Key]]) -> Iterator[str]:
-    default = _default_section(prefix) or model()
+def _rows(
+    root: type[BaseModel],
+    model: type[BaseModel],
+    prefix: str,
+    names: Mapping[str, tuple[str, Key]],
+) -> Iterator[str]:
+    default = _default_section(root, prefix) or model()
     for name, info in model.model_fields.items():
         if section_of(info.annotation) is not None:
             continue
@@ -113,8 +124,8 @@ def _verl_names() -> dict[str, tuple[str, Key]]:
     return names
 
 
-def _default_section(prefix: str) -> Any:
-    value: Any = RunConfig()
+def _default_section(root: type[BaseModel], prefix: str) -> Any:
+    value: Any = root()
     for name in filter(None, prefix.split(".")):
         value = getattr(value, name)
     return value

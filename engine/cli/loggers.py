@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli.rl_run import RunLog
-from engine.cli.settings import RunConfig
-from engine.tracking.metric_logs import open_metric_logs
+from engine.cli.settings import RunConfig, RunOutputConfig
+from engine.tracking.metric_logs import MetricLogs, open_metric_logs
 
 if TYPE_CHECKING:
     from engine.tracking import StageRun
@@ -21,9 +21,18 @@ def open_log(config: RunConfig, folder: Path, resumes: bool) -> Iterator[RunLog]
 
     Raises TrackingError where a tracker can't be reached, before the block.
     """
-    own, settings = config.run, config.model_dump(mode="json")
+    settings = config.model_dump(mode="json")
+    with open_trackers(config.run, settings, folder, resumes) as (tracked, logs):
+        yield RunLog(tracked, logs, step_lines="console" in config.run.logger)
+
+
+@contextlib.contextmanager
+def open_trackers(
+    own: RunOutputConfig, settings: dict[str, Any], folder: Path, resumes: bool
+) -> Iterator[tuple[StageRun | None, MetricLogs]]:
+    """The MLflow run, if `own.logger` asks for one, and the other logs, as `open_log`."""
     with (
-        _mlflow(config, settings) as tracked,
+        _mlflow(own, settings) as tracked,
         open_metric_logs(
             own.logger,
             folder,
@@ -33,18 +42,18 @@ def open_log(config: RunConfig, folder: Path, resumes: bool) -> Iterator[RunLog]
             keep=resumes,
         ) as logs,
     ):
-        yield RunLog(tracked, logs, step_lines="console" in own.logger)
+        yield tracked, logs
 
 
 @contextlib.contextmanager
-def _mlflow(config: RunConfig, settings: dict[str, Any]) -> Iterator[StageRun | None]:
+def _mlflow(own: RunOutputConfig, settings: dict[str, Any]) -> Iterator[StageRun | None]:
     """An MLflow run for the block where `run.logger` asks for one; the store is checked first."""
-    if "mlflow" not in config.run.logger:
+    if "mlflow" not in own.logger:
         yield None
         return
     from engine.tracking import Tracker
 
-    tracker = Tracker(experiment=config.run.project_name)
+    tracker = Tracker(experiment=own.project_name)
     tracker.check()
-    with tracker.stage(config.run.experiment_name, params=settings) as tracked:
+    with tracker.stage(own.experiment_name, params=settings) as tracked:
         yield tracked

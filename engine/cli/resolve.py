@@ -85,9 +85,9 @@ def resolve(file: Path | None, arguments: Sequence[str]) -> Resolved:
 
     Raises ConfigError, in the words of the file or the command line.
     """
-    pairs = list(_flatten(_read(file))) if file else []
+    pairs = list(_flatten(read_yaml(file))) if file else []
     for argument in arguments:
-        key, value = _split(argument)
+        key, value = split_argument(argument)
         pairs.extend(_flatten(value, key))
     last: dict[str, object] = {}
     for key, value in pairs:
@@ -208,7 +208,8 @@ def _drop_vllm(result: Resolved) -> None:
             del result.overrides[path]
 
 
-def _split(argument: str) -> tuple[str, object]:
+def split_argument(argument: str) -> tuple[str, object]:
+    """The key and the value of a `key=value` argument; raises ConfigError for another form."""
     key, equals, text = argument.partition("=")
     key = key.lstrip("+")  # Hydra's mark for a key that its schema lacks
     if not equals or not key or key.startswith("~"):
@@ -219,7 +220,8 @@ def _split(argument: str) -> tuple[str, object]:
         raise ConfigError(f"{key}: the value {text!r} is not valid YAML; quote it") from None
 
 
-def _read(file: Path) -> dict[str, object]:
+def read_yaml(file: Path) -> dict[str, object]:
+    """The values of a YAML file; raises ConfigError where it can't be read."""
     try:
         values = yaml.safe_load(file.read_text())
     except FileNotFoundError:

@@ -16,7 +16,6 @@ from engine.controller.ray_session import require_shared
 from engine.data.tokenizer import load_tokenizer
 from engine.models import vocabulary_and_context
 from engine.rollouts.files import FOLDER as ROLLOUTS
-from engine.storage.locations import home
 from engine.trainers.rl_checks import check_config
 
 
@@ -27,7 +26,7 @@ def run(config: RunConfig) -> Path:
     it names by `check_names` before this module is loaded.
     """
     check_config(config.rl, config.data.max_response_length)
-    folder = make_output_folder(output_folder(config))
+    folder = make_output_folder(config.run.folder())
     model = _local(config.model.path)
     context = vocabulary_and_context(model)[1]
     prompts = read_prompts(config, load_tokenizer(model), context)
@@ -85,13 +84,6 @@ def checkpoint_folder(config: RunConfig, folder: Path) -> Path:
     if config.run.resume_mode == "auto":
         return folder / "checkpoints"
     return folder / f"checkpoints.{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def output_folder(config: RunConfig) -> Path:
-    """Where a run writes: `run.default_local_dir`, or a folder below the home of all outputs."""
-    if config.run.default_local_dir:
-        return Path(config.run.default_local_dir)
-    return home() / "checkpoints" / config.run.project_name / config.run.experiment_name
 
 
 def _print_summary(log: RunLog, trained: TrainedPolicy, seconds: float) -> None:

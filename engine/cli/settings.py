@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from engine.config import Loggers, LoRAConfig, RLConfig, RowsConfig, Section
+from engine.storage.locations import home
 
 
 class DataFilesConfig(RowsConfig):
@@ -34,14 +36,9 @@ class PolicyModelConfig(Section):
     lora: LoRAConfig = LoRAConfig()
 
 
-class OutputConfig(Section):
-    """How long the run goes, what it records, and what it leaves."""
+class RunOutputConfig(Section):
+    """What a run records, and where it leaves it."""
 
-    total_epochs: int | None = Field(
-        None, ge=1, description="Times through the data; instead of total_training_steps"
-    )
-    val_before_train: bool = Field(True, description="Validate before the first step, too")
-    save_freq: int = Field(-1, ge=-1, description="Steps between saves; -1: after the last only")
     resume_mode: Literal["auto", "disable"] = Field(
         "auto", description="Go on from the newest checkpoint in default_local_dir, if there is one"
     )
@@ -58,6 +55,22 @@ class OutputConfig(Section):
         ("console",),
         description="Where metrics go; file (or jsonl): metrics.jsonl beside the models",
     )
+
+    def folder(self) -> Path:
+        """Where the run writes: `default_local_dir`, or a folder below the home of all outputs."""
+        if self.default_local_dir:
+            return Path(self.default_local_dir)
+        return home() / "checkpoints" / self.project_name / self.experiment_name
+
+
+class OutputConfig(RunOutputConfig):
+    """How long the run goes, what it records, and what it leaves."""
+
+    total_epochs: int | None = Field(
+        None, ge=1, description="Times through the data; instead of total_training_steps"
+    )
+    val_before_train: bool = Field(True, description="Validate before the first step, too")
+    save_freq: int = Field(-1, ge=-1, description="Steps between saves; -1: after the last only")
 
 
 class RunConfig(Section):

@@ -181,8 +181,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps that the configuration asks for over `rows` examples."""
-        by_epochs = math.ceil(self._offline.epochs * math.ceil(rows / self._batch_size(rows)))
-        return self._offline.max_steps or by_epochs
+        return total_steps(self._offline, rows)
 
     def save(self, folder: str | Path, tokenizer: str | Path) -> None:
         """Write the model, with the tokenizer of another folder, as a Hugging Face folder."""
@@ -256,3 +255,9 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         tb: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def total_steps(config: OfflineConfig, rows: int) -> int:
+    """Optimizer steps that a configuration asks for over `rows` examples."""
+    size = min(config.train_batch_size, rows)
+    return config.max_steps or math.ceil(config.epochs * math.ceil(rows / size))

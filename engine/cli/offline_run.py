@@ -1,0 +1,188 @@
+"""The run of `main_preference` and `main_reward_model`: data in, a trained model's folder out."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.cli.failures import error_details_file
+from engine.cli.loggers import open_trackers
+from engine.cli.model_folders import make_output_folder, save_atomically
+from engine.cli.offline_settings import (
+    OfflineRunConfig,
+    PreferenceRunConfig,
+    RewardModelRunConfig,
+)
+from engine.console import human_time, say
+from engine.controller.ray_session import ray_session
+from engine.data.preference_examples import (
+    PreferenceExample,
+    read_preferences,
+    read_reward_pairs,
+)
+from engine.data.preference_rows import Kind
+from engine.data.tokenizer import load_tokenizer
+from engine.errors import ConfigError, DataError
+from engine.models import vocabulary_and_context
+from engine.runtime.save_policy import StartModel
+from engine.trainers.offline import OfflineTrainer, total_steps
+from engine.trainers.preference import PreferenceTrainer
+from engine.trainers.reward_model import RewardModelTrainer
+from engine.trainers.sft_ranks import is_on_ray
+from engine.workers.algorithm_options import check_preference_training
+
+E = TypeVar("E", bound=PreferenceExample)
+
+
+def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
+    """Train and save; return the folder of the model. A dry run stops before any of it: None.
+
+    Raises an EngineError; what is wrong with settings and data is found before the model is loaded.
+    """
+    if isinstance(config, PreferenceRunConfig):
+        check_preference_training(config.preference)
+    train, validation = _read(config)
+    steps = total_steps(config.training, len(train))
+    name = config.training.section
+    say(
+        f"{name}: {_method(config)} from {config.model.path}, {len(train)} examples, "
+        f"{len(validation)} held out, {steps} steps of {config.training.train_batch_size}"
+    )
+    if dry_run:
+        say(f"{name}: dry run, nothing is trained; the model would be in {config.run.folder()}")
+        return None
+    folder = make_output_folder(config.run.folder())
+    kept = folder / "checkpoints"
+    if config.run.resume_mode == "disable":
+        kept = folder / f"checkpoints.{time.strftime('%Y%m%d-%H%M%S')}"
+    with (
+        error_details_file(folder),
+        ray_session("ray" if is_on_ray(config.training) else "local"),
+        _trainer(config) as trainer,
+    ):
+        return _train(config, trainer, train, validation, folder, kept)
+
+
+def _train(
+    config: OfflineRunConfig,
+    trainer: OfflineTrainer[Any, Any],
+    train: Sequence[PreferenceExample],
+    validation: Sequence[PreferenceExample],
+    folder: Path,
+    kept: Path,
+) -> Path:
+    started, name = time.monotonic(), config.training.section
+    resumes = any(kept.glob("step_*"))
+    settings = config.model_dump(mode="json")
+    with open_trackers(config.run, settings, folder, resumes) as (tracked, logs):
+
+        def on_step(step: int, total: int, metrics: dict[str, float]) -> None:
+            if tracked is not None:
+                tracked.log_metrics(metrics, step)
+            logs.log_metrics(metrics, step)
+            if "console" in config.run.logger:
+                left = human_time((time.monotonic() - started) / step * (total - step))
+                say(_line(name, step, total, metrics, left))
+
+        trainer.on_step = on_step
+        trainer.on_resume = lambda at, step: say(f"{name}: continues from {at}, step {step}")
+        final = trainer.fit(train, validation, kept)
+        total = trainer.total_steps(len(train))
+        target = folder / f"step_{total}"
+        model = save_atomically(lambda draft: trainer.save(draft, config.model.path), target)
+    say(f"{name}: done, {total} steps in {human_time(time.monotonic() - started)}")
+    for metric, value in sorted(final.items()):
+        if "/validation_" in metric:
+            say(f"  {metric.partition('/')[2]:<32} {value:.4f}")
+    say(f"  {'model':<32} {model}")
+    return model
+
+
+def _trainer(config: OfflineRunConfig) -> OfflineTrainer[Any, Any]:
+    model = config.model
+    start = StartModel(_local(model.path), model.dtype, model.lora, config.seed)
+    pad = int(load_tokenizer(model.path).pad_token_id or 0)
+    if isinstance(config, PreferenceRunConfig):
+        return PreferenceTrainer(start, pad, config.preference, seed=config.seed, start=model.path)
+    if isinstance(config, RewardModelRunConfig):
+        own = config.reward_model
+        return RewardModelTrainer(start, pad, own, seed=config.seed, start=model.path)
+    raise ConfigError(f"there is no training for {type(config).__name__}")
+
+
+def _read(
+    config: OfflineRunConfig,
+) -> tuple[Sequence[PreferenceExample], Sequence[PreferenceExample]]:
+    data, tokenizer = config.data, load_tokenizer(config.model.path)
+    limit = data.max_length or vocabulary_and_context(config.model.path)[1]
+    options: dict[str, Any] = {
+        "config": data.rows(),
+        "max_length": limit,
+        "too_long": data.too_long,
+    }
+
+    def read(files: Sequence[str]) -> Sequence[PreferenceExample]:
+        if isinstance(config, PreferenceRunConfig):
+            kind: Kind = "labels" if config.preference.loss == "kto" else "pairs"
+            return read_preferences(files, tokenizer, kind, **options)
+        return read_reward_pairs(files, tokenizer, **options)
+
+    train = read(data.train_files)
+    if data.val_files:
+        return train, read(data.val_files)
+    return held_out(train, data.val_size, config.seed)
+
+
+def held_out(examples: Sequence[E], size: int, seed: int) -> tuple[list[E], list[E]]:
+    """Training examples, and `size` others or a few more: all examples of prompts drawn by seed.
+
+    Raises DataError where that would leave nothing to learn from.
+    """
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for i, example in enumerate(examples):
+        by_prompt.setdefault(tuple(example.prompt_ids), []).append(i)
+    groups = list(by_prompt.values())
+    random.Random(seed).shuffle(groups)
+    apart: set[int] = set()
+    while len(apart) < size and groups:
+        apart.update(groups.pop())
+    if apart and len(apart) == len(examples):
+        raise DataError(
+            f"data.val_size={size} holds out all {len(examples)} examples, with those of the same "
+            "prompts; lower it, or give data.val_files"
+        )
+    return (
+        [example for i, example in enumerate(examples) if i not in apart],
+        [example for i, example in enumerate(examples) if i in apart],
+    )
+
+
+def _method(config: OfflineRunConfig) -> str:
+    return config.preference.loss if isinstance(config, PreferenceRunConfig) else "Bradley-Terry"
+
+
+def _line(name: str, step: int, total: int, metrics: dict[str, float], left: str) -> str:
+    shown = {
+        "loss": "loss",
+        "accuracy": "rewards/accuracies",
+        "margin": "rewards/margins",
+        "KL": "kl",
+        "grad": "grad_norm",
+        "held-out loss": "validation_loss",
+        "held-out accuracy": "validation_accuracy",
+    }
+    facts = [
+        f"{word} {metrics[f'{name}/{key}']:.4f}"
+        for word, key in shown.items()
+        if f"{name}/{key}" in metrics
+    ]
+    return " · ".join([f"{name} {step:>4}/{total}", *facts, f"{left} left"])
+
+
+def _local(model: str) -> str:
+    """A folder as an absolute path, for ranks in other working directories; a hub id as it is."""
+    path = Path(model).expanduser()
+    return str(path.absolute()) if path.is_dir() else model
