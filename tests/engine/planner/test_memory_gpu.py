@@ -19,17 +19,20 @@ from tiny_engine import training_batch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from engine.config import ActorConfig
+from engine.config import ActorConfig, LoRAConfig, SFTConfig
 from engine.errors import DivergedError
 from engine.models import open_model
 from engine.parallel import process_groups
 from engine.parallel.layout import Layout, ModelShape
 from engine.planner.memory import Memory, estimate
 from engine.planner.workload import Candidate, Workload
+from engine.runtime.save_policy import StartModel
 from engine.runtime.sharded_model import ShardedModel
 from engine.storage import weight_files
+from engine.trainers.memory_check import sft_memory, sft_workload
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
+from engine.workers.sft import SFTWorker
 
 pytestmark = [
     pytest.mark.gpu,
@@ -130,3 +133,37 @@ def test_training(folder: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout)
         assert 0.7 * peak <= memory.training <= 1.6 * peak, (peak, memory)
         close: Any = worker.close
         close()
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=4)], ids=str)
+def test_the_warm_start(folder: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout) -> None:
+    """By the estimate with which a plan refuses one that can't fit."""
+    batch = training_batch(ROWS)
+    width = int(batch["attention_mask"].shape[1])
+    values = {"parallel": layout.sizes, "max_tokens_per_micro_batch": TOKENS, "packing": False}
+    config = SFTConfig.model_validate(values | {"train_batch_size": ROWS})
+    work = sft_workload(
+        config,
+        model_path=str(folder),
+        lora=LoRAConfig(),
+        dtype="bfloat16",
+        max_response_length=1,
+        max_model_len=width,
+    )
+    memory = sft_memory(work, config.parallel, TOKENS)
+    with one_of(layout, monkeypatch):
+        gc.collect()  # what another test leaves would count
+        before = torch.cuda.memory_allocated()
+        context = WorkerContext("sft", layout.world_size - 1, layout.world_size, layout=layout)
+        start = StartModel(str(folder), "bfloat16")
+        worker = SFTWorker(context, model=start, config=config, seed=0)
+        worker.begin(4)
+        worker.train_state.optimizer.zero_gradients()
+        worker.train_state.optimizer.step()  # makes the moments
+        kept = torch.cuda.memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        with contextlib.suppress(DivergedError):  # nothing real comes from ranks that are not there
+            worker.update(batch)
+        peak = torch.cuda.max_memory_allocated() - before
+    assert kept == pytest.approx(memory.weights + memory.moments, rel=0.05)
+    assert 0.7 * peak <= memory.training <= 1.6 * peak, (peak, memory)
