@@ -19,7 +19,8 @@ from torch import nn
 
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.protocol import Completion, SamplingParams
-from engine.rollout.server import ServerEngine, vllm_weights
+from engine.rollout.server import ServerEngine
+from engine.rollout.server.weight_folders import WeightFolders
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the server's start
 
@@ -110,7 +111,7 @@ def test_a_folder_that_is_not_whole_is_not_loaded(
 ) -> None:
     model = build("qwen2")
     engine = open_engine(model, url, weights_dir=str(tmp_path))
-    write = vllm_weights.WeightFolders.write
+    write = WeightFolders.write
 
     def write_and_harm(*arguments: Any) -> Path:
         path = write(*arguments)
@@ -119,7 +120,7 @@ def test_a_folder_that_is_not_whole_is_not_loaded(
 
     train(model, steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(vllm_weights.WeightFolders, "write", write_and_harm)
+        patch.setattr(WeightFolders, "write", write_and_harm)
         with pytest.raises(RolloutError, match=rf"could not take policy version 1: .*{message}"):
             engine.update_weights(model, 1)
     with pytest.raises(RolloutError, match="can't serve"):

@@ -18,8 +18,8 @@ from torch import nn
 
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.protocol import Completion, SamplingParams
-from engine.rollout.server import ServerEngine
-from engine.rollout.server.weights import FixedPolicy, register_hook
+from engine.rollout.server import ServerEngine, weights
+from engine.rollout.server.weights import FixedPolicy
 
 PROMPTS = make_prompts(6, seed=3)
 PARAMS = SamplingParams(n=2, max_new_tokens=6, seed=5)
@@ -224,11 +224,13 @@ def test_one_with_a_short_context_is_a_mistake_that_is_named(fakes: list[FakeSer
         connect_all(fakes, build("qwen2"))
 
 
-def test_a_hook_that_knows_one_server_is_refused_for_several(fakes: list[FakeServer]) -> None:
-    @register_hook("of one server")
+def test_a_hook_that_knows_one_server_is_refused_for_several(
+    fakes: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Own(FixedPolicy):
         fixed = False
 
+    monkeypatch.setitem(weights._HOOKS, "of one server", Own)
     with pytest.raises(ConfigError, match=r"names 3 servers.*FolderWeights"):
         connect_all(fakes, build("qwen2"), weights="of one server", reload_url="")
 
