@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from rollout_models import CONTEXT, VOCABULARY, make_prompts, reference_log_probs, train
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from engine.errors import RolloutError
@@ -41,8 +46,10 @@ class Activation(Enum):
     RELU = "relu2_no_mul"
 
 
-def mixture() -> Any:
+def mixture(family: str) -> Any:
     torch.manual_seed(7)
+    if family == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=6)).eval()
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE)).eval()
 
 
@@ -90,9 +97,11 @@ def test_an_activation_that_is_not_known() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.parametrize("in_process", [True, False])
-def test_updates_reach_the_experts(in_process: bool) -> None:
-    model = mixture()
+@pytest.mark.parametrize(
+    ("family", "in_process"), [("qwen3_moe", True), ("qwen3_moe", False), ("mixtral", True)]
+)
+def test_updates_reach_the_experts(family: str, in_process: bool) -> None:
+    model = mixture(family)
     engine = VllmEngine(
         model, max_num_seqs=8, max_model_len=64, kv_cache_memory_mb=32, in_process=in_process
     )
