@@ -210,6 +210,9 @@ VERL: dict[str, Key] = {
         ("rl.critic.optim.beta1", "rl.critic.optim.beta2"), _pair, note="two numbers"
     ),
     f"{_CRITIC}.model.path": Key("rl.critic.model_path", _text),
+    f"{_CRITIC}.model.lora_rank": Key("rl.critic.lora.rank"),
+    f"{_CRITIC}.model.lora_alpha": Key("rl.critic.lora.alpha"),
+    f"{_CRITIC}.model.target_modules": Key("rl.critic.lora.target_modules"),
     f"{_CRITIC}.grad_clip": Key("rl.critic.optim.grad_clip"),
     f"{_CRITIC}.ppo_mini_batch_size": Key("rl.critic.ppo_mini_batch_size", times=_N, note=_PROMPTS),
     f"{_CRITIC}.ppo_max_token_len_per_gpu": Key("rl.critic.max_tokens_per_micro_batch"),

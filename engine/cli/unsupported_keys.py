@@ -40,7 +40,6 @@ _FSDP = "set rl.actor.parallel.fsdp, the ranks that share the weights"
 _AS_ACTOR = "the reference is sharded as the actor is"
 _GREEDY = "validation takes one greedy completion a prompt"
 _WARMUP = "set lr_warmup_steps_ratio, the share of all steps"
-_NO_LORA = "a critic trains all its weights; leave it out"
 _TEXT = "prompts are text"
 _SAMPLES = "samples go to trainer.default_local_dir/rollouts, see trainer.log_rollouts_freq"
 
@@ -124,9 +123,6 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _reject("*.data_parallel_size", _SHARDING, (1,)),
     _reject("*.pipeline_model_parallel_size", "a rollout engine has no stages", (1,)),
     _reject("*.expert_parallel_size", "there is no expert parallelism", (1,)),
-    _reject("critic.model.lora_rank", _NO_LORA, (0,)),
-    _ignore("critic.model.lora_alpha", _NO_LORA),
-    _ignore("critic.model.target_modules", _NO_LORA),
     _reject("*.exclude_modules", "name the modules that get an adapter in target_modules"),
     _reject("*.lora_adapter_path", "set actor_rollout_ref.model.path to the adapter's folder"),
     _reject("*.lora.rank", "set actor_rollout_ref.model.lora_rank", (0,)),

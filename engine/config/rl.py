@@ -74,6 +74,16 @@ class ActorConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
 
 
+class CriticLoRAConfig(Section):
+    """Train low-rank adapters and the value head, and leave the rest of the critic as it is."""
+
+    rank: int = Field(0, ge=0, description="Rank of the adapters; 0: train all weights")
+    alpha: float = Field(32.0, gt=0, description="An adapter's output is scaled by alpha / rank")
+    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear", description="Modules with an adapter, or names like q_proj"
+    )
+
+
 class CriticConfig(Section):
     """The value model of PPO."""
 
@@ -85,6 +95,7 @@ class CriticConfig(Section):
     ppo_epochs: int = Field(2, ge=1)
     max_tokens_per_micro_batch: int = Field(16384, ge=64)
     cliprange_value: float = Field(0.5, gt=0)
+    lora: CriticLoRAConfig = CriticLoRAConfig()
     parallel: ParallelConfig | None = Field(None, description="None: as the actor's")
 
 

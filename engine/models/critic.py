@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.models.lora import has_adapters, merged_copy
+from engine.config import LoRAConfig
+from engine.models.lora import add_adapters, has_adapters, merged_copy
 
 
 class CriticModel(nn.Module):
@@ -20,7 +21,7 @@ class CriticModel(nn.Module):
 
     def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
         super().__init__()
-        self.backbone = backbone
+        self.backbone: Any = backbone
         self.head = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.head.weight)  # a new critic predicts 0 everywhere
         nn.init.zeros_(self.head.bias)
@@ -41,6 +42,11 @@ class CriticModel(nn.Module):
         return self.backbone
 
     @property
+    def peft_config(self) -> Any:
+        """What adapters the backbone has, as a language model says it; None for none."""
+        return getattr(self.backbone, "peft_config", None)
+
+    @property
     def config(self) -> Any:
         """The backbone's configuration."""
         return self.backbone.config
@@ -56,12 +62,18 @@ def head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
     return values.squeeze(-1).float()
 
 
-def create_critic_model(model: PreTrainedModel) -> CriticModel:
+def create_critic_model(
+    model: PreTrainedModel, lora: LoRAConfig | None = None, seed: int = 0
+) -> CriticModel:
     """Make a critic that starts from a copy of `model`'s backbone; `model` is not touched.
 
-    Adapters are merged into the copy, and a quantised base is made dense: all of it is trained.
+    Adapters are merged into the copy, and a quantised base is made dense: all of it is trained, or,
+    with `lora`, new adapters in it, drawn from `seed`, and the value head.
     """
     plain = merged_copy(model) if has_adapters(model) else model
     backbone = copy.deepcopy(plain.base_model)
     critic = CriticModel(backbone, model.config.get_text_config().hidden_size)
-    return critic.to(next(backbone.parameters()).dtype).requires_grad_(True)
+    critic.to(next(backbone.parameters()).dtype).requires_grad_(True)
+    if lora is not None and lora.rank:
+        add_adapters(critic.backbone, lora, seed, "critic.lora")
+    return critic

@@ -30,8 +30,10 @@ ALL_LINEAR = "all-linear"
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
-    """Put new adapters into `model`, in place, and freeze all else.
+def add_adapters(
+    model: PreTrainedModel, config: LoRAConfig, seed: int, setting: str = "model.lora"
+) -> None:
+    """Put new adapters into `model`, in place, and freeze all else; `setting` asked for them.
 
     They add nothing at first (B = 0; A is drawn from `seed`), and are float32 whatever the model
     is. Raises ConfigError for target modules that the model lacks, or whose weights it ties.
@@ -53,7 +55,7 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
             model.add_adapter(settings, ADAPTER)
         except ValueError as error:
             raise ConfigError(
-                f"model.lora.target_modules={names!r} can't be adapted in a "
+                f"{setting}.target_modules={names!r} can't be adapted in a "
                 f"{type(model).__name__}: {error}; name linear modules of it, or {ALL_LINEAR!r}"
             ) from error
     _refuse_tied(model, settings)
@@ -101,7 +103,7 @@ def _refuse_tied(model: PreTrainedModel, settings: Any) -> None:
 
     ends: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted = any(isinstance(end, BaseTunerLayer) for end in ends)
-    if adapted and ends[0].weight is ends[1].weight:
+    if adapted and ends[0].weight is getattr(ends[1], "weight", None):
         raise ConfigError(
             f"model.lora.target_modules={sorted(settings.target_modules)} names the embedding or "
             "the head, which are one matrix in this model; leave it out"

@@ -212,7 +212,11 @@ def _models(work: Workload, candidate: Candidate) -> list[_Model]:
         found.append(_Model(rank_elements(work.teacher, layout) * size))
     if work.critic:
         own = layout if isinstance(work.critic, str) else work.critic
-        found.append(_trained(rank_elements(work.critic_shape or work.shape, own), work))
+        mine = rank_elements(work.critic_shape or work.shape, own)
+        if work.critic_adapters:
+            found.append(_adapted(mine * work.weight_bytes, work.critic_adapters, own))
+        else:
+            found.append(_trained(mine, work))
     return found
 
 
@@ -227,9 +231,12 @@ def _policy(work: Workload, layout: Layout) -> _Model:
     if not work.adapters:
         return _trained(mine, work)
     base = sizes(work.shape).total if work.quantized else mine
-    cut = layout.world_size // layout.dp
-    kept = work.adapters / cut * _FLOAT32  # whatever the base is
-    frozen = base * (work.base_bytes or work.weight_bytes)
+    return _adapted(base * (work.base_bytes or work.weight_bytes), work.adapters, layout)
+
+
+def _adapted(frozen: float, adapters: int, layout: Layout) -> _Model:
+    """A frozen model of so many bytes, and adapters, which are float32 whatever it is."""
+    kept = adapters / (layout.world_size // layout.dp) * _FLOAT32
     return _Model(frozen + kept, kept, 2 * kept, 3 * kept)
 
 

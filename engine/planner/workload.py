@@ -46,6 +46,7 @@ class Workload:
     critic: Layout | str = ""  # its own layout; "as actor"; empty: none
     critic_shape: ModelShape | None = None  # None: the policy's
     actor_epochs: int = 1
+    critic_adapters: int = 0  # elements of its adapters; 0: all of it is trained
     critic_epochs: int = 1
     updates: int = 1  # optimizer steps an epoch
     passes: int = 0  # over the batch without gradients: old log-probs, reference

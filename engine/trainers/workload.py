@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from engine.config import LoRAConfig, RLConfig
+from engine.config.rl import CriticLoRAConfig
 from engine.dataflows import choose_dataflow
 from engine.dataflows.required_passes import RequiredPasses
 from engine.errors import ConfigError
@@ -52,6 +53,7 @@ def workload(
     full_kl = actor.use_kl_loss and actor.kl_loss_type == "full"
     engine = engine_capabilities(rollout)
     teacher = config.algorithm.teacher
+    critic_shape = _shape(text_config(started)) if started and "critic" in roles else None
     return Workload(
         shape,
         trainer.train_batch_size,
@@ -66,7 +68,8 @@ def workload(
         reference="reference" in roles and not lora.rank,
         teacher=_shape(text_config(teacher)) if "teacher" in roles else None,
         critic="" if "critic" not in roles else Layout.of(own) if own else "as actor",
-        critic_shape=_shape(text_config(started)) if started and "critic" in roles else None,
+        critic_shape=critic_shape,
+        critic_adapters=_adapters(critic_shape or shape, config.critic.lora),
         actor_epochs=actor.ppo_epochs,
         critic_epochs=config.critic.ppo_epochs,
         updates=-(-rows // mini) if mini else 1,
@@ -99,7 +102,7 @@ def _shape(model_config: PretrainedConfig) -> ModelShape:
         ) from error
 
 
-def _adapters(shape: ModelShape, lora: LoRAConfig) -> int:
+def _adapters(shape: ModelShape, lora: LoRAConfig | CriticLoRAConfig) -> int:
     """Elements of the adapters on all linear layers, or on the named ones."""
     if not lora.rank:
         return 0

@@ -8,7 +8,7 @@ from engine.algorithms.aggregation import aggregate
 from engine.algorithms.metrics import MeanAccumulator, compute_means
 from engine.algorithms.values import value_loss
 from engine.batch import TOKENS, Batch
-from engine.config import CriticConfig, ParallelConfig
+from engine.config import CriticConfig, LoRAConfig, ParallelConfig
 from engine.models import open_critic_model
 from engine.parallel.layout import Layout
 from engine.runtime.loss_scale import update_metrics
@@ -40,7 +40,8 @@ class CriticWorker(TrainingWorker):
         self.config = config
         layout = Layout.of(parallel)
         ranks = init_mesh(layout, context.rank, context.world_size, context.address)
-        model = open_critic_model(model_path, dtype)  # without dropout
+        lora = LoRAConfig.model_validate(config.lora.model_dump())
+        model = open_critic_model(model_path, dtype, lora, seed)  # without dropout
         self.sharded = ShardedModel(model, ranks, parallel)
         self.train_state = ShardedTrainState(self.sharded, config.optim, total_steps, seed)
 

@@ -241,7 +241,6 @@ def test_steps_win_over_epochs_as_in_verl() -> None:
         ("trainer.default_local_dir", ("not of the form key=value",)),
         ("~algorithm.gamma=1", ("not of the form key=value",)),
         ("data.train_files=[a", ("data.train_files", "not valid YAML")),
-        ("critic.model.lora_rank=8", ("lora_rank=8", "a critic trains all its weights")),
         ("actor_rollout_ref.actor.fsdp_config.fsdp_size=8", ("rl.actor.parallel.fsdp",)),
         ("actor_rollout_ref.rollout.expert_parallel_size=2", ("not available here",)),
         ("trainer.logger=['console','swanlab']", ("trainer.logger: swanlab", "mlflow")),
