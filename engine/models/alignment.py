@@ -27,7 +27,10 @@ from engine.models.packing import (
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Rows without their left padding, and where each response token's prediction is read."""
+    """Rows without their left padding, and where each response token's prediction is read.
+
+    `packed`: `input_ids` are [1, T], of rows laid out as one, and `positions` are columns of it.
+    """
 
     input_ids: Tensor  # [B, L] long; row = prompt, response, padding
     rows: Tensor  # [N] long; row of each response token
@@ -36,12 +39,20 @@ class Sequences:
     columns: Tensor  # [N] long; its column in the batch's [B, R] fields
     lengths: Tensor | None = None  # [B] long; tokens of each row; None: a share of longer rows
     prompts: Tensor | None = None  # [B] long; how many of them are the prompt's
+    packed: bool = False
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Those of the outputs `[B, L, …]` that predict response tokens: `[N, …]`."""
+        own = self.to(hidden.device)
+        if self.packed:
+            return hidden[0].index_select(0, own.positions)
+        return hidden[own.rows, own.positions]
 
     def to(self, device: torch.device) -> Self:
         """The same on `device`."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in values.items():
-            values[name] = None if value is None else value.to(device)
+            values[name] = value.to(device) if isinstance(value, Tensor) else value
         return type(self)(**values)
 
 
@@ -88,10 +99,13 @@ def _sources(batch: Batch) -> Tensor:
     return columns.clamp(max=mask.shape[1] - 1)
 
 
-def pack(model: nn.Module, seqs: Sequences, packing: Packing | None = None) -> PackedRows | None:
+def pack(
+    model: nn.Module, seqs: Sequences, packing: Packing | None = None, multiple: int = 1
+) -> PackedRows | None:
     """The rows packed on the model's device, where the model is to be given them so; else None.
 
     The last token of a row predicts nothing, and is left out. `packing`: None is the model's own.
+    `multiple`: as in `pack_rows`.
     """
     packing = packing_of(model) if packing is None else packing
     if not packing or seqs.lengths is None or seqs.prompts is None:
@@ -103,4 +117,5 @@ def pack(model: nn.Module, seqs: Sequences, packing: Packing | None = None) -> P
         if not is_worthwhile(packing, tokens, seqs.input_ids.numel()):
             return None
     device = next(model.parameters()).device
-    return pack_rows(seqs.input_ids.to(device), lengths.to(device), seqs.prompts.to(device))
+    ids, prompts = seqs.input_ids.to(device), seqs.prompts.to(device)
+    return pack_rows(ids, lengths.to(device), prompts, multiple)

@@ -109,9 +109,7 @@ def response_states(model: nn.Module, seqs: Sequences) -> Tensor:
     """
     if (rows := _packed(model, seqs)) is not None:
         return _packed_states(model, rows, seqs)
-    hidden = hidden_states(model, seqs)
-    seqs = seqs.to(hidden.device)
-    return hidden[seqs.rows, seqs.positions]
+    return seqs.states(hidden_states(model, seqs))
 
 
 def hidden_states(model: nn.Module, seqs: Sequences, position_ids: Tensor | None = None) -> Tensor:
@@ -136,11 +134,14 @@ def packing_error(model: nn.Module, batch: Batch) -> float:
     seqs = left_align(batch)
     rows = pack(model, seqs, True)
     assert rows is not None
-    padded, packed = hidden_states(model, seqs), _packed_states(model, rows, seqs)
-    seqs = seqs.to(padded.device)
-    wanted = padded[seqs.rows, seqs.positions].float()
-    distance = (packed.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
-    return float(distance.mean()) if len(distance) else 0.0
+    return distance(_packed_states(model, rows, seqs), seqs.states(hidden_states(model, seqs)))
+
+
+def distance(states: Tensor, wanted: Tensor) -> float:
+    """How far `states` [N, H] are from `wanted` ones, over their norms: a token's mean."""
+    wanted = wanted.float()
+    each = (states.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
+    return float(each.mean()) if len(each) else 0.0
 
 
 def _packed(model: nn.Module, seqs: Sequences) -> PackedRows | None:
@@ -160,8 +161,7 @@ def _packed_states(model: nn.Module, rows: PackedRows, seqs: Sequences) -> Tenso
 
 def response_logits(head: Head, hidden: Tensor, seqs: Sequences) -> Tensor:
     """What `head` makes `[N, V]` of the hidden states `[B, L, H]` that predict response tokens."""
-    seqs = seqs.to(hidden.device)
-    return head(hidden[seqs.rows, seqs.positions])
+    return head(seqs.states(hidden))
 
 
 def read_states(
@@ -219,8 +219,8 @@ def read_tokens(
 
 def read_values(values: Tensor, seqs: Sequences, batch: Batch) -> Tensor:
     """Put a critic's outputs `[B, L]` into the batch's response columns, `[B, R]` in float32."""
-    seqs = seqs.to(values.device)
-    return _scatter(values[seqs.rows, seqs.positions].float(), seqs, batch["responses"])
+    flat = seqs.states(values).float()
+    return _scatter(flat, seqs.to(values.device), batch["responses"])
 
 
 def model_logits(model: Model, seqs: Sequences) -> Tensor:

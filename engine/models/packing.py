@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -46,10 +47,13 @@ class PackedRows:
         return self.places[rows, columns]
 
 
-def pack_rows(ids: Tensor, lengths: Tensor, prompts: Tensor | None = None) -> PackedRows:
+def pack_rows(
+    ids: Tensor, lengths: Tensor, prompts: Tensor | None = None, multiple: int = 1
+) -> PackedRows:
     """Pack left-aligned rows `ids` [B, L] of `lengths` [B] tokens each, padding last.
 
-    Rows whose first `prompts` [B] tokens are the same have those in common; None: no row has.
+    Rows whose first `prompts` [B] tokens are the same have those in common; None: no row has. A row
+    of id 0 fills T up to a multiple of `multiple`.
     Raises DataError for a row without tokens, or with fewer than its prompt's.
     """
     ends, width = lengths.tolist(), ids.shape[1]
@@ -78,9 +82,14 @@ def pack_rows(ids: Tensor, lengths: Tensor, prompts: Tensor | None = None) -> Pa
         places[group, :common] = places[group[0], :common]
         sizes.append((common, [stop - start for _, start, stop in parts]))
     flat = torch.from_numpy(np.concatenate(source)).to(ids.device)
+    tokens, positions = ids.flatten()[flat], flat % width
+    if missing := -at % multiple:
+        sizes.append((0, [missing]))
+        tokens = F.pad(tokens, (0, missing))
+        positions = torch.cat([positions, torch.arange(missing, device=ids.device)])
     return PackedRows(
-        ids.flatten()[flat][None],
-        (flat % width)[None],
+        tokens[None],
+        positions[None],
         torch.from_numpy(places).to(ids.device),
         Segments.of(sizes, ids.device),
     )
@@ -114,7 +123,7 @@ def apply_packing(model: PreTrainedModel | CriticModel, packing: Packing = True)
 
     Other models stay as they are, and so does one that it was applied to, but for `packing`, which
     `packing_of` tells from then on. Raises ConfigError where attention is not plain and causal. It
-    goes with FSDP, TP and adapters, not with `apply_ulysses`.
+    goes with FSDP, TP and adapters, and with `apply_ulysses` after it.
     """
     found = [m for m in model.modules() if _is_attention(m)]
     config = model.config.get_text_config()
@@ -141,7 +150,7 @@ def apply_packing(model: PreTrainedModel | CriticModel, packing: Packing = True)
 
 def set_packing(model: Any, packing: Packing) -> None:
     """Say when `model`, which packing was applied to, is to be given packed rows."""
-    model.base_model.__dict__[_MARK] = packing
+    getattr(model, "base_model", model).__dict__[_MARK] = packing
 
 
 def packing_of(model: Any) -> Packing:

@@ -32,6 +32,7 @@ from engine.parallel.process_groups import Ranks
 
 _NAME = "hybridflyte_ulysses"  # transformers' name of `_attention`
 _SHARE = "sequence_share"  # an attention module's attribute
+_LOCAL = "local_config"  # another: its configuration as it was, with what each rank computes
 
 
 def apply_ulysses(model: nn.Module, ranks: Ranks) -> None:
@@ -49,12 +50,12 @@ def apply_ulysses(model: nn.Module, ranks: Ranks) -> None:
         return
     found = [module for module in model.modules() if _is_attention(module)]
     _check_model(model, found, ranks)
-    config: Any = model.config
-    share = _Share(group, ranks.size("sp"), ranks.index("sp"), config)
+    share = _Share(group, ranks.size("sp"), ranks.index("sp"))
     for attention in found:  # the model itself keeps its configuration: no mask is made differently
-        ours: Any = copy.copy(attention.config)
+        own: Any = attention.config
+        ours = copy.copy(own)
         ours._attn_implementation = _NAME
-        attention.__dict__ |= {"config": ours, _SHARE: share}
+        attention.__dict__ |= {"config": ours, _SHARE: share, _LOCAL: own}
 
 
 def split_tokens(ids: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
@@ -70,6 +71,16 @@ def split_tokens(ids: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     start = index * length
     positions = torch.arange(start, start + length, device=ids.device).expand(len(ids), length)
     return padded[:, start : start + length].contiguous(), positions.contiguous()
+
+
+def split_packed(ids: Tensor, positions: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """This rank's stretch of packed rows, and its positions, both [1, T / sp] long.
+
+    `ids` and `positions` are [1, T]; `sp` · `tp` divides T.
+    """
+    length = ids.shape[1] // ranks.size("sp")
+    start = ranks.index("sp") * length
+    return ids[:, start : start + length], positions[:, start : start + length]
 
 
 def local_tokens(positions: Tensor, length: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
@@ -102,9 +113,8 @@ def sum_tokens(values: Tensor, ranks: Ranks) -> Tensor:
 class _Share:
     """What an attention module must know of its ranks. Copies of a module have it in common."""
 
-    def __init__(self, group: dist.ProcessGroup, size: int, index: int, config: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
         self.group, self.size, self.index = group, size, index
-        self.config = config  # as it was, with the attention that each rank computes
         self._seen: weakref.ref[Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Share:
@@ -148,7 +158,9 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Attention [B, L/sp, heads, d] of queries [B, heads, L/sp, d] to all tokens before them."""
     share: _Share = getattr(module, _SHARE)
-    share.check(query, key, attention_mask, options.pop("position_ids", None))
+    positions = options.pop("position_ids", None)
+    if "segments" not in options:  # packed rows have positions of their own
+        share.check(query, key, attention_mask, positions)
     size = share.size
     repeats = math.lcm(key.shape[1], size) // key.shape[1]  # each rank needs whole kv heads
     if repeats > 1:
@@ -159,8 +171,9 @@ def _attention(
     got = _Exchange.apply(sent, share.group)  # [sp, B, h, L/sp, d]; 0: whose tokens
     whole = got.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, h, L, d]
     query, key, value = whole.split([heads, kv_heads, kv_heads], 1)
-    kernel: Any = ALL_ATTENTION_FUNCTIONS[share.config._attn_implementation]
-    local = _LocalHeads(module, share.config, heads // kv_heads)
+    config = getattr(module, _LOCAL)
+    kernel: Any = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+    local = _LocalHeads(module, config, heads // kv_heads)
     out: Tensor = kernel(local, query, key, value, None, **options)[0]  # [B, L, h, d]
     sent = out.unflatten(1, (size, -1)).movedim(1, 0).contiguous()  # [sp, B, L/sp, h, d]
     got = _Exchange.apply(sent, share.group)  # 0: whose heads

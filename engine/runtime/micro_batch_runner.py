@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,19 +19,35 @@ from torch import Tensor, nn
 from engine.batch import Batch
 from engine.config import ParallelConfig
 from engine.models import BaseModelView
-from engine.models.alignment import Sequences, left_align
+from engine.models.alignment import Sequences, left_align, pack
 from engine.models.forward import (
+    distance,
     hidden_states,
     model_logits,
     packing_error,
     response_logits,
 )
+from engine.models.packing import PackedRows, Packing, packed_forward
 from engine.models.vocabulary_head import require_vocabulary_head
 from engine.parallel import fsdp
 from engine.parallel.pipeline_schedule import Pipeline
 from engine.parallel.process_groups import Ranks
-from engine.parallel.sequence_parallel import local_tokens, split_tokens, sum_tokens
+from engine.parallel.sequence_parallel import (
+    local_tokens,
+    split_packed,
+    split_tokens,
+    sum_tokens,
+)
 from engine.runtime.token_outputs import OutputReader, Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A rank's part of a micro-batch's sequences."""
+
+    seqs: Sequences
+    positions: Tensor  # [b, L / sp] of its columns in the whole sequences
+    rows: PackedRows | None  # the part of packed rows; None: they are padded
 
 
 class MicroBatchRunner:
@@ -99,8 +116,14 @@ class MicroBatchRunner:
         """How far the module's packed rows are from padded ones; see `forward.packing_error`."""
         training = self.module.training
         self.module.eval()  # without dropout
+
+        def run() -> float:
+            if not self._shards_sequences:
+                return packing_error(self.module, sample)
+            return distance(*(self._states(sample, packing) for packing in (True, False)))
+
         with torch.no_grad(), self._forward_context():
-            error = fsdp.run_forward(self.module, lambda: packing_error(self.module, sample))
+            error = fsdp.run_forward(self.module, run)
         self.module.train(training)
         return error
 
@@ -141,25 +164,53 @@ class MicroBatchRunner:
         """Outputs of all tokens, from each rank's part of the sequences."""
         return {name: sum_tokens(value, self.ranks) for name, value in own.items()}
 
-    def _hidden(self, micro: Batch) -> tuple[Tensor, Sequences]:
-        """Hidden states of this rank's part of each sequence, and the tokens in it."""
-        own, positions = self._split_sequences(micro)
-        return hidden_states(self.module, own, position_ids=positions), own
+    def _hidden(self, micro: Batch, packing: Packing | None = None) -> tuple[Tensor, Sequences]:
+        """Hidden states of this rank's part of the sequences, and the tokens in it."""
+        share = self._share(micro, packing)
+        if share.rows is None:
+            return hidden_states(self.module, share.seqs, position_ids=share.positions), share.seqs
+        module: Any = self.module
+        return packed_forward(module.base_model, share.rows).last_hidden_state, share.seqs
 
-    def _split_sequences(self, micro: Batch) -> tuple[Sequences, Tensor]:
-        """This rank's part of each sequence, and its positions in the full sequence."""
+    def _states(self, sample: Batch, packing: Packing) -> Tensor:
+        """Hidden states [N, H] of all ranks' tokens, for a sample that is packed, or not."""
+        hidden, own = self._hidden(sample, packing)
+        shape = sample["responses"].shape
+        whole = hidden.new_zeros(*shape, hidden.shape[-1])
+        seqs = own.to(hidden.device)
+        whole[seqs.rows, seqs.columns] = own.states(hidden)
+        every = left_align(sample).to(hidden.device)
+        return sum_tokens(whole, self.ranks)[every.rows, every.columns]
+
+    def _share(self, micro: Batch, packing: Packing | None = None) -> _Share:
+        """This rank's part of the sequences."""
         seqs = left_align(micro)
-        ids, positions = split_tokens(seqs.input_ids, self.ranks)
-        mine, columns = local_tokens(seqs.positions, ids.shape[1], self.ranks)
-        own = Sequences(ids, seqs.rows[mine], columns, seqs.targets[mine], seqs.columns[mine])
-        return own, positions
+        rows = pack(self.module, seqs, packing, multiple=self.ranks.size("sp", "tp"))
+        if rows is None:
+            ids, positions = split_tokens(seqs.input_ids, self.ranks)
+            places = seqs.positions
+        else:
+            ids, positions = split_packed(rows.input_ids, rows.position_ids, self.ranks)
+            places = rows.index(*(t.to(ids.device) for t in (seqs.rows, seqs.positions)))
+            rows = replace(rows, input_ids=ids, position_ids=positions)
+            seqs = seqs.to(ids.device)
+        mine, columns = local_tokens(places, ids.shape[1], self.ranks)
+        own = Sequences(
+            ids,
+            seqs.rows[mine],
+            columns,
+            seqs.targets[mine],
+            seqs.columns[mine],
+            packed=rows is not None,
+        )
+        return _Share(own, positions, rows)
 
     def _split_all(self, micros: Sequence[Batch]) -> tuple[list[Sequences], list[Tensor] | None]:
         """The stages' inputs; positions only where ranks split sequences."""
         if not self._shards_sequences:
             return [left_align(micro) for micro in micros], None
-        own, positions = zip(*map(self._split_sequences, micros), strict=True)
-        return list(own), list(positions)
+        shares = [self._share(micro, False) for micro in micros]
+        return [share.seqs for share in shares], [share.positions for share in shares]
 
     @property
     def _shards_sequences(self) -> bool:

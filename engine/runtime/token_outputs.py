@@ -110,11 +110,10 @@ class LogProbReader:
         if self.reference is not None:
             read = self._with_reference(response_logits(head, hidden, seqs), seqs, micro)
             return {name: getattr(read, name) for name in self.names()}
-        own = seqs.to(hidden.device)
         read = read_states(
             head,
-            hidden[own.rows, own.positions],
-            own,
+            seqs.states(hidden),
+            seqs.to(hidden.device),
             micro,
             self.temperature,
             statistics=self.statistics,

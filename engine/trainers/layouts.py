@@ -98,10 +98,10 @@ def check_parallel(
         check_layout(layout, layout.world_size, ModelShape.of(model_config))
     if parallel.offload_params and layout.fsdp * layout.sp == 1:
         raise ConfigError(f"{name}.offload_params is FSDP's; set {name}.fsdp to 2 or more")
-    if parallel.packing is True and layout.pp * layout.sp > 1:
+    if parallel.packing is True and layout.pp > 1:
         raise ConfigError(
-            f"{name}.packing with {layout}: stages and shares of sequences take padded rows; leave "
-            "packing out, or set pp and sp to 1"
+            f"{name}.packing with {layout}: stages take padded rows; leave packing out, or set pp "
+            "to 1"
         )
     if lora.quantize and layout.tp > 1:
         raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gloo_ranks import run_ranks
-from tiny_engine import completions_batch, shared_prompts_batch, tiny_model
+from tiny_engine import shared_prompts_batch, tiny_model
 from torch import Tensor
 
 from engine.batch import Batch
@@ -18,7 +18,6 @@ from engine.models import packed_attention
 from engine.models.packing import packing_of
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
-from engine.runtime.packed_passes import check_sample
 from engine.runtime.sharded_model import ShardedModel
 from engine.runtime.token_outputs import LogProbReader
 
@@ -117,24 +116,29 @@ def test_a_model_that_can_t_is_padded_by_auto_and_refused_by_true(
         ShardedModel(eager, ranks, ParallelConfig(packing=True))
 
 
-def in_shares(layout: Layout) -> tuple[Tensor, Any]:
+def in_shares(layout: Layout) -> tuple[Tensor, Any, int]:
+    """Log-probs of rows that share prompts, when they are packed, and the tokens of a pass."""
     subject = sharded("auto", "qwen2", Ranks.form(layout))
-    return log_probs(subject), packing_of(subject.module)
+    widths: list[int] = []
+    module: Any = subject.module
+    module.get_input_embeddings().register_forward_hook(lambda _, x, y: widths.append(x[0].numel()))
+    return log_probs(subject), packing_of(subject.module), widths[-1]
 
 
-def test_a_layout_that_can_t_is_padded_by_auto() -> None:
+def test_shared_sequences_are_packed() -> None:
+    """Each rank runs its half of the packed tokens."""
     wanted = log_probs(sharded(False))
-    for found, packing in run_ranks(2, in_shares, Layout(sp=2)):
-        assert packing is False
+    for found, packing, width in run_ranks(2, in_shares, Layout(sp=2)):
+        assert packing == "auto"
+        assert width == -(-packed_tokens(shared_prompts_batch()) // 2)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_the_sample_has_a_shared_prompt_and_responses() -> None:
-    batch = completions_batch([[5], [6, 7], [8, 9, 10], [4, 4]], [[], [11], [12, 13], []])
-    sample = check_sample(batch)
-    assert sample["input_ids"].tolist() == [[0, 6, 7, 11, 0], [0, 6, 7, 12, 13]]
-    assert sample["attention_mask"].sum(1).tolist() == [3, 4]
-    one = check_sample(completions_batch([[5, 6]], [[7]]))
-    assert one["input_ids"].tolist() == [[5, 6, 7]] * 2
-    assert len(check_sample(completions_batch([[5], [6]], [[], []]))) == 2
-    assert batch["input_ids"][2].tolist() == [8, 9, 10, 12, 13], "a copy"
+def in_stages(layout: Layout) -> Any:
+    ranks = Ranks.form(layout)
+    subject = ShardedModel(tiny_model("qwen2"), ranks, ParallelConfig(pp=layout.pp))
+    return packing_of(subject.module)
+
+
+def test_stages_are_padded_by_auto() -> None:
+    assert run_ranks(2, in_stages, Layout(pp=2)) == [False, False]
