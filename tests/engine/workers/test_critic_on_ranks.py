@@ -32,7 +32,7 @@ def course(folder: str, parallel: dict[str, Any], lora: int = 0) -> dict[str, An
     sharded = ParallelConfig.model_validate(parallel)
     layout = Layout.of(sharded)
     changes: dict[str, Any] = {
-        "optim": {"lr": 1e-2, "grad_clip": 0.3},
+        "optim": {"lr": 1e-3 if lora else 1e-2, "grad_clip": 0.3},
         "max_tokens_per_micro_batch": 64,
     }
     changes |= {"lora": {"rank": lora}}
