@@ -51,11 +51,13 @@ class Pipeline:
         *,
         backward: bool,
         positions: Sequence[Tensor] | None = None,
+        segments: Sequence[Any] | None = None,
     ) -> None:
         """Send micro-batches `inputs`, token ids [b_i, L_i], through all stages.
 
         Every rank of the pipeline gets the same shapes; the first one's ids are read, and
-        `positions` [b_i, L_i] on all, if rows don't start at position 0. On the last stage
+        `positions` [b_i, L_i] on all, if rows don't start at position 0; `segments` are those of
+        packed rows, None for a micro-batch of padded ones. On the last stage
         `read(i, hidden)` is called once a micro-batch, in order. With `backward` it returns the
         scalar loss, or None where there is none, and the gradients of all losses' SUM are added to
         the parameters'; they are never averaged. Without, nothing is recorded for gradients.
@@ -76,7 +78,7 @@ class Pipeline:
                 parts = self._stage, self._ranks, self._like, self._device
                 scheduled = _ScheduledStage(*parts, *key)
             with torch.set_grad_enabled(backward):
-                scheduled.run(inputs, read, positions)
+                scheduled.run(inputs, read, positions, segments)
         except Exception as error:
             cause = _cause(error)
             index, stages = self._ranks.index("pp"), self._ranks.size("pp")
@@ -120,18 +122,25 @@ class _ScheduledStage(PipelineStage):
         self._like, self._count = like, count
         self._inputs: Sequence[Tensor] = ()
         self._positions: Sequence[Tensor] | None = None
+        self._segments: Sequence[Any] | None = None
         self._read: OnHidden = _nothing
         kind = Schedule1F1B if count >= self.num_stages else ScheduleGPipe
         self._schedule = kind(self, count, self._loss if backward else None, scale_grads=False)
 
     def run(
-        self, inputs: Sequence[Tensor], read: OnHidden, positions: Sequence[Tensor] | None
+        self,
+        inputs: Sequence[Tensor],
+        read: OnHidden,
+        positions: Sequence[Tensor] | None,
+        segments: Sequence[Any] | None,
     ) -> None:
         """Run all micro-batches; see `Pipeline.run`."""
-        self._inputs, self._read, self._positions = inputs, read, positions
+        self._inputs, self._read = inputs, read
+        self._positions, self._segments = positions, segments
         self._schedule.step(target=torch.arange(self._count), return_outputs=False)
         self.clear_runtime_states()
-        self._inputs, self._read, self._positions = (), _nothing, None
+        self._inputs, self._read = (), _nothing
+        self._positions = self._segments = None
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
@@ -140,6 +149,8 @@ class _ScheduledStage(PipelineStage):
             args = (self._inputs[fwd_chunk_id].to(self.device),)
         if self._positions is not None:
             kwargs = {"position_ids": self._positions[fwd_chunk_id].to(self.device)}
+        if self._segments is not None:
+            kwargs = (kwargs or {}) | {"segments": self._segments[fwd_chunk_id]}
         hidden = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         if not self.is_last:
             self._check(hidden, fwd_chunk_id)

@@ -63,7 +63,8 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
 
     `forward(ids [B, L] long)` on the first, `forward(hidden [B, L, H])` on the others, returns
     hidden states [B, L, H], normed on the last. Rows start at column 0 and have their padding last:
-    causal attention alone keeps it out. `position_ids` [B, L] are for a share of longer rows.
+    causal attention alone keeps it out. `position_ids` [B, L] are for a share of longer rows, and
+    for packed ones, [1, T], which `segments` keep apart.
     """
 
     def __init__(self, config: Any, index: int, stages: int, decoder: str, head: str) -> None:
@@ -105,14 +106,17 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         """The head, a critic's value head too; None on all stages but the last."""
         return self.get_submodule(self._head_name) if self.last else None
 
-    def forward(self, inputs: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, position_ids: Tensor | None = None, segments: Any = None
+    ) -> Tensor:
         decoder: Any = self.get_submodule(self._decoder_name)
         hidden = self._embed(decoder, inputs) if self.first else inputs
         # The width is read from the inputs: between them, modules may share out the columns.
         if position_ids is None:
             position_ids = torch.arange(inputs.shape[1], device=inputs.device)[None]
         rotary = self._rotary(hidden, position_ids)
-        masks = self._masks(hidden.dtype, inputs)
+        masks = self._masks(hidden.dtype, inputs, segments is not None)
+        packed = {} if segments is None else {"segments": segments}
         for number, layer in zip(self.layer_numbers, self.layers, strict=True):
             kind = self._kind(number)
             hidden = layer(
@@ -122,6 +126,7 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
                 position_ids=position_ids,
                 past_key_values=None,
                 use_cache=False,
+                **packed,
             )
         if not self.last:
             return hidden.contiguous()
@@ -154,15 +159,17 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         window = getattr(self.config, "sliding_window", None)
         return "full_attention" if window is None else "sliding_attention"
 
-    def _masks(self, dtype: torch.dtype, inputs: Tensor) -> dict[str, Any]:
+    def _masks(self, dtype: torch.dtype, inputs: Tensor, packed: bool) -> dict[str, Any]:
         """Attention masks by kind; None where the attention kernel is causal by itself."""
+        kinds = {self._kind(number) for number in self.layer_numbers}
+        if packed:  # attention over segments reads none
+            return dict.fromkeys(kinds, inputs.new_zeros(1, 1, 1, 1))
         make = {
             "full_attention": create_causal_mask,
             "sliding_attention": create_sliding_window_causal_mask,
         }
         shape = (*inputs.shape[:2], 1)  # only dtype and the first two sizes are read
         like = torch.empty(1, dtype=dtype, device=inputs.device).expand(shape)
-        kinds = {self._kind(number) for number in self.layer_numbers}
         return {
             kind: make[kind](
                 config=self.config, inputs_embeds=like, attention_mask=None, past_key_values=None

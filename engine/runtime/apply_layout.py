@@ -14,6 +14,7 @@ from torch import nn
 from engine.config import ParallelConfig
 from engine.models.critic import CriticModel
 from engine.models.fused import apply_fused
+from engine.models.packing import packing_of, set_packing
 from engine.models.unloaded import UnloadedModel
 from engine.models.vocabulary_head import require_vocabulary_head
 from engine.parallel import fsdp
@@ -41,7 +42,9 @@ def apply_layout(
     shards = fsdp.shards_weights(ranks)
     whole = ranks.size("tp") == 1 and not shards
     if ranks.size("pp") > 1:
+        packing = packing_of(module)
         module = stages.extract_stage(module, ranks.index("pp"), ranks.size("pp"))
+        set_packing(module, packing)
     if unloaded is not None and whole:
         load_shards(module, unloaded, device, device)
     if whole and floating_dtype(module) == torch.float32:  # bfloat16 gains nothing

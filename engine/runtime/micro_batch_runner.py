@@ -30,7 +30,7 @@ from engine.models.forward import (
 from engine.models.packing import PackedRows, Packing, packed_forward
 from engine.models.vocabulary_head import require_vocabulary_head
 from engine.parallel import fsdp
-from engine.parallel.pipeline_schedule import Pipeline
+from engine.parallel.pipeline_schedule import OnHidden, Pipeline
 from engine.parallel.process_groups import Ranks
 from engine.parallel.sequence_parallel import (
     local_tokens,
@@ -90,15 +90,13 @@ class MicroBatchRunner:
                 with self._forward_context(), reader.around(self.module, micro):
                     loss(index, self._forward(micro, reader)).backward()
             return
-        seqs, positions = self._split_all(micros)
+        shares = [self._share(micro) for micro in micros]
 
         def read(index: int, hidden: Tensor) -> Tensor:
-            own = reader.from_hidden(self.module, hidden, seqs[index], micros[index])
+            own = reader.from_hidden(self.module, hidden, shares[index].seqs, micros[index])
             return loss(index, self._merge_sequences(own))
 
-        with self._forward_context():
-            ids = [s.input_ids for s in seqs]
-            self._pipeline.run(ids, read, backward=True, positions=positions)
+        self._run_stages(shares, read, backward=True)
 
     def logits(self, micro: Batch) -> Tensor:
         """This rank's logits `[N, V]` of the positions that its readers read."""
@@ -118,28 +116,27 @@ class MicroBatchRunner:
         self.module.eval()  # without dropout
 
         def run() -> float:
-            if not self._shards_sequences:
+            if not self._shards_sequences and self._pipeline is None:
                 return packing_error(self.module, sample)
             return distance(*(self._states(sample, packing) for packing in (True, False)))
 
         with torch.no_grad(), self._forward_context():
-            error = fsdp.run_forward(self.module, run)
+            stages = self._pipeline is not None
+            error = run() if stages else fsdp.run_forward(self.module, run)
         self.module.train(training)
         return error
 
     def _run_pipeline(self, micros: Sequence[Batch], reader: OutputReader) -> Iterator[Outputs]:
         """Run all micro-batches through the pipeline; the last stage broadcasts the outputs."""
         assert self._pipeline is not None
-        seqs, positions = self._split_all(micros)
+        shares = [self._share(micro) for micro in micros]
         done: dict[int, Outputs] = {}
 
         def read(index: int, hidden: Tensor) -> None:
-            own = reader.from_hidden(self.module, hidden, seqs[index], micros[index])
+            own = reader.from_hidden(self.module, hidden, shares[index].seqs, micros[index])
             done[index] = self._merge_sequences(own)
 
-        with self._forward_context():
-            ids = [s.input_ids for s in seqs]
-            self._pipeline.run(ids, read, backward=False, positions=positions)
+        self._run_stages(shares, read, backward=False)
         group, last = self.ranks.group("pp"), self.ranks.size("pp") - 1
         for index, micro in enumerate(micros):
             found = done.get(index) or {
@@ -173,19 +170,34 @@ class MicroBatchRunner:
         return packed_forward(module.base_model, share.rows).last_hidden_state, share.seqs
 
     def _states(self, sample: Batch, packing: Packing) -> Tensor:
-        """Hidden states [N, H] of all ranks' tokens, for a sample that is packed, or not."""
-        hidden, own = self._hidden(sample, packing)
-        shape = sample["responses"].shape
-        whole = hidden.new_zeros(*shape, hidden.shape[-1])
-        seqs = own.to(hidden.device)
+        """Hidden states [N, H] of all ranks' tokens, for a sample that is packed, or not.
+
+        Of stages the last one has them, others none.
+        """
+        found: list[Tensor] = []
+        if self._pipeline is None:
+            hidden, own = self._hidden(sample, packing)
+            found = [hidden]
+        else:
+            share = self._share(sample, packing)
+            own = share.seqs
+            self._run_stages([share], lambda _, last: found.append(last), backward=False)
+        every = left_align(sample)
+        if not found:
+            return torch.zeros(0, 1)
+        [hidden] = found
+        whole = hidden.new_zeros(*sample["responses"].shape, hidden.shape[-1])
+        seqs, every = own.to(hidden.device), every.to(hidden.device)
         whole[seqs.rows, seqs.columns] = own.states(hidden)
-        every = left_align(sample).to(hidden.device)
         return sum_tokens(whole, self.ranks)[every.rows, every.columns]
 
     def _share(self, micro: Batch, packing: Packing | None = None) -> _Share:
         """This rank's part of the sequences."""
         seqs = left_align(micro)
         rows = pack(self.module, seqs, packing, multiple=self.ranks.size("sp", "tp"))
+        if rows is None and not self._shards_sequences:
+            columns = torch.arange(seqs.input_ids.shape[1], device=seqs.input_ids.device)
+            return _Share(seqs, columns[None], None)
         if rows is None:
             ids, positions = split_tokens(seqs.input_ids, self.ranks)
             places = seqs.positions
@@ -205,12 +217,17 @@ class MicroBatchRunner:
         )
         return _Share(own, positions, rows)
 
-    def _split_all(self, micros: Sequence[Batch]) -> tuple[list[Sequences], list[Tensor] | None]:
-        """The stages' inputs; positions only where ranks split sequences."""
-        if not self._shards_sequences:
-            return [left_align(micro) for micro in micros], None
-        shares = [self._share(micro, False) for micro in micros]
-        return [share.seqs for share in shares], [share.positions for share in shares]
+    def _run_stages(self, shares: Sequence[_Share], read: OnHidden, *, backward: bool) -> None:
+        """Send this rank's parts of micro-batches through the pipeline."""
+        assert self._pipeline is not None
+        with self._forward_context():
+            self._pipeline.run(
+                [share.seqs.input_ids for share in shares],
+                read,
+                backward=backward,
+                positions=[share.positions for share in shares],
+                segments=[share.rows and share.rows.segments for share in shares],
+            )
 
     @property
     def _shards_sequences(self) -> bool:

@@ -32,16 +32,14 @@ def allow_packing(model: Any, ranks: Ranks, config: ParallelConfig, device: torc
     """Let `model` take packed rows where `config` wants them; call it before sharding.
 
     It will compute on `device`. Raises ConfigError where packing is true and the model can't take
-    packed rows; auto leaves such a model, or one in stages, to padded rows.
+    packed rows; auto leaves such a model to padded rows.
     """
     if config.packing is True:
         apply_packing(model)
     if config.packing != "auto" or not isinstance(model, PreTrainedModel | CriticModel):
         return
     problem: object = ""
-    if ranks.size("pp") > 1:
-        problem = "stages (pp) take padded ones"
-    elif device.type == "cuda" and not _computes_in_half(model, config):
+    if device.type == "cuda" and not _computes_in_half(model, config):
         problem = "the GPU's kernel for packed ones takes float16 and bfloat16"
     else:
         try:
@@ -72,7 +70,7 @@ def accept(module: nn.Module, error: float, ranks: Ranks, config: ParallelConfig
     """
     half = _computes_in_half(module, config)
     fine = error <= (HALF_TOLERANCE if half else TOLERANCE)  # not for NaN
-    sharing = ("sp", "tp", *DATA_AXES) if shards_weights(ranks) else ("tp",)
+    sharing = ("pp", "sp", "tp", *DATA_AXES) if shards_weights(ranks) else ("pp", "tp")
     if ranks.max_over(int(not fine), sharing):
         set_packing(module, False)
         log.warning(

@@ -98,11 +98,6 @@ def check_parallel(
         check_layout(layout, layout.world_size, ModelShape.of(model_config))
     if parallel.offload_params and layout.fsdp * layout.sp == 1:
         raise ConfigError(f"{name}.offload_params is FSDP's; set {name}.fsdp to 2 or more")
-    if parallel.packing is True and layout.pp > 1:
-        raise ConfigError(
-            f"{name}.packing with {layout}: stages take padded rows; leave packing out, or set pp "
-            "to 1"
-        )
     if lora.quantize and layout.tp > 1:
         raise ConfigError(
             f"model.lora.quantize={lora.quantize} with {name}.tp={layout.tp}: a quantised base "

@@ -134,11 +134,19 @@ def test_shared_sequences_are_packed() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def in_stages(layout: Layout) -> Any:
+def in_stages(layout: Layout) -> tuple[Tensor, Any, int]:
+    """The same of a stage."""
     ranks = Ranks.form(layout)
-    subject = ShardedModel(tiny_model("qwen2"), ranks, ParallelConfig(pp=layout.pp))
-    return packing_of(subject.module)
+    subject = ShardedModel(tiny_model("qwen2"), ranks, ParallelConfig(pp=layout.pp, sp=layout.sp))
+    widths: list[int] = []
+    module: Any = subject.module
+    module.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    return log_probs(subject), packing_of(subject.module), widths[-1]
 
 
-def test_stages_are_padded_by_auto() -> None:
-    assert run_ranks(2, in_stages, Layout(pp=2)) == [False, False]
+def test_stages_take_packed_rows() -> None:
+    wanted = log_probs(sharded(False))
+    for found, packing, width in run_ranks(2, in_stages, Layout(pp=2)):
+        assert packing == "auto"
+        assert width == packed_tokens(shared_prompts_batch())
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

@@ -132,7 +132,6 @@ def test_auto_is_the_dtype_of_the_ranks_devices(tiny_folder: Path, tmp_path: Pat
         ),
         ({"parallel": {"tp": 3}}, {}, r"tp=3 does not divide the model's num_attention_heads=4"),
         ({"parallel": {"pp": 3}}, {}, r"pp=3 stages are more than the model's 2 layers"),
-        ({"parallel": {"pp": 2}, "packing": True}, {}, r"sft.packing with pp=2: .*leave packing"),
         (
             {"parallel": {"tp": 2}},
             {"rank": 4, "quantize": "nf4"},

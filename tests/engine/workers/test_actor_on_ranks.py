@@ -95,13 +95,14 @@ def alone(folder: str) -> dict[str, Any]:
 LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2},
     {"tp": 2},
-    {"pp": 2},
+    {"pp": 2, "packing": True},
     {"fsdp": 4, "activation_checkpointing": True, "offload_params": True},
     {"fsdp": 2, "tp": 2, "offload_optimizer": True},
     {"pp": 2, "fsdp": 2},
     {"sp": 2, "tp": 2},
 ]
 MORE: list[dict[str, Any]] = [
+    {"pp": 2, "packing": False},
     {"fsdp": 2},
     {"tp": 2, "sequence_parallel": False},
     {"sp": 2},

@@ -70,6 +70,7 @@ def alone(folder: str) -> dict[str, Any]:
 LAYOUTS: list[dict[str, Any]] = [{"sp": 2}, {"sp": 2, "packing": True}]
 MORE: list[dict[str, Any]] = [
     {"sp": 2, "tp": 2, "packing": True},
+    {"pp": 2, "sp": 2, "packing": True},
     {"sp": 2, "activation_checkpointing": True, "offload_params": True},
     {"fsdp": 2, "packing": True},
     {"fsdp": 2, "sp": 2},
