@@ -36,7 +36,7 @@ from engine.parallel.process_groups import Ranks
 from engine.parallel.sequence_parallel import apply_ulysses, local_tokens, split_tokens, sum_tokens
 
 COUNTS = (3, 1, 2, 6, 3, 4, 5)  # micro-batches of each step; all their shapes differ
-CLIP = 0.2
+CLIP = 0.1
 TIMEOUT_S = 3
 
 
