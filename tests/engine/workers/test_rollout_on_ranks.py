@@ -153,7 +153,7 @@ def test_adapters_of_a_sharded_policy_are_gathered_for_rollout(folder: str) -> N
 
 @pytest.mark.parametrize(
     "parallel",
-    and_slow([{"tp": 2}], [{"fsdp": 2}, {"dp": 2}, {"pp": 2}, {"fsdp": 2, "tp": 2}]),
+    and_slow([{"tp": 2}], [{"fsdp": 2}, {"dp": 2}, {"pp": 2, "tp": 2}, {"fsdp": 2, "tp": 2}]),
     ids=str,
 )
 def test_ranks_decode_adapters_together(folder: str, parallel: dict[str, Any]) -> None:
