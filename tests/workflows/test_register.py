@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,21 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkout")
     for name in (*tracked_files(), "Dockerfile", "pyproject.toml"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPOSITORY / name, folder / name)
+        shutil.copy2(REPOSITORY / name, folder / name)
+        _copy_compiled(REPOSITORY / name, folder / name)
     (folder / ".gitignore").write_text("__pycache__/\n")
     git(folder, "init", "-q")
     git(folder, "add", "-A")
     git(folder, "commit", "-q", "-m", "all")
     return folder
+
+
+def _copy_compiled(source: Path, copy: Path) -> None:
+    """Take the source's bytecode along, so that no process compiles it once more."""
+    if source.suffix == ".py" and (code := Path(cache_from_source(source))).exists():
+        copy_of_code = Path(cache_from_source(copy))
+        copy_of_code.parent.mkdir(exist_ok=True)
+        shutil.copy2(code, copy_of_code)
 
 
 @pytest.fixture

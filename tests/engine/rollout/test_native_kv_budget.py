@@ -138,5 +138,6 @@ def test_the_room_of_a_budget(tokens: int, n: int, prompt: int, new: int, room: 
 
 
 def test_settings_reach_the_engine() -> None:
-    assert engine_options(RolloutConfig(cuda_graphs=True)) == {"cuda_graphs": True}
-    assert engine_options(RolloutConfig()) == {"cuda_graphs": False}
+    dense = {"routed_experts": False}
+    assert engine_options(RolloutConfig(cuda_graphs=True)) == {"cuda_graphs": True, **dense}
+    assert engine_options(RolloutConfig()) == {"cuda_graphs": False, **dense}

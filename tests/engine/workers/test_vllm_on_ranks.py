@@ -39,14 +39,15 @@ def alone(folder: str) -> list[Any]:
     return rows(run(folder, {}, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "tp", "kind", "settings"),
     [
-        pytest.param({}, 1, SharedWeights, {"sleep": 2}, marks=pytest.mark.slow),
-        pytest.param({"dp": 2}, 1, SharedWeights, {"sleep": 1}, marks=pytest.mark.slow),
+        ({}, 1, SharedWeights, {"sleep": 2}),
+        ({"dp": 2}, 1, SharedWeights, {"sleep": 1}),
         ({"fsdp": 2}, 2, VllmWeights, {"sleep": 2}),
-        pytest.param({"tp": 2}, 1, VllmWeights, {}, marks=pytest.mark.slow),
-        pytest.param({"pp": 2}, 1, VllmWeights, {}, marks=pytest.mark.slow),
+        ({"tp": 2}, 1, VllmWeights, {}),
+        ({"pp": 2}, 1, VllmWeights, {}),
     ],
 )
 def test_ranks_sample_what_one_rank_samples(
