@@ -57,7 +57,7 @@ def check_model_layouts(config: PipelineConfig) -> None:
     from engine.evaluation.layout import check_evaluation_layout
     from engine.models import text_config
     from engine.trainers.layouts import check_layouts
-    from engine.trainers.sft_ranks import check_sft_layout
+    from engine.trainers.offline_ranks import check_sft_layout
 
     model = text_config(config.model.path)
     if warm_start:

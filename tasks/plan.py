@@ -169,9 +169,9 @@ def check_settings(config: RLHFConfig) -> None:
         return
     from engine.evaluation.layout import check_evaluation_layout
     from engine.rollout.protocol import check_engine
+    from engine.trainers.offline_ranks import check_sft_layout
     from engine.trainers.rl_checks import check_config
     from engine.trainers.rl_setup import check_lora
-    from engine.trainers.sft_ranks import check_sft_layout
 
     check_config(config.rl, config.data.max_response_length)
     check_lora(config.model.lora, config.rl)

@@ -52,8 +52,8 @@ def sft(
     from engine.controller.ray_session import ray_session, require_shared
     from engine.data.tokenizer import load_tokenizer
     from engine.trainers.attempts import run_with_retries
+    from engine.trainers.offline_ranks import is_on_ray
     from engine.trainers.sft import SFTTrainer
-    from engine.trainers.sft_ranks import is_on_ray
 
     settings = {
         "model": start.model_dump(mode="json"),
@@ -126,10 +126,10 @@ def start_model(
     from engine.models import build_model, load_policy_model, save_model
     from engine.parallel.layout import Layout
     from engine.runtime.save_policy import StartModel
-    from engine.trainers.sft_ranks import is_on_ray, sft_dtype
+    from engine.trainers.offline_ranks import is_on_ray, offline_dtype
 
     on_ray = is_on_ray(config)
-    dtype = sft_dtype(start.dtype, start.path, config) if start.path else start.dtype
+    dtype = offline_dtype(start.dtype, start.path, config) if start.path else start.dtype
     if on_ray and start.path:
         echo(f"sft: {start.path} on Ray, {Layout.of(config.parallel)}, {dtype}")
         return StartModel(start.path, dtype, start.lora, seed)

@@ -29,9 +29,9 @@ from engine.errors import ConfigError, DataError
 from engine.models import vocabulary_and_context
 from engine.runtime.save_policy import StartModel
 from engine.trainers.offline import OfflineTrainer, total_steps
+from engine.trainers.offline_ranks import is_on_ray
 from engine.trainers.preference import PreferenceTrainer
 from engine.trainers.reward_model import RewardModelTrainer
-from engine.trainers.sft_ranks import is_on_ray
 from engine.workers.algorithm_options import check_preference_training
 
 E = TypeVar("E", bound=PreferenceExample)

@@ -7,6 +7,7 @@ Keys are the paths of the settings; those of `main_ppo`, which has verl's names 
 from __future__ import annotations
 
 import difflib
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -80,9 +81,9 @@ class OfflineRunConfig(Section):
     run: RunOutputConfig = RunOutputConfig()
 
     @property
+    @abstractmethod
     def training(self) -> OfflineConfig:
         """The section of the training itself."""
-        raise NotImplementedError
 
 
 class PreferenceOutputConfig(RunOutputConfig):

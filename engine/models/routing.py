@@ -52,7 +52,7 @@ class Routing:
         flat[self._places[fed]] = asked[fed]
         self._replayed = flat.view(tokens, len(self._routers), -1).long()
 
-    def balance(self, like: Tensor) -> Tensor:
+    def load_balancing_loss(self, like: Tensor) -> Tensor:
         """E · Σ_i f_i · p_i of each response token `[B, R]`, whose mean over them is the balancing
         loss of Switch Transformers (arXiv:2101.03961, equation 4), all layers together.
 

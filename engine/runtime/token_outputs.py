@@ -95,7 +95,7 @@ class LogProbReader:
             if self.record is not None:
                 self.record(routers.routed_experts())
             if self.router_balance:
-                found["router_balance"] = routers.balance(micro["responses"])
+                found["router_balance"] = routers.load_balancing_loss(micro["responses"])
         return found
 
     def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 The warm start (`sft`), preference learning (`preference`) and reward models (`reward_model`) are
 this loop over examples of their own. What a rank computes is in `engine.workers`, where ranks are
-in `sft_ranks`, what is saved in `sft_checkpoints`.
+in `offline_ranks`, what is saved in `offline_checkpoints`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from engine.config import OfflineConfig
 from engine.controller.roles import Roles
 from engine.errors import ConfigError, DataError
 from engine.runtime.save_policy import StartModel
+from engine.trainers.offline_checkpoints import MAY_DIFFER, OfflineCheckpoints, OnResume
+from engine.trainers.offline_ranks import done, is_on_ray, launch_ranks, make_worker, offline_dtype
 from engine.trainers.preemption import PreemptionNotice
 from engine.trainers.run_settings import flat
-from engine.trainers.sft_checkpoints import MAY_DIFFER, OnResume, SFTCheckpoints
-from engine.trainers.sft_ranks import done, is_on_ray, launch_ranks, make_worker, sft_dtype
 from engine.trainers.shutdown import (
     ensure_last_save,
     finish_save_on_error,
@@ -77,7 +77,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         Raises ConfigError or PlacementError before any rank starts.
         """
         if isinstance(model, StartModel):
-            model = replace(model, dtype=sft_dtype(model.dtype, model.path, config))
+            model = replace(model, dtype=offline_dtype(model.dtype, model.path, config))
         self._worker: W | None = None
         self._roles: Roles | None = None
         if is_on_ray(config):
@@ -141,7 +141,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
             done(self._ranks.begin(total))
             saver = self._saver(checkpoint_dir) if checkpoint_dir else None
             section, settings = self._offline.section, self._settings(len(train))
-            run = SFTCheckpoints(self._worker, saver, section, settings, self.on_resume)
+            run = OfflineCheckpoints(self._worker, saver, section, settings, self.on_resume)
             begin, metrics = run.resume(self._store(resume_from) if resume_from else None)
             if begin >= total:
                 log.warning("%s is at step %d of %d already", self.what, begin, total)
@@ -157,7 +157,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         train: Sequence[Example],
         validation: Sequence[Example],
         steps: range,
-        run: SFTCheckpoints,
+        run: OfflineCheckpoints,
         notice: PreemptionNotice,
     ) -> dict[str, float]:
         total, config = steps.stop, self._offline

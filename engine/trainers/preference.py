@@ -39,7 +39,7 @@ from engine.runtime.pair_gradients import as_pairs
 from engine.runtime.save_policy import StartModel
 from engine.storage.filesystem import Files
 from engine.trainers.offline import OfflineTrainer, OnStep
-from engine.trainers.sft_ranks import done
+from engine.trainers.offline_ranks import done
 from engine.workers.algorithm_options import (
     check_preference_training,
     kto_options,

@@ -19,7 +19,7 @@ from engine.data.preference_examples import PairExample, collate_scored
 from engine.evaluation.metrics import wilson_interval
 from engine.runtime.save_policy import StartModel
 from engine.trainers.offline import OfflineTrainer, OnStep
-from engine.trainers.sft_ranks import done
+from engine.trainers.offline_ranks import done
 from engine.workers.reward_model import RewardModelWorker
 
 CHUNK = 1024  # pairs of one call to the ranks

@@ -15,7 +15,7 @@ import torch
 from engine.batch import Batch
 from engine.data.collate import collate_completions
 from engine.trainers.offline import OfflineTrainer
-from engine.trainers.sft_ranks import done
+from engine.trainers.offline_ranks import done
 from engine.workers.sft import SFTWorker
 
 

@@ -11,8 +11,8 @@ from engine.errors import ConfigError
 from engine.parallel.layout import Layout
 from engine.trainers.auto_placement import fixed_settings
 from engine.trainers.layouts import check_layouts
+from engine.trainers.offline_ranks import check_sft_layout, offline_placement
 from engine.trainers.rl_checks import check_config
-from engine.trainers.sft_ranks import check_sft_layout, sft_placement
 from tasks.content_pinning import pin_named_content
 from tasks.inputs import RLHFConfig
 from tasks.placement import apply_profile
@@ -97,7 +97,7 @@ def test_the_warm_start_is_laid_out_as_rl(profile: str) -> None:
     fitted, whole = fitted_to(settings(), profile), PROFILES[profile]
     assert fitted.sft.parallel == fitted.rl.actor.parallel
     check_sft_layout(fitted.sft, fitted.model.lora)
-    (pool,) = sft_placement(fitted.sft).pools
+    (pool,) = offline_placement(fitted.sft).pools
     assert (pool.roles, pool.world_size, pool.gpus) == (("sft",), whole.world, 1)
     assert pool.cpus * whole.gpus <= whole.cpus
 

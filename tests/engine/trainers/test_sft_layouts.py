@@ -19,8 +19,8 @@ from engine.errors import ConfigError
 from engine.models import load_model
 from engine.runtime.save_policy import StartModel
 from engine.trainers.attempts import run_with_retries
+from engine.trainers.offline_ranks import is_on_ray, offline_dtype, offline_placement
 from engine.trainers.sft import SFTExample, SFTTrainer
-from engine.trainers.sft_ranks import is_on_ray, sft_dtype, sft_placement
 
 
 def examples(rows: int, seed: int = 0) -> list[SFTExample]:
@@ -102,10 +102,10 @@ def test_one_rank_is_this_process_unless_ray_is_asked_for() -> None:
 
 
 def test_ranks_share_the_cores_or_take_what_their_pool_says() -> None:
-    (pool,) = sft_placement(settings(parallel={"dp": 2}, threads=8)).pools
+    (pool,) = offline_placement(settings(parallel={"dp": 2}, threads=8)).pools
     assert (pool.roles, pool.world_size, pool.cpus, pool.gpus) == (("sft",), 2, 4.0, 0.0)
     own = [{"roles": ["sft"], "cpus": 21, "gpus": 1, "labels": {"disk": "ssd"}}]
-    placement = sft_placement(settings(parallel={"fsdp": 16}, pools=own, step_timeout_s=60))
+    placement = offline_placement(settings(parallel={"fsdp": 16}, pools=own, step_timeout_s=60))
     (pool,) = placement.pools
     assert (pool.world_size, pool.cpus, pool.gpus, pool.labels) == (16, 21, 1, {"disk": "ssd"})
     assert placement.call_timeout_s == 60
@@ -117,9 +117,9 @@ def test_auto_is_the_dtype_of_the_ranks_devices(tiny_folder: Path, tmp_path: Pat
     load.hidden_size = 256
     load.save_pretrained(wide)
     on_gpus = settings(placement="ray", pools=[{"roles": ["sft"], "gpus": 1}])
-    assert sft_dtype("auto", str(wide), on_gpus) == "bfloat16"
-    assert sft_dtype("auto", str(tiny_folder), on_gpus) == "float32"
-    assert sft_dtype("float16", str(wide), on_gpus) == "float16"
+    assert offline_dtype("auto", str(wide), on_gpus) == "bfloat16"
+    assert offline_dtype("auto", str(tiny_folder), on_gpus) == "float32"
+    assert offline_dtype("float16", str(wide), on_gpus) == "float16"
 
 
 @pytest.mark.parametrize(

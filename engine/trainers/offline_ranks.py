@@ -59,14 +59,14 @@ def check_sft_layout(
         )
 
 
-def sft_dtype(dtype: str, model_path: str, config: OfflineConfig) -> str:
+def offline_dtype(dtype: str, model_path: str, config: OfflineConfig) -> str:
     """The dtype of the weights, `auto` resolved for where they will be."""
     gpu = any(pool.gpus > 0 for pool in config.pools) if is_on_ray(config) else None
     width = text_config(model_path).hidden_size
     return resolve_dtype(dtype, width, gpu=gpu, compute_dtype=config.parallel.compute_dtype)
 
 
-def sft_placement(config: OfflineConfig) -> Placement:
+def offline_placement(config: OfflineConfig) -> Placement:
     """The pools of the section; by default the ranks share this machine's cores."""
     ranks, cores = Layout.of(config.parallel).world_size, config.threads or os.cpu_count() or 1
     pools = [Pool(world_size=ranks, **dict(pool)) for pool in config.pools]
@@ -111,7 +111,7 @@ def launch_ranks(
         {"model": model, "config": config, "seed": seed},
         layout=layout if layout.world_size > 1 else None,
     )
-    return launch(sft_placement(config), [spec])
+    return launch(offline_placement(config), [spec])
 
 
 def done(value: T | Future[T]) -> T:

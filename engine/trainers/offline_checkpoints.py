@@ -43,7 +43,7 @@ MAY_DIFFER = {
 
 
 @dataclass(frozen=True, slots=True)
-class SFTCheckpoints:
+class OfflineCheckpoints:
     """Where the state of one `fit` is saved."""
 
     worker: OfflineWorker | None  # in this process; None: the saver's groups have the state
