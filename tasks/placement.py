@@ -57,11 +57,11 @@ def check_model_layouts(config: PipelineConfig) -> None:
     from engine.evaluation.layout import check_evaluation_layout
     from engine.models import text_config
     from engine.trainers.layouts import check_layouts
-    from engine.trainers.offline_ranks import check_sft_layout
+    from engine.trainers.offline_ranks import check_offline_layout
 
     model = text_config(config.model.path)
     if warm_start:
-        check_sft_layout(sft, lora, model)
+        check_offline_layout(sft, lora, model)
     if trained:
         check_layouts(rl, lora, model)
     check_evaluation_layout(config.evaluate, model)

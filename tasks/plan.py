@@ -169,14 +169,14 @@ def check_settings(config: RLHFConfig) -> None:
         return
     from engine.evaluation.layout import check_evaluation_layout
     from engine.rollout.protocol import check_engine
-    from engine.trainers.offline_ranks import check_sft_layout
+    from engine.trainers.offline_ranks import check_offline_layout
     from engine.trainers.rl_checks import check_config
     from engine.trainers.rl_setup import check_lora
 
     check_config(config.rl, config.data.max_response_length)
     check_lora(config.model.lora, config.rl)
     if not config.sft.skip:
-        check_sft_layout(config.sft, config.model.lora)
+        check_offline_layout(config.sft, config.model.lora)
     check_engine(config.evaluate.engine)
     check_evaluation_layout(config.evaluate)
     if key:

@@ -36,7 +36,7 @@ def is_on_ray(config: OfflineConfig) -> bool:
     return config.placement == "ray"
 
 
-def check_sft_layout(
+def check_offline_layout(
     config: OfflineConfig, lora: LoRAConfig, model_config: PretrainedConfig | None = None
 ) -> None:
     """Raise ConfigError for a layout that the settings, or the model, don't allow."""
@@ -46,11 +46,6 @@ def check_sft_layout(
         raise ConfigError(
             f"{section}.parallel is a layout of {layout.world_size} ranks ({layout}), and "
             f"{section}.placement=local runs one process; set {section}.placement=ray"
-        )
-    if config.packing is True and layout.pp * layout.sp > 1:
-        raise ConfigError(
-            f"{section}.packing with {layout}: stages and shares of sequences take padded rows; "
-            "leave packing out, or set pp and sp to 1"
         )
     roles = [pool.roles for pool in config.pools]
     if roles not in ([], [(section,)]):
@@ -82,7 +77,7 @@ def make_worker(
     worker: type[W], model: PreTrainedModel | StartModel, config: OfflineConfig, seed: int
 ) -> W:
     """The only rank, in this process."""
-    check_sft_layout(config, LoRAConfig())
+    check_offline_layout(config, LoRAConfig())
     return worker(WorkerContext(config.section), model=model, config=config, seed=seed)
 
 
@@ -104,7 +99,7 @@ def launch_ranks(
             "and a model in memory was given; give StartModel(path, dtype), or set "
             f"{section}.placement=local"
         )
-    check_sft_layout(config, model.lora or LoRAConfig(), text_config(model.path))
+    check_offline_layout(config, model.lora or LoRAConfig(), text_config(model.path))
     spec = RoleSpec(
         section,
         worker,

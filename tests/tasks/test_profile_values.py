@@ -11,7 +11,7 @@ from engine.errors import ConfigError
 from engine.parallel.layout import Layout
 from engine.trainers.auto_placement import fixed_settings
 from engine.trainers.layouts import check_layouts
-from engine.trainers.offline_ranks import check_sft_layout, offline_placement
+from engine.trainers.offline_ranks import check_offline_layout, offline_placement
 from engine.trainers.rl_checks import check_config
 from tasks.content_pinning import pin_named_content
 from tasks.inputs import RLHFConfig
@@ -96,7 +96,7 @@ def test_a_layout_fits_its_machines(profile: str) -> None:
 def test_the_warm_start_is_laid_out_as_rl(profile: str) -> None:
     fitted, whole = fitted_to(settings(), profile), PROFILES[profile]
     assert fitted.sft.parallel == fitted.rl.actor.parallel
-    check_sft_layout(fitted.sft, fitted.model.lora)
+    check_offline_layout(fitted.sft, fitted.model.lora)
     (pool,) = offline_placement(fitted.sft).pools
     assert (pool.roles, pool.world_size, pool.gpus) == (("sft",), whole.world, 1)
     assert pool.cpus * whole.gpus <= whole.cpus

@@ -23,7 +23,7 @@ from engine.workers.base import WorkerContext
 from engine.workers.sft import SFTWorker
 
 ROWS, STEPS = 10, 3
-Case = tuple[dict[str, Any], LoRAConfig]  # a layout, and adapters
+Case = tuple[dict[str, Any], LoRAConfig]  # a layout, with `sft.packing` where it counts; adapters
 PLAIN, ADAPTERS = LoRAConfig(), LoRAConfig(rank=4)
 
 TWO_RANKS: list[Case] = [
@@ -33,6 +33,8 @@ TWO_RANKS: list[Case] = [
     ({"pp": 2}, PLAIN),
     ({"sp": 2}, PLAIN),
     ({"fsdp": 2}, ADAPTERS),
+    ({"pp": 2, "packing": True}, PLAIN),
+    ({"sp": 2, "packing": True}, PLAIN),
 ]
 FOUR_RANKS: list[Case] = [
     ({"dp": 2, "fsdp": 2}, PLAIN),
@@ -62,7 +64,8 @@ def settings(parallel: dict[str, Any], **changes: Any) -> SFTConfig:
 
 
 def worker(folder: str, parallel: dict[str, Any], lora: LoRAConfig = PLAIN) -> SFTWorker:
-    config = settings(parallel)
+    layout = {name: size for name, size in parallel.items() if name != "packing"}
+    config = settings(layout, packing=parallel.get("packing", "auto"))
     rank, world = dist.get_rank(), dist.get_world_size()
     context = WorkerContext("sft", rank, world, layout=Layout.of(config.parallel))
     one = SFTWorker(context, model=StartModel(folder, "float32", lora), config=config, seed=0)
