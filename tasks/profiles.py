@@ -16,6 +16,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from engine.config import ParallelConfig, Section, explain
+from engine.config.base import filled_up
 from engine.errors import ConfigError
 
 ONE_RANK = ParallelConfig()
@@ -172,9 +173,9 @@ def read_profile(text: str) -> Profile:
     base = values.pop("base", "")
     if base and base not in PROFILES:
         raise ConfigError(f"profile base={base!r} is none of {names}")
-    began = PROFILES[base].model_dump() if base else {}
-    began.pop("name", None)
+    if base:
+        values = filled_up(PROFILES[base], {"name": "custom"} | values)
     try:
-        return Profile.model_validate(began | values)
+        return Profile.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"profile: {explain(error)}") from None

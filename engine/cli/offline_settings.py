@@ -10,7 +10,7 @@ import difflib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_origin
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -128,22 +128,23 @@ def read_run_config(root: type[R], program: str, file: Path | None, arguments: S
 
     Raises ConfigError that names the key, and for one that is unknown the nearest.
     """
-    settings, values = dict(_walk(root, "")), root().model_dump(mode="json")
+    settings, values = dict(_walk(root, "")), dict[str, Any]()
     pairs = list(_flat(read_yaml(file), settings)) if file else []
     for argument in arguments:
         key, value = split_argument(argument)
         pairs.extend(_flat(value, settings, key))
     for key, value in pairs:
-        if key not in settings and key.rpartition(".")[0] not in settings:
+        if key not in settings and get_origin(settings.get(key.rpartition(".")[0])) is not dict:
             near = difflib.get_close_matches(key, sorted(settings), n=1, cutoff=0.5)
             way_out = f"did you mean {near[0]}?" if near else f"{program} --help lists all keys"
             raise ConfigError(f"unknown key {key!r}; {way_out}")
         place = values
         *sections, name = key.split(".")
         for section in sections:
-            place = place[section]
-        if value is not None:  # null is the default
-            place[name] = [value] if key in _LISTS and isinstance(value, str) else value
+            place = place.setdefault(section, {})
+        place[name] = [value] if key in _LISTS and isinstance(value, str) else value
+        if value is None:  # the default
+            del place[name]
     try:
         return root.model_validate(values)
     except ValidationError as error:

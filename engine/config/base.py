@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    JsonValue,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 Options = dict[str, JsonValue]
@@ -13,11 +21,26 @@ Options = dict[str, JsonValue]
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, and an unknown key is an error."""
+    """Base of all sections: immutable, and an unknown key is an error.
+
+    A section that is given in part keeps the defaults of the place it stands in: with
+    `sft.optim.lr` alone, `sft.optim.schedule` stays SFT's and is not that of `OptimConfig`.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_the_place_s_defaults(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        defaults = {name: info.default for name, info in cls.model_fields.items()}
+        return {
+            name: filled_up(defaults.get(name), value) if isinstance(value, Mapping) else value
+            for name, value in values.items()
+        }
 
     @field_validator("*", mode="before")
     @classmethod
@@ -26,6 +49,17 @@ class Section(BaseModel):
         if isinstance(value, bool) and kind in (int, float):
             raise PydanticCustomError("not_a_number", "give a number, not true or false")
         return value
+
+
+def filled_up(section: object, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`given` with the rest from `section`, at every depth; as it is where that is no section."""
+    if not isinstance(section, Section):
+        return given
+    rest = {name: getattr(section, name) for name in type(section).model_fields}
+    return rest | {
+        name: filled_up(rest.get(name), value) if isinstance(value, Mapping) else value
+        for name, value in given.items()
+    }
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

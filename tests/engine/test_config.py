@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import Field
 
-from engine.config import PipelineConfig, digest, load_config, parse_config
+from engine.cli.offline_settings import PreferenceRunConfig, RewardModelRunConfig
+from engine.cli.settings import RunConfig
+from engine.config import (
+    OptimConfig,
+    PipelineConfig,
+    Section,
+    digest,
+    load_config,
+    parse_config,
+)
 from engine.errors import ConfigError
 
 
@@ -104,6 +116,79 @@ def test_digest_doesn_t_see_the_order_of_keys(order: list[str], spelled_out: boo
         shuffled["rl"] = {"rollout": {"n": PipelineConfig().rl.rollout.n}}
         shuffled["sft"] = {"optim": {"schedule": "linear", "lr": 1.0}}
     assert digest(parse_config(shuffled)) == digest(parse_config(values))
+
+
+ROOTS = (PipelineConfig, RunConfig, PreferenceRunConfig, RewardModelRunConfig)
+
+
+def leaves(section: Section, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every setting below a section by its path, with its value."""
+    for name, value in section:
+        path = (*prefix, name)
+        if isinstance(value, Section):
+            yield from leaves(value, path)
+        else:
+            yield path, value
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_setting_given_its_default_changes_nothing(root: type[Section]) -> None:
+    settings = dict(leaves(root()))
+    assert len(settings) > 50
+    for path, value in settings.items():
+        assert root.model_validate(nested(".".join(path), value)) == root(), path
+
+
+@given(st.sampled_from(ROOTS), st.data())
+def test_sections_given_in_part_keep_the_defaults_of_their_place(
+    root: type[Section], data: st.DataObject
+) -> None:
+    settings = dict(leaves(root()))
+    chosen = data.draw(st.sets(st.sampled_from(sorted(settings)), max_size=8))
+    values: dict[str, Any] = {}
+    for *sections, name in chosen:
+        place = reduce(lambda inner, section: inner.setdefault(section, {}), sections, values)
+        place[name] = settings[(*sections, name)]
+    optim = [path for path in settings if path[-2:] == ("optim", "lr")]
+    for *sections, name in optim:
+        reduce(lambda inner, section: inner.setdefault(section, {}), sections, values)[name] = 0.125
+    assert dict(leaves(root.model_validate(values))) == settings | dict.fromkeys(optim, 0.125)
+
+
+def test_a_default_section_inside_a_default_section_is_kept() -> None:
+    class Inner(Section):
+        a: int = 1
+        b: int = 2
+        options: dict[str, int] = Field({})
+
+    class Middle(Section):
+        inner: Inner = Inner(b=3)
+        c: int = 4
+
+    class Outer(Section):
+        middle: Middle = Middle(inner=Inner(a=5))
+        optional: Inner | None = Inner(b=6, options={"x": 1})
+
+    assert Outer.model_validate({"middle": {"c": 7}}).middle == Middle(inner=Inner(a=5), c=7)
+    assert Outer.model_validate({"middle": {"inner": {}}}).middle.inner == Inner(a=5, b=2)
+    assert Outer.model_validate_json('{"middle": {"inner": {"b": 8}}}').middle.inner == Inner(
+        a=5, b=8
+    )
+    assert Outer.model_validate({"optional": {"a": 0}}).optional == Inner(
+        a=0, b=6, options={"x": 1}
+    )
+    whole = Outer.model_validate({"optional": {"options": {"y": 2}}}).optional
+    assert whole == Inner(b=6, options={"y": 2}), "a mapping that is a setting stays whole"
+    assert Outer.model_validate({"optional": None}).optional is None
+    assert Outer(middle=Middle()).middle.inner == Inner(b=3), "a section as it is"
+
+
+def test_lr_alone_keeps_schedule_and_decay() -> None:
+    config = parse_config(
+        {"sft": {"optim": {"lr": 1e-4}}, "rl": {"actor": {"optim": {"lr": 1e-6}}}}
+    )
+    assert config.sft.optim == OptimConfig(lr=1e-4, schedule="cosine")
+    assert config.rl.actor.optim == OptimConfig(lr=1e-6, weight_decay=0.0)
 
 
 def test_digest_sees_every_change() -> None:

@@ -46,6 +46,8 @@ def test_sizes_of_one_s_own() -> None:
     half = read_profile('{"base": "8xA100", "name": "half", "gpus": 4}')
     assert half == PROFILES["8xA100"].model_copy(update={"name": "half", "gpus": 4})
     assert read_profile("mi300x") is PROFILES["mi300x"]
+    more = read_profile("{base: 2x8xH100, replicas: {most: 4}}").replicas
+    assert (more.fewest, more.start, more.most) == (1, 2, 4)
 
 
 def test_rocm_takes_the_same_path() -> None:
@@ -65,7 +67,7 @@ def test_rocm_takes_the_same_path() -> None:
         ("{cpus: 4}", "memory_gib"),
         ("{base: laptop, shared_memory_gib: 8}", "shared_memory_gib=8 leaves nothing"),
         ("{base: laptop, accelerator: H100}", "accelerator='H100' with gpus=0"),
-        ("{base: laptop, replicas: {start: 3}}", "fewest=1, start=3, most=1 are not in ascending"),
+        ("{base: laptop, replicas: {start: 3}}", "fewest=1, start=3, most=2 are not in ascending"),
     ],
 )
 def test_what_is_no_profile(text: str, said: str) -> None:
