@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from engine.config import EvaluateConfig, PipelineConfig, RewardConfig, RLConfig
+from engine.config import AlgorithmConfig, EvaluateConfig, PipelineConfig, RewardConfig, RLConfig
 
 C = TypeVar("C", bound=PipelineConfig)
 
@@ -23,15 +23,29 @@ def pin_named_content(config: C) -> C:
     from engine.storage.hub import pin_revision
 
     rl = config.rl
-    if rl.algorithm.teacher:
-        teacher = pin_revision(rl.algorithm.teacher, "rl.algorithm.teacher")
-        algorithm = rl.algorithm.model_copy(update={"teacher": teacher})
-        rl = rl.model_copy(update={"algorithm": algorithm})
+    rl = rl.model_copy(update={"algorithm": _pinned_teachers(rl.algorithm)})
     if rl.critic.model_path:
         started = pin_revision(rl.critic.model_path, "rl.critic.model_path")
         rl = rl.model_copy(update={"critic": rl.critic.model_copy(update={"model_path": started})})
     rl = rl.model_copy(update={"named_content": named_content(rl)})
     return config.model_copy(update={"rl": rl, "evaluate": pinned_evaluation(config)})
+
+
+def _pinned_teachers(algorithm: AlgorithmConfig) -> AlgorithmConfig:
+    from engine.storage.hub import pin_revision
+
+    if algorithm.teacher:
+        pinned = pin_revision(algorithm.teacher, "rl.algorithm.teacher")
+        return algorithm.model_copy(update={"teacher": pinned})
+    names = list(algorithm.teacher_models)  # of the teachers with a model, in their order
+    teachers = tuple(
+        one.model_copy(update={"model": pin_revision(one.model, f"rl.{names.pop(0)}")})
+        if one.model
+        else one
+        for one in algorithm.distillation.teachers
+    )
+    several = algorithm.distillation.model_copy(update={"teachers": teachers})
+    return algorithm.model_copy(update={"distillation": several})
 
 
 def pinned_evaluation(config: PipelineConfig) -> EvaluateConfig:
@@ -81,7 +95,8 @@ def named_content(rl: RLConfig) -> str:
     names = [algorithm.dataflow, algorithm.adv_estimator, rl.rollout.engine, loss]
     names += [algorithm.preference.loss, *reward_names(rl.reward)]
     code = modules_digest([*rl.plugins, *_modules(names)])
-    folders = [Path(path) for path in (rl.algorithm.teacher, rl.critic.model_path) if path]
+    paths = [*algorithm.teacher_models.values(), rl.critic.model_path]
+    folders = [Path(path) for path in paths if path]
     weights = "\0".join(tree_digest(folder) for folder in folders if folder.is_dir())
     found = f"{code}\0{weights}"
     return hashlib.sha256(found.encode()).hexdigest() if code or weights else ""

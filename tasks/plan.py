@@ -190,7 +190,7 @@ def checks_key(config: RLHFConfig) -> str:
     """
     rl, evaluation = config.rl, config.evaluation()
     named = json.dumps(config.model_dump(mode="json"), separators=(",", "="))  # colons are values'
-    others = rl.algorithm.teacher or rl.critic.model_path
+    others = rl.algorithm.teachers or rl.critic.model_path
     if rl.plugins or evaluation.plugins or others or ":" in named:
         return ""
     parts = (digest(config), sources_digest(), library_versions(), str(os.cpu_count()))
@@ -214,7 +214,8 @@ def check_names(config: RLHFConfig) -> str:
             "sft.skip=true leaves RL without a model: one from scratch needs the warm start; give "
             "model.path (--model), or set sft.skip=false"
         )
-    require_model_name(config.rl.algorithm.teacher, "rl.algorithm.teacher")
+    for setting, teacher in config.rl.algorithm.teacher_models.items():
+        require_model_name(teacher, f"rl.{setting}")
     require_model_name(config.rl.critic.model_path, "rl.critic.model_path")
     evaluation = config.evaluation()
     import_plugins([*config.rl.plugins, *evaluation.plugins])

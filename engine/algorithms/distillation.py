@@ -2,8 +2,8 @@
 
 p is the student's distribution, q the teacher's; no gradient flows to q:
 
-    reverse_kl  Σ p (log p − log q)                      the student leaves out what q finds unlikely
-    forward_kl  Σ q (log q − log p)                      the student covers all that q does
+    reverse_kl  Σ p (log p − log q)   leaves out what the teacher finds unlikely
+    forward_kl  Σ q (log q − log p)   covers all that the teacher does
     jsd         β KL(q ‖ m) + (1−β) KL(p ‖ m), m = βq + (1−β)p
 
 Over the whole vocabulary, or over the teacher's K likeliest tokens and one class of all others: a
@@ -69,7 +69,7 @@ def top_k_divergence(
     temperature: float = 1.0,
     chunk_tokens: int = 512,
 ) -> Tensor:
-    """The divergence `[N]` of softmax(logits / temperature), of logits `[N, V]`, over K + 1 classes.
+    """The divergence `[N]` of softmax(logits / temperature) of logits `[N, V]`, over K + 1 classes.
 
     `ids` `[N, K]` are the teacher's tokens, `log_probs` `[N, K+1]` theirs and, last, that of all
     other tokens together. Raises DataError for shapes that don't fit.

@@ -27,8 +27,8 @@ def check_names(config: RunConfig) -> None:
     require_packages(config.run.logger, "run.logger")
     import_plugins(config.rl.plugins)
     require_rewards(config.rl.reward)
-    if config.rl.algorithm.teacher:
-        pin_revision(config.rl.algorithm.teacher, "algorithm.teacher")
+    for setting, teacher in config.rl.algorithm.teacher_models.items():
+        pin_revision(teacher, setting)
     if config.rl.critic.model_path:
         pin_revision(config.rl.critic.model_path, "rl.critic.model_path")
     pin_revision(config.model.path)

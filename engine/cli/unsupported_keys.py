@@ -203,7 +203,7 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
         "set algorithm.dataflow=distillation and algorithm.teacher=FOLDER",
         (False,),
     ),
-    _ignore("distillation*", "see algorithm.teacher"),
+    _ignore("distillation*", "see algorithm.teacher and algorithm.distillation"),
     _reject("trainer.v1.trainer_mode", "set trainer.mode to one_step_off or async", ("sync",)),
     _ignore("trainer.v1.*", "see trainer.mode"),
     _ignore("transfer_queue*", "futures go from worker to worker through Ray"),

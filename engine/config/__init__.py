@@ -22,6 +22,7 @@ from engine.config.data import (
     RowsConfig,
     SamplingConfig,
 )
+from engine.config.distillation import DistillationConfig, TeacherConfig
 from engine.config.gpus import GpuKindConfig
 from engine.config.parallel import ParallelConfig, PoolConfig
 from engine.config.parse import digest, explain, load_config, parse_config
@@ -55,6 +56,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DecontaminateConfig",
+    "DistillationConfig",
     "EvaluateConfig",
     "EvaluationSetConfig",
     "FilterGroupsConfig",
@@ -88,6 +90,7 @@ __all__ = [
     "SamplingConfig",
     "Section",
     "ServerConfig",
+    "TeacherConfig",
     "TrackingConfig",
     "TrainerConfig",
     "VllmConfig",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from engine.config.base import Options, Section
+from engine.config.distillation import DistillationConfig, TeacherConfig
 
 
 class KLControlConfig(Section):
@@ -100,3 +101,28 @@ class AlgorithmConfig(Section):
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     preference: PreferenceConfig = PreferenceConfig()
     teacher: str = Field("", description="Model folder that dataflow distillation learns from")
+    distillation: DistillationConfig = DistillationConfig()
+
+    @property
+    def teachers(self) -> tuple[TeacherConfig, ...]:
+        """All teachers: `teacher`, or `distillation.teachers`."""
+        one = (TeacherConfig(model=self.teacher),) if self.teacher else ()
+        return one or self.distillation.teachers
+
+    @property
+    def teacher_models(self) -> dict[str, str]:
+        """The models that teachers are loaded from, by setting."""
+        if self.teacher:
+            return {"algorithm.teacher": self.teacher}
+        several = enumerate(self.distillation.teachers)
+        return {
+            f"algorithm.distillation.teachers[{i}].model": t.model for i, t in several if t.model
+        }
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> Self:
+        if self.teacher and self.distillation.teachers:
+            raise ValueError(
+                f"teacher={self.teacher!r} beside distillation.teachers; put it among these"
+            )
+        return self

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from engine.workers.rollout import RolloutWorker
     from engine.workers.sft import SFTWorker
     from engine.workers.stream_rollout import StreamRolloutWorker
+    from engine.workers.teacher import TeacherWorker
 
     class ActorGroup(ActorWorker, AsGroup): ...
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
     class SFTGroup(SFTWorker, AsGroup): ...
 
+    class TeacherGroup(TeacherWorker, AsGroup): ...
+
 
 class Roles:
     """All groups of a run; a context manager that closes them.
@@ -53,7 +56,7 @@ class Roles:
         rollout: RolloutGroup
         sampler: RolloutGroup
         reference: ReferenceGroup
-        teacher: ReferenceGroup
+        teacher: TeacherGroup
         reward: RewardGroup
         critic: CriticGroup
         sft: SFTGroup

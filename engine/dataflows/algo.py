@@ -24,6 +24,7 @@ from engine.batch import Batch
 from engine.config import RLConfig
 from engine.controller.timeline import span
 from engine.dataflows.required_passes import RequiredPasses
+from engine.dataflows.teacher_weights import teacher_weights
 from engine.errors import RewardError
 from engine.futures import Future, LazyBatch
 from engine.workers.algorithm_options import advantage_options, policy_loss_options
@@ -141,6 +142,10 @@ class Algo:
         where = {group: i for i, group in enumerate(source["group_ids"].tolist())}
         index = [where[group] for group in rows["group_ids"].tolist()]
         return Batch({"baseline_rewards": reward[index]})
+
+    def teacher_weights(self, batch: Batch) -> Batch:
+        """`teacher_weights [B, T]`, a row's sum being 1; DataError where a row has no teacher."""
+        return Batch({"teacher_weights": teacher_weights(self.config.algorithm, batch)})
 
     def distillation_advantages(self, lazy: LazyBatch) -> Batch:
         """`advantages [B, R]` = log π_teacher − log π: their policy gradient is the gradient of

@@ -97,7 +97,7 @@ def response_values(critic: CriticModel | nn.Module, batch: Batch) -> Tensor:
     seqs = left_align(batch)
     if isinstance(critic, CriticModel) and (rows := pack(critic, seqs)) is not None:
         flat = critic.values(_packed_states(critic, rows, seqs))
-        return _scatter(flat, seqs.to(flat.device), batch["responses"])
+        return scatter_tokens(flat, seqs.to(flat.device), batch["responses"])
     values: Any = critic(seqs.input_ids.to(next(critic.parameters()).device), None)
     return read_values(values, seqs, batch)
 
@@ -220,7 +220,7 @@ def read_tokens(
 def read_values(values: Tensor, seqs: Sequences, batch: Batch) -> Tensor:
     """Put a critic's outputs `[B, L]` into the batch's response columns, `[B, R]` in float32."""
     flat = seqs.states(values).float()
-    return _scatter(flat, seqs.to(values.device), batch["responses"])
+    return scatter_tokens(flat, seqs.to(values.device), batch["responses"])
 
 
 def model_logits(model: Model, seqs: Sequences) -> Tensor:
@@ -251,9 +251,14 @@ def _device(model: nn.Module) -> torch.device:
 
 def _in_columns(flat: dict[str, Tensor], seqs: Sequences, batch: Batch) -> TokenOutputs:
     like = batch["responses"]
-    return TokenOutputs(**{name: _scatter(value, seqs, like) for name, value in flat.items()})
+    return TokenOutputs(**{name: scatter_tokens(value, seqs, like) for name, value in flat.items()})
 
 
-def _scatter(flat: Tensor, seqs: Sequences, like: Tensor) -> Tensor:
-    out = torch.zeros(like.shape, dtype=torch.float32, device=flat.device)
+def scatter_tokens(flat: Tensor, seqs: Sequences, like: Tensor) -> Tensor:
+    """Values `[N, …]` of the response tokens of `seqs` in their columns `[B, R, …]`, 0 elsewhere.
+
+    Integers keep their dtype, all else is float32. `like` is `[B, R]`.
+    """
+    dtype = torch.float32 if flat.is_floating_point() else flat.dtype
+    out = torch.zeros((*like.shape, *flat.shape[1:]), dtype=dtype, device=flat.device)
     return out.index_put((seqs.rows, seqs.columns), flat)

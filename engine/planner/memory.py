@@ -208,8 +208,7 @@ def _models(work: Workload, candidate: Candidate) -> list[_Model]:
     found = [_policy(work, layout)]
     if work.reference:
         found.append(_Model(rank_elements(work.shape, layout) * size))
-    if work.teacher:
-        found.append(_Model(rank_elements(work.teacher, layout) * size))
+    found += [_Model(rank_elements(teacher, layout) * size) for teacher in work.teachers]
     if work.critic:
         own = layout if isinstance(work.critic, str) else work.critic
         mine = rank_elements(work.critic_shape or work.shape, own)

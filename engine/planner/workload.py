@@ -42,7 +42,7 @@ class Workload:
     adapters: int = 0  # trained elements of adapters; 0: the whole model is trained
     quantized: bool = False  # the base stays whole on every rank
     reference: bool = False  # a frozen copy beside the policy
-    teacher: ModelShape | None = None
+    teachers: tuple[ModelShape, ...] = ()
     critic: Layout | str = ""  # its own layout; "as actor"; empty: none
     critic_shape: ModelShape | None = None  # None: the policy's
     actor_epochs: int = 1

@@ -117,18 +117,21 @@ class ShardedModel:
     def outputs(
         self, batch: Batch, passes: Sequence[tuple[Tensor, Batch]], reader: OutputReader
     ) -> Outputs:
-        """`reader`'s outputs `[B, R]` for all rows of `batch`, on the CPU; `passes` are its
+        """`reader`'s outputs `[B, R, …]` for all rows of `batch`, on the CPU; `passes` are its
         micro-batches, each with its row numbers."""
         self._check_packing(batch)
-        shape = batch["responses"].shape
-        out = {name: torch.zeros(shape) for name in reader.names()}
+        shape, out = batch["responses"].shape, dict[str, Tensor]()
         micros = self._pad_passes([micro for _, micro in passes], batch)
         for index, got in enumerate(self._runner.outputs(micros, reader)):  # dummies too
             if index < len(passes):
                 rows, micro = passes[index]
                 for name, value in got.items():
-                    out[name][rows, : micro["responses"].shape[1]] = value.cpu()
-        return out
+                    whole = out.get(name)
+                    if whole is None:
+                        whole = torch.zeros((*shape, *value.shape[2:]), dtype=value.dtype)
+                        out[name] = whole
+                    whole[rows, : micro["responses"].shape[1]] = value.cpu()
+        return {name: out[name] if name in out else torch.zeros(shape) for name in reader.names()}
 
     def accumulate(
         self, batch: Batch, micros: Sequence[Batch], reader: OutputReader, loss: Loss

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 LARGEST = 8 << 20  # bytes of a request
 BODY_S = 60.0  # for a client to send its request
 STOP_S = 3  # for requests under way when the server ends
+Completions = CompletionRequest | ChatRequest
 KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
@@ -60,10 +61,12 @@ class Backend:
         stops: tuple[int, ...],
         context: int,
         vocabulary: int,
+        model: Any = None,
     ) -> None:
+        """`model` is the engine's, for log-probs of prompts."""
         from engine.serve.batching import Batcher
 
-        self.context = context
+        self.context, self._model = context, model
         self._tokenizer, self._stops, self._vocabulary = tokenizer, stops, vocabulary
         self._texts = ThreadPoolExecutor(1)  # a tokenizer is not safe for use by two threads
         self._engine, self.batcher = engine, Batcher(engine)
@@ -92,10 +95,10 @@ class Backend:
         context = resolve_max_model_len(max_model_len, context_length(model))
         engine = create_engine("native", model, max_model_len=context)
         stops = stop_token_ids(tokenizer, model.generation_config)
-        return Backend(engine, tokenizer, stops, context, int(shape.vocab_size))
+        return Backend(engine, tokenizer, stops, context, int(shape.vocab_size), model)
 
-    async def complete(self, request: CompletionRequest | ChatRequest) -> tuple[list[Answer], int]:
-        """All answers to a request in order, and its prompts' tokens.
+    async def complete(self, request: Completions) -> tuple[list[Answer], int, list[Any]]:
+        """All answers to a request in order, its prompts' tokens, and log-probs where asked for.
 
         Raises RequestError for a prompt that can't be completed. Where it is cancelled, so are
         those of its prompts that still wait.
@@ -126,9 +129,16 @@ class Backend:
         answers = await loop.run_in_executor(
             self._texts, self._answers, [one for own in done for one in own], request.stops
         )
-        return answers, sum(map(len, prompts))
+        said = await loop.run_in_executor(self._texts, self._prompt_log_probs, request, prompts)
+        return answers, sum(map(len, prompts)), said
 
-    def _encode(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
+    def _prompt_log_probs(self, request: Any, prompts: list[list[int]]) -> list[Any]:
+        from engine.serve.prompt_log_probs import prompt_log_probs
+
+        top_k = getattr(request, "prompt_logprobs", None)
+        return [] if top_k is None else [prompt_log_probs(self._model, p, top_k) for p in prompts]
+
+    def _encode(self, request: Completions) -> list[list[int]]:
         from engine.data.templates import encode_prompts, encode_text
         from engine.rollout.requests import check_prompt
 
@@ -230,14 +240,14 @@ class NativeServer:
             raise RequestError("the model is being loaded", 503)
         try:
             async with asyncio.timeout(self.request_timeout):
-                answers, prompt_tokens = await self.backend.complete(asked)
+                answers, prompt_tokens, said = await self.backend.complete(asked)
         except TimeoutError:
             raise RequestError(
                 "the answer took longer than --request-timeout; ask for fewer tokens, or when "
                 "fewer others ask",
                 504,
             ) from None
-        whole = response(asked, answers, prompt_tokens, name)
+        whole = response(asked, answers, prompt_tokens, name, said)
         if not asked.stream:
             return _json(whole)
         events = [*map(json.dumps, chunks(whole)), "[DONE]"]

@@ -21,7 +21,7 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "audio": (), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,),
     "function_call": ("none", "auto"), "functions": ([],), "guided_json": (), "guided_regex": (),
     "logit_bias": ({},), "logprobs": (False,), "min_p": (0,), "min_tokens": (0,),
-    "presence_penalty": (0,), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
+    "presence_penalty": (0,), "prompt_logprobs": (), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
     "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
 }  # fmt: skip
 Tokens = list[Annotated[int, Field(ge=0)]]
@@ -66,6 +66,7 @@ class CompletionRequest(_Request):
     """`POST /v1/completions`."""
 
     prompt: str | list[str] | Tokens | list[Tokens]
+    prompt_logprobs: int | None = Field(None, ge=0, le=1000)
 
     @property
     def prompts(self) -> list[str] | list[Tokens]:
@@ -139,6 +140,8 @@ def parse(kind: type[_Request], values: object, served: str) -> Any:
         raise RequestError(f"{field}: {first['msg']}") from None
     if request.model is not None and request.model != served:
         raise RequestError(f"model {request.model!r} is not served; {served!r} is", 404)
+    if request.stream and getattr(request, "prompt_logprobs", None) is not None:
+        raise RequestError("prompt_logprobs can't be streamed; leave one of the two out")
     for name, value in (request.model_extra or {}).items():
         asks = value is not None and name in NOT_OFFERED and value not in NOT_OFFERED[name]
         if asks:
@@ -150,15 +153,24 @@ def parse(kind: type[_Request], values: object, served: str) -> Any:
 
 
 def response(
-    request: _Request, answers: Sequence[Answer], prompt_tokens: int, model: str
+    request: _Request,
+    answers: Sequence[Answer],
+    prompt_tokens: int,
+    model: str,
+    prompt_logprobs: Sequence[object] = (),
 ) -> dict[str, Any]:
-    """The whole answer to a request, choices in the order of `answers`."""
+    """The whole answer to a request, choices in the order of `answers`.
+
+    `prompt_logprobs`: of each prompt, where they were asked for.
+    """
     chat = isinstance(request, ChatRequest)
     generated = sum(answer.tokens for answer in answers)
     choices = []
     for index, one in enumerate(answers):
         said: dict[str, Any] = {"index": index, "finish_reason": one.finish_reason}
         said |= {"message": _message(one)} if chat else {"text": one.text}
+        if prompt_logprobs:
+            said["prompt_logprobs"] = prompt_logprobs[index // (request.n or 1)]
         choices.append(said | {"logprobs": None})
     return {
         **_head(chat, "chat.completion" if chat else "text_completion", model),

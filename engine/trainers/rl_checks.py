@@ -19,6 +19,11 @@ from engine.models import require_model_folder, vocabulary_and_context
 from engine.plugins import import_plugins
 from engine.rewards import Scorer
 from engine.rollout.protocol import check_engine_settings, engine_capabilities
+from engine.trainers.distillation_checks import (
+    check_teacher_tokens,
+    check_teachers,
+    compares_whole_vocabularies,
+)
 from engine.trainers.rollout_sources import get_rollout_source, sampler_count
 from engine.trainers.unused_settings import unused_settings
 from engine.workers.algorithm_options import (
@@ -51,7 +56,7 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     _check_mode(config)
     _check_pools(config, dataflow)
     if "teacher" in dataflow.roles:
-        _check_teacher(config)
+        check_teachers(config)
     if config.critic.model_path and "critic" in dataflow.roles:
         require_model_folder(config.critic.model_path, "critic.model_path")
     for setting, why in unused_settings(config, dataflow):
@@ -69,8 +74,11 @@ def check_other_models(
 ) -> None:
     """Raise ConfigError unless teacher and critic read the policy's tokens, and as many."""
     if "teacher" in dataflow.roles:
-        why = "distillation compares token by token"
-        _check_tokens("algorithm.teacher", config.algorithm.teacher, tokenizer, why)
+
+        def same_tokens(setting: str, folder: str, why: str) -> None:
+            _check_tokens(setting, folder, tokenizer, why)
+
+        check_teacher_tokens(config, max_model_len, same_tokens)
     path = config.critic.model_path
     if path:
         _check_tokens("critic.model_path", path, tokenizer, "it values the policy's tokens")
@@ -124,20 +132,6 @@ def _check_rewards(config: RLConfig, max_response_length: int | None) -> None:
         )
 
 
-def _check_teacher(config: RLConfig) -> None:
-    if not config.algorithm.teacher:
-        raise ConfigError(
-            "algorithm.dataflow=distillation learns from a teacher; set algorithm.teacher to a "
-            "model folder"
-        )
-    if config.actor.use_kl_loss:
-        raise ConfigError(
-            "actor.use_kl_loss with algorithm.dataflow=distillation: the KL to the teacher is "
-            "what is learned already; set actor.use_kl_loss=false"
-        )
-    require_model_folder(config.algorithm.teacher, "algorithm.teacher")
-
-
 def _check_mode(config: RLConfig) -> None:
     mode, engine, parts = config.trainer.mode, config.rollout.engine, config.rollout.parts
     streams = engine_capabilities(config.rollout).streams
@@ -186,6 +180,7 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
         )
     full = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"
     beside = {"rollout": True, "reference": full or config.actor.kl_loss_type == "full"}
+    beside["teacher"] = compares_whole_vocabularies(config)
     policy = next(pool.roles for pool in pools if "actor" in pool.roles)
     for role, needed in beside.items():
         if needed and role in placed and role not in policy:

@@ -44,6 +44,7 @@ def _actor(spec: RunSpec) -> RoleSpec:
         "total_steps": _optimizer_steps(config, config.actor, rows),
         "seed": spec.seed,
         "preference": config.algorithm.preference,
+        "distillation": config.algorithm.distillation,
         "sum_pi_squared": spec.needs.sum_pi_squared,
         "sampler_dtype": config.rollout.dtype,
         "delta_sync": config.trainer.delta_sync,
@@ -98,10 +99,11 @@ def _reference(spec: RunSpec) -> RoleSpec:
 
 @register_role("teacher")
 def _teacher(spec: RunSpec) -> RoleSpec:
-    from engine.workers.reference import ReferenceWorker
+    from engine.workers.teacher import TeacherWorker
 
-    options = _model(spec) | _frozen(spec) | {"model_path": spec.config.algorithm.teacher}
-    return RoleSpec("teacher", ReferenceWorker, options)
+    algorithm = spec.config.algorithm
+    own = {"teachers": algorithm.teachers, "settings": algorithm.distillation}
+    return RoleSpec("teacher", TeacherWorker, _model(spec) | _frozen(spec) | own)
 
 
 @register_role("reward")

@@ -13,6 +13,7 @@ from engine.config import KLControlConfig, RLConfig
 from engine.dataflows.registry import Dataflow
 from engine.dataflows.required_passes import RequiredPasses
 from engine.rollout.protocol import ENGINE_SETTINGS, engine_capabilities
+from engine.trainers.distillation_checks import unused_distillation
 from engine.trainers.rl_setup import effective_config
 from engine.trainers.rollout_sources import sampler_count
 from engine.workers.algorithm_options import ACTOR_FIELDS, ADVANTAGE_FIELDS, changed
@@ -93,8 +94,12 @@ def _unused_for_dataflow(config: RLConfig, dataflow: Dataflow) -> UnusedSettings
     if not dataflow.pairs:
         why = f"with dataflow {dataflow.name}, which makes no preference pairs"
         yield from _changed_settings("algorithm.preference", algorithm.preference, why)
-    if "teacher" not in dataflow.roles and algorithm.teacher:
-        yield f"algorithm.teacher={algorithm.teacher}", "without algorithm.dataflow=distillation"
+    if "teacher" not in dataflow.roles:
+        why = "without algorithm.dataflow=distillation"
+        yield from _changed_settings("algorithm", algorithm, why, ("teacher", "distillation"))
+    else:
+        yield from unused_distillation(config)
+        yield from _unused_by_divergences(config)
     if not algorithm.filter_groups.enable:
         why = "without algorithm.filter_groups.enable"
         if not dataflow.refills:
@@ -104,6 +109,18 @@ def _unused_for_dataflow(config: RLConfig, dataflow: Dataflow) -> UnusedSettings
     if effective_config(config).algorithm.rollout_correction.rollout_is is None:
         why, own = "without rollout_is", algorithm.rollout_correction
         yield from _changed_settings("algorithm.rollout_correction", own, why, _WEIGHTS)
+
+
+def _unused_by_divergences(config: RLConfig) -> UnusedSettings:
+    """Settings of policy losses, for distillation that compares distributions."""
+    actor, loss = config.actor, config.algorithm.distillation.loss
+    if loss == "policy_gradient":
+        return
+    why = f"with algorithm.distillation.loss={loss}"
+    fields = [name for name in _POLICY_LOSS if not name.startswith("loss_")]
+    others = ("router_aux_loss_coef", "router_replay")
+    yield from _changed_settings("actor", actor, why, (*fields, *others))
+    yield from _changed_settings("actor.policy_loss", actor.policy_loss, why)
 
 
 def _unused_without_advantages(config: RLConfig, dataflow: Dataflow) -> UnusedSettings:

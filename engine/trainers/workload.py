@@ -52,7 +52,6 @@ def workload(
     passes = int(needs.old_log_probs) + int(needs.reference) + int("teacher" in roles)
     full_kl = actor.use_kl_loss and actor.kl_loss_type == "full"
     engine = engine_capabilities(rollout)
-    teacher = config.algorithm.teacher
     critic_shape = _shape(text_config(started)) if started and "critic" in roles else None
     return Workload(
         shape,
@@ -66,7 +65,7 @@ def workload(
         adapters=_adapters(shape, lora),
         quantized=bool(lora.quantize),
         reference="reference" in roles and not lora.rank,
-        teacher=_shape(text_config(teacher)) if "teacher" in roles else None,
+        teachers=_teachers(config) if "teacher" in roles else (),
         critic="" if "critic" not in roles else Layout.of(own) if own else "as actor",
         critic_shape=critic_shape,
         critic_adapters=_adapters(critic_shape or shape, config.critic.lora),
@@ -85,6 +84,11 @@ def workload(
         cuts_sequences=kind in FAMILIES and not lora.rank and not windows,
         runs_ahead=get_rollout_source(trainer.mode).off_policy,
     )
+
+
+def _teachers(config: RLConfig) -> tuple[ModelShape, ...]:
+    """The models that are loaded as teachers."""
+    return tuple(_shape(text_config(one)) for one in config.algorithm.teacher_models.values())
 
 
 def _shape(model_config: PretrainedConfig) -> ModelShape:

@@ -20,10 +20,12 @@ from engine.algorithms.skip import rows_with_gradient
 from engine.batch import TOKENS, Batch
 from engine.checkpoint.rank_state import RankState
 from engine.checkpoint.state_dict import StateDict
-from engine.config import ActorConfig, LoRAConfig, PreferenceConfig
+from engine.config import ActorConfig, DistillationConfig, LoRAConfig, PreferenceConfig
 from engine.errors import CheckpointError
 from engine.models.forward import TokenOutputs
 from engine.parallel.layout import Layout
+from engine.runtime.divergence_gradients import accumulate_divergence
+from engine.runtime.divergence_outputs import DivergenceReader
 from engine.runtime.loss_scale import update_metrics
 from engine.runtime.micro_batches import untrimmed
 from engine.runtime.mini_batches import minibatch_indices
@@ -60,6 +62,7 @@ class ActorWorker(TrainingWorker):
         dtype: str = "float32",
         lora: LoRAConfig | None = None,
         preference: PreferenceConfig | None = None,
+        distillation: DistillationConfig | None = None,
         sum_pi_squared: bool = False,
         sampler_dtype: str = "",
         delta_sync: bool = False,
@@ -67,6 +70,7 @@ class ActorWorker(TrainingWorker):
         super().__init__(context)
         self.config, self.temperature = config, temperature
         self.preference, self.sum_pi_squared = preference or PreferenceConfig(), sum_pi_squared
+        self.distillation = distillation or DistillationConfig()
         layout = Layout.of(config.parallel)
         ranks = init_mesh(layout, context.rank, context.world_size, context.address)
         self._start_model = StartModel(model_path, dtype, lora, seed)
@@ -142,6 +146,29 @@ class ActorWorker(TrainingWorker):
             return accumulate_pairs(self.sharded, mini, pair_loss, self._reader(), budget)
 
         return self._optimize(batch, 2, accumulate)
+
+    @dispatch(Dispatch.DATA_PARALLEL_METRICS)
+    def update_distilled(self, batch: Batch) -> dict[str, float]:
+        """Take the optimizer steps of one batch on the divergence from its teachers.
+
+        Reads `teacher_weights [B, T]` and, with `distillation.top_k`, `teacher_ids` and
+        `teacher_log_probs`; without it the teachers are in this process.
+        """
+        config, teachers = self.distillation, self.context.process.teachers
+        assert config.loss != "policy_gradient", "that is a policy gradient's update"
+        reader = DivergenceReader(
+            self.temperature,
+            config.loss,
+            config.beta,
+            teachers=() if config.top_k else [teacher.logits for teacher in teachers],
+            skip=self.sharded.ranks.layout.world_size == 1,
+        )
+        budget = self.config.max_tokens_per_micro_batch
+        return self._optimize(
+            batch,
+            1,
+            lambda mini: accumulate_divergence(self.sharded, mini, reader, self._aggregate, budget),
+        )
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def skip_update(self) -> dict[str, float]:

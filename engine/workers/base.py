@@ -151,6 +151,7 @@ class ProcessState:
 
     policy: PolicyRuntime | None = None  # the actor's, or rollout's own copy
     reference: ShardedModel | None = None
+    teachers: list[ShardedModel] = field(default_factory=list)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The reference: the policy as it was before RL, frozen; or a teacher, which is as frozen.
+"""The reference: the policy as it was before RL, frozen.
 
 Beside a policy with adapters the reference is that policy with them disabled; nothing is copied.
 """

@@ -55,13 +55,20 @@ class Client:
     {'object': 'list', …}
     """
 
-    def __init__(self, settings: ServerConfig, url: str = "", beside: Client | None = None) -> None:
+    def __init__(
+        self,
+        settings: ServerConfig,
+        url: str = "",
+        beside: Client | None = None,
+        section: str = "rollout.server",
+    ) -> None:
         """`url`: of the settings' addresses, their first by default. `beside`: a client whose loop
-        this one shares; it is closed after this one."""
+        this one shares; it is closed after this one. `section` is where the settings stand."""
+        self.section = section
         self.url = (url or settings.addresses[0]).rstrip("/")
         self.name = self.url  # in the messages of `run`
         self._settings = settings
-        self._headers = _authorization(settings.api_key_env)
+        self._headers = _authorization(settings.api_key_env, section)
         self._jitter = random.Random()  # the process's own generator is the trainer's
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -78,7 +85,7 @@ class Client:
             try:
                 self._http = self._submit(self._open()).result()
             except httpx.InvalidURL as error:
-                raise ConfigError(f"rollout.server.url={self.url!r}: {error}") from None
+                raise ConfigError(f"{section}.url={self.url!r}: {error}") from None
             undo.pop_all()
 
     def start(self, work: Coroutine[object, object, T]) -> Future[T]:
@@ -119,7 +126,7 @@ class Client:
                 raise ValueError("it is neither http:// nor https://")
         except (httpx.InvalidURL, ValueError) as error:
             raise ConfigError(
-                f"rollout.server.{name}={value!r} is no address: {error}; {_ADDRESS}"
+                f"{self.section}.{name}={value!r} is no address: {error}; {_ADDRESS}"
             ) from None
         return whole
 
@@ -138,8 +145,9 @@ class Client:
                     return await work()
             except TimeoutError:
                 raise RolloutError(
-                    f"{self.name}: {doing} did not end within rollout.server.timeout_s="
-                    f"{seconds:g}{last}; look at the server's log, or raise the deadline"
+                    f"{self.name}: {doing} did not end within "
+                    f"{self.section}.timeout_s={seconds:g}{last}; look at the server's log, or raise "
+                    "the deadline"
                 ) from None
             finally:
                 _LAST_FAILURE.reset(token)
@@ -184,11 +192,11 @@ class Client:
                     return read(answer)
                 last.cause = f"status {answer.status_code}: {_shown(answer)}"
                 if answer.status_code != 429 and answer.status_code < 500:
-                    text = f"{name} refused: {last.cause}{_hint(answer)}"
+                    text = f"{name} refused: {last.cause}{_hint(answer, self.section)}"
                     raise Refused(text, answer.text)
             except TimeoutError:
                 seconds = self._settings.request_timeout_s
-                last.cause = f"no answer within rollout.server.request_timeout_s={seconds:g}"
+                last.cause = f"no answer within {self.section}.request_timeout_s={seconds:g}"
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
                 raise ConfigError(f"{name} is no address: {error}; {_ADDRESS}") from None
             except httpx.HTTPError as error:
@@ -200,7 +208,7 @@ class Client:
                 await asyncio.sleep(self._pause(attempt, answer))
         raise Unreachable(
             f"{name} failed {tries} times, the last with {last.cause}; see that the server is up "
-            f"and rollout.server.url is its address"
+            f"and {self.section}.url is its address"
         )
 
     def close(self) -> None:
@@ -260,18 +268,18 @@ class _Last:
 _LAST_FAILURE: ContextVar[_Last] = ContextVar("last_failure")
 
 
-def _authorization(variable: str) -> dict[str, str]:
+def _authorization(variable: str, section: str) -> dict[str, str]:
     if not variable:
         return {}
     key = os.environ.get(variable)
     if not key:
         raise ConfigError(
-            f"rollout.server.api_key_env={variable!r} names an environment variable that is not "
+            f"{section}.api_key_env={variable!r} names an environment variable that is not "
             f"set; export the server's key in it, or leave api_key_env empty"
         )
     if not key.isascii() or not key.isprintable():  # the message does not repeat it
         raise ConfigError(
-            f"rollout.server.api_key_env={variable!r}: the key in that environment variable has "
+            f"{section}.api_key_env={variable!r}: the key in that environment variable has "
             f"characters that HTTP can't send (not ASCII, or a line break); export it again"
         )
     return {"Authorization": f"Bearer {key}"}
@@ -283,11 +291,11 @@ def _shown(answer: httpx.Response) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + " …"
 
 
-def _hint(answer: httpx.Response) -> str:
+def _hint(answer: httpx.Response, section: str) -> str:
     match answer.status_code:
         case 401 | 403:
-            return "; name the variable with the server's key in rollout.server.api_key_env"
+            return f"; name the variable with the server's key in {section}.api_key_env"
         case 404:
-            return "; check rollout.server.url, .api and .served_model"
+            return f"; check the address, the kind of API and the model's name in {section}"
         case _:
             return ""

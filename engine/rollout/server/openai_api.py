@@ -26,6 +26,11 @@ class OpenAIAPI:
         self._client, self._asked = client, settings.served_model
         self._name = settings.served_model
 
+    @property
+    def name(self) -> str:
+        """The model's name there, which `describe` finds out."""
+        return self._name
+
     async def describe(self) -> int | None:
         """Ask for the models; the first one's name is used unless the settings name one."""
         models = field(await self._client.get("/v1/models"), "data")
@@ -34,7 +39,7 @@ class OpenAIAPI:
             raise RolloutError(f"{self._client.url} serves no model; start it with one")
         if self._asked and self._asked not in names:
             raise RolloutError(
-                f"rollout.server.served_model={self._asked!r} is not served by "
+                f"{self._client.section}.served_model={self._asked!r} is not served by "
                 f"{self._client.url}; it has {', '.join(names)}"
             )
         self._name = self._asked or names[0]

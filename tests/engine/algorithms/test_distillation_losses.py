@@ -71,9 +71,7 @@ def test_gradients_are_exact(kind: Divergence, chunk: int) -> None:
     ours, theirs = logits(2).requires_grad_(), logits(3)
     ids, log_probs = top(theirs, 4, 1.0)
     options = {"beta": BETA, "temperature": 1.3, "chunk_tokens": chunk}
-    assert torch.autograd.gradcheck(
-        lambda x: full_divergence(x, theirs, kind, **options), (ours,)
-    )
+    assert torch.autograd.gradcheck(lambda x: full_divergence(x, theirs, kind, **options), (ours,))
     assert torch.autograd.gradcheck(
         lambda x: top_k_divergence(x, ids, log_probs, kind, **options), (ours,)
     )
@@ -87,7 +85,8 @@ def test_top_k_is_a_lower_bound_and_exact_for_the_whole_vocabulary(kind: Diverge
     below = torch.zeros_like(exact)
     for k in (1, 4, VOCABULARY):
         got = top_k_divergence(ours, *top(theirs, k, 1.0), kind, beta=BETA)
-        assert (got >= below - 1e-12).all() and (got <= exact + 1e-12).all()
+        assert (got >= below - 1e-12).all()
+        assert (got <= exact + 1e-12).all()
         below = got.detach()
     torch.testing.assert_close(below, exact.detach())
     torch.testing.assert_close(torch.autograd.grad(got.sum(), ours)[0], slope)
@@ -104,7 +103,8 @@ def test_what_neither_can_sample_adds_nothing(kind: Divergence) -> None:
     torch.testing.assert_close(full, wide)
     torch.testing.assert_close(full, bounded)
     (slope,) = torch.autograd.grad((full + bounded).sum(), ours)
-    assert slope.isfinite().all() and slope[:, :-2].abs().sum() > 0
+    assert slope.isfinite().all()
+    assert slope[:, :-2].abs().sum() > 0
 
 
 def test_the_rest_of_a_server_s_log_probs() -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from served import chat_tokens, greedy_reference
+from transformers import AutoModelForCausalLM
 
 from engine.data.tokenizer import load_tokenizer
 from engine.serve.__main__ import main
@@ -88,6 +90,23 @@ def test_a_control_token_that_a_user_spells_stays_text(url: str, model_folder: P
     body = {"messages": [{"role": "user", "content": "<|end|><|assistant|>"}], "max_tokens": 1}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).json()
     assert answer["usage"]["prompt_tokens"] > len(chat_tokens(model_folder, "")) + 2
+
+
+def test_log_probs_of_prompts_are_those_of_transformers(url: str, model_folder: Path) -> None:
+    ids = load_tokenizer(model_folder).encode(PROMPT)
+    answer = complete(url, prompt=[ids, ids[:2]], max_tokens=1, n=2, prompt_logprobs=3)
+    said = [choice["prompt_logprobs"] for choice in answer["choices"]]
+    assert [len(one) for one in said] == [len(ids), len(ids), 2, 2]
+    assert said[0][:2] == said[3]
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert said[0][0] is None
+    for place, (token, row) in enumerate(zip(ids[1:], expected, strict=False), 1):
+        found = {int(one): value["logprob"] for one, value in said[0][place].items()}
+        wanted = {*row.topk(3).indices.tolist(), token}
+        assert found == pytest.approx({one: row[one].item() for one in wanted}, abs=1e-4)
+        assert said[0][place][str(token)]["rank"] == int((row > row[token]).sum()) + 1
 
 
 def test_choices_come_by_prompt_in_order(url: str) -> None:
@@ -172,6 +191,7 @@ def test_openais_own_client_is_served(url: str) -> None:
     [
         ({"prompt": PROMPT, "model": "other"}, 404, "'tiny' is"),
         ({"prompt": PROMPT, "logprobs": 5}, 400, "logprobs=5 is not offered"),
+        ({"prompt": PROMPT, "prompt_logprobs": 2, "stream": True}, 400, "can't be streamed"),
         ({"prompt": PROMPT, "max_tokens": 0}, 400, "max_tokens: Input should be greater"),
         ({"prompt": PROMPT, "temperature": -1}, 400, "temperature: "),
         ({"prompt": "1+1=" * 100}, 400, "leaves no room"),
