@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from engine.errors import ModelError
+from engine.models.critic import CriticModel
 from engine.models.load import with_model_lock
+from engine.models.lora import ADAPTER, adapter_tensors, merged_copy, write_adapter
+from engine.models.save import ADAPTER_FOLDER, save_tensors
 
 
 @with_model_lock
@@ -57,6 +61,28 @@ def classifier_tensors(
         renamed = name.replace("backbone.", f"{classifier.base_model_prefix}.", 1)
         if renamed in known:
             yield renamed, tensor
+
+
+def save_adapted(
+    classifier: Any, critic: CriticModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """Write a critic with adapters as the classifier that they make of its base; and they and the
+    head alone, in peft's format, to `folder/adapter`.
+
+    Raises StorageError as `save_tensors`.
+    """
+    head = {f"head.{name}": value for name, value in critic.head.state_dict().items()}
+    plain = merged_copy(critic.backbone).state_dict()
+    whole = {f"backbone.{name}": value for name, value in plain.items()} | head
+    save_tensors(classifier, classifier_tensors(classifier, whole.items()), tokenizer, folder)
+    adapters = adapter_tensors(critic.backbone)
+    named = {f"{classifier.base_model_prefix}.{name}": value for name, value in adapters.items()}
+    named |= dict(classifier_tensors(classifier, head.items()))
+    modules = sorted({name.rpartition(".")[0] for name in _head(classifier)})
+    settings = copy.copy(critic.peft_config[ADAPTER])
+    settings.task_type, settings.modules_to_save = "SEQ_CLS", modules
+    write_adapter(named, settings, folder / ADAPTER_FOLDER)
+    tokenizer.save_pretrained(folder / ADAPTER_FOLDER)
 
 
 def _head(classifier: Any) -> list[str]:

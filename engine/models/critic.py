@@ -63,17 +63,21 @@ def head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def create_critic_model(
-    model: PreTrainedModel, lora: LoRAConfig | None = None, seed: int = 0
+    model: PreTrainedModel,
+    lora: LoRAConfig | None = None,
+    seed: int = 0,
+    setting: str = "critic.lora",
 ) -> CriticModel:
     """Make a critic that starts from a copy of `model`'s backbone; `model` is not touched.
 
     Adapters are merged into the copy, and a quantised base is made dense: all of it is trained, or,
-    with `lora`, new adapters in it, drawn from `seed`, and the value head.
+    with `lora`, new adapters in it, drawn from `seed`, and the value head; `setting` asked for
+    them.
     """
     plain = merged_copy(model) if has_adapters(model) else model
     backbone = copy.deepcopy(plain.base_model)
     critic = CriticModel(backbone, model.config.get_text_config().hidden_size)
     critic.to(next(backbone.parameters()).dtype).requires_grad_(True)
     if lora is not None and lora.rank:
-        add_adapters(critic.backbone, lora, seed, "critic.lora")
+        add_adapters(critic.backbone, lora, seed, setting)
     return critic

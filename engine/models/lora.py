@@ -9,7 +9,7 @@ The base may be quantised (`quantize.py`). Loading a policy is
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -155,21 +155,32 @@ def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
         if buffer.is_meta:  # in no state dict, such as rotary tables
             owner, _, own = name.rpartition(".")
             setattr(plain.get_submodule(owner), own, model.get_buffer(name))
-    plain.generation_config = model.generation_config
+    if model.can_generate():
+        plain.generation_config = model.generation_config
     return plain.train(model.training)
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapters alone, as peft's `PeftModel.from_pretrained(base, folder)` reads them."""
+    peft_config: Any = model.peft_config
+    write_adapter(adapter_tensors(model), peft_config[ADAPTER], folder)
+
+
+def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The adapters' tensors by peft's names, which begin with the model's own modules."""
     from peft import get_peft_model_state_dict
 
     # Asked to decide by itself, peft would look the base up on the hub.
-    weights = get_peft_model_state_dict(model, save_embedding_layers=False)
-    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in weights.items()}
+    weights: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return weights
+
+
+def write_adapter(tensors: Mapping[str, Tensor], settings: Any, folder: Path) -> None:
+    """Write tensors by their names in the base, and peft's settings."""
+    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    peft_config: Any = model.peft_config
-    peft_config[ADAPTER].save_pretrained(str(folder))
+    settings.save_pretrained(str(folder))
 
 
 def _merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -81,12 +81,16 @@ def open_policy_model(
 
 
 def open_critic_model(
-    path: str | Path, dtype: str, lora: LoRAConfig | None = None, seed: int = 0
+    path: str | Path,
+    dtype: str,
+    lora: LoRAConfig | None = None,
+    seed: int = 0,
+    setting: str = "critic.lora",
 ) -> CriticModel | UnloadedModel:
     """`create_critic_model` of the model at `path`, as `open_model`; with adapters whole."""
     if lora is not None and lora.rank:
-        _say(path, "critic.lora: its adapters are put on the whole base")
-        return create_critic_model(load_model(path, dtype), lora, seed).eval()
+        _say(path, f"{setting}: its adapters are put on the whole base")
+        return create_critic_model(load_model(path, dtype), lora, seed, setting).eval()
     policy = open_model(path, dtype)
     if not isinstance(policy, UnloadedModel):
         return create_critic_model(policy).eval()

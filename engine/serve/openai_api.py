@@ -21,7 +21,8 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "audio": (), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,),
     "function_call": ("none", "auto"), "functions": ([],), "guided_json": (), "guided_regex": (),
     "logit_bias": ({},), "logprobs": (False,), "min_p": (0,), "min_tokens": (0,),
-    "presence_penalty": (0,), "prompt_logprobs": (), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
+    "presence_penalty": (0,), "prompt_logprobs": (), "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
     "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
 }  # fmt: skip
 Tokens = list[Annotated[int, Field(ge=0)]]

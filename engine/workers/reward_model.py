@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,8 +18,15 @@ from engine.batch import Batch
 from engine.config import RewardModelTrainingConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, ModelError
-from engine.models import UnloadedModel, create_critic_model, open_critic_model, save_tensors
-from engine.models.classifier import classifier_of, classifier_tensors
+from engine.models import (
+    UnloadedModel,
+    create_critic_model,
+    has_adapters,
+    open_critic_model,
+    save_tensors,
+)
+from engine.models.classifier import classifier_of, classifier_tensors, save_adapted
+from engine.parallel.gather import named_tensors
 from engine.runtime.pair_gradients import accumulate_responses
 from engine.runtime.save_policy import StartModel
 from engine.runtime.token_outputs import Outputs, ValueReader
@@ -33,12 +41,12 @@ class RewardModelWorker(OfflineWorker):
 
     def _open(self, model: PreTrainedModel | StartModel) -> Any:
         if isinstance(model, StartModel):
-            if model.lora is not None and (model.lora.rank or model.lora.from_folder):
+            if model.lora is not None and (model.lora.from_folder or model.lora.quantize):
                 raise ConfigError(
-                    "model.lora has no effect on a reward model, whose weights are all trained; "
-                    "set model.lora.rank=0"
+                    "model.lora.from_folder and model.lora.quantize are a policy's; a reward model "
+                    "has new adapters (model.lora.rank) on its base, in its own precision"
                 )
-            opened: Any = open_critic_model(model.path, model.dtype)
+            opened: Any = self._open_critic(model)
         else:
             opened = create_critic_model(model)
         critic = opened.module if isinstance(opened, UnloadedModel) else opened
@@ -83,10 +91,35 @@ class RewardModelWorker(OfflineWorker):
         own.padding_side = "right"  # positions begin with the conversation
         dtype = next(self.sharded.module.parameters()).dtype
         model = classifier_of(self._start_config, dtype, own.pad_token_id)
+        if has_adapters(self.sharded.module):
+            critic = self._whole_critic()
+            if critic is not None:
+                save_adapted(model, critic, own, Path(folder))
+            return folder
         self.policy.write_full(
             lambda tensors: _write(model, classifier_tensors(model, tensors), own, folder)
         )
         return folder
+
+    def _open_critic(self, start: StartModel) -> Any:
+        return open_critic_model(start.path, start.dtype, start.lora, start.seed, "model.lora")
+
+    @torch.no_grad()
+    def _whole_critic(self) -> Any:
+        """The critic with what was trained of it, on rank 0; None on others."""
+        sharded, start = self.sharded, self._start_model
+        if sharded.ranks.layout.world_size == 1:
+            return sharded.module
+        trained = sharded.full_tensors(lambda name: ".lora_" in name or name.startswith("head."))
+        full = {name: tensor.to("cpu", copy=True) for name, tensor in trained}
+        if sharded.ranks.rank:
+            return None
+        assert start is not None, "ranks load their model"
+        critic = self._open_critic(start)
+        for name, tensor in named_tensors(critic).items():
+            if name in full:
+                tensor.copy_(full[name])
+        return critic
 
 
 def _write(model: Any, tensors: Any, tokenizer: Any, folder: str) -> None:

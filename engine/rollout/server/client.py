@@ -146,8 +146,8 @@ class Client:
             except TimeoutError:
                 raise RolloutError(
                     f"{self.name}: {doing} did not end within "
-                    f"{self.section}.timeout_s={seconds:g}{last}; look at the server's log, or raise "
-                    "the deadline"
+                    f"{self.section}.timeout_s={seconds:g}{last}; look at the server's log, or "
+                    "raise the deadline"
                 ) from None
             finally:
                 _LAST_FAILURE.reset(token)

@@ -119,7 +119,8 @@ class PromptLogProbs:
         if not isinstance(entry, Mapping) or str(token) not in entry or len(entry) < top_k:
             raise RolloutError(
                 f"{self._client.url} gave {str(entry)[:200]!r} as log-probs where token {token} "
-                f"and {top_k} tokens were asked for; it serves another vocabulary, or is no such server"
+                f"and {top_k} tokens were asked for; it serves another vocabulary, or is no such "
+                "server"
             )
         said = {int(name): number(field(one, "logprob")) for name, one in entry.items()}
         best = sorted(said.items(), key=lambda item: -item[1])[:top_k]

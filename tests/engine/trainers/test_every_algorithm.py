@@ -133,22 +133,61 @@ def test_every_preference_loss_online(tiny_folder: Path, name: str) -> None:
     assert metrics["preference/pairs"] > 0
 
 
-def test_distillation_comes_closer_to_its_teacher(tiny_folder: Path, tmp_path: Path) -> None:
+def teacher(tiny_folder: Path, folder: Path, seed: int = 0) -> str:
+    """The tiny model, some way off."""
     model = AutoModelForCausalLM.from_pretrained(tiny_folder)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    save_model(model, load_tokenizer(tiny_folder), tmp_path / "teacher")
+    return str(save_model(model, load_tokenizer(tiny_folder), folder))
+
+
+def test_distillation_comes_closer_to_its_teacher(tiny_folder: Path, tmp_path: Path) -> None:
     history = two_steps(
         tiny_folder,
-        algorithm={"dataflow": "distillation", "teacher": str(tmp_path / "teacher")},
+        algorithm={
+            "dataflow": "distillation",
+            "teacher": teacher(tiny_folder, tmp_path / "teacher"),
+        },
         actor={"use_kl_loss": False, "ppo_mini_batch_size": 0},
         rollout={"n": 32},
         trainer={"total_training_steps": 30},
     )
     course = [metrics["distillation/reverse_kl"] for metrics in history]
     assert sum(course[-3:]) < 0.85 * sum(course[:3])
+
+
+@pytest.mark.parametrize(
+    "distillation",
+    [
+        {"loss": "reverse_kl"},
+        {"loss": "forward_kl", "top_k": 16},
+        {"loss": "jsd", "beta": 0.9, "top_k": 4, "route_by": "ability"},
+        {"loss": "jsd", "route_by": "ability"},
+    ],
+)
+def test_distributions_are_distilled(
+    tiny_folder: Path, tmp_path: Path, distillation: dict[str, Any]
+) -> None:
+    """From two teachers by weight, or each row from its own."""
+    ability = arithmetic_rows(1)[0]["ability"]
+    folders = [teacher(tiny_folder, tmp_path / f"teacher{seed}", seed) for seed in (0, 1)]
+    rows = (ability, "another") if "route_by" in distillation else ("", "")
+    teachers = [
+        {"model": folder, "rows": value} for folder, value in zip(folders, rows, strict=True)
+    ]
+    history = two_steps(
+        tiny_folder,
+        algorithm={
+            "dataflow": "distillation",
+            "distillation": distillation | {"teachers": teachers},
+        },
+        actor={"use_kl_loss": False, "ppo_mini_batch_size": 0},
+        trainer={"total_training_steps": 8},
+    )
+    course = [metrics["actor/divergence"] for metrics in history]
+    assert sum(course[-2:]) < 0.9 * sum(course[:2])
 
 
 @pytest.mark.parametrize(

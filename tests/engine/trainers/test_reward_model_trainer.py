@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from tiny_engine import random_completions, tiny_model, write_tiny_folder
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification
@@ -148,7 +149,44 @@ def test_its_folder_is_the_reward_model_of_rl(tmp_path: Path) -> None:
     assert again.config.pad_token_id == tokenizer.pad_token_id
 
 
-def test_adapters_are_refused(tmp_path: Path) -> None:
+def test_adapters_and_the_head_are_trained_saved_and_resumed(tmp_path: Path) -> None:
     start = write_tiny_folder(tmp_path / "start")
-    with pytest.raises(ConfigError, match=r"model\.lora has no effect on a reward model"):
-        trainer(StartModel(str(start), "float32", LoRAConfig(rank=4)))
+    lora = StartModel(str(start), "float32", LoRAConfig(rank=4, dropout=0.1), seed=3)
+    whole, first, again = (trainer(lora, save_freq=2) for _ in range(3))
+    frozen = [p.clone() for p in whole.model.parameters() if not p.requires_grad]
+    whole.fit(pairs(10))
+
+    def stop(step: int, total: int, metrics: dict[str, float]) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+
+    first.on_step = stop
+    with pytest.raises(KeyboardInterrupt):
+        first.fit(pairs(10), [], tmp_path / "checkpoints")
+    again.fit(pairs(10), [], tmp_path / "checkpoints")
+    own, other = whole.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(own[name], other[name]) for name in own)
+    trained = [name for name, p in whole.model.named_parameters() if p.requires_grad]
+    assert all(".lora_" in name or name == "head.weight" for name in trained)
+    kept = [p for p in whole.model.parameters() if not p.requires_grad]
+    assert all(torch.equal(a, b) for a, b in zip(frozen, kept, strict=True))
+
+    whole.save(tmp_path / "reward", start)
+    rows = pairs(6, seed=9)
+    wanted = whole.scores(rows)
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
+    base = AutoModelForSequenceClassification.from_pretrained(start, num_labels=1)
+    base.config.pad_token_id = merged.config.pad_token_id
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "reward" / "adapter"))
+    for model in (merged.eval(), adapted.eval()):
+        for row, scores in zip(rows, wanted, strict=True):
+            for ids, score in zip(row.responses, scores.tolist(), strict=True):
+                with torch.no_grad():
+                    found = model(input_ids=torch.tensor([[*row.prompt_ids, *ids]])).logits
+                assert found.item() == pytest.approx(score, abs=1e-4)
+
+
+def test_a_policy_s_adapters_are_refused(tmp_path: Path) -> None:
+    start = write_tiny_folder(tmp_path / "start")
+    with pytest.raises(ConfigError, match=r"a reward model has new adapters \(model\.lora\.rank"):
+        trainer(StartModel(str(start), "float32", LoRAConfig(from_folder=True)))
