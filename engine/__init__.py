@@ -22,9 +22,11 @@ keep_freed_memory()
 if TYPE_CHECKING:
     from engine.data.loader import make_rl_data_loader
     from engine.data.preference_examples import read_preferences, read_reward_pairs
+    from engine.data.step_examples import read_steps
     from engine.models import create_critic_model
     from engine.runtime import HybridActor, measure_switch_overhead
     from engine.trainers.preference import PreferenceTrainer
+    from engine.trainers.process_reward import ProcessRewardTrainer
     from engine.trainers.reward_model import RewardModelTrainer
     from engine.trainers.rl import RLTrainer
     from engine.trainers.sft import SFTTrainer
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HybridActor",
     "PreferenceTrainer",
+    "ProcessRewardTrainer",
     "RLTrainer",
     "RewardModelTrainer",
     "SFTTrainer",
@@ -40,11 +43,13 @@ __all__ = [
     "measure_switch_overhead",
     "read_preferences",
     "read_reward_pairs",
+    "read_steps",
 ]
 
 _HOMES = {
     "HybridActor": "engine.runtime",
     "PreferenceTrainer": "engine.trainers.preference",
+    "ProcessRewardTrainer": "engine.trainers.process_reward",
     "RLTrainer": "engine.trainers.rl",
     "RewardModelTrainer": "engine.trainers.reward_model",
     "SFTTrainer": "engine.trainers.sft",
@@ -53,6 +58,7 @@ _HOMES = {
     "measure_switch_overhead": "engine.runtime",
     "read_preferences": "engine.data.preference_examples",
     "read_reward_pairs": "engine.data.preference_examples",
+    "read_steps": "engine.data.step_examples",
 }
 
 

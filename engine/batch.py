@@ -48,6 +48,7 @@ FIELDS: dict[str, Field] = {
     "ref_response_log_probs": Field("B", torch.float32, "reference's, of the whole response"),
     "ref_kl": Field("B R", torch.float32, "exact KL of the policy from the reference"),
     "sum_pi_squared": Field("B R", torch.float32, "Σ_v π(v)² of each token's distribution"),
+    "step_labels": Field("B R", torch.float32, "1 where the step that ends before is right"),
     "teacher_ids": Field("B R K", torch.int32, "teachers' likeliest tokens, one's after another's"),
     "teacher_log_probs": Field("B R K", torch.float32, "theirs; after each, of all other tokens"),
     "teacher_weights": Field("B T", torch.float32, "share of each teacher in a row's loss"),

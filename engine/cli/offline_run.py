@@ -24,6 +24,7 @@ from engine.data.preference_examples import (
     read_reward_pairs,
 )
 from engine.data.preference_rows import Kind
+from engine.data.step_examples import StepExample, read_steps
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError
 from engine.models import vocabulary_and_context
@@ -31,10 +32,12 @@ from engine.runtime.save_policy import StartModel
 from engine.trainers.offline import OfflineTrainer, total_steps
 from engine.trainers.offline_ranks import is_on_ray
 from engine.trainers.preference import PreferenceTrainer
+from engine.trainers.process_reward import ProcessRewardTrainer
 from engine.trainers.reward_model import RewardModelTrainer
 from engine.workers.algorithm_options import check_preference_training
 
-E = TypeVar("E", bound=PreferenceExample)
+AnyExample = PreferenceExample | StepExample
+E = TypeVar("E", bound=AnyExample)
 
 
 def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
@@ -69,8 +72,8 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
 def _train(
     config: OfflineRunConfig,
     trainer: OfflineTrainer[Any, Any],
-    train: Sequence[PreferenceExample],
-    validation: Sequence[PreferenceExample],
+    train: Sequence[AnyExample],
+    validation: Sequence[AnyExample],
     folder: Path,
     kept: Path,
 ) -> Path:
@@ -109,13 +112,15 @@ def _trainer(config: OfflineRunConfig) -> OfflineTrainer[Any, Any]:
         return PreferenceTrainer(start, pad, config.preference, seed=config.seed, start=model.path)
     if isinstance(config, RewardModelRunConfig):
         own = config.reward_model
+        if own.head == "token":
+            return ProcessRewardTrainer(start, pad, own, seed=config.seed, start=model.path)
         return RewardModelTrainer(start, pad, own, seed=config.seed, start=model.path)
     raise ConfigError(f"there is no training for {type(config).__name__}")
 
 
 def _read(
     config: OfflineRunConfig,
-) -> tuple[Sequence[PreferenceExample], Sequence[PreferenceExample]]:
+) -> tuple[Sequence[AnyExample], Sequence[AnyExample]]:
     data, tokenizer = config.data, load_tokenizer(config.model.path)
     limit = data.max_length or vocabulary_and_context(config.model.path)[1]
     options: dict[str, Any] = {
@@ -124,10 +129,14 @@ def _read(
         "too_long": data.too_long,
     }
 
-    def read(files: Sequence[str]) -> Sequence[PreferenceExample]:
+    def read(files: Sequence[str]) -> Sequence[AnyExample]:
         if isinstance(config, PreferenceRunConfig):
             kind: Kind = "labels" if config.preference.loss == "kto" else "pairs"
             return read_preferences(files, tokenizer, kind, **options)
+        if isinstance(config, RewardModelRunConfig) and config.reward_model.head == "token":
+            return read_steps(
+                files, tokenizer, separator=config.reward_model.step_separator, **options
+            )
         return read_reward_pairs(files, tokenizer, **options)
 
     train = read(data.train_files)
@@ -161,6 +170,8 @@ def held_out(examples: Sequence[E], size: int, seed: int) -> tuple[list[E], list
 
 
 def _method(config: OfflineRunConfig) -> str:
+    if isinstance(config, RewardModelRunConfig) and config.reward_model.head == "token":
+        return "process rewards"
     return config.preference.loss if isinstance(config, PreferenceRunConfig) else "Bradley-Terry"
 
 

@@ -41,8 +41,9 @@ class PreferenceFilesConfig(Section):
     )
     columns: dict[str, str] = Field(
         {},
-        description="Our column (prompt, chosen, rejected, margin; completion, label): the files' "
-        "column, e.g. {chosen: better}; info.answer is the field answer of the column info",
+        description="Our column (prompt, chosen, rejected, margin; completion, label; completions, "
+        "labels): the files' column, e.g. {chosen: better}; info.answer is the field answer of "
+        "the column info",
     )
     templates: dict[str, str] = Field(
         {}, description="Our column: a Jinja2 template of it over the files' columns"

@@ -111,11 +111,32 @@ class PreferenceTrainingConfig(PreferenceConfig, OfflineConfig):
 
 
 class RewardModelTrainingConfig(OfflineConfig):
-    """A reward model's training on pairs, by Bradley-Terry's loss."""
+    """A reward model's training: on pairs by Bradley-Terry's loss, or on steps that are right or
+    wrong."""
 
     section: ClassVar[str] = "reward_model"
+
+    head: Literal["sequence", "token"] = Field(
+        "sequence",
+        description="sequence: a score of a conversation, from pairs; token: of each step of a "
+        "response (process rewards), from rows with steps and labels",
+    )
+    step_separator: str = Field(
+        "\n", min_length=1, description="head=token: what stands between two steps of a response"
+    )
 
     optim: OptimConfig = OptimConfig(lr=3e-4, schedule="linear", warmup_ratio=0.1)
     center_rewards_coefficient: float = Field(
         0.0, ge=0, description="Weight of (chosen + rejected)², which keeps scores around 0"
     )
+
+    @model_validator(mode="after")
+    def _of_one_head(self) -> Self:
+        if self.head == "token" and self.center_rewards_coefficient:
+            raise ValueError(
+                f"center_rewards_coefficient={self.center_rewards_coefficient} is of pairs' loss; "
+                "leave it out with head=token"
+            )
+        if self.head == "sequence" and self.step_separator != "\n":
+            raise ValueError(f"step_separator={self.step_separator!r} needs head=token")
+        return self

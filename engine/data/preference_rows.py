@@ -1,6 +1,8 @@
-"""Preference rows of files in canonical form: pairs, and single completions with a label.
+"""Preference rows of files in canonical form: pairs, single completions with a label, and
+completions in steps with a label each.
 
-A pair is `{prompt, chosen, rejected, margin}`, a single row `{prompt, completion, label}`: `prompt`
+A pair is `{prompt, chosen, rejected, margin}`, a single row `{prompt, completion, label}`, one of
+steps `{prompt, completions, labels}`: `prompt`
 chat messages of one turn or several, responses text. Files may have messages as responses, with or
 without the conversation before them. Tokens are in `preference_examples`.
 """
@@ -21,7 +23,7 @@ from engine.data.row_files import FileRows, data_files
 from engine.data.rows import brief, has_words, is_messages, is_missing, is_utf8, user_message
 from engine.errors import DataError
 
-Kind = Literal["pairs", "labels"]
+Kind = Literal["pairs", "labels", "steps"]
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
@@ -59,6 +61,9 @@ class PreferenceMapper:
     def __call__(self, raw: Row, where: str) -> Row:
         """One canonical row; DataError that begins with `where` for a row that has none."""
         row = self._mapper.named(raw, where)
+        if self._kind == "steps":
+            canonical = steps_row(row, where)
+            return canonical | {"prompt": self._mapper.with_system(canonical["prompt"])}
         single = self._kind == "labels" and not {"chosen", "rejected"} <= row.keys()
         canonical = labelled_row(row, where) if single else pair_row(row, where)
         return canonical | {"prompt": self._mapper.with_system(canonical["prompt"])}
@@ -89,8 +94,36 @@ def labelled_row(row: Row, where: str) -> Row:
     return {"prompt": prompt, "completion": completion, "label": bool(label)}
 
 
+def steps_row(row: Row, where: str) -> Row:
+    """A completion in steps with their labels in canonical form; DataError for one that has
+    none."""
+    prompt = _prompt(row, where)
+    if prompt is None:
+        raise _missing("prompt", row, where)
+    for name in ("completions", "labels"):
+        if name not in row:
+            raise _missing(name, row, where)
+    steps, labels = (_entries(row[name]) for name in ("completions", "labels"))
+    if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
+        raise DataError(
+            f"{where}: column 'completions' is {brief(row['completions'])}; give a list of steps, "
+            "texts that are not empty"
+        )
+    found = [_LABELS.get(_plain_label(label)) for label in labels]
+    if len(found) != len(steps) or None in found:
+        raise DataError(
+            f"{where}: column 'labels' is {brief(row['labels'])} for {len(steps)} steps; give true "
+            "or false for each"
+        )
+    return {"prompt": prompt, "completions": steps, "labels": found}
+
+
+def _entries(cell: Any) -> list[Any]:
+    return list(cell) if isinstance(cell, list | tuple | np.ndarray) else []
+
+
 def _of_kind(row: Row, kind: Kind) -> list[Row]:
-    if kind == "pairs" or "label" in row:
+    if kind != "labels" or "label" in row:
         return [row]
     sides = ((row["chosen"], True), (row["rejected"], False))
     return [{"prompt": row["prompt"], "completion": text, "label": good} for text, good in sides]

@@ -1,6 +1,8 @@
-"""A trained reward model as transformers' model for sequence classification, with one label.
+"""A trained reward model as transformers' model for sequence or token classification, with one
+label.
 
-In training it is a backbone with a head (`critic.CriticModel`), read after the last token. The
+In training it is a backbone with a head (`critic.CriticModel`), read after the last token, or after
+each step. The
 classifier that a model's family has in transformers is the same weights under other names.
 """
 
@@ -13,7 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedTokenizerBase,
+)
 
 from engine.errors import ModelError
 from engine.models.critic import CriticModel
@@ -23,28 +29,33 @@ from engine.models.save import ADAPTER_FOLDER, save_tensors
 
 
 @with_model_lock
-def classifier_of(config: Any, dtype: torch.dtype, pad_token_id: int) -> Any:
-    """The classifier of one label, without storage, for the backbone of a causal LM's `config`.
+def classifier_of(
+    config: Any, dtype: torch.dtype, pad_token_id: int, *, of_tokens: bool = False
+) -> Any:
+    """The classifier of one label, without storage, for the backbone of a causal LM's `config`: of
+    sequences, or of tokens.
 
     Raises ModelError for a family that has none, or one with more than a matrix as its head.
     """
     own = copy.deepcopy(config)
     own.num_labels, own.pad_token_id = 1, pad_token_id
+    kind: Any = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
     try:
         with torch.device("meta"):
-            model = AutoModelForSequenceClassification.from_config(
-                own, dtype=dtype, trust_remote_code=False
-            )
+            model = kind.from_config(own, dtype=dtype, trust_remote_code=False)
     except ValueError as error:
+        what = "token" if of_tokens else "sequence"
         raise ModelError(
-            f"transformers has no sequence classification for {config.model_type} models, so none "
+            f"transformers has no {what} classification for {config.model_type} models, so none "
             "can be a reward model; start from a model of another family"
         ) from error
     head = _head(model)
-    if len(head) != 1 or model.get_parameter(head[0]).shape != (1, own.hidden_size):
+    wanted = ["weight", "bias"] if of_tokens else ["weight"]
+    parts = [name.rpartition(".")[2] for name in head]
+    if parts != wanted or model.get_parameter(head[0]).shape != (1, own.hidden_size):
         raise ModelError(
             f"the head of transformers' classifier of {config.model_type} models is {head}, not "
-            "one matrix; start a reward model from a model of another family"
+            f"one {' and one '.join(wanted)}; start a reward model from a model of another family"
         )
     return model
 
@@ -52,11 +63,13 @@ def classifier_of(config: Any, dtype: torch.dtype, pad_token_id: int) -> Any:
 def classifier_tensors(
     classifier: Any, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """A critic's tensors under the classifier's names; the head's bias, which is 0, is left out."""
-    (head,), known = _head(classifier), classifier.state_dict().keys()
+    """A critic's tensors under the classifier's names; a bias of the head that it has no place for
+    is 0, and left out."""
+    known = classifier.state_dict().keys()
+    head = _of_head(classifier)
     for name, tensor in tensors:
-        if name == "head.weight":
-            yield head, tensor
+        if name in head:
+            yield head[name], tensor
             continue
         renamed = name.replace("backbone.", f"{classifier.base_model_prefix}.", 1)
         if renamed in known:
@@ -80,7 +93,8 @@ def save_adapted(
     named |= dict(classifier_tensors(classifier, head.items()))
     modules = sorted({name.rpartition(".")[0] for name in _head(classifier)})
     settings = copy.copy(critic.peft_config[ADAPTER])
-    settings.task_type, settings.modules_to_save = "SEQ_CLS", modules
+    settings.task_type = "TOKEN_CLS" if "head.bias" in _of_head(classifier) else "SEQ_CLS"
+    settings.modules_to_save = modules
     write_adapter(named, settings, folder / ADAPTER_FOLDER)
     tokenizer.save_pretrained(folder / ADAPTER_FOLDER)
 
@@ -88,3 +102,8 @@ def save_adapted(
 def _head(classifier: Any) -> list[str]:
     body = f"{classifier.base_model_prefix}."
     return [name for name, _ in classifier.named_parameters() if not name.startswith(body)]
+
+
+def _of_head(classifier: Any) -> dict[str, str]:
+    """The classifier's names of a critic's head, e.g. {"head.weight": "score.weight"}."""
+    return {f"head.{name.rpartition('.')[2]}": name for name in _head(classifier)}

@@ -65,7 +65,7 @@ def reward_model(
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class ScoringModel:
     """A model on its device, with its tokenizer."""
 
     model: Any
@@ -78,6 +78,14 @@ class _Loaded:
         if not self.tokenizer.chat_template:
             return "\n".join(turn["content"] for turn in turns[-2:])
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False))
+
+    def tokens(self, messages: Sequence[Any], completion: str) -> list[int]:
+        """The conversation's tokens; padding ones at its end are left out."""
+        special = not self.tokenizer.chat_template  # which has them already
+        ids = self.tokenizer.encode(self.text(messages, completion), add_special_tokens=special)
+        while ids and ids[-1] == self.tokenizer.pad_token_id:
+            ids.pop()
+        return [int(one) for one in ids]
 
     def _harmless(self, text: str) -> str:
         """The text with a blank in each control token that it spells, which makes it plain text."""
@@ -108,20 +116,25 @@ class _Loaded:
 
 
 @functools.cache
-def _load(folder: str, dtype: str, device: str) -> _Loaded:
+def _load(folder: str, dtype: str, device: str) -> ScoringModel:
+    from transformers import AutoModelForSequenceClassification
+
+    return load_scoring_model(AutoModelForSequenceClassification, "sequence", folder, dtype, device)
+
+
+def load_scoring_model(kind: Any, what: str, folder: str, dtype: str, device: str) -> ScoringModel:
+    """A model of transformers' class `kind`; RewardError for a folder that is none."""
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoTokenizer
 
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    kind = getattr(torch, dtype or ("bfloat16" if on.type == "cuda" else "float32"))
+    precision = getattr(torch, dtype or ("bfloat16" if on.type == "cuda" else "float32"))
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=kind, trust_remote_code=False
-        )
+        model = kind.from_pretrained(folder, dtype=precision, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RewardError(
-            f"reward.options.model={folder!r} can't be loaded for sequence classification "
+            f"reward.options.model={folder!r} can't be loaded for {what} classification "
             f"({' '.join(str(error).split())[:300]})"
         ) from None
     tokenizer.truncation_side = "left"  # the completion, at the end, must be seen
@@ -129,4 +142,4 @@ def _load(folder: str, dtype: str, device: str) -> _Loaded:
         tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    return _Loaded(model.to(on).eval(), tokenizer)
+    return ScoringModel(model.to(on).eval(), tokenizer)

@@ -16,6 +16,7 @@ from engine.algorithms.preference import bradley_terry
 from engine.batch import Batch
 from engine.config import RewardModelTrainingConfig
 from engine.data.preference_examples import PairExample, collate_scored
+from engine.errors import ConfigError
 from engine.evaluation.metrics import wilson_interval
 from engine.runtime.save_policy import StartModel
 from engine.trainers.offline import OfflineTrainer, OnStep
@@ -48,7 +49,13 @@ class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
         start: str = "",
         on_step: OnStep = lambda step, total, metrics: None,
     ) -> None:
-        """As `OfflineTrainer`; raises ModelError for a model that no classifier can be made of."""
+        """As `OfflineTrainer`; ConfigError for a config of the other head, ModelError for a model
+        that no classifier can be made of."""
+        if config.head != "sequence":
+            raise ConfigError(
+                f"reward_model.head={config.head} learns from steps by ProcessRewardTrainer; set "
+                "head=sequence"
+            )
         super().__init__(model, pad_token_id, config, seed=seed, start=start, on_step=on_step)
         self.config = config
 

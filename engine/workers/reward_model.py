@@ -38,6 +38,7 @@ class RewardModelWorker(OfflineWorker):
     """Trains a reward model that starts from a language model's backbone."""
 
     config: RewardModelTrainingConfig
+    of_tokens = False  # a score for each step, not for the whole
 
     def _open(self, model: PreTrainedModel | StartModel) -> Any:
         if isinstance(model, StartModel):
@@ -50,9 +51,9 @@ class RewardModelWorker(OfflineWorker):
         else:
             opened = create_critic_model(model)
         critic = opened.module if isinstance(opened, UnloadedModel) else opened
-        critic.head.bias.requires_grad_(False)  # a classifier has none
+        critic.head.bias.requires_grad_(self.of_tokens)  # of sequences a classifier has none
         self._start_config = critic.config
-        classifier_of(critic.config, critic.head.weight.dtype, 0)  # or it could not be saved
+        self._classifier(critic.head.weight.dtype, 0)  # or it could not be saved
         return opened
 
     @dispatch(Dispatch.DATA_PARALLEL, unit=2, pad=True)
@@ -90,7 +91,7 @@ class RewardModelWorker(OfflineWorker):
             )
         own.padding_side = "right"  # positions begin with the conversation
         dtype = next(self.sharded.module.parameters()).dtype
-        model = classifier_of(self._start_config, dtype, own.pad_token_id)
+        model = self._classifier(dtype, own.pad_token_id)
         if has_adapters(self.sharded.module):
             critic = self._whole_critic()
             if critic is not None:
@@ -100,6 +101,9 @@ class RewardModelWorker(OfflineWorker):
             lambda tensors: _write(model, classifier_tensors(model, tensors), own, folder)
         )
         return folder
+
+    def _classifier(self, dtype: torch.dtype, pad_token_id: int) -> Any:
+        return classifier_of(self._start_config, dtype, pad_token_id, of_tokens=self.of_tokens)
 
     def _open_critic(self, start: StartModel) -> Any:
         return open_critic_model(start.path, start.dtype, start.lora, start.seed, "model.lora")

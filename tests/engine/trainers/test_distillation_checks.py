@@ -53,8 +53,8 @@ def test_distillation_that_does_not_fit_is_refused(
 def test_teachers_that_contradict_are_refused(distillation: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         RLConfig.model_validate({"algorithm": {"distillation": distillation}})
+    several = {"teacher": "a", "distillation": {"teachers": [{"model": "b"}]}}
     with pytest.raises(ValidationError, match="put it among these"):
-        several = {"teacher": "a", "distillation": {"teachers": [{"model": "b"}]}}
         RLConfig.model_validate({"algorithm": several})
 
 
