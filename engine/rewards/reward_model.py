@@ -7,9 +7,11 @@ It is loaded once a process and stays there. It runs on the GPU that the reward 
 from __future__ import annotations
 
 import functools
+import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import RewardError
@@ -125,13 +127,12 @@ def _load(folder: str, dtype: str, device: str) -> ScoringModel:
 def load_scoring_model(kind: Any, what: str, folder: str, dtype: str, device: str) -> ScoringModel:
     """A model of transformers' class `kind`; RewardError for a folder that is none."""
     import torch
-    from transformers import AutoTokenizer
 
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     precision = getattr(torch, dtype or ("bfloat16" if on.type == "cuda" else "float32"))
     try:
         model = kind.from_pretrained(folder, dtype=precision, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = _tokenizer_class(folder).from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RewardError(
             f"reward.options.model={folder!r} can't be loaded for {what} classification "
@@ -143,3 +144,18 @@ def load_scoring_model(kind: Any, what: str, folder: str, dtype: str, device: st
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return ScoringModel(model.to(on).eval(), tokenizer)
+
+
+def _tokenizer_class(folder: str) -> Any:
+    """What reads the folder's tokenizer as it was in training: a tokenizer.json of no model's own
+    class as it is. Beside Qwen2's config.json AutoTokenizer would split words as Qwen2 does."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    files = Path(folder)
+    try:
+        saved = json.loads((files / "tokenizer_config.json").read_text()).get("tokenizer_class")
+    except OSError:  # a hub id, or a folder without
+        return AutoTokenizer
+    generic = saved in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    alone = generic and (files / "tokenizer.json").is_file()
+    return PreTrainedTokenizerFast if alone else AutoTokenizer

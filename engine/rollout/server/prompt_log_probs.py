@@ -38,8 +38,8 @@ class PromptLogProbs:
     def __init__(self, config: TeacherConfig, section: str) -> None:
         """Ask for the model's name; RolloutError where no server answers. `section` has `config`'s
         settings, for messages."""
-        read = ("url", "served_model", "api_key_env", "concurrency", "timeout_s")
-        read += ("request_timeout_s", "max_retries")
+        read = ["url", "served_model", "api_key_env", "concurrency"]
+        read += ["timeout_s", "request_timeout_s", "max_retries"]
         settings = ServerConfig(**{name: getattr(config, name) for name in read})
         self._section, self._concurrency = section, config.concurrency
         self._client = Client(settings, section=section)

@@ -126,7 +126,7 @@ def test_its_folder_is_the_reward_model_of_rl(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(start)
     draw = random.Random(0)
     rows = [
-        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b + 1} or so"}
+        {"prompt": f"{a}+{b}=", "chosen": f"#### {a + b}", "rejected": f"#### {a + b + 1} or so"}
         for a, b in ((draw.randrange(20), draw.randrange(20)) for _ in range(24))
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
