@@ -27,12 +27,16 @@ FROM_0 = range(sys.maxsize)
 ROLES = ("system", "developer", "user", "assistant", "tool")  # and those that a template names
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
     """Encode chat messages up to where the assistant speaks.
 
-    A tokenizer without a chat template gets plain text, "Question: …\\nAnswer:", with the
-    tokenizer's own start token where it has one. Raises DataError for a role that neither `ROLES`
-    nor the template has.
+    `tools` are JSON schemas for the template to show. A tokenizer without a chat template gets
+    plain text, "Question: …\\nAnswer:", with the tokenizer's own start token where it has one, and
+    no tools. Raises DataError for a role that neither `ROLES` nor the template has.
     """
     _check_roles(tokenizer, messages)
     control = control_tokens(tokenizer)
@@ -42,10 +46,14 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
         chat = control.stand_in(chat)
     if tokenizer.chat_template:
         ids: Any = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=not escape, return_dict=False
+            chat,
+            tools=[dict(tool) for tool in tools] or None,
+            add_generation_prompt=True,
+            tokenize=not escape,
+            return_dict=False,
         )
         return control.encode(ids) if escape else [int(i) for i in ids]
-    text = _plain_text(chat)
+    text = plain_lines(chat)
     encode: Any = control.encode if escape else tokenizer.encode
     ids = encode(text, add_special_tokens=True)
     if ids and ids[-1] == tokenizer.eos_token_id:
@@ -171,7 +179,7 @@ def _encode_row(
 def _length(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], where: str) -> int:
     """Characters of the prompt as the template writes it; it may leave messages out."""
     if not tokenizer.chat_template:
-        return len(_plain_text(prompt))
+        return len(plain_lines(prompt))
     with refusals(tokenizer, where):
         chat = [dict(message) for message in prompt]
         return len(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
@@ -210,7 +218,8 @@ def _check_roles(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
             )
 
 
-def _plain_text(messages: Sequence[Message]) -> str:
+def plain_lines(messages: Sequence[Message]) -> str:
+    """Messages as a tokenizer without a chat template gets them."""
     labels = {"user": "Question: ", "assistant": "Answer: "}
     lines = [labels.get(m["role"], "") + m["content"] for m in messages]
     return "\n".join([*lines, "Answer:"])

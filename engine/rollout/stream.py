@@ -69,11 +69,20 @@ class RolloutStream(Protocol):
         ...
 
     def submit(
-        self, key: Hashable, prompt_ids: Sequence[int], resume: PartialRequest | None = None
+        self,
+        key: Hashable,
+        prompt_ids: Sequence[int],
+        resume: PartialRequest | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        after: Hashable | None = None,
     ) -> None:
         """Queue the `params.n` completions of a prompt, or those that `resume` left unfinished.
 
-        Raises RolloutError for a bad prompt or partial and for a key whose request is still open.
+        `max_new_tokens` is a limit of this request's own, below `params`' one. `after` is the key
+        of an ended request whose prompt and completion this prompt begins with: a stream opened
+        with `keep_prefixes` computes only what follows them, if it has kept them. Raises
+        RolloutError for a bad prompt or partial and for a key whose request is still open.
         """
         ...
 
@@ -102,6 +111,17 @@ def open_stream(engine: RolloutEngine, params: SamplingParams, **options: Any) -
         )
     opened: RolloutStream = stream(params, **options)
     return opened
+
+
+def request_limit(max_new_tokens: int | None, most: int, key: Hashable) -> int:
+    """The longest completion of a request: its own limit, `most` at most; RolloutError below 1."""
+    if max_new_tokens is None:
+        return most
+    if max_new_tokens < 1:
+        raise RolloutError(
+            f"request {key!r} has max_new_tokens={max_new_tokens}; give it 1 or more, or none"
+        )
+    return min(max_new_tokens, most)
 
 
 def noise_index(key: Hashable) -> int:

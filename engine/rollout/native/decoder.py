@@ -74,6 +74,19 @@ class Decoder(Protocol):
         """
         ...
 
+    def keep(self, slot: int, length: int) -> Tensor | None:
+        """A copy of what `resume` needs of a slot's first `length` tokens; None if it can't."""
+        ...
+
+    def resume(
+        self, kept: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
+    ) -> Tensor:
+        """Give k kept sequences, followed by their lists of `tokens`, to `slots` `[k]`.
+
+        Returns the logits `[k, V]` after the last token of each.
+        """
+        ...
+
     def move(self, source: Tensor, target: Tensor, used: int) -> None:
         """Copy slots `source` `[k]` to `target` `[k]`; the first `used` slots stay in use."""
         ...

@@ -20,7 +20,8 @@ from engine.rollout.native.llama_weights import UnsupportedModel
 from engine.rollout.native.model_handle import Model, ModelHandle, bind_weights, create_decoder
 from engine.rollout.native.scheduler import Scheduler
 from engine.rollout.native.sequences import Request, SequenceTable
-from engine.rollout.native.stream import NativeStream, StreamLimits
+from engine.rollout.native.stream import NativeStream
+from engine.rollout.native.stream_limits import StreamLimits
 from engine.rollout.protocol import (
     Completion,
     EngineCapabilities,
@@ -203,6 +204,7 @@ class NativeEngine:
         max_num_seqs: int | None = None,
         longest_prompt: int | None = None,
         kv_on_update: KvOnUpdate = "recompute",
+        keep_prefixes: bool = False,
     ) -> NativeStream:
         """Open a stream: requests are added, and weights change, while it decodes.
 
@@ -216,6 +218,10 @@ class NativeEngine:
         "keep" (PipelineRL) leaves the old ones, so that an update costs nothing and later tokens
         are drawn from a mixture of policies, whose log-probs are recorded as they were drawn. A
         model outside the Llama family is recomputed in either case.
+
+        `keep_prefixes`, for n=1: the keys and values of what ended are kept, as many as the slots
+        hold, for requests that go on from it (`submit(…, after=key)`) under the same weights. It
+        does nothing with `kv_cache_memory_mb`, nor outside the Llama family.
 
         Raises ConfigError for limits that fit no request and RolloutError for bad `params`, and
         on tensor-parallel ranks, where nothing keeps the ranks' requests and steps alike.
@@ -239,6 +245,7 @@ class NativeEngine:
             kv_on_update,
             budget=self._budget,
             cuda_graphs=self._cuda_graphs,
+            keep_prefixes=keep_prefixes,
         )
 
     def update_weights(self, model: Model | None, version: int) -> None:

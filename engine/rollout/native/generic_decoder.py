@@ -91,6 +91,15 @@ class GenericDecoder:
         """Never called, as `insert` gets whole sequences."""
         raise AssertionError("GenericDecoder shares no prompts")
 
+    def keep(self, slot: int, length: int) -> None:
+        """Nothing: the model's cache can't be cut into sequences."""
+
+    def resume(
+        self, kept: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
+    ) -> Tensor:
+        """Never called, as `keep` keeps nothing."""
+        raise AssertionError("GenericDecoder keeps no sequences")
+
     def move(self, source: Tensor, target: Tensor, used: int) -> None:
         """Copy slots `source` `[k]` to `target` `[k]`; the first `used` slots stay in use."""
         self._ids[target] = self._ids[source]

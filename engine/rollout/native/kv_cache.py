@@ -56,6 +56,19 @@ class KVCache:
         self.reserve(width)
         self._kv[:, :, slots, :, :width] = kv[:, :, which]
 
+    def append(self, kv: Tensor, first: Tensor, counts: Tensor, slots: Tensor) -> None:
+        """Write `counts` `[k]` tokens of `kv` `[layers, 2, k, kv_heads, T, d]` to `slots` `[k]`,
+        from the columns `first` `[k]` on."""
+        columns = torch.arange(kv.shape[4], device=kv.device)
+        self.reserve(int((first + counts).max()))
+        row, column = (columns < counts[:, None]).nonzero(as_tuple=True)
+        values = kv.permute(2, 4, 0, 1, 3, 5)[row, column]  # [tokens, layers, 2, kv_heads, d]
+        self._kv[:, :, slots[row], :, first[row] + column] = values
+
+    def copy_slot(self, slot: int, columns: int) -> Tensor:
+        """Keys and values `[layers, 2, kv_heads, columns, d]` of a slot's first tokens."""
+        return self._kv[:, :, slot, :, :columns].clone()
+
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` `[k]` to slots `target` `[k]`."""
         used = self._used

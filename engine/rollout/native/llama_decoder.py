@@ -130,17 +130,33 @@ class LlamaDecoder:
         The prompts' keys are used as they are: a prompt is not computed again for each completion.
         """
         assert isinstance(self._cache, SharedPromptCache)
-        lengths = prefilled.lengths[which]
-        ids = _padded(tokens).to(lengths.device)
-        count, width = ids.shape
-        positions = lengths[:, None] + torch.arange(width, device=lengths.device)
-        columns = torch.arange(prefilled.state.shape[4], device=lengths.device)
-        on_prompt = (columns < lengths[:, None])[:, None].expand(-1, width, -1)
-        on_itself = ids.new_ones(width, width, dtype=torch.bool).tril().expand(count, -1, -1)
-        mask = torch.cat((on_prompt, on_itself), dim=-1)[:, None]
-        cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
-        _, kv = self._run(ids, cos, sin, Prefix(prefilled.state, which, mask))
+        _, kv = self._run_after(prefilled.state, which, prefilled.lengths[which], tokens)
         self._cache.extend(kv, slots)
+
+    def keep(self, slot: int, length: int) -> Tensor | None:
+        """A copy of the keys and values of a slot's first `length` tokens; None where completions
+        share their prompt's."""
+        cache = self._cache
+        return cache.copy_slot(slot, length) if isinstance(cache, KVCache) else None
+
+    def resume(
+        self, kept: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
+    ) -> Tensor:
+        """Put k kept sequences and the `tokens` that follow them in `slots` `[k]`; return the
+        logits `[k, V]` after each."""
+        assert isinstance(self._cache, KVCache)
+        device = slots.device
+        lengths = torch.tensor([kv.shape[3] for kv in kept], device=device)
+        counts = torch.tensor([len(one) for one in tokens], device=device)
+        rows = torch.arange(len(kept), device=device)
+        layers, two, heads, _, size = kept[0].shape
+        state = kept[0].new_zeros(layers, two, len(kept), heads, int(lengths.max()), size)
+        for row, kv in enumerate(kept):
+            state[:, :, row, :, : kv.shape[3]] = kv
+        x, new = self._run_after(state, rows, lengths, tokens)
+        self._cache.insert(state, rows, slots)
+        self._cache.append(new, lengths, counts, slots)
+        return self._logits(x[rows, counts - 1])
 
     def insert(self, prefilled: Prefilled, which: Tensor, slots: Tensor, running: Tensor) -> None:
         """Give prompts `which` `[k]` to `slots` `[k]`; `running` are those of other sequences."""
@@ -202,6 +218,22 @@ class LlamaDecoder:
         half = w.head_dim // 2
         self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
         self._cpu_step = cpu_step(w, self._cos, self._sin)
+
+    def _run_after(
+        self, state: Tensor, which: Tensor, lengths: Tensor, tokens: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
+        """`_run` k lists of `tokens` behind the first `lengths` `[k]` tokens of `state`'s prompts
+        `which` `[k]`."""
+        ids = _padded(tokens).to(lengths.device)
+        count, width = ids.shape
+        positions = lengths[:, None] + torch.arange(width, device=lengths.device)
+        positions = positions.clamp(max=self._columns - 1)  # of padding alone
+        columns = torch.arange(state.shape[4], device=lengths.device)
+        on_prompt = (columns < lengths[:, None])[:, None].expand(-1, width, -1)
+        on_itself = ids.new_ones(width, width, dtype=torch.bool).tril().expand(count, -1, -1)
+        mask = torch.cat((on_prompt, on_itself), dim=-1)[:, None]
+        cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
+        return self._run(ids, cos, sin, Prefix(state, which, mask))
 
     def _run(
         self, ids: Tensor, cos: Tensor, sin: Tensor, prefix: Prefix | None

@@ -10,21 +10,23 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from engine.rollout.native.decoder import Decoder, Prefilled
+from engine.rollout.native.kept_prefixes import KeptPrefix, KeptPrefixes
+from engine.rollout.native.prefill_plan import (
+    Admitted,
+    PrefillPlan,
+    plan_prefill,
+    prefill_spans,
+)
 from engine.rollout.native.sequences import Request, SequenceTable
 from engine.rollout.native.slots import Slots
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.requests import RolloutStats
-from engine.rollout.stream import PartialCompletion, PartialRequest
-
-_PREFILL_TOKENS = 16384  # padded tokens of one forward pass
-
-Admitted = list[tuple[Request, list[PartialCompletion]]]  # completions of each request
+from engine.rollout.stream import PartialRequest
 
 
 class Scheduler:
@@ -38,17 +40,21 @@ class Scheduler:
         stats: RolloutStats,
         *,
         split_requests: bool,
+        kept: KeptPrefixes | None = None,
     ) -> None:
         """Decode at most `max_num_seqs` sequences at once.
 
         With `split_requests` completions of one request may be admitted at different times, so that
         no slot stays free. Without, only those of a request that needs more than all slots are.
+        With `kept`, for n=1, what ended is kept (`take_kept`) and requests go on from it.
         """
         self._table, self._params, self._stats = table, params, stats
         self._max_num_seqs, self._split_requests = max_num_seqs, split_requests
         self._queue: deque[Request] = deque()
         self._batch: tuple[Slots, Decoder] | None = None
         self._carried: tuple[Request, Prefilled] | None = None  # a split request, its prompt
+        self._kept = kept
+        self._ended: dict[int, Tensor] = {}  # keys and values by number of their request
         self.waiting = 0  # completions in the queue
 
     @property
@@ -59,7 +65,8 @@ class Scheduler:
     def bind(self, decoder: Decoder) -> None:
         """Decode with `decoder`, in which no slot is used; nothing may be running."""
         count = min(self._max_num_seqs, decoder.slots)
-        slots = Slots(decoder, self._table, self._params, count, self._stats)
+        on_end = None if self._kept is None else self._keep
+        slots = Slots(decoder, self._table, self._params, count, self._stats, on_end)
         self._batch = slots, decoder
 
     def add(self, request: Request) -> None:
@@ -99,6 +106,14 @@ class Scheduler:
         self._queue.clear()
         self.waiting = 0
         self._batch = self._carried = None
+        self._ended.clear()
+        if self._kept is not None:
+            self._kept.clear()
+
+    def take_kept(self, number: int) -> Tensor | None:
+        """Keys and values of the sequence that request `number` ended with, all but its last
+        token's; None where none are kept."""
+        return self._ended.pop(number, None)
 
     def partials(self) -> list[PartialRequest]:
         """Copies of all that is unfinished, the oldest request first."""
@@ -125,7 +140,6 @@ class Scheduler:
         """Move completions from the queue to slots; sample the first token of those without any."""
         if not admitted:
             return
-        plan = _plan_prefill(admitted, decoder.shares_prompts)
         members = [(request, part) for request, parts in admitted for part in parts]
         rows = self._table.add(members)
         self.waiting -= len(rows)
@@ -133,6 +147,50 @@ class Scheduler:
             request.waiting = request.waiting[len(parts) :]
             if not request.waiting:
                 self._queue.popleft()
+        if self._kept is not None:  # n=1: a member is a request
+            admitted, rows = self._admit_kept(admitted, rows, slots, decoder)
+        if admitted:
+            self._admit_whole(admitted, rows, slots, decoder)
+
+    def _admit_kept(
+        self, admitted: Admitted, rows: list[int], slots: Slots, decoder: Decoder
+    ) -> tuple[Admitted, list[int]]:
+        """Go on from what is kept; return the requests, and their rows, that it has nothing for."""
+        assert self._kept is not None
+        left: Admitted = []
+        left_rows, found = [], list[tuple[int, KeptPrefix, list[int]]]()
+        for (request, parts), row in zip(admitted, rows, strict=True):
+            prefix = None
+            if request.after is not None and not parts[0].token_ids:
+                prefix = self._kept.take(request.after, request.prompt_ids)
+            if prefix is None:
+                left.append((request, parts))
+                left_rows.append(row)
+            else:
+                found.append((row, prefix, request.prompt_ids))
+        for low, high in prefill_spans([prompt for _, _, prompt in found]):
+            run = found[low:high]
+            taken = slots.allocate(len(run))
+            tails = [prompt[len(prefix.ids) :] for _, prefix, prompt in run]
+            logits = decoder.resume([prefix.kv for _, prefix, _ in run], tails, taken)
+            slots.assign(taken, torch.tensor([row for row, _, _ in run], device=taken.device))
+            self._stats.prefill_tokens += sum(map(len, tails))
+            slots.sample(logits, taken)
+        return left, left_rows
+
+    def _keep(self, rows: Tensor, slots: Tensor, lengths: Tensor) -> None:
+        """Keep what ended in `slots` `[k]`, of which `lengths` `[k]` tokens were fed."""
+        assert self._batch is not None
+        ended = zip(rows.tolist(), slots.tolist(), lengths.tolist(), strict=True)
+        for row, slot, length in ended:
+            if (kv := self._batch[1].keep(slot, length)) is not None:
+                self._ended[self._table.owner(row).number] = kv
+
+    def _admit_whole(
+        self, admitted: Admitted, rows: list[int], slots: Slots, decoder: Decoder
+    ) -> None:
+        """Compute whole prompts, and what resumed completions have."""
+        plan = plan_prefill(admitted, decoder.shares_prompts)
         taken = slots.allocate(len(rows))
         row = torch.tensor(rows, device=taken.device)
         last = admitted[-1][0]
@@ -145,9 +203,7 @@ class Scheduler:
             if split and high == len(plan.prompts) and not decoder.static_batches:
                 self._carried = last, prefilled.last()
 
-    def _prefill(
-        self, plan: _PrefillPlan, decoder: Decoder
-    ) -> Iterator[tuple[int, int, Prefilled]]:
+    def _prefill(self, plan: PrefillPlan, decoder: Decoder) -> Iterator[tuple[int, int, Prefilled]]:
         """Runs (low, high, computed) that cover the plan's prompts."""
         start = 0
         if self._carried is not None and plan.prompts[0] is self._carried[0].prompt_ids:
@@ -161,7 +217,7 @@ class Scheduler:
 
     def _insert(
         self,
-        plan: _PrefillPlan,
+        plan: PrefillPlan,
         run: slice,
         rows: Tensor,
         which: Tensor,
@@ -201,54 +257,3 @@ class Scheduler:
             tokens = [tails[i] for i in index[low:high]]
             decoder.extend(prefilled, which[chosen], tokens, slots[chosen])
             self._stats.prefill_tokens += sum(map(len, tokens))
-
-
-@dataclass(slots=True)
-class _PrefillPlan:
-    """What is computed to admit R completions; lists but `prompts` have one entry a completion."""
-
-    prompts: list[list[int]] = field(default_factory=list)  # token sequences, each computed once
-    which: list[int] = field(default_factory=list)  # its prompt, ascending
-    tails: list[list[int]] = field(default_factory=list)  # what follows the prompt, sampled before
-    sampled: list[int] = field(default_factory=list)  # number of tokens it has
-    latest: list[int] = field(default_factory=list)  # the last of them, not fed to the model yet
-
-
-def _plan_prefill(admitted: Admitted, shares_prompts: bool) -> _PrefillPlan:
-    """Plan the prefill of `admitted`, in order.
-
-    Where completions share prompts, a request's prompt is computed once. Otherwise only those
-    without tokens share it; a resumed one is computed as a whole, all but the latest token.
-    """
-    plan = _PrefillPlan()
-    for request, parts in admitted:
-        shared = -1  # the entry that is the prompt alone
-        for part in parts:
-            tail = part.token_ids[:-1]
-            if tail and not shares_prompts:
-                plan.prompts.append(request.prompt_ids + tail)
-                entry, tail, shared = len(plan.prompts) - 1, [], -1
-            else:
-                if shared < 0:
-                    plan.prompts.append(request.prompt_ids)
-                    shared = len(plan.prompts) - 1
-                entry = shared
-            plan.which.append(entry)
-            plan.tails.append(tail)
-            plan.sampled.append(len(part.token_ids))
-            plan.latest.append(part.token_ids[-1] if part.token_ids else 0)
-    return plan
-
-
-def prefill_spans(sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """Cut `sequences` into runs (low, high) that are padded and computed in one forward pass."""
-    first, count = 0, len(sequences)
-    while first < count:
-        high, widest = first + 1, len(sequences[first])
-        while high < count:
-            widest = max(widest, len(sequences[high]))
-            if widest * (high + 1 - first) > _PREFILL_TOKENS:
-                break
-            high += 1
-        yield first, high
-        first = high

@@ -32,6 +32,7 @@ class Request:
     max_tokens: int  # length limit of its completions
     unfinished: int  # completions that have not ended
     waiting: list[PartialCompletion]  # by completion_index
+    after: Hashable | None = None  # key of the request whose sequence the prompt begins with
 
     def partial(self) -> PartialRequest:
         """The completions that wait, for the caller to keep."""
@@ -120,6 +121,10 @@ class SequenceTable:
             self._owners[row] = request, part.completion_index
         del self._free[-len(members) :]
         return rows
+
+    def owner(self, row: int) -> Request:
+        """The request of a sequence."""
+        return self._owners[row][0]
 
     def record(self, rows: Tensor, column: Tensor, token: Tensor, log_prob: Tensor) -> Tensor:
         """Store a token at `column` of each of `rows`, all `[R]`; return which ended, bool `[R]`.

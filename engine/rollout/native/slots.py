@@ -7,6 +7,8 @@ closing the gaps. Which sequences come next is `scheduler.py`'s.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,8 @@ from engine.rollout.native.decoder import Decoder
 from engine.rollout.native.sequences import SequenceTable
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.requests import RolloutStats
+
+OnEnd = Callable[[Tensor, Tensor, Tensor], None]  # rows, slots and fed tokens [k] of what ended
 
 
 class Slots:
@@ -27,8 +31,11 @@ class Slots:
         params: SamplingParams,
         count: int,
         stats: RolloutStats,
+        on_end: OnEnd | None = None,
     ) -> None:
+        """`on_end` is called while what ended still lies in its slots."""
         self._decoder, self._table, self._params = decoder, table, params
+        self._on_end = on_end
         self.count, self._stats = count, stats
         self._used = self._finished = 0  # slots in use, and those of them that have finished
         # One entry a slot; a finished slot's row is the spare one, and its column is 0.
@@ -94,6 +101,9 @@ class Slots:
         column = column + real
         ended = table.finished - before
         if ended:
+            if self._on_end is not None:
+                where = torch.arange(self.count, device=row.device)[slots][done]
+                self._on_end(row[done], where, self._position[slots][done] + 1)
             self._row[slots] = row.masked_fill(done, table.capacity)
             column, position = column.masked_fill(done, 0), position.masked_fill(done, 0)
             self._finished += ended

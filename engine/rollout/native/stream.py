@@ -8,7 +8,6 @@ and they are admitted again later: no failure loses or repeats a token.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import get_args
 
 import torch
@@ -16,12 +15,14 @@ from torch import nn
 
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.native.decoder import Decoder
+from engine.rollout.native.kept_prefixes import KeptPrefix, KeptPrefixes
 from engine.rollout.native.kv_budget import KvBudget
 from engine.rollout.native.model_handle import ModelHandle, create_decoder, whole_model
 from engine.rollout.native.scheduler import Scheduler
 from engine.rollout.native.sequences import Request, SequenceTable
+from engine.rollout.native.stream_limits import StreamLimits
 from engine.rollout.protocol import SamplingParams
-from engine.rollout.requests import RolloutStats, check_params, check_prompt, check_tokens
+from engine.rollout.requests import RolloutStats, check_params, check_tokens
 from engine.rollout.stream import (
     KvOnUpdate,
     PartialCompletion,
@@ -29,41 +30,8 @@ from engine.rollout.stream import (
     StreamedCompletion,
     check_partial,
     noise_index,
+    request_limit,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StreamLimits:
-    """The sizes of a stream."""
-
-    max_num_seqs: int  # sequences decoded at once, e.g. 512
-    longest_prompt: int  # in tokens, e.g. 1024
-    max_new_tokens: int  # longest completion, in tokens, e.g. 512
-    max_model_len: int  # longest prompt plus completion, in tokens, e.g. 2048
-
-    def check(self, n: int) -> None:
-        """Raise ConfigError if no request of `n` completions fits."""
-        if self.max_num_seqs < n:
-            raise ConfigError(
-                f"max_num_seqs={self.max_num_seqs} is less than the n={n} completions of a prompt, "
-                f"which a stream admits together; raise it to {n} or more"
-            )
-        if not 1 <= self.longest_prompt < self.max_model_len:
-            raise ConfigError(
-                f"longest_prompt={self.longest_prompt} must be 1 or more and less than "
-                f"max_model_len={self.max_model_len}"
-            )
-
-    def check_prompt(self, key: Hashable, prompt_ids: Sequence[int], vocab_size: int) -> int:
-        """Return the longest completion of the prompt, in tokens, or raise RolloutError."""
-        name = f"the prompt of request {key!r}"
-        check_prompt(name, prompt_ids, self.max_model_len, vocab_size)
-        if len(prompt_ids) > self.longest_prompt:
-            raise RolloutError(
-                f"{name} has {len(prompt_ids)} tokens and the stream takes "
-                f"longest_prompt={self.longest_prompt}; open the stream with a greater one"
-            )
-        return min(self.max_new_tokens, self.max_model_len - len(prompt_ids))
 
 
 class NativeStream:
@@ -85,6 +53,7 @@ class NativeStream:
         *,
         budget: KvBudget | None = None,
         cuda_graphs: bool = False,
+        keep_prefixes: bool = False,
     ) -> None:
         """Serve the model of `handle` with `params`, whose seed is complete.
 
@@ -112,8 +81,16 @@ class NativeStream:
             version=handle.version,
             track_versions=True,
         )
+        self._kept: KeptPrefixes | None = None
+        if keep_prefixes and params.n == 1 and budget is None:
+            self._kept = KeptPrefixes(limits.max_num_seqs * limits.max_model_len)
         self._scheduler = Scheduler(
-            self._table, params, limits.max_num_seqs, self.stats, split_requests=False
+            self._table,
+            params,
+            limits.max_num_seqs,
+            self.stats,
+            split_requests=False,
+            kept=self._kept,
         )
         self._fingerprint = handle.fingerprint()  # of the weights of the running sequences
         self._open: dict[Hashable, Request] = {}  # all that is unfinished
@@ -137,13 +114,19 @@ class NativeStream:
         return self._scheduler.waiting
 
     def submit(
-        self, key: Hashable, prompt_ids: Sequence[int], resume: PartialRequest | None = None
+        self,
+        key: Hashable,
+        prompt_ids: Sequence[int],
+        resume: PartialRequest | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        after: Hashable | None = None,
     ) -> None:
         """Queue the `n` completions of a prompt, or those that `resume` left unfinished.
 
         `key` decides the sampling noise (see `noise_index`) and may be used again once all its
-        completions have been returned. Raises RolloutError for a bad prompt or partial, and for a
-        key in use.
+        completions have been returned. Raises RolloutError for a bad prompt, partial or limit, and
+        for a key in use.
         """
         self._check_open()
         self._handle.check()
@@ -154,6 +137,7 @@ class NativeStream:
             )
         vocab_size = self._handle.vocab_size()
         index, max_tokens = noise_index(key), self._limits.check_prompt(key, prompt_ids, vocab_size)
+        max_tokens = request_limit(max_new_tokens, max_tokens, key)
         name = f"request {key!r}"
         if resume is None:
             parts = [PartialCompletion(i, [], [], []) for i in range(self._params.n)]
@@ -165,7 +149,7 @@ class NativeStream:
                 tokens = [*part.token_ids, prompt_ids[0]]
                 check_tokens(f"completion {part.completion_index} of {name}", tokens, vocab_size)
         prompt, number = list(prompt_ids), self._submitted
-        request = Request(key, name, prompt, number, index, max_tokens, len(parts), parts)
+        request = Request(key, name, prompt, number, index, max_tokens, len(parts), parts, after)
         self._submitted += 1
         self.stats.prompt_tokens += len(prompt)
         self._open[key] = request
@@ -247,7 +231,11 @@ class NativeStream:
     def _rebind(self, model: nn.Module) -> None:
         """Decode the running sequences with `model` from now on."""
         decoder = self._scheduler.decoder
-        if decoder is None or (self._keeps_kv and decoder.rebind(model)):
+        if decoder is not None and self._keeps_kv and decoder.rebind(model):
+            return
+        if self._kept is not None:
+            self._kept.clear()
+        if decoder is None:
             return
         preempted = self._scheduler.preempt()
         if not preempted:
@@ -263,6 +251,10 @@ class NativeStream:
         found = []
         for request, index, completion in self._table.take_finished():
             self.stats.generated_tokens += len(completion.token_ids)
+            kv = self._scheduler.take_kept(request.number)
+            if self._kept is not None and kv is not None:
+                ids = request.prompt_ids + completion.token_ids[:-1]
+                self._kept.add(request.key, KeptPrefix(ids, kv))
             found.append(StreamedCompletion(request.key, index, completion))
             if not request.unfinished:
                 self._open.pop(request.key, None)  # two may have ended at once

@@ -182,11 +182,13 @@ class ServerEngine:
         *,
         max_num_seqs: int | None = None,
         longest_prompt: int | None = None,
+        keep_prefixes: bool = False,
     ) -> ServerStream:
         """Open a stream: requests are added while others are answered.
 
-        An update waits until what was sent is answered. `max_num_seqs` is the servers' own matter,
-        and `longest_prompt` is checked prompt by prompt. Raises RolloutError for bad parameters.
+        An update waits until what was sent is answered. `max_num_seqs` and `keep_prefixes` are the
+        servers' own matter, and `longest_prompt` is checked prompt by prompt. Raises RolloutError
+        for bad parameters.
         """
         check_params(params)
         return ServerStream(self, self._servers, params, self._settings)

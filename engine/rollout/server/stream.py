@@ -27,6 +27,7 @@ from engine.rollout.stream import (
     PartialRequest,
     StreamedCompletion,
     noise_index,
+    request_limit,
 )
 
 _STEP_S = 0.02  # that a step waits for an answer
@@ -101,10 +102,17 @@ class ServerStream:
         return each * len(self._servers.serving)
 
     def submit(
-        self, key: Hashable, prompt_ids: Sequence[int], resume: PartialRequest | None = None
+        self,
+        key: Hashable,
+        prompt_ids: Sequence[int],
+        resume: PartialRequest | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        after: Hashable | None = None,
     ) -> None:
         """Queue the `n` completions of a prompt, or those that `resume` left unfinished, which are
-        sampled from their beginning."""
+        sampled from their beginning. Servers find by themselves what they have of a prompt; `after`
+        says nothing to them."""
         self._check_open()
         if any(one.key == key for one in (*self._queue, *self._sent.values())):
             raise RolloutError(
@@ -114,7 +122,9 @@ class ServerStream:
         prompt, every = list(prompt_ids), frozenset(range(self._params.n))
         if resume is not None:
             every = frozenset(part.completion_index for part in resume.completions)
-        requests = self._engine.stream_requests(noise_index(key), prompt, self._params)
+        most = request_limit(max_new_tokens, self._params.max_new_tokens, key)
+        params = replace(self._params, max_new_tokens=most)
+        requests = self._engine.stream_requests(noise_index(key), prompt, params)
         for _, first, request in requests:
             # A request is asked for as a whole: its completions have one seed.
             wanted = every.intersection(range(first, first + request.count))

@@ -203,8 +203,9 @@ class VllmEngine:
         *,
         max_num_seqs: int | None = None,
         longest_prompt: int | None = None,
+        keep_prefixes: bool = False,
     ) -> VllmStream:
-        """Open a stream; its limits are the engine's own, whatever is asked for.
+        """Open a stream; limits and prefix cache are the engine's own, whatever is asked for.
 
         One at a time, and no `generate` while it has requests. Raises RolloutError.
         """

@@ -25,6 +25,7 @@ from engine.rollout.stream import (
     StreamedCompletion,
     check_partial,
     noise_index,
+    request_limit,
 )
 from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed, token_versions
 from engine.rollout.vllm.options import VllmOptions
@@ -88,9 +89,18 @@ class VllmStream:
         return len(self._open) - self.in_flight
 
     def submit(
-        self, key: Hashable, prompt_ids: Sequence[int], resume: PartialRequest | None = None
+        self,
+        key: Hashable,
+        prompt_ids: Sequence[int],
+        resume: PartialRequest | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        after: Hashable | None = None,
     ) -> None:
-        """Queue the `n` completions of a prompt, or those that `resume` left unfinished."""
+        """Queue the `n` completions of a prompt, or those that `resume` left unfinished.
+
+        vLLM finds by itself what it has of a prompt; `after` says nothing to it.
+        """
         self._check_open()
         self._engine.require_serving()
         if any(one.key == key for one in self._open.values()):
@@ -101,6 +111,7 @@ class VllmStream:
         prompt, params, name = list(prompt_ids), self._params, f"the prompt of request {key!r}"
         check_prompt(name, prompt, self._options.max_model_len, self._vocabulary)
         most = min(params.max_new_tokens, self._options.max_model_len - len(prompt))
+        most = request_limit(max_new_tokens, most, key)
         parts = [PartialCompletion(index, [], [], []) for index in range(params.n)]
         if resume is not None:
             check_partial(resume, key, prompt, params.n, most, params.stop_token_ids)
