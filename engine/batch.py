@@ -69,6 +69,11 @@ FIELDS: dict[str, Field] = {
     "routed_experts": Field(
         "B P+R K", torch.int16, "experts that each token was given to, layer by layer; 0 on padding"
     ),
+    "environment_rewards": Field("B R", torch.float32, "of each turn, on its last sampled token"),
+    "episode_ids": Field("B", torch.long, "rows with one id go on from each other: one episode"),
+    "first_turn": Field("B", torch.long, "number, within the episode, of the row's first turn"),
+    "continues": Field("B", torch.bool, "the row's episode goes on in the next row"),
+    "episode_failed": Field("B", torch.bool, "the environment failed: the row is not learned from"),
     "truncated": Field("B", torch.bool, "the completion hit the length limit before its end token"),
 }
 
@@ -76,6 +81,12 @@ COLUMNS: dict[str, str] = {
     "prompt_ids": "tokens of the prompt, not yet padded",
     "partial_group": "what rollout has decoded of a group that is continued, or None",
     "completion": "text of the response",
+    "episode_end": "how the episode ended: done, turns, tokens, seconds or failed",
+    "episode_error": 'why its environment failed, or ""',
+    "episode_info": "what its environment said beside the episode",
+    "episode_turns": "turns of the policy",
+    "episode_reward": "sum of the environment's rewards",
+    "environment_seconds": "that the episode waited for its environment",
     "completions": "argument of reward functions",
     "has_format": "the completion keeps the format, where the reward knows one",
     "reward_correct": "the completion is right",

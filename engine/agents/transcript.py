@@ -1,4 +1,4 @@
-"""An episode as the very ids: what was sampled, with its log-probs and versions, and what lies between.
+"""An episode as the very ids: what was sampled, with log-probs and versions, and what lies between.
 
 Pure values: no tokenizer, no model. A transcript is one training sequence, or several where a chat
 template rewrites earlier turns and the episode goes on as a branch (`branch`).

@@ -1,8 +1,8 @@
 """Changing rewards before they become advantages.
 
 What lives here: overlong penalty, KL inside the reward, weights of components, clipping,
-whitening, placing a completion's score. What does not: choosing which groups to keep
-(`algorithms.dynamic_sampling`) and the KL estimators (`algorithms.kl`).
+whitening, placing a completion's score, finding its last turn. What does not: choosing which
+groups to keep (`algorithms.dynamic_sampling`) and the KL estimators (`algorithms.kl`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,14 @@ def on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
     mask = response_mask.bool()
     last = mask & (mask.long().flip(1).cumsum(1).flip(1) == 1)
     return mask_out(last, at_least_float(scores)[:, None].expand(mask.shape))
+
+
+def last_turn(response_mask: Tensor) -> Tensor:
+    """The last run of tokens inside the mask `[B, T]`, bool: what was sampled without a break."""
+    mask = response_mask.bool()
+    after = mask.long().flip(1).cumsum(1).flip(1)  # tokens inside the mask from here on
+    gaps = (~mask & (after > 0)).long().flip(1).cumsum(1).flip(1)  # gaps that more tokens follow
+    return mask & (gaps == 0)
 
 
 def overlong_penalty(

@@ -197,6 +197,10 @@ VERL: dict[str, Key] = {
         "rl.rollout.enable_rollout_routing_replay"
     ),
     "actor_rollout_ref.rollout.max_num_seqs": Key("rl.rollout.max_num_seqs"),
+    "actor_rollout_ref.rollout.multi_turn.enable": Key("rl.rollout.multi_turn.enable"),
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": Key(
+        "rl.rollout.multi_turn.max_assistant_turns"
+    ),
     **{f"{_ROLLOUT}.{name}": Key(f"rl.rollout.vllm.{name}") for name in _VLLM_SAME},
     f"{_ROLLOUT}.free_cache_engine": Key(
         "rl.rollout.vllm.sleep", _sleep_level, note="true: 2, false: 0"

@@ -41,6 +41,8 @@ _AS_ACTOR = "the reference is sharded as the actor is"
 _GREEDY = "validation takes one greedy completion a prompt"
 _WARMUP = "set lr_warmup_steps_ratio, the share of all steps"
 _TEXT = "prompts are text"
+_TURNS = "set actor_rollout_ref.rollout.multi_turn.max_assistant_turns"
+_ENVIRONMENT = "tools and answers are the environment's, see rl.rollout.agent.environment"
 _SAMPLES = "samples go to trainer.default_local_dir/rollouts, see trainer.log_rollouts_freq"
 
 UNSUPPORTED: tuple[UnsupportedKey, ...] = (
@@ -145,8 +147,11 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _reject("actor_rollout_ref.rollout.val_kwargs.n", _GREEDY, (1,)),
     _reject("actor_rollout_ref.rollout.val_kwargs.do_sample", _GREEDY, (False,)),
     _ignore("actor_rollout_ref.rollout.val_kwargs.top_*", _GREEDY),
-    _reject("actor_rollout_ref.rollout.multi_turn.enable", "completions have one turn", (False,)),
-    _ignore("actor_rollout_ref.rollout.multi_turn.*", "completions have one turn"),
+    _reject("actor_rollout_ref.rollout.multi_turn.max_user_turns", _TURNS),
+    _reject("actor_rollout_ref.rollout.multi_turn.*_config_path", _ENVIRONMENT),
+    _ignore("actor_rollout_ref.rollout.multi_turn.*", _ENVIRONMENT),
+    _reject("actor_rollout_ref.rollout.agent.*_path", _ENVIRONMENT),
+    _ignore("actor_rollout_ref.rollout.agent.*", _ENVIRONMENT),
     _ignore("critic.enable", "algorithm.adv_estimator decides whether there is a critic"),
     _ignore("critic.model.tokenizer_path", "the critic reads the policy's tokens"),
     _ignore("critic.model.*", "the critic is read from its folder as it is"),

@@ -5,6 +5,7 @@ change in it reruns that stage and what follows it. Settings that contradict one
 refused here, before anything is computed. Nothing here reads files other than configurations.
 """
 
+from engine.config.agents import AgentConfig, EnvironmentSpec, MultiTurnConfig
 from engine.config.algorithm import (
     AlgorithmConfig,
     FilterGroupsConfig,
@@ -51,12 +52,14 @@ from engine.config.vllm import VllmConfig
 
 __all__ = [
     "ActorConfig",
+    "AgentConfig",
     "AlgorithmConfig",
     "ContaminationConfig",
     "CriticConfig",
     "DataConfig",
     "DecontaminateConfig",
     "DistillationConfig",
+    "EnvironmentSpec",
     "EvaluateConfig",
     "EvaluationSetConfig",
     "FilterGroupsConfig",
@@ -67,6 +70,7 @@ __all__ = [
     "LoRAConfig",
     "Loggers",
     "ModelConfig",
+    "MultiTurnConfig",
     "OfflineConfig",
     "OptimConfig",
     "Options",

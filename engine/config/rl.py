@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from engine.config.agents import AgentConfig, MultiTurnConfig
 from engine.config.algorithm import AlgorithmConfig
 from engine.config.base import Options, Section
 from engine.config.gpus import GpuKindConfig
@@ -135,6 +136,8 @@ class RolloutConfig(Section):
     cuda_graphs: bool = Field(
         False, description="native on a GPU: replay decode steps of the Llama family as CUDA graphs"
     )
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    agent: AgentConfig = AgentConfig()
     server: ServerConfig = ServerConfig()
     vllm: VllmConfig = VllmConfig()
 

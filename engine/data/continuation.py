@@ -114,5 +114,4 @@ def _render(
 
 def _behind_turn(text: str) -> str | None:
     """The text behind the stand-in; None where it was left out."""
-    before, found, behind = text.rpartition(_TURN)
-    return behind if found else None
+    return text.rpartition(_TURN)[2] if _TURN in text else None

@@ -242,6 +242,8 @@ _OPTIONAL_INPUTS = (
     "baseline_rewards",
     "sum_pi_squared",
     "rollout_is_weights",
+    "episode_ids",
+    "first_turn",
 )
 
 

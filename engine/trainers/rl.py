@@ -120,6 +120,7 @@ class RLTrainer:
             seed,
             dtype,
             lora,
+            loader.template_variables,
         )
         prompts = PromptStream(loader, self.tokenizer)
         self.algo = Algo(

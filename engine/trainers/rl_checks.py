@@ -24,6 +24,7 @@ from engine.trainers.distillation_checks import (
     check_teachers,
     compares_whole_vocabularies,
 )
+from engine.trainers.multi_turn_checks import check_multi_turn
 from engine.trainers.rollout_sources import get_rollout_source, sampler_count
 from engine.trainers.unused_settings import unused_settings
 from engine.workers.algorithm_options import (
@@ -54,6 +55,7 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     _check_rewards(config, max_response_length)
     _check_correction(config)
     _check_mode(config)
+    check_multi_turn(config, dataflow)
     _check_pools(config, dataflow)
     if "teacher" in dataflow.roles:
         check_teachers(config)

@@ -79,6 +79,11 @@ def _rollout(spec: RunSpec) -> RoleSpec:
         own = {"engine": "native", "options": {}, "tensor_parallel_size": tp}
         rollout = rollout.model_copy(update=own)
     options = _model(spec) | _sampling(spec) | {"config": rollout}
+    if rollout.multi_turn.enable:
+        from engine.workers.agent_rollout import AgentRolloutWorker
+
+        options |= {"template_variables": spec.template_variables}
+        return RoleSpec("rollout", AgentRolloutWorker, options)
     return RoleSpec("rollout", RolloutWorker, options)
 
 

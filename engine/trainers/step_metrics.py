@@ -16,13 +16,14 @@ def step_metrics(batch: Batch, seconds: float) -> dict[str, float]:
     width = batch["responses"].shape[1]
     lengths = batch["attention_mask"][:, -width:].sum(1).float()
     tokens = float(batch["attention_mask"].sum())
-    failed = batch["reward_error"]
-    scores = batch["token_level_scores"].sum(1)[~failed]
+    failed, whole = batch["reward_error"], whole_rows(batch)
+    scored = whole & ~failed
+    scores = completion_scores(batch)[scored]
     metrics = {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(correction=0)),
-        "reward/errors": float(failed.float().mean()),
-        "reward/groups_with_signal": _groups_with_signal(scores, batch["group_ids"][~failed]),
+        "reward/errors": float(failed[whole].float().mean()),
+        "reward/groups_with_signal": _groups_with_signal(scores, batch["group_ids"][scored]),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float(batch["truncated"].float().mean()),
@@ -31,13 +32,59 @@ def step_metrics(batch: Batch, seconds: float) -> dict[str, float]:
     }
     if "has_format" in batch:
         metrics["reward/format_rate"] = float(batch.columns["has_format"].astype(float).mean())
-    return metrics | reward_metrics(batch, "reward")
+    return metrics | reward_metrics(batch, "reward") | episode_metrics(batch, "episode")
 
 
 def validation_metrics(batch: Batch) -> dict[str, float]:
-    """`validation/reward`, the mean of all rows, and `reward_metrics` below `validation/`."""
-    mean = float(batch["token_level_scores"].sum(1).mean())
-    return {"validation/reward": mean} | reward_metrics(batch, "validation")
+    """`validation/reward`, the mean of all completions; `reward_metrics` and `episode_metrics`
+    below `validation/`."""
+    mean = float(completion_scores(batch)[whole_rows(batch)].mean())
+    metrics = {"validation/reward": mean} | reward_metrics(batch, "validation")
+    return metrics | episode_metrics(batch, "validation/episode")
+
+
+def completion_scores(batch: Batch) -> torch.Tensor:
+    """Each row's score `[B]`; that of the whole episode, where it has several rows."""
+    own = batch["token_level_scores"].sum(1)
+    if "episode_ids" not in batch:
+        return own
+    episode = torch.unique(batch["episode_ids"], return_inverse=True)[1]
+    return torch.zeros_like(own).index_add(0, episode, own)[episode]
+
+
+def whole_rows(batch: Batch) -> torch.Tensor:
+    """One row of each completion, bool `[B]`: the last, where an episode has several."""
+    if "continues" in batch:
+        return ~batch["continues"]
+    return torch.ones(len(batch), dtype=torch.bool)
+
+
+def episode_metrics(batch: Batch, prefix: str) -> dict[str, float]:
+    """Turns, tokens, ends and what environments said, of a batch of episodes; else nothing.
+
+    Numbers and booleans of `info` that all finished episodes have are averaged.
+    """
+    if "episode_turns" not in batch:
+        return {}
+    rows = whole_rows(batch)
+    columns = {name: values[rows.numpy()] for name, values in batch.columns.items()}
+    turns, ends = columns["episode_turns"].astype(float), columns["episode_end"]
+    width = batch["responses"].shape[1]
+    response, sampled = batch["attention_mask"][:, -width:].sum(), batch["response_mask"].sum()
+    metrics = {
+        f"{prefix}/turns_mean": float(turns.mean()),
+        f"{prefix}/turns_max": float(turns.max()),
+        f"{prefix}/observed_tokens": float(response - sampled) / len(turns),
+        f"{prefix}/environment_s": float(columns["environment_seconds"].astype(float).mean()),
+    }
+    for end in ("done", "turns", "tokens", "seconds", "failed"):
+        metrics[f"{prefix}/end_{end}"] = float((ends == end).mean())
+    infos = [info for info, end in zip(columns["episode_info"], ends, strict=True) if end == "done"]
+    for name in sorted(set.intersection(*map(set, infos)) if infos else ()):
+        values = [info[name] for info in infos]
+        if all(isinstance(value, bool | int | float) for value in values):
+            metrics[f"{prefix}/{name}"] = sum(map(float, values)) / len(values)
+    return metrics
 
 
 def reward_metrics(batch: Batch, prefix: str) -> dict[str, float]:
@@ -46,16 +93,17 @@ def reward_metrics(batch: Batch, prefix: str) -> dict[str, float]:
     A batch of one source has no metrics by source. Rows whose reward failed count as wrong, and
     are left out of means.
     """
-    scored = ~batch["reward_error"]
+    whole = whole_rows(batch)
+    scored = whole & ~batch["reward_error"]
     right = torch.tensor(batch.columns["reward_correct"].astype(float))
     means = dict(_reward_components(batch))
-    metrics = {f"{prefix}/correct": float(right.mean())}
+    metrics = {f"{prefix}/correct": float(right[whole].mean())}
     metrics |= {f"{prefix}/{name}": float(column[scored].mean()) for name, column in means.items()}
-    means = {"mean": batch["token_level_scores"].sum(1)} | means
+    means = {"mean": completion_scores(batch)} | means
     sources = [str(one) for one in batch.columns.get("data_source", ())]
     names = sorted(set(sources))
     for source in names if len(names) > 1 else ():
-        rows = torch.tensor([one == source for one in sources])
+        rows = whole & torch.tensor([one == source for one in sources])
         metrics[f"{prefix}/{source}/correct"] = float(right[rows].mean())
         if (rows & scored).any():
             for name, column in means.items():

@@ -43,6 +43,10 @@ def unused_settings(config: RLConfig, dataflow: Dataflow) -> UnusedSettings:
     if dataflow.pairs:
         yield from _unused_with_pairs(config, dataflow)
     yield from _unused_for_reward(config, dataflow)
+    if not config.rollout.multi_turn.enable:
+        why = "without rollout.multi_turn.enable"
+        yield from _changed_settings("rollout.multi_turn", config.rollout.multi_turn, why)
+        yield from _changed_settings("rollout.agent", config.rollout.agent, why)
     if not config.trainer.log_rollouts_freq:
         why = "with trainer.log_rollouts_freq=0"
         yield from _changed_settings("trainer", config.trainer, why, ("log_rollouts_rows",))

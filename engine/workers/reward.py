@@ -7,12 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engine.algorithms.shaping import on_last_token, weigh_components
+from engine.algorithms.shaping import last_turn, on_last_token, weigh_components
 from engine.batch import Batch, Column
 from engine.config import RewardConfig
 from engine.data.templates import decode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.rewards import Scorer, Scores
+from engine.rewards.environment import NAME as ENVIRONMENT
 from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
 
 _WRITES = (
@@ -59,7 +60,8 @@ class RewardWorker(Worker):
         """Score the rows; raise RewardError where none of them can be scored.
 
         Tensors added: `token_level_scores [B, R]` float32, the weighted sum of the components on
-        each completion's last token; `reward_components [B, K]` float32 where there are any;
+        each completion's last sampled token, and what an episode's environment gave on those of its
+        turns; `reward_components [B, K]` float32 where there are any;
         `reward_error [B]` bool, true where the reward failed (its scores are then 0); and
         `reward_failed [B]` bool, true for those rows that must not be learned from, which is all
         of them with on_error=drop.
@@ -107,27 +109,46 @@ class RewardWorker(Worker):
             columns["has_format"] = kept
         if scores.components:
             columns["reward_component_names"] = [scores.components] * len(batch)
-        return Batch(self._tensors(scores, batch["response_mask"]), columns)
+        return Batch(self._tensors(scores, batch), columns)
 
     def _completions(self, batch: Batch) -> list[str]:
-        lengths = batch["response_mask"].sum(1).long().tolist()
-        rows = batch["responses"].tolist()
+        """The text of each completion; of an episode, of its last turn."""
+        turns = last_turn(batch["response_mask"])
+        rows = batch["responses"]
         return [
-            decode_response(self.tokenizer, ids[:length])
-            for ids, length in zip(rows, lengths, strict=True)
+            decode_response(self.tokenizer, ids[own].tolist())
+            for ids, own in zip(rows, turns, strict=True)
         ]
 
-    def _tensors(self, scores: Scores, mask: Tensor) -> dict[str, Tensor]:
-        names = scores.components
+    def _tensors(self, scores: Scores, batch: Batch) -> dict[str, Tensor]:
+        names, mask = scores.components, batch["response_mask"]
         weights: list[float] = []  # nothing is known of the columns before the first result
         if names is not None:
             weights = self.scorer.weights(names)
         table = torch.tensor(scores.rows, dtype=torch.float32).reshape(len(mask), len(weights))
         error = torch.tensor([row in scores.failures for row in range(len(mask))], dtype=torch.bool)
-        dropped = error if self.config.on_error == "drop" else torch.zeros_like(error)
+        dropped = error.clone() if self.config.on_error == "drop" else torch.zeros_like(error)
+        total = weigh_components(table, weights)
+        if (failed := batch.get("episode_failed")) is not None:
+            error, dropped = error | failed, dropped | failed
         tensors = {
-            "token_level_scores": on_last_token(weigh_components(table, weights), mask),
+            "token_level_scores": self._token_scores(total, batch),
             "reward_error": error,
-            "reward_failed": dropped.clone(),
+            "reward_failed": dropped,
         }
         return tensors | ({"reward_components": table} if names else {})
+
+    def _token_scores(self, total: Tensor, batch: Batch) -> Tensor:
+        """Completions' scores `[B]` on their tokens, `[B, R]`, with what environments gave by turn.
+
+        An episode of several rows has its score on the last of them.
+        """
+        mask, given = batch["response_mask"], batch.get("environment_rewards")
+        if given is None:
+            return on_last_token(total, mask)
+        if self.config.name == ENVIRONMENT:  # the sum of `given`, over all rows of an episode
+            sums = torch.tensor(batch.columns["episode_reward"].astype(float), dtype=total.dtype)
+            total = total - sums
+        if (continues := batch.get("continues")) is not None:
+            total = total.masked_fill(continues, 0.0)
+        return on_last_token(total, mask) + given

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.algorithms.masked import Groups, at_least_float, mask_out, sequence_scores
+from engine.algorithms.turns import Turns
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry
 
@@ -49,16 +50,32 @@ class AdvantageInputs:
     """`[B, T]` Σ_v π(v)² of the distribution each token was sampled from."""
     rollout_is_weights: Tensor | None = None
     """`[B, T]` importance weights of rollout correction, where it is on."""
+    episode_ids: Tensor | None = None
+    """`[B]` integer; rows with one id go on from each other, as one completion; None: none do."""
+    first_turn: Tensor | None = None
+    """`[B]` integer: number, within the episode, of a row's first turn; None: 0."""
 
     @property
     def scores(self) -> Tensor:
-        """S `[B]`: each completion's rewards, summed over the mask."""
-        return sequence_scores(self.token_level_rewards, self.response_mask)
+        """S `[B]`: each completion's rewards, summed over the mask; in all rows of an episode."""
+        own = sequence_scores(self.token_level_rewards, self.response_mask)
+        if self.episode_ids is None:
+            return own
+        episode = torch.unique(self.episode_ids, return_inverse=True)[1]
+        return torch.zeros_like(own).index_add(0, episode, own)[episode]
 
     @property
     def groups(self) -> Groups:
-        """Groups of the rows that have at least one token inside the mask."""
-        return Groups.of(self.group_ids, self.response_mask.bool().any(1))
+        """Groups of the rows that have at least one token inside the mask; one of an episode's."""
+        rows = self.response_mask.bool().any(1)
+        if self.episode_ids is not None:
+            rows = rows & (_order_within(self.episode_ids, rows) == 0)
+        return Groups.of(self.group_ids, rows)
+
+    @property
+    def turns(self) -> Turns:
+        """The turns of the responses."""
+        return Turns.of(self.response_mask, self.episode_ids, self.first_turn)
 
     def need(self, name: str) -> Tensor:
         """Return an optional field; raise DataError when it is missing."""
@@ -168,6 +185,12 @@ def to_tokens(scores: Tensor, mask: Tensor) -> Tensor:
     return mask_out(mask, scores[:, None].expand(mask.shape))
 
 
+def _order_within(ids: Tensor, rows: Tensor) -> Tensor:
+    """For each of `rows` `[B]` (bool), how many rows of the same id `[B]` are before it."""
+    same = (ids[:, None] == ids) & rows
+    return same.tril(-1).sum(1)
+
+
 def _clean(entry: AdvantageEstimator, inputs: AdvantageInputs) -> AdvantageInputs:
     """Check presence, shapes and values; zero what lies outside the mask; drop what isn't read."""
     mask = inputs.response_mask
@@ -186,7 +209,7 @@ def _clean(entry: AdvantageEstimator, inputs: AdvantageInputs) -> AdvantageInput
     cleaned: dict[str, Any] = {
         name: None if value is None else _clean_field(name, value, mask)
         for name in (item.name for item in fields(inputs))
-        if name not in ("response_mask", "group_ids")
+        if name not in ("response_mask", "group_ids", "episode_ids", "first_turn")
         for value in [getattr(inputs, name) if name in read else None]
     }
     return replace(inputs, **cleaned)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +26,7 @@ from engine.rollout.native.llama_weights import (
     UnsupportedModel,
     bind,
 )
-
-
-class Prefix(NamedTuple):
-    """What whole sequences attend to before themselves."""
-
-    kv: Tensor  # [layers, 2, B, kv_heads, P, head_dim]
-    which: Tensor  # [k], int64: sequence i follows prefix number which[i]
-    mask: Tensor  # [k, 1, T, P + T], bool: True where a token of the sequence looks
+from engine.rollout.native.prefix import Prefix
 
 
 class LlamaDecoder:
@@ -225,15 +217,11 @@ class LlamaDecoder:
         """`_run` k lists of `tokens` behind the first `lengths` `[k]` tokens of `state`'s prompts
         `which` `[k]`."""
         ids = _padded(tokens).to(lengths.device)
-        count, width = ids.shape
+        width = ids.shape[1]
         positions = lengths[:, None] + torch.arange(width, device=lengths.device)
         positions = positions.clamp(max=self._columns - 1)  # of padding alone
-        columns = torch.arange(state.shape[4], device=lengths.device)
-        on_prompt = (columns < lengths[:, None])[:, None].expand(-1, width, -1)
-        on_itself = ids.new_ones(width, width, dtype=torch.bool).tril().expand(count, -1, -1)
-        mask = torch.cat((on_prompt, on_itself), dim=-1)[:, None]
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
-        return self._run(ids, cos, sin, Prefix(state, which, mask))
+        return self._run(ids, cos, sin, Prefix.of(state, which, lengths, width))
 
     def _run(
         self, ids: Tensor, cos: Tensor, sin: Tensor, prefix: Prefix | None

@@ -1,0 +1,64 @@
+"""Episodes of several turns: the environment, its tools, and what an episode may use."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from engine.config.base import Options, Section
+
+
+class EnvironmentSpec(Section):
+    """An environment; its name alone stands for one without options."""
+
+    name: str = Field("", description="Name in the registry, or package.module:Class")
+    options: Options = Field({}, description="Options that the environment declares, by name")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class MultiTurnConfig(Section):
+    """Episodes of several turns in place of single completions."""
+
+    enable: bool = Field(False, description="Roll out episodes with rollout.agent.environment")
+    max_assistant_turns: int | None = Field(
+        None, ge=1, description="Turns of the policy in an episode; null: no limit of its own"
+    )
+    max_turn_length: int | None = Field(
+        None, ge=1, description="Tokens of one turn; null: what data.max_response_length leaves"
+    )
+    history: Literal["append", "branches"] = Field(
+        "append",
+        description="Where the chat template rewrites earlier turns (thoughts left out): append "
+        "keeps them as sampled; branches goes on from what it writes, as another sequence",
+    )
+
+
+class AgentConfig(Section):
+    """What the policy plays with."""
+
+    environment: EnvironmentSpec = EnvironmentSpec()
+    concurrency: int = Field(
+        0, ge=0, description="Episodes played at a time; 0: rollout.max_num_seqs"
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, description="Of an episode: no turn begins later than that"
+    )
+    call_timeout_s: float = Field(60.0, gt=0, description="Deadline for one answer")
+    on_error: Literal["drop", "score"] = Field(
+        "drop", description="An episode whose environment fails: leave it out, or error_reward"
+    )
+    error_reward: float = Field(0.0, description="With on_error=score: added to its last turn")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.error_reward and self.on_error == "drop":
+            raise ValueError(
+                f"error_reward={self.error_reward} has no effect with on_error=drop; set "
+                "on_error=score, or remove it"
+            )
+        return self

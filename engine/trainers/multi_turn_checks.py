@@ -1,0 +1,58 @@
+"""Whether the settings of a multi-turn run make sense together (docs/agents.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.agents.registry import environment_class
+from engine.config import RLConfig
+from engine.dataflows.registry import Dataflow
+from engine.errors import ConfigError
+from engine.rewards.environment import NAME as ENVIRONMENT
+
+# Estimators that take an episode of several rows as one completion.
+_OF_EPISODES = ("gae_turn", "grpo", "grpo_passk", "grpo_turn", "gpg", "maxrl", "rloo")
+
+
+def check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
+    """Raise ConfigError for what episodes don't go with, and for a reward that needs episodes."""
+    if not config.rollout.multi_turn.enable:
+        if config.reward.name == ENVIRONMENT:
+            raise ConfigError(
+                "reward.name=environment is what an episode's environment gives; set "
+                "rollout.multi_turn.enable=true and rollout.agent.environment, or name another"
+            )
+        return
+    if not config.rollout.agent.environment.name:
+        raise ConfigError(
+            "rollout.multi_turn.enable needs rollout.agent.environment, the name of a registered "
+            "environment or package.module:Class; set it"
+        )
+    environment_class(config.rollout.agent.environment.name)
+    for setting, wanted in _refused(config, dataflow):
+        raise ConfigError(f"{setting} doesn't go with rollout.multi_turn.enable; {wanted}")
+
+
+def _refused(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
+    """Settings that episodes don't go with, and what to set."""
+    rollout = config.rollout
+    if config.trainer.mode != "sync":
+        yield f"trainer.mode={config.trainer.mode}", "set trainer.mode=sync"
+    if rollout.engine != "native":
+        yield f"rollout.engine={rollout.engine}", "set rollout.engine=native"
+    if rollout.tensor_parallel_size > 1:
+        setting = f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}"
+        yield setting, "turns are decoded on one rank each: set it to 1"
+    if rollout.parts > 1:
+        yield f"rollout.parts={rollout.parts}", "leave it at 1"
+    if rollout.enable_rollout_routing_replay:
+        yield "rollout.enable_rollout_routing_replay", "remove it"
+    if config.reward.overlong_buffer.enable:
+        setting = "reward.overlong_buffer.enable"
+        yield setting, "limit turns by rollout.multi_turn.max_assistant_turns"
+    if rollout.multi_turn.history == "branches":
+        name = config.algorithm.adv_estimator
+        if dataflow.name not in ("grpo", "ppo") or name not in _OF_EPISODES:
+            setting = f"rollout.multi_turn.history=branches with algorithm.adv_estimator={name}"
+            setting += f" and dataflow {dataflow.name}"
+            yield setting, f"choose one of {', '.join(_OF_EPISODES)}, or history=append"

@@ -1,0 +1,97 @@
+"""The rollout role of multi-turn runs: it plays episodes with environments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from engine.agents.collate import collate_episodes
+from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action
+from engine.agents.registry import make_environment
+from engine.agents.rollout import EnvironmentThread, EpisodePlayer
+from engine.batch import Batch
+from engine.data.templates import with_template_variables
+from engine.rollout.stream import open_stream
+from engine.workers.base import WorkerContext
+from engine.workers.rollout import RolloutWorker
+
+
+class AgentRolloutWorker(RolloutWorker):
+    """Samples `rollout.n` episodes a prompt, with the newest weights of its process's policy."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        template_variables: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """`template_variables` are those of the chat template that prompts are rendered with."""
+        super().__init__(context, **options)
+        turns, agent = self.config.multi_turn, self.config.agent
+        self.limits = EpisodeLimits(
+            max_response_length=self.max_response_length,
+            max_model_len=self.max_model_len,
+            max_turn_length=turns.max_turn_length,
+            max_turns=turns.max_assistant_turns,
+            seconds=agent.timeout_s,
+        )
+        self.episodes = EpisodeTokenizer(
+            with_template_variables(self.tokenizer, template_variables or {}),
+            self.stop,
+            plain_action,
+            turns.history,
+        )
+        made = agent.environment
+        self.environments = EnvironmentThread(partial(make_environment, made.name, made.options))
+
+    def _sample(self, prompts: Batch, n: int, temperature: float) -> Batch:
+        params = replace(self._params(1, temperature), max_new_tokens=self.max_response_length)
+        rows = [
+            {name: column[row] for name, column in prompts.columns.items() if name != "prompt_ids"}
+            for row in range(len(prompts))
+        ]
+        episodes = [
+            Episode(
+                key=key,
+                row=row,
+                index=index,
+                tokenizer=self.episodes,
+                limits=self.limits,
+                fallback_prompt=list(prompts.columns["prompt_ids"][row]),
+            )
+            for row, key in enumerate(prompts["group_ids"].tolist())
+            for index in range(n)
+        ]
+        stream = open_stream(
+            self.policy.engine,
+            params,
+            max_num_seqs=self.config.max_num_seqs,
+            longest_prompt=self.max_model_len - 1,
+            keep_prefixes=True,
+        )
+        agent = self.config.agent
+        player = EpisodePlayer(
+            stream,
+            self.environments,
+            concurrency=agent.concurrency or self.config.max_num_seqs,
+            call_seconds=agent.call_timeout_s,
+            failure_reward=agent.error_reward if agent.on_error == "score" else None,
+        )
+        try:
+            player.play(episodes, rows)
+        finally:
+            stream.close()
+            self.policy.sleep()
+        return collate_episodes(
+            prompts,
+            episodes,
+            pad_token_id=self.tokenizer.pad_token_id,
+            branches=self.config.multi_turn.history == "branches",
+        )
+
+    def close(self) -> None:
+        self.environments.close()
+        super().close()

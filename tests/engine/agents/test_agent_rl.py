@@ -1,0 +1,236 @@
+"""Reinforcement learning on episodes, through the real trainer on a tiny model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from tiny_engine import arithmetic_rows
+from transformers import AutoModelForCausalLM
+
+from engine.batch import Batch
+from engine.config import RLConfig
+from engine.data.loader import PromptLoader
+from engine.errors import ConfigError
+from engine.trainers.rl import RLTrainer
+from engine.trainers.rl_checks import check_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TIMES = ("perf/step_s", "perf/tokens_per_s", "episode/environment_s")
+
+
+def settings(placement: str = "local", **changes: Any) -> RLConfig:
+    values: dict[str, Any] = {
+        "algorithm": {"adv_estimator": "grpo"},
+        "actor": {
+            "optim": {"lr": 5e-3, "weight_decay": 0.0, "warmup_ratio": 0.0},
+            "ppo_mini_batch_size": 8,
+        },
+        "rollout": {
+            "n": 4,
+            "multi_turn": {"enable": True, "max_turn_length": 6},
+            "agent": {"environment": "digit_games:DigitGame"},
+        },
+        "reward": {"name": "environment"},
+        "trainer": {
+            "total_training_steps": 2,
+            "train_batch_size": 4,
+            "placement": placement,
+            "threads": 1,
+        },
+    }
+    for section, content in changes.items():
+        merged = values.get(section, {})
+        for key, value in content.items():
+            old = merged.get(key)
+            both = isinstance(old, dict) and isinstance(value, dict)
+            merged[key] = old | value if both else value
+        values[section] = merged
+    return RLConfig.model_validate(values)
+
+
+def trainer(folder: Path, config: RLConfig) -> RLTrainer:
+    loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), config.trainer.train_batch_size, 0)
+    return RLTrainer(folder, config, loader, max_response_length=36, max_model_len=60)
+
+
+def run(
+    folder: Path, config: RLConfig, out: Path | None = None
+) -> tuple[list[dict[str, float]], list[Batch]]:
+    """Each step's metrics without times, then the validation's; and the steps' batches."""
+    history: list[dict[str, float]] = []
+    batches: list[Batch] = []
+    with trainer(folder, config) as subject:
+        subject.on_step = lambda step, total, metrics: history.append(dict(metrics))
+        subject.on_rollouts = lambda split, step, batch: batches.append(batch)
+        subject.fit()
+        history.append(subject.validate(arithmetic_rows(5)))
+        if out is not None:
+            subject.save(out)
+    return [{k: v for k, v in m.items() if not k.endswith("_s")} for m in history], batches
+
+
+def test_a_step_learns_from_what_was_sampled_alone(tiny_folder: Path) -> None:
+    history, batches = run(tiny_folder, settings(algorithm={"adv_estimator": "grpo_turn"}))
+    for metrics in history[:2]:
+        assert all(math.isfinite(value) for value in metrics.values())
+        assert metrics["episode/turns_mean"] == 3
+        assert metrics["episode/end_done"] == 1
+        assert 0 <= metrics["episode/digits"] <= 1
+        assert metrics["episode/observed_tokens"] > 0
+        assert metrics["actor/grad_norm"] > 0
+    assert history[0]["prob_gap/max"] < 1e-3 if "prob_gap/max" in history[0] else True
+    batch = batches[0]
+    outside = ~batch["response_mask"].bool()
+    for name in ("advantages", "token_level_scores", "token_level_rewards"):
+        assert bool((batch[name][outside] == 0).all()), name
+    sums = torch.tensor(batch.columns["episode_reward"].astype(float)).float()
+    torch.testing.assert_close(batch["token_level_scores"].sum(1), sums)
+    assert history[0]["reward/mean"] == pytest.approx(float(sums.mean()))
+    assert history[-1]["validation/episode/turns_mean"] == 3
+    assert len(batch) == 16
+
+
+def test_the_trainer_gives_sampled_tokens_the_log_probs_that_rollout_did(
+    tiny_folder: Path,
+) -> None:
+    config = settings(actor={"old_log_probs": "trainer"})
+    _, batches = run(tiny_folder, config)
+    for batch in batches[:2]:
+        kept = batch["response_mask"].bool()
+        torch.testing.assert_close(
+            batch["old_log_probs"][kept], batch["rollout_log_probs"][kept], atol=1e-4, rtol=1e-4
+        )
+
+
+def test_an_outcome_and_the_environments_rewards_are_both_learned_from(tiny_folder: Path) -> None:
+    reward = {"name": "tiny_engine:digit_share", "isolation": "none"}
+    _, batches = run(tiny_folder, settings(reward=reward))
+    scores, given = batches[0]["token_level_scores"], batches[0]["environment_rewards"]
+    outcome = scores - given
+    assert bool((outcome != 0).any())
+    assert int((outcome != 0).sum(1).max()) == 1  # on the last sampled token
+    last = [row.nonzero()[-1].item() for row in batches[0]["response_mask"]]
+    elsewhere = outcome.clone()
+    elsewhere[torch.arange(len(last)), torch.tensor(last)] = 0
+    assert bool((elsewhere == 0).all())
+
+
+def test_failed_episodes_are_not_learned_from(tiny_folder: Path) -> None:
+    spec = {"name": "digit_games:SometimesFaulty"}
+    history, batches = run(tiny_folder, settings(rollout={"agent": {"environment": spec}}))
+    failed = batches[0]["reward_failed"]
+    assert 0 < int(failed.sum()) < len(failed)
+    assert bool((batches[0]["response_mask"][failed] == 0).all())
+    assert history[0]["episode/end_failed"] == pytest.approx(float(failed.float().mean()))
+
+
+def test_a_resumed_run_is_the_whole_run(tiny_folder: Path, tmp_path: Path) -> None:
+    config = settings(trainer={"total_training_steps": 4, "save_freq": 2})
+    whole: list[dict[str, float]] = []
+    with trainer(tiny_folder, config) as subject:
+        subject.on_step = lambda step, total, metrics: whole.append(dict(metrics))
+        subject.fit(checkpoint_dir=tmp_path / "a")
+        expected = subject.validate(arithmetic_rows(4))
+    with trainer(tiny_folder, config) as subject:
+        subject.fit(2, checkpoint_dir=tmp_path / "b")
+    again: list[dict[str, float]] = []
+    with trainer(tiny_folder, config) as subject:
+        subject.on_step = lambda step, total, metrics: again.append(dict(metrics))
+        subject.fit(checkpoint_dir=tmp_path / "b")
+        got = subject.validate(arithmetic_rows(4))
+    for ours, theirs in zip(again, whole[2:], strict=True):
+        for name in set(ours) & set(theirs):
+            if not name.endswith("_s") and not name.startswith("checkpoint"):
+                assert ours[name] == theirs[name], name
+    same = {k: v for k, v in expected.items() if not k.endswith("_s")}
+    assert same == {k: v for k, v in got.items() if not k.endswith("_s")}
+
+
+def test_branches_are_rows_of_one_episode(tiny_folder: Path, tmp_path: Path) -> None:
+    """The template leaves out the sign of earlier questions, as Qwen3's leaves out thoughts."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "rewriting"
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    said = "message['content'] + '<|end|>'"
+    shorter = "(message['content'] if loop.last else message['content'] | replace('+', ''))"
+    shorter += " + '<|end|>'"
+    assert said in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(said, shorter)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    config = settings(rollout={"multi_turn": {"history": "branches"}})
+    history, batches = run(folder, config)
+    batch = batches[0]
+    assert len(batch) > 16
+    assert int((~batch["continues"]).sum()) == 16
+    turns = torch.tensor(batch.columns["episode_turns"].astype(int))
+    assert bool((turns == 3).all())
+    sums = torch.tensor(batch.columns["episode_reward"].astype(float)).float()
+    whole = ~batch["continues"]
+    assert history[0]["reward/mean"] == pytest.approx(float(sums[whole].mean()), rel=1e-5)
+    ids = batch["episode_ids"]
+    for episode in ids.unique():
+        rows = ids == episode
+        scores = batch["token_level_scores"][rows].sum()
+        assert float(scores) == pytest.approx(float(sums[rows][0]), rel=1e-4, abs=1e-6)
+        kept = batch["response_mask"][rows].bool()
+        assert len(batch["advantages"][rows][kept].unique()) == 1  # one completion of the group
+    with pytest.raises(ConfigError, match="history=branches"):
+        check_config(
+            settings(
+                algorithm={"adv_estimator": "gae"},
+                rollout={"multi_turn": {"history": "branches"}},
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"trainer": {"mode": "async"}}, "trainer.mode=async"),
+        ({"trainer": {"mode": "one_step_off"}}, "trainer.mode=one_step_off"),
+        ({"rollout": {"engine": "vllm"}}, "rollout.engine=vllm"),
+        ({"rollout": {"parts": 2}}, "rollout.parts=2"),
+        ({"rollout": {"agent": {"environment": "digit_games:Nothing"}}}, "Nothing"),
+        ({"rollout": {"agent": {"environment": ""}}}, "rollout.agent.environment"),
+        ({"reward": {"overlong_buffer": {"enable": True}}}, "overlong_buffer"),
+        ({"rollout": {"multi_turn": {"enable": False}}}, "rollout.multi_turn"),
+    ],
+)
+def test_what_episodes_don_t_go_with_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_config(settings(**changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "gae_turn"])
+def test_local_and_ray_give_equal_runs(
+    tiny_folder: Path, tmp_path: Path, ray_cluster: None, name: str
+) -> None:
+    changes = {"algorithm": {"adv_estimator": name}}
+    local, _ = run(tiny_folder, settings("local", **changes), tmp_path / "local")
+    remote, _ = run(tiny_folder, settings("ray", **changes), tmp_path / "ray")
+    assert local == remote
+    here = AutoModelForCausalLM.from_pretrained(tmp_path / "local").state_dict()
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "ray").state_dict()
+    assert all(torch.equal(here[key], there[key]) for key in here)
+
+
+@pytest.mark.slow
+def test_digits_are_learned(tiny_folder: Path) -> None:
+    config = settings(
+        rollout={"n": 8, "agent": {"environment": "digit_games:DigitGame"}},
+        trainer={"total_training_steps": 30, "train_batch_size": 8},
+        actor={"use_kl_loss": False},
+    )
+    history, _ = run(tiny_folder, config)
+    first = sum(m["reward/mean"] for m in history[:5]) / 5
+    last = sum(m["reward/mean"] for m in history[25:30]) / 5
+    assert last > first + 0.5, (first, last)  # of 3

@@ -1,0 +1,213 @@
+"""Episodes on a native stream: what is recorded is what the model gives for these very ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from digit_games import DigitGame, FaultyGame
+from tiny_engine import arithmetic_rows
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from engine.agents.collate import collate_episodes
+from engine.agents.episode import (
+    Episode,
+    EpisodeLimits,
+    EpisodeTokenizer,
+    History,
+    plain_action,
+)
+from engine.agents.rollout import EnvironmentThread, EpisodePlayer, MakeEnvironment
+from engine.batch import Batch
+from engine.data.collate import collate_prompts
+from engine.data.templates import encode_prompts
+from engine.data.tokenizer import load_tokenizer
+from engine.rollout.native import NativeEngine
+from engine.rollout.protocol import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROWS = arithmetic_rows(3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_folder: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(tiny_folder).double().eval()
+
+
+class Table:
+    """Plays episodes of `ROWS`."""
+
+    def __init__(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.engine, self.tokenizer = NativeEngine(model, max_model_len=64), tokenizer
+        self.stop = (tokenizer.eos_token_id,)
+        self.prefilled = 0
+
+    def play(
+        self,
+        make: MakeEnvironment,
+        *,
+        n: int = 2,
+        width: int = 16,
+        keep: bool = True,
+        call_seconds: float = 20.0,
+        failure_reward: float | None = None,
+        history: History = "append",
+        **limits: Any,
+    ) -> list[Episode]:
+        sizes = {"max_response_length": 40, "max_model_len": 64, "max_turn_length": 5} | limits
+        turns = EpisodeTokenizer(self.tokenizer, self.stop, plain_action, history)
+        prompts = encode_prompts(self.tokenizer, [row["prompt"] for row in ROWS], "rows")
+        episodes = [
+            Episode(row, row, index, turns, EpisodeLimits(**sizes), prompts[row])
+            for row in range(len(ROWS))
+            for index in range(n)
+        ]
+        params = SamplingParams(max_new_tokens=40, seed=4, stop_token_ids=self.stop)
+        stream = self.engine.stream(params, max_num_seqs=width, keep_prefixes=keep)
+        environments = EnvironmentThread(make)
+        player = EpisodePlayer(
+            stream,
+            environments,
+            concurrency=width,
+            call_seconds=call_seconds,
+            failure_reward=failure_reward,
+        )
+        player.play(episodes, ROWS)
+        environments.close()
+        self.prefilled = stream.stats.prefill_tokens
+        stream.close()
+        return episodes
+
+
+@pytest.fixture
+def table(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> Table:
+    return Table(model, tokenizer)
+
+
+def sequences(episodes: Sequence[Episode]) -> list[tuple[list[int], list[float]]]:
+    found = []
+    for episode in episodes:
+        assert episode.transcript is not None
+        [one] = episode.transcript.finished()
+        found.append((one.ids, one.log_probs))
+    return found
+
+
+def test_every_sampled_token_has_the_models_log_prob_for_the_very_ids(
+    table: Table, model: torch.nn.Module
+) -> None:
+    for episode in table.play(DigitGame):
+        assert (episode.end, episode.error) == ("done", "")
+        assert episode.transcript is not None
+        [one] = episode.transcript.finished()
+        assert episode.transcript.turns == 3
+        assert one.sampled[-1]
+        assert not all(one.sampled)
+        with torch.no_grad():
+            logits = model(torch.tensor([one.ids])).logits[0].log_softmax(-1)
+        own = logits[:-1].gather(1, torch.tensor(one.ids)[1:, None])[:, 0]
+        start = len(one.prompt_ids) - 1
+        kept = torch.tensor(one.sampled)
+        torch.testing.assert_close(
+            own[start:][kept].float(), torch.tensor(one.log_probs)[kept], rtol=1e-4, atol=1e-5
+        )
+        assert [r for r in one.rewards if r] == [r for r in episode.turn_rewards if r]
+        by_turn = [i for i, own in enumerate(one.sampled) if own and not [*one.sampled, 0][i + 1]]
+        assert [one.rewards[i] for i in by_turn] == pytest.approx(episode.turn_rewards)
+
+
+def test_slots_arrivals_and_kept_prefixes_change_no_token(table: Table) -> None:
+    whole = sequences(table.play(DigitGame, keep=False))
+    computed = table.prefilled
+    kept = sequences(table.play(DigitGame))
+    assert table.prefilled < 0.7 * computed  # a returning episode computes what is new
+    narrow = sequences(table.play(lambda: DigitGame(delay=0.002), width=2))
+    for other in (kept, narrow):
+        assert [ids for ids, _ in other] == [ids for ids, _ in whole]
+        for (_, ours), (_, theirs) in zip(other, whole, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_a_group_s_equal_prompts_are_computed_once(table: Table) -> None:
+    table.play(lambda: DigitGame(turns=1), n=4)
+    prompts = encode_prompts(table.tokenizer, [row["prompt"] for row in ROWS], "rows")
+    assert table.prefilled < 2 * sum(map(len, prompts))  # of 4 times as many
+
+
+def test_environments_are_asked_side_by_side(table: Table) -> None:
+    begun = time.monotonic()
+    episodes = table.play(lambda: DigitGame(turns=2, delay=0.3), n=8)
+    assert {episode.end for episode in episodes} == {"done"}
+    assert time.monotonic() - begun < 24 * 2 * 0.3 / 3
+
+
+def test_limits_end_episodes_and_lose_no_reward(table: Table) -> None:
+    by_turns = table.play(lambda: DigitGame(turns=9), max_turns=2)
+    by_tokens = table.play(lambda: DigitGame(turns=99))
+    by_time = table.play(lambda: DigitGame(turns=99, delay=0.02), seconds=0.01)
+    for episodes, end in ((by_turns, "turns"), (by_tokens, "tokens"), (by_time, "seconds")):
+        for episode in episodes:
+            assert episode.end == end
+            assert episode.truncated
+            assert episode.transcript is not None
+            [one] = episode.transcript.finished()
+            assert len(one.token_ids) <= 40
+            assert sum(one.rewards) == pytest.approx(sum(episode.turn_rewards))
+            assert len(episode.turn_rewards) == episode.transcript.turns
+    assert {episode.transcript.turns for episode in by_turns if episode.transcript} == {2}
+    assert {episode.transcript.turns for episode in by_time if episode.transcript} == {1}
+
+
+@pytest.mark.parametrize("fault", ["raise", "hang", "lie", "nonsense"])
+def test_an_environment_that_fails_costs_its_episode(table: Table, fault: str) -> None:
+    made: list[DigitGame] = []
+
+    def make() -> DigitGame:
+        made.append(FaultyGame(fault=fault) if len(made) == 1 else DigitGame(turns=2))
+        return made[-1]
+
+    episodes = table.play(make, call_seconds=1.0)
+    assert sorted(episode.end or "" for episode in episodes) == ["done"] * 5 + ["failed"]
+    [failed] = [episode for episode in episodes if episode.end == "failed"]
+    assert failed.dropped
+    assert made[1].closed
+    said = {"raise": "dice", "hang": "within 1 s", "lie": "nan", "nonsense": "no Observation"}
+    assert said[fault] in failed.error
+    [scored] = [
+        one
+        for one in table.play(lambda: FaultyGame(fault=fault), n=1, failure_reward=-1.0)[:1]
+        if one.end == "failed"
+    ]
+    assert (scored.dropped, scored.turn_rewards[-1]) == (False, -1.0)
+
+
+def test_rows_of_episodes_attend_to_all_and_learn_from_what_was_sampled(table: Table) -> None:
+    episodes = table.play(DigitGame)
+    ids = encode_prompts(table.tokenizer, [row["prompt"] for row in ROWS], "rows")
+    batch = collate_episodes(collate_prompts(ROWS, ids), episodes, pad_token_id=0)
+    assert isinstance(batch, Batch)
+    assert batch["group_ids"].tolist() == [0, 0, 1, 1, 2, 2]
+    width = batch["responses"].shape[1]
+    mask, attended = batch["response_mask"].bool(), batch["attention_mask"][:, -width:].bool()
+    assert bool((attended | ~mask).all())
+    assert bool((attended & ~mask).any(1).all())
+    assert bool((batch["rollout_log_probs"][~mask] == 0).all())
+    assert bool((batch["environment_rewards"][~mask] == 0).all())
+    totals = [sum(episode.turn_rewards) for episode in episodes]
+    assert batch["environment_rewards"].sum(1).tolist() == pytest.approx(totals)
+    assert batch.columns["episode_turns"].tolist() == [3] * 6
+    for row, episode in enumerate(episodes):
+        assert episode.transcript is not None
+        present = batch["attention_mask"][row].bool()
+        assert batch["input_ids"][row][present].tolist() == episode.transcript.ids
+        positions = batch["position_ids"][row][present].tolist()
+        assert positions == list(range(len(positions)))
