@@ -115,6 +115,13 @@ class Episode:
     truncated: bool = False  # its last turn was cut, or a limit ended it
     dropped: bool = False  # it failed, and is not learned from
 
+    @property
+    def latest_turn(self) -> Hashable | None:
+        """Key of the latest turn that was sampled."""
+        if self.transcript is None or not self.transcript.turns:
+            return None
+        return (self.key, self.index, self.transcript.turns - 1)
+
     def begin(self, row_prompt: Sequence[Message], first: Observation) -> None:
         """Start with the environment's first messages, or the row's own prompt."""
         self.messages = list(first.messages or row_prompt)
@@ -145,7 +152,7 @@ class Episode:
         if limits.max_turn_length is not None:
             left = min(left, limits.max_turn_length)
         turn, begun = self.transcript.turns, self.transcript.response_length > 0
-        after = (self.key, self.index, turn - 1) if begun else None
+        after = self.latest_turn if begun else None
         return TurnRequest((self.key, self.index, turn), ids, left, after)
 
     def add_turn(self, completion: Completion) -> Action:

@@ -190,6 +190,8 @@ class EpisodePlayer:
         if episode.end is not None:
             self._playing -= 1
             self._part(episode)
+            if episode.latest_turn is not None:
+                self._stream.forget(episode.latest_turn)
 
     def _part(self, episode: Episode) -> None:
         """Give back the environment of an episode that ended; one that failed is replaced."""

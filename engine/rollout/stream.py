@@ -86,6 +86,10 @@ class RolloutStream(Protocol):
         """
         ...
 
+    def forget(self, key: Hashable) -> None:
+        """No request goes on from that of `key`, which has ended: it needn't be kept."""
+        ...
+
     def step(self) -> list[StreamedCompletion]:
         """Admit waiting completions, decode one token of each; return what ended. Never waits."""
         ...

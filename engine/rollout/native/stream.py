@@ -155,6 +155,11 @@ class NativeStream:
         self._open[key] = request
         self._scheduler.add(request)
 
+    def forget(self, key: Hashable) -> None:
+        """Free what is kept of an ended request."""
+        if self._kept is not None:
+            self._kept.drop(key)
+
     def step(self) -> list[StreamedCompletion]:
         """Admit waiting completions where slots are free, then decode one token of every sequence.
 

@@ -134,6 +134,9 @@ class ServerStream:
         self._submitted += 1
         self._send()
 
+    def forget(self, key: Hashable) -> None:
+        """Nothing: servers drop what they keep when its room is needed."""
+
     def step(self) -> list[StreamedCompletion]:
         """Send what there is room for; return what was answered, after a moment at most."""
         self._check_open()

@@ -130,6 +130,9 @@ class VllmStream:
         self._submitted += 1
         self.stats.prompt_tokens += len(prompt)
 
+    def forget(self, key: Hashable) -> None:
+        """Nothing: vLLM drops what it keeps when its room is needed."""
+
     def step(self) -> list[StreamedCompletion]:
         """Let vLLM make a step; return the completions that ended. Raises RolloutError as
         `VllmEngine.generate` does."""

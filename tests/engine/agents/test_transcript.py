@@ -95,8 +95,9 @@ def test_ten_turns_keep_ids_that_no_tokenizer_would_make(
         [*(draw.randrange(1000, 49000) for _ in range(draw.randrange(1, 30))), END]
         for _ in range(10)
     ]
-    again = tokenizer.encode(tokenizer.decode(turns[0][:-1]), add_special_tokens=False)
-    assert again != turns[0][:-1]  # what re-tokenising would have changed
+    texts = [tokenizer.decode(turn[:-1]) for turn in turns]
+    again = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert again != [turn[:-1] for turn in turns]  # what re-tokenising would have changed
     transcript, by_hand = episode(tokenizer, turns)
     [sequence] = transcript.finished()
     assert transcript.ids == by_hand
