@@ -154,7 +154,7 @@ def test_environments_are_asked_side_by_side(table: Table) -> None:
 def test_limits_end_episodes_and_lose_no_reward(table: Table) -> None:
     by_turns = table.play(lambda: DigitGame(turns=9), max_turns=2)
     by_tokens = table.play(lambda: DigitGame(turns=99))
-    by_time = table.play(lambda: DigitGame(turns=99, delay=0.02), seconds=0.01)
+    by_time = table.play(lambda: DigitGame(turns=99, delay=1.0), seconds=0.9)
     for episodes, end in ((by_turns, "turns"), (by_tokens, "tokens"), (by_time, "seconds")):
         for episode in episodes:
             assert episode.end == end
