@@ -93,6 +93,9 @@ class AlgorithmConfig(Section):
     gdpo_reward_weights: tuple[float, ...] | None = Field(
         None, description="GDPO: one weight a reward component; None: 1 each"
     )
+    turn_weight: float = Field(
+        1.0, ge=0, description="grpo_turn: weight of a turn's own advantage beside the episode's"
+    )
     handle_zero_tail: bool = Field(True, description="Optimal token baseline: see its page")
     use_kl_in_reward: bool = False
     kl_penalty: str = Field("k1", description="KL estimator inside the reward")

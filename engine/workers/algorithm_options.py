@@ -37,6 +37,7 @@ ADVANTAGE_FIELDS = (
     "epsilon",
     "f_norm",
     "gdpo_reward_weights",
+    "turn_weight",
     "handle_zero_tail",
 )
 _PREFERENCE_FIELDS = tuple(

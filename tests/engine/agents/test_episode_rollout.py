@@ -176,6 +176,9 @@ def test_an_environment_that_fails_costs_its_episode(table: Table, fault: str) -
         made.append(FaultyGame(fault=fault) if len(made) == 1 else DigitGame(turns=2))
         return made[-1]
 
+    def make_faulty() -> DigitGame:
+        return FaultyGame(fault=fault)
+
     episodes = table.play(make, call_seconds=1.0)
     assert sorted(episode.end or "" for episode in episodes) == ["done"] * 5 + ["failed"]
     [failed] = [episode for episode in episodes if episode.end == "failed"]
@@ -185,7 +188,7 @@ def test_an_environment_that_fails_costs_its_episode(table: Table, fault: str) -
     assert said[fault] in failed.error
     [scored] = [
         one
-        for one in table.play(lambda: FaultyGame(fault=fault), n=1, failure_reward=-1.0)[:1]
+        for one in table.play(make_faulty, n=1, call_seconds=0.5, failure_reward=-1.0)[:1]
         if one.end == "failed"
     ]
     assert (scored.dropped, scored.turn_rewards[-1]) == (False, -1.0)
