@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.data.control_tokens import control_tokens
-from engine.data.templates import Message, plain_lines, refusals
+from engine.data.templates import Message, plain_lines, refusals, render
 from engine.errors import DataError
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ def _after_turn(
     problem: Exception | None = None
     for turn in (_SAID, _CALLED):
         try:
-            alone = _render(tokenizer, [_BEFORE, turn], tools, False)
-            whole = _render(tokenizer, [_BEFORE, turn, *messages], tools, True)
+            alone = render(tokenizer, [_BEFORE, turn], tools, False)
+            whole = render(tokenizer, [_BEFORE, turn, *messages], tools, True)
         except Exception as error:  # a template is code of the model's authors
             problem = problem or error
             continue
@@ -95,21 +95,6 @@ def _after_turn(
     if problem is not None:
         raise problem
     raise DataError("the chat template leaves out what the assistant said")
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: Tools,
-    generate: bool,
-) -> str:
-    text: Any = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        tools=[dict(tool) for tool in tools] or None,
-        add_generation_prompt=generate,
-        tokenize=False,
-    )
-    return str(text)
 
 
 def _behind_turn(text: str) -> str | None:

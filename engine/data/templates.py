@@ -61,6 +61,22 @@ def encode_prompt(
     return [int(i) for i in ids]
 
 
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+) -> str:
+    """The chat template's text of messages, whose own texts may still spell control tokens."""
+    text: Any = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        tools=[dict(tool) for tool in tools] or None,
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
+    )
+    return str(text)
+
+
 def encode_conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 ) -> list[int]:
