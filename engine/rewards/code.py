@@ -62,14 +62,14 @@ def code(
         tests = read_tests(truth, i)
         verdict = tests.judge(program(text), limits, timeout_s, stop=not partial)
         if verdict.layers:
-            _require(tuple(name for name, there in verdict.layers.items() if there), weak)
+            require_walls(tuple(name for name, there in verdict.layers.items() if there), weak)
         passed = sum(verdict.passed) / len(tests)
         scores.append(passed if partial else float(passed == 1))
     return scores
 
 
 @cache
-def _require(layers: tuple[str, ...], weak: bool) -> None:
+def require_walls(layers: tuple[str, ...], weak: bool) -> None:
     """Say once what locks programs in; raise RewardError where that is too little."""
     files = {"root", "landlock"} & set(layers)
     if "seccomp" in layers and files:

@@ -1,8 +1,8 @@
-"""The guard of a reward's process: starts it, and ends it with all that it leaves behind.
+"""The guard of a user's code: starts its process, and ends it with all that it leaves behind.
 
-The guard is a process of its own, between the run and the reward. It has one thread and runs no
-code of users, so it can't hang. All orphans below it become its children, whatever sessions they
-opened, and none of them outlives it. It ends with the run, however that ends.
+The guard is a process of its own, between the run and a reward or an environment. It has one thread
+and runs no code of users, so it can't hang. All orphans below it become its children, whatever
+sessions they opened, and none of them outlives it. It ends with the run, however that ends.
 """
 
 from __future__ import annotations
@@ -16,23 +16,35 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
 
 import psutil
-
-from engine.rewards.process_main import ProcessEnded, serve
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 _KILL_S = 10.0  # how long a killed process may stay before it is given up
 
+Serve: TypeAlias = Callable[[Connection], None]
 
-def main(control_fd: int, run_pid: int, imports: Sequence[str] = ()) -> None:
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnded:
+    """The guard's word that the process has ended, and all that it left behind."""
+
+    code: int  # its exit status, or minus the number of a signal
+
+
+def main(control_fd: int, run_pid: int, served: str, imports: Sequence[str] = ()) -> None:
     """Serve the run: each descriptor that comes over `control_fd` is the channel of a new process.
 
-    The process before it is ended first. A byte without a descriptor ends it, too. `imports` are
-    modules that each process has at its start.
+    The process before it is ended first. A byte without a descriptor ends it, too. `served` is the
+    `module:function` that answers a process's channel; `imports` are further modules that each
+    process has at its start.
     """
+    module, _, name = served.partition(":")
+    serve: Any = getattr(importlib.import_module(module), name)
     for module in imports:
         importlib.import_module(module)
     _prctl(_SET_CHILD_SUBREAPER, 1)
@@ -62,14 +74,14 @@ def main(control_fd: int, run_pid: int, imports: Sequence[str] = ()) -> None:
                 return
             if channels:
                 channel = channels[0]
-                worker = _start(channel, control)
+                worker = _start(channel, control, serve)
         elif run and run[0] in ready:  # the run was killed
             _end_children()
             return
 
 
-def _start(channel: int, control: socket.socket) -> int:
-    """Fork a reward's process; return its id."""
+def _start(channel: int, control: socket.socket, serve: Serve) -> int:
+    """Fork a process; return its id."""
     guard = os.getpid()
     pid = os.fork()
     if pid:

@@ -2,33 +2,23 @@
 
 What lives here: the run's end of it. The process is started once and keeps its state (a model that
 it loaded, say) between calls, until a call ends it or takes too long; the next call starts another.
-`guard` starts and ends processes, `process_main` runs in them.
+`guarded` starts and ends processes, `process_main` runs in them.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import chain
-from multiprocessing.connection import Connection
 from typing import Any
 
 from engine.errors import ConfigError, RewardError
 from engine.rewards.call import RewardRows
+from engine.rewards.guard import ProcessEnded
+from engine.rewards.guarded import START_S, GuardedProcess, TooLate, how_ended
 from engine.rewards.process_main import (
     LoadReward,
-    ProcessEnded,
     RewardLoaded,
     RowsDone,
     ScoreAll,
@@ -36,18 +26,6 @@ from engine.rewards.process_main import (
 )
 from engine.rewards.result import RewardFailure, Scores
 from engine.rewards.threads import TURNS, RowEnded, RowResult, RowStarted, late
-
-_START_S = 600.0  # a module may import what takes long
-_CLOSE_S = 15.0
-_GUARD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from engine.rewards.guard import main; "
-    "main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[4]))"
-)
-
-
-class _Deadline(Exception):
-    """No message came in time."""
 
 
 class RewardProcess:
@@ -72,10 +50,7 @@ class RewardProcess:
         each process has them at its start. `memory_bytes` limits the process's address space.
         """
         self._load = LoadReward(name, options or {}, modules, memory_bytes)
-        self._imports = imports
-        self._control: socket.socket | None = None
-        self._guard: subprocess.Popen[bytes] | None = None
-        self._channel: Connection | None = None
+        self._process = GuardedProcess("engine.rewards.process_main:serve", imports)
         self.name, self.components = name, None
         loaded = self._running()
         self.name, self.components = loaded.name, loaded.components
@@ -86,10 +61,10 @@ class RewardProcess:
         try:
             self._running()
             deadline = time.monotonic() + timeout_s
-            self._send(ScoreAll(rows, timeout_s, components), deadline)
-            answer = self._receive(deadline)
-        except _Deadline:
-            self._end()
+            self._process.send(ScoreAll(rows, timeout_s, components), deadline)
+            answer = self._process.receive(deadline)
+        except TooLate:
+            self._process.end()
             raise late(self.name, len(rows), timeout_s) from None
         except (RewardError, ConfigError) as error:  # of a new start
             raise RewardFailure("crashed", str(error)) from None
@@ -97,7 +72,7 @@ class RewardProcess:
             raise self._crashed(answer, len(rows))
         if isinstance(answer, RewardFailure):
             if answer.cause == "deadline":
-                self._end()  # what hangs must not go on beside the next call
+                self._process.end()  # what hangs must not go on beside the next call
             raise answer
         assert isinstance(answer, Scores)
         return answer
@@ -127,13 +102,12 @@ class RewardProcess:
             if untried:
                 groups.appendleft(untried)
         if groups:
-            self._end()
+            self._process.end()
         return results
 
     def close(self) -> None:
         """End the process and all that it left behind."""
-        self._end()
-        self._forget_guard()
+        self._process.close()
 
     def _attempt(
         self,
@@ -148,10 +122,10 @@ class RewardProcess:
         try:
             self._running()
             until = min(deadline, time.monotonic() + patience_s)
-            self._send(ScoreEach(rows, timeout_s, patience_s / 4), until)
+            self._process.send(ScoreEach(rows, timeout_s, patience_s / 4), until)
             while True:
                 until = min(deadline, time.monotonic() + patience_s)
-                message = self._receive(until)
+                message = self._process.receive(until)
                 if isinstance(message, RowStarted):
                     started.add(message.row)
                 elif isinstance(message, RowEnded):
@@ -160,127 +134,46 @@ class RewardProcess:
                     return started, self._crashed(message, 1)
                 elif isinstance(message, RowsDone):
                     if len(results.keys() & rows.keys()) < len(rows):
-                        self._end()  # what hangs must not go on beside the next call
+                        self._process.end()  # what hangs must not go on beside the next call
                     return started, None
-        except _Deadline:
-            self._end()
+        except TooLate:
+            self._process.end()
             return started, None if time.monotonic() >= deadline else late(self.name, 1, patience_s)
         except (RewardError, ConfigError) as error:  # of a new start
             return started, RewardFailure("crashed", str(error))
 
     def _running(self) -> RewardLoaded:
         """Start the process if it isn't there; return what it loaded."""
-        if self._channel is not None:
+        if self._process.running:
             return RewardLoaded(self.name, self.components)
-        if self._control is None:
-            self._start_guard()
-        assert self._control is not None
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-        self._channel = Connection(ours.detach())
+        self._process.start()
         try:
-            deadline = time.monotonic() + _START_S
-            self._send(self._load, deadline)
-            answer = self._receive(deadline)
-        except _Deadline:
-            self._end()
+            deadline = time.monotonic() + START_S
+            self._process.send(self._load, deadline)
+            answer = self._process.receive(deadline)
+        except TooLate:
+            self._process.end()
             raise RewardError(
-                f"reward {self.name!r} was not loaded within {_START_S:g} s; let its module import "
+                f"reward {self.name!r} was not loaded within {START_S:g} s; let its module import "
                 "less"
             ) from None
         if isinstance(answer, ConfigError):
-            self._end()
+            self._process.end()
             raise answer
         if isinstance(answer, ProcessEnded):
             raise RewardError(
-                f"the process of reward {self.name!r} {_how(answer.code)} while it imported the "
-                "reward's module; correct what runs on import"
+                f"the process of reward {self.name!r} {how_ended(answer.code)} while it imported "
+                "the reward's module; correct what runs on import"
             )
         assert isinstance(answer, RewardLoaded)
         return answer
-
-    def _send(self, message: object, until: float) -> None:
-        """Send a message; one that is not taken by `until`, by a stopped process say, is cut."""
-        assert self._channel is not None
-        seconds = max(0.01, until - time.monotonic())
-        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-        with socket.socket(fileno=os.dup(self._channel.fileno())) as channel:
-            channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        with suppress(OSError):  # it ended or is late, which is what `_receive` says next
-            self._channel.send(message)
-
-    def _receive(self, until: float) -> object:
-        """The next message, ProcessEnded where the process is gone; raise _Deadline at `until`."""
-        assert self._channel is not None
-        try:
-            if not self._channel.poll(max(0.0, until - time.monotonic())):
-                raise _Deadline
-            message: object = self._channel.recv()
-        except (EOFError, OSError, pickle.UnpicklingError):  # it ended in the middle of a message
-            message = ProcessEnded(-signal.SIGKILL)
-            self._forget_guard()
-        if isinstance(message, ProcessEnded):
-            self._channel.close()
-            self._channel = None
-        return message
-
-    def _end(self) -> None:
-        """End the process, if it runs; the next call starts another."""
-        if self._channel is None:
-            return
-        self._channel.close()
-        self._channel = None
-        assert self._control is not None
-        try:
-            self._control.send(b"-")
-        except OSError:
-            self._forget_guard()
 
     def _crashed(self, ended: ProcessEnded, size: int) -> RewardFailure:
         what = f"{size} completions" if size > 1 else "a completion"
         return RewardFailure(
             "crashed",
-            f"the process of reward {self.name!r} {_how(ended.code)} while it scored {what}",
+            f"the process of reward {self.name!r} {how_ended(ended.code)} while it scored {what}",
         )
-
-    def _start_guard(self) -> None:
-        ours, theirs = socket.socketpair()
-        arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)]
-        arguments.append(json.dumps(self._imports))
-        with theirs:
-            guard = subprocess.Popen(
-                [sys.executable, "-c", _GUARD, *arguments],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=_environment(),
-                start_new_session=True,  # Ctrl-C is the run's, which ends the guard
-            )
-        self._control, self._guard = ours, guard
-        weakref.finalize(self, _end_guard, ours, guard)
-
-    def _forget_guard(self) -> None:
-        """End the guard, so that the next call starts another."""
-        if self._control is not None and self._guard is not None:
-            _end_guard(self._control, self._guard)
-        self._control = self._guard = None
-
-
-def _end_guard(control: socket.socket, guard: subprocess.Popen[bytes]) -> None:
-    control.close()
-    try:
-        guard.wait(_CLOSE_S)
-    except subprocess.TimeoutExpired:
-        guard.kill()
-        with suppress(subprocess.TimeoutExpired):  # killed, it can only be in the kernel's hands
-            guard.wait(_CLOSE_S)
-
-
-def _environment() -> dict[str, str]:
-    """This process's, with as many threads for torch, and one order of sets of strings."""
-    torch = sys.modules.get("torch")
-    threads = {} if torch is None else {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    return {"PYTHONHASHSEED": "0"} | os.environ | threads
 
 
 def _patience(timeout_s: float, deadline: float, alone: int) -> float:
@@ -292,13 +185,3 @@ def _patience(timeout_s: float, deadline: float, alone: int) -> float:
     if alone:
         patience = min(patience, (deadline - time.monotonic()) / (alone + 1))
     return max(patience, 0.01)
-
-
-def _how(code: int) -> str:
-    """How a process ended, by its exit status or minus the number of a signal."""
-    if code >= 0:
-        return f"ended with exit status {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"

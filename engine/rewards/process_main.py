@@ -66,13 +66,6 @@ class RowsDone:
     """Nothing more comes for `ScoreEach`."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessEnded:
-    """The guard's word that the process has ended, and all that it left behind."""
-
-    code: int  # its exit status, or minus the number of a signal
-
-
 def serve(channel: Connection) -> None:
     """Load the reward, then answer requests until the other end closes."""
     try:

@@ -175,7 +175,7 @@ def test_children_that_it_leaves_behind_are_ended(modules: Path) -> None:
         run(reward, ["exit"])
         assert not child.is_running()
         run(reward, ["child"])
-        left = below(reward._guard.pid)  # type: ignore[attr-defined]
+        left = below(reward._process.guard_pid)  # type: ignore[attr-defined]
         assert len(left) == 2
     finally:
         reward.close()
@@ -187,7 +187,7 @@ import os, signal, sys
 from engine.rewards import open_reward, score
 reward = open_reward("rewards_of_a_process:by_text")
 score(reward, ["p"], ["child"], {"ground_truth": [1]}, 20.0)
-print(reward._guard.pid, flush=True)
+print(reward._process.guard_pid, flush=True)
 if sys.argv[1] == "spin":
     score(reward, ["p"], ["spin"], {"ground_truth": [1]}, 500.0)
 signal.pause()
@@ -214,9 +214,10 @@ def test_nothing_outlives_a_run_that_is_killed(modules: Path) -> None:
 
 def test_a_guard_that_is_killed_is_replaced(opened: Open) -> None:
     reward = opened("later")
-    assert reward._guard is not None
-    reward._guard.kill()
-    reward._guard.wait()
+    guard = reward._process._guard
+    assert guard is not None
+    guard.kill()
+    guard.wait()
     assert run(reward, ["a", "bb"]).rows == [[1.0], [2.0]]
 
 
