@@ -1,0 +1,169 @@
+"""A tool: a Python function, and the JSON schema that its type hints and docstring make.
+
+The schema has the form that chat templates read and `transformers.utils.get_json_schema` writes;
+pydantic makes it here, as transformers loads torch for it, and checks the arguments of calls too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from engine.errors import ConfigError
+from engine.registry import Options, origin
+
+_SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?):\s*$", re.MULTILINE)
+_ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
+_CONFIG = ConfigDict(extra="forbid", coerce_numbers_to_str=True, arbitrary_types_allowed=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """What a policy can call."""
+
+    name: str
+    schema: Mapping[str, Any]  # {"type": "function", "function": {"name", …, "parameters"}}
+    function: Callable[
+        ..., Any
+    ]  # takes what `arguments` gives; a coroutine function, or a plain one
+    arguments: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Checks and converts a call's arguments; raises ValueError with a sentence for the model."""
+
+
+def function_tool(
+    function: Callable[..., Any], options: Mapping[str, object] | None = None
+) -> Tool:
+    """Make a tool of a function with type hints and a docstring that describes its arguments.
+
+    Keyword-only parameters with defaults are options: `options` set them, and the model doesn't see
+    them. Raises ConfigError for a function that lacks a docstring, a type hint or the description
+    of an argument, for a type without a JSON schema, and for an option that it doesn't declare.
+
+    >>> def add(a: int, b: int = 0) -> int:
+    ...     '''Add two numbers.
+    ...
+    ...     Args:
+    ...         a: One number.
+    ...         b: The other.
+    ...     '''
+    ...     return a + b
+    >>> tool = function_tool(add)
+    >>> tool.schema["function"]["parameters"]["properties"]["a"]
+    {'type': 'integer', 'description': 'One number.'}
+    >>> tool.arguments({"a": "2"})
+    {'a': 2, 'b': 0}
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    given = Options(f"tool {name!r}", function).parse(options or {}, f"tool {name!r}")
+    description, described = _read_docstring(name, function)
+    try:
+        hints = get_type_hints(function, include_extras=True)
+        parameters = inspect.signature(function).parameters.values()
+    except (NameError, TypeError, ValueError) as error:
+        raise ConfigError(f"tool {name!r}: its type hints can't be read ({error})") from error
+    fields: dict[str, Any] = {}
+    names = [p.name for p in parameters if not _is_option(p)]
+    for place, parameter in enumerate(p for p in parameters if not _is_option(p)):
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(f"tool {name!r} takes *{parameter.name}; name each argument")
+        if parameter.name not in hints:
+            raise ConfigError(f"tool {name!r}: argument {parameter.name!r} needs a type hint")
+        if parameter.name not in described:
+            raise ConfigError(
+                f"tool {name!r}: its docstring doesn't describe argument {parameter.name!r}; add "
+                f'"{parameter.name}: …" under "Args:"'
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        text = described[parameter.name]
+        # An alias, as pydantic keeps some names to itself.
+        field = Field(default, alias=parameter.name, description=text)
+        fields[f"argument_{place}"] = (hints[parameter.name], field)
+    try:
+        model = create_model(name, __config__=_CONFIG, **fields)
+        schema = _plain(model.model_json_schema(by_alias=True))
+    except Exception as error:  # pydantic has many kinds of them
+        raise ConfigError(
+            f"tool {name!r} ({origin(function)}): a type hint has no JSON schema ({error})"
+        ) from error
+    schema.pop("additionalProperties", None)
+    schema.pop("description", None)
+    schema.setdefault("properties", {})
+    described_function = {"name": name, "description": description, "parameters": schema}
+    return Tool(
+        name,
+        {"type": "function", "function": described_function},
+        _bound(function, given),
+        partial(_arguments, model, names),
+    )
+
+
+def _is_option(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
+
+
+def _bound(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    return partial(function, **options) if options else function
+
+
+def _arguments(
+    model: type[BaseModel], names: list[str], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    try:
+        made = model.model_validate(dict(given))
+    except ValidationError as error:
+        raise ValueError("; ".join(_sentence(one, names) for one in error.errors())) from None
+    return {name: getattr(made, f"argument_{place}") for place, name in enumerate(names)}
+
+
+def _sentence(error: Mapping[str, Any], names: list[str]) -> str:
+    """One error of pydantic's, in a policy's words."""
+    where = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"there is no argument {where!r} (it takes {', '.join(names) or 'none'})"
+    if error["type"] == "missing":
+        return f"argument {where!r} is missing"
+    return f"argument {where!r}: {error['msg']}"
+
+
+def _plain(schema: Any) -> Any:
+    """A schema without titles and defaults, which only cost tokens."""
+    if isinstance(schema, list):
+        return [_plain(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in ("properties", "$defs"):
+            found[key] = {name: _plain(one) for name, one in value.items()}
+        elif key not in ("title", "default"):
+            found[key] = value if key in ("enum", "const", "required") else _plain(value)
+    return found
+
+
+def _read_docstring(name: str, function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """The description, and that of each argument, of a docstring in Google's style."""
+    text = (
+        inspect.getdoc(function) if inspect.isroutine(function) else inspect.getdoc(type(function))
+    )
+    if not text or not text.strip():
+        raise ConfigError(f"tool {name!r} has no docstring; the model reads there what it does")
+    parts = _SECTION.split(text)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    described: dict[str, str] = {}
+    lines = (sections.get("Args") or sections.get("Arguments") or "").splitlines()
+    margin = min((len(one) - len(one.lstrip()) for one in lines if one.strip()), default=0)
+    last = ""
+    for line in lines:
+        found = _ARGUMENT.match(line[margin:])
+        if found and line.strip():
+            last = found.group(1)
+            described[last] = found.group(2).strip()
+        elif last and line.strip():  # it goes on
+            described[last] += " " + line.strip()
+    return " ".join(parts[0].split()), described

@@ -1,0 +1,279 @@
+"""Tools: schemas of functions, calls that go wrong, and what is shipped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from transformers.utils import get_json_schema
+
+from engine.agents import Action, Observation, ToolCall, make_environment, tool_schemas
+from engine.agents.tools import Tool, ToolLimits, answer, function_tool, register_tool
+from engine.agents.tools.calculator import evaluate
+from engine.errors import ConfigError
+
+
+@register_tool("weather of a test")
+def weather(
+    city: str, days: int = 1, unit: Literal["C", "F"] = "C", *, station: str = "none"
+) -> dict[str, Any]:
+    """Tell the weather.
+
+    Args:
+        city: The city, e.g. "Bern"; one that is
+            not known is an error.
+        days: How many days ahead.
+        unit: Of the temperature.
+
+    Returns:
+        What the station says.
+    """
+    if city == "Atlantis":
+        raise LookupError("no such city")
+    return {"city": city, "days": days, "unit": unit, "station": station}
+
+
+def said(tools: list[Any], name: str, arguments: dict[str, Any], **limits: Any) -> str:
+    found = {tool.name: tool for tool in tools}
+    call = ToolCall(name, arguments, "call_7")
+    message = asyncio.run(answer(found, call, ToolLimits(**limits)))
+    assert message["role"] == "tool"
+    assert (message["name"], message["tool_call_id"]) == (name, "call_7")
+    return str(message["content"])
+
+
+def test_a_schema_is_that_of_transformers() -> None:
+    def plain(city: str, days: int, share: float, loud: bool, names: list[str]) -> str:
+        """Say something.
+
+        Args:
+            city: The city.
+            days: How many.
+            share: Of all.
+            loud: Whether to shout.
+            names: Who is there.
+        """
+        return city
+
+    theirs = get_json_schema(plain)
+    theirs["function"].pop("return")
+    assert function_tool(plain).schema == theirs
+    ours = function_tool(weather).schema["function"]["parameters"]
+    assert ours["required"] == ["city"]
+    assert list(ours["properties"]) == ["city", "days", "unit"]  # no option
+    assert ours["properties"]["unit"]["enum"] == ["C", "F"]
+    assert ours["properties"]["city"]["description"].endswith("one that is not known is an error.")
+
+
+def test_a_call_is_answered_whatever_it_asks() -> None:
+    tools = [function_tool(weather, {"station": "north"})]
+    right = {"city": "Bern", "days": 1, "unit": "C", "station": "north"}
+    assert json.loads(said(tools, weather.__name__, {"city": "Bern"})) == right
+    assert json.loads(said(tools, "weather", {"city": "Bern", "days": "3"}))["days"] == 3
+    assert said(tools, "whether", {}) == "error: there is no tool 'whether'; call one of weather"
+    assert said(tools, "weather", {}) == "error: argument 'city' is missing"
+    wrong = said(tools, "weather", {"city": "Bern", "days": "many", "hour": 2})
+    assert "argument 'days': Input should be a valid integer" in wrong
+    assert "there is no argument 'hour' (it takes city, days, unit)" in wrong
+    assert said(tools, "weather", {"city": "x", "station": "mine"}).startswith("error: there is no")
+    assert said(tools, "weather", {"city": "Atlantis"}) == "error: LookupError: no such city"
+
+
+def test_calls_that_hang_end_and_long_results_are_cut() -> None:
+    stopped: list[bool] = []
+
+    def spin() -> str:
+        """Never end."""
+        try:
+            while True:
+                time.sleep(0.001)
+        finally:
+            stopped.append(True)
+
+    async def sleep() -> str:
+        """Never end."""
+        await asyncio.sleep(60)
+        return ""
+
+    def leave() -> str:
+        """End the program."""
+        raise SystemExit(3)
+
+    def much(count: int) -> str:
+        """Say much.
+
+        Args:
+            count: How much.
+        """
+        return "x" * count
+
+    tools = [function_tool(one) for one in (spin, sleep, leave, much)]
+    start = time.monotonic()
+    assert said(tools, "spin", {}, timeout_s=0.05) == "error: spin took longer than 0.05 s"
+    assert said(tools, "sleep", {}, timeout_s=0.05) == "error: sleep took longer than 0.05 s"
+    assert "SystemExit: 3" in said(tools, "leave", {})
+    cut = said(tools, "much", {"count": 50}, max_output=10)
+    assert cut == "x" * 10 + "\n[cut: 40 of 50 characters left out]"
+    while not stopped and time.monotonic() < start + 5:
+        time.sleep(0.01)
+    assert stopped == [True]
+
+
+def test_what_makes_no_tool_is_refused_by_name() -> None:
+    def bare(a: int) -> int:
+        return a
+
+    def silent(a: int) -> int:
+        """Do something."""
+        return a
+
+    def untyped(a) -> int:  # type: ignore[no-untyped-def]
+        """Do something.
+
+        Args:
+            a: What.
+        """
+        return int(a)
+
+    def strange(a: Path.__class__) -> int:  # type: ignore[name-defined]
+        """Do something.
+
+        Args:
+            a: What.
+        """
+        return 1
+
+    for function, words in (
+        (bare, "'bare' has no docstring"),
+        (silent, "doesn't describe argument 'a'"),
+        (untyped, "argument 'a' needs a type hint"),
+        (strange, "no JSON schema"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            function_tool(function)
+    with pytest.raises(ConfigError, match="doesn't read 'speed'"):
+        function_tool(weather, {"speed": 1})
+    with pytest.raises(ConfigError, match="two tools 'calculator'"):
+        make_environment("tools", {"tools": ["calculator", "calculator"]})
+    with pytest.raises(ConfigError, match="did you mean 'calculator'"):
+        make_environment("tools", {"tools": ["calculater"]})
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("48271 * 90317", "4359691907"),
+        ("(1 + 2) * 3 ** 2 - 7 // 2 % 5", "24"),
+        ("2^0.5", "1.41421356237"),
+        ("−3 × 4 ÷ 2", "-6"),
+        ("sqrt(16) + max(1, 2)", "6"),
+        ("10 / 4", "2.5"),
+        ("10**40 / 10**39", "10"),
+    ],
+)
+def test_the_calculator_computes(expression: str, value: str) -> None:
+    assert evaluate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("1/0", "division by zero"),
+        ("9**9**9", "too large"),
+        ("(-8)**0.5", "no finite real"),
+        ("1e308*10", "no finite real"),
+        ("__import__('os')", "not allowed"),
+        ("().__class__", "not allowed"),
+        ("'a'*9", "not allowed"),
+        ("True + 1", "not allowed"),
+        ("2 +", "no arithmetic expression"),
+        ("(" * 400, "no arithmetic expression"),
+        ("1" * 501, "more than 500"),
+        ("1 << 9", "no operation"),
+        ("-" * 499 + "1", "none"),
+        ("round(1, 2, 3)", "argument"),
+        ("exp(1e9)", "too large"),
+    ],
+)
+def test_the_calculator_is_bounded(expression: str, words: str) -> None:
+    start = time.monotonic()
+    if expression == "-" * 499 + "1":
+        assert evaluate(expression) == "-1"
+        return
+    with pytest.raises(ValueError, match=words):
+        evaluate(expression)
+    assert time.monotonic() - start < 1
+
+
+def test_python_shows_what_a_program_prints_and_its_errors() -> None:
+    (tool,) = (make_environment("tools", {"tools": ["python"]})._tools.values(),)  # type: ignore[attr-defined]
+    tools = list(tool)
+    assert said(tools, "python", {"code": "x = 3\nprint(x)\nx * 2"}) == "3\n6\n"
+    assert said(tools, "python", {"code": "x = 1"}) == "(nothing was printed)"
+    raised = said(tools, "python", {"code": "def f():\n    return 1 / 0\nf()"})
+    assert 'File "program.py", line 2, in f' in raised
+    assert raised.endswith("ZeroDivisionError: division by zero\n")
+    assert "SyntaxError" in said(tools, "python", {"code": "1 +"})
+    refused = said(tools, "python", {"code": "import socket\nsocket.socket()"})
+    assert "PermissionError" in refused
+    slow = function_tool(tools[0].function.__class__ and _python(), {"timeout_s": 0.5})
+    assert "longer than 0.5 s" in said([slow], "python", {"code": "while True: pass"})
+
+
+def _python() -> Any:
+    from engine.agents.tools.python import python
+
+    return python
+
+
+def test_search_finds_the_passage_that_fits(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    texts = [
+        "Bern is the capital of Switzerland.",
+        "Paris is the capital of France.",
+        "Rain falls.",
+    ]
+    rows = [json.dumps({"title": f"t{i}", "text": text}) for i, text in enumerate(texts)]
+    path.write_text("\n".join(rows))
+    environment = make_environment(
+        "tools", {"tools": [{"name": "search", "options": {"corpus": str(path), "top_k": 2}}]}
+    )
+    call = ToolCall("search", {"query": "capital of France"}, "c")
+    seen = asyncio.run(environment.step(Action("…", tool_calls=(call,))))
+    content = seen.messages[0]["content"]
+    assert content.split("\n\n") == [f"[1] t1: {texts[1]}", f"[0] t0: {texts[0]}"]
+    lost = ToolCall("search", {"query": "zebra"}, "c")
+    seen = asyncio.run(environment.step(Action("…", tool_calls=(lost,))))
+    assert seen.messages[0]["content"] == "(nothing was found)"
+
+
+def test_the_environment_answers_calls_until_there_is_none() -> None:
+    environment = make_environment("tools", {"tools": ["calculator", f"{__name__}:weather"]})
+    assert [one["function"]["name"] for one in tool_schemas(environment)] == [
+        "calculator",
+        "weather",
+    ]
+
+    async def play() -> list[Observation]:
+        calls = tuple(ToolCall("calculator", {"expression": f"{i}+1"}, f"c{i}") for i in range(10))
+        return [
+            await environment.reset({"prompt": []}),
+            await environment.step(Action("…", tool_calls=calls, malformed=("no JSON",))),
+            await environment.step(Action("It is 2.")),
+        ]
+
+    first, second, last = asyncio.run(play())
+    assert (first.messages, first.done) == ((), False)
+    contents = [message["content"] for message in second.messages]
+    assert contents[:8] == [str(i + 1) for i in range(8)]
+    assert contents[8:] == ["error: at most 8 calls a turn are run"] * 2 + ["error: no JSON"]
+    assert (second.done, last.done, last.info["calls"]) == (False, True, 11)
+
+
+def test_a_tool_of_ones_own_is_used_as_it_is() -> None:
+    tool = Tool("echo", {"type": "function"}, lambda **given: given["x"], dict)
+    assert said([tool], "echo", {"x": "hello"}) == "hello"
