@@ -51,6 +51,10 @@ class RewardError(EngineError):
     """A reward function raised, hung, or returned something that is not one float a sample."""
 
 
+class EpisodeError(EngineError):
+    """An environment raised, hung, died, or returned what is no observation."""
+
+
 class WorkerError(EngineError):
     """A rank of a worker group failed; carries role, rank and the remote traceback."""
 

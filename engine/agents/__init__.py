@@ -1,5 +1,7 @@
 """Episodes of several turns: what an environment is, its tools, and processes that it runs in."""
 
+from engine.agents.failures import EnvironmentFailure
+from engine.agents.pool import EnvironmentPool, Episode
 from engine.agents.protocol import (
     Action,
     Environment,
@@ -15,6 +17,9 @@ from engine.agents.registry import make_environment, register_environment
 __all__ = [
     "Action",
     "Environment",
+    "EnvironmentFailure",
+    "EnvironmentPool",
+    "Episode",
     "Message",
     "Observation",
     "ResumableEnvironment",
