@@ -1,7 +1,7 @@
 """Episodes of several turns: what an environment is, its tools, and processes that it runs in."""
 
 from engine.agents.failures import EnvironmentFailure
-from engine.agents.pool import EnvironmentPool, Episode
+from engine.agents.pool import EnvironmentPool, PooledEpisode
 from engine.agents.protocol import (
     Action,
     Environment,
@@ -19,9 +19,9 @@ __all__ = [
     "Environment",
     "EnvironmentFailure",
     "EnvironmentPool",
-    "Episode",
     "Message",
     "Observation",
+    "PooledEpisode",
     "ResumableEnvironment",
     "ToolCall",
     "is_resumable",

@@ -81,13 +81,13 @@ class EnvironmentPool:
             raise
         self.tools, self.resumable = loaded.tools, loaded.resumable
 
-    def open(self) -> Episode:
+    def open(self) -> PooledEpisode:
         """A place for one episode, in the process that has the fewest."""
         with self._lock:
             process = min(self._processes, key=lambda one: one.episodes)
             process.episodes += 1
             self._opened += 1
-            return Episode(self, process, self._opened)
+            return PooledEpisode(self, process, self._opened)
 
     def close(self) -> None:
         """End all processes and what they left behind; calls under way fail."""
@@ -114,7 +114,7 @@ class EnvironmentPool:
             self.failures[failure.cause] += 1
 
 
-class Episode:
+class PooledEpisode:
     """One episode at a time, and the environment that plays it; `pool.open` makes them."""
 
     def __init__(self, pool: EnvironmentPool, process: EnvironmentProcess, number: int) -> None:

@@ -75,7 +75,7 @@ def call_of(value: Any, place: int, arguments: tuple[str, ...] = ("arguments",))
     name = value.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError('a call has a "name"')
-    given = next((value[key] for key in arguments if key in value), {})
+    given: Any = next((value[key] for key in arguments if key in value), {})
     if isinstance(given, str):  # OpenAI's form: arguments as JSON text
         given = loads(given)
     if not isinstance(given, Mapping):

@@ -57,9 +57,9 @@ def evaluate(expression: str) -> str:
 
 def _value(node: ast.expr) -> int | float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _bounded(node.value)  # type: ignore[arg-type]
+        return _bounded(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_value(node.operand))  # type: ignore[no-any-return]
+        return _UNARY[type(node.op)](_value(node.operand))
     if isinstance(node, ast.BinOp):
         return _bounded(_binary(node.op, _value(node.left), _value(node.right)))
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:
@@ -99,7 +99,7 @@ def _bounded(value: Any) -> int | float:
         raise ValueError("the result is no finite real number")
     if isinstance(value, int) and value.bit_length() > _BITS:
         raise OverflowError
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _shown(value: int | float) -> str:

@@ -28,7 +28,12 @@ def register_tool(name: str) -> Callable[[_F], _F]:
 
     Raises ConfigError for a name that is taken.
     """
-    return _registry.register(name)
+
+    def add(function: _F) -> _F:
+        _registry.add(name, function)
+        return function
+
+    return add
 
 
 def resolve_tools(specs: Iterable[ToolSpec]) -> dict[str, Tool]:
