@@ -10,13 +10,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from engine.config import AlgorithmConfig, EvaluateConfig, PipelineConfig, RewardConfig, RLConfig
+from engine.config import (
+    AlgorithmConfig,
+    EvaluateConfig,
+    PairsConfig,
+    PipelineConfig,
+    RewardConfig,
+    RLConfig,
+)
 
 C = TypeVar("C", bound=PipelineConfig)
 
 
 def pin_named_content(config: C) -> C:
-    """Return the settings with `named_content`, evaluation's reward, teacher's and critic's commit.
+    """Return the settings with `named_content`, the rewards of pairs and evaluation, and the
+    teacher's and critic's commits.
 
     Raises ModelError for a model on the hub whose commit can't be resolved.
     """
@@ -28,7 +36,17 @@ def pin_named_content(config: C) -> C:
         started = pin_revision(rl.critic.model_path, "rl.critic.model_path")
         rl = rl.model_copy(update={"critic": rl.critic.model_copy(update={"model_path": started})})
     rl = rl.model_copy(update={"named_content": named_content(rl)})
-    return config.model_copy(update={"rl": rl, "evaluate": pinned_evaluation(config)})
+    pairs, evaluate = pinned_ranking(config), pinned_evaluation(config)
+    return config.model_copy(update={"rl": rl, "pairs": pairs, "evaluate": evaluate})
+
+
+def pinned_ranking(config: PipelineConfig) -> PairsConfig:
+    """What makes pairs, with the digest of its reward's modules."""
+    from engine.storage.code_version import modules_digest
+
+    pairs = config.ranking()
+    code = modules_digest([*pairs.plugins, *_modules(reward_names(pairs.scorer))])
+    return pairs.model_copy(update={"named_content": code})
 
 
 def _pinned_teachers(algorithm: AlgorithmConfig) -> AlgorithmConfig:

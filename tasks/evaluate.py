@@ -25,7 +25,7 @@ from tasks.pages import model_facts
 from tasks.preprocess import SPLITS, log_splits
 from tasks.ray_cluster import LOCAL_OBJECT_STORE_BYTES
 from tasks.stage import stage, stage_cache
-from tasks.start_model import first_model
+from tasks.start_model import first_model, trained_by
 from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def evaluate(
     from engine.evaluation.evaluate import evaluate_model
     from engine.evaluation.layout import uses_ranks
     from engine.evaluation.lm_eval import pairs, require_lm_eval
+    from engine.evaluation.overoptimisation import read_overoptimisation
     from engine.evaluation.report import render_report
     from engine.evaluation.sets import TEST, compare_sets, read_problems, rows_of_set, write_sets
     from engine.evaluation.settings import comparable_settings
@@ -126,6 +127,8 @@ def evaluate(
             },
             curves=training_curves(models["rl"]),
             before=first_model(this.parents),
+            after=trained_by(this.parents),
+            overoptimisation=read_overoptimisation(models["rl"]),
             harness=pairs(harness, "warm_start", "rl"),
             sets=sets,
         )
@@ -215,7 +218,7 @@ def check_held_out(dataset: Path) -> None:
 
 
 def training_curves(policy: Path) -> dict[str, list[float]]:
-    """Per-step metrics of the RL run that made the model; empty for other models."""
+    """Per-step metrics of the training that made the model; empty where it is not known."""
     from engine.evaluation.policy_steps import read_policy_steps
 
     run = read_policy_steps(policy)
@@ -227,6 +230,9 @@ def training_curves(policy: Path) -> dict[str, list[float]]:
         "KL": "actor/kl",
         "entropy": "actor/entropy",
         "response length": "response/length_mean",
+        "loss on preferences": "preference/loss",
+        "margin of implicit rewards": "preference/rewards/margins",
+        "preferences ranked right": "preference/rewards/accuracies",
     }
     return {label: steps[key].tolist() for label, key in wanted.items() if key in steps}
 

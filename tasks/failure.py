@@ -58,6 +58,66 @@ def rlhf_failed(
 
 
 @task(**OPTIONS)
+def preference_failed(
+    config: RLHFConfig,
+    source: str,
+    path: str,
+    model: str,
+    preferences: str,
+    seed: int,
+    profile: str,
+    err: FlyteError | None = None,
+) -> None:
+    """Record why `preference` failed."""
+    record_failure("preference", config, err)
+
+
+@task(**OPTIONS)
+def reward_model_failed(
+    config: RLHFConfig,
+    source: str,
+    path: str,
+    model: str,
+    preferences: str,
+    seed: int,
+    profile: str,
+    err: FlyteError | None = None,
+) -> None:
+    """Record why `reward_model` failed."""
+    record_failure("reward_model", config, err)
+
+
+@task(**OPTIONS)
+def classic_rlhf_failed(
+    config: RLHFConfig,
+    source: str,
+    path: str,
+    model: str,
+    preferences: str,
+    seed: int,
+    profile: str,
+    err: FlyteError | None = None,
+) -> None:
+    """Record why `classic_rlhf` failed."""
+    record_failure("classic_rlhf", config, err)
+
+
+@task(**OPTIONS)
+def make_pairs_failed(
+    config: RLHFConfig,
+    source: str,
+    path: str,
+    model: str,
+    policy: str,
+    seed: int,
+    profile: str,
+    err: FlyteError | None = None,
+) -> None:
+    """Record why `make_pairs` failed."""
+    record_failure("make_pairs", config, err)
+
+
+@task(**OPTIONS)
 def evaluate_only_failed(
     config: RLHFConfig,
     source: str,

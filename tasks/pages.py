@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flytekit import Deck
 
 from tasks.context import RunContext, echo
-from tasks.start_model import first_model
+from tasks.start_model import first_model, trained_by
 
 if TYPE_CHECKING:
     from engine.evaluation.lm_eval import HarnessScore
@@ -45,6 +45,7 @@ def write_pages(run: RunContext, promotion: Path) -> Path:
     """
     import pandas as pd
 
+    from engine.evaluation.overoptimisation import read_overoptimisation
     from engine.evaluation.report import render_report
     from engine.evaluation.sets import TEST, read_sets, rows_of_set
     from engine.evaluation.summary import EvaluationComparison
@@ -73,6 +74,8 @@ def write_pages(run: RunContext, promotion: Path) -> Path:
         curves=training_curves(policy),
         verdict=read_verdict(promotion),
         before=first_model(read_manifest(evaluation).parents),
+        after=trained_by(read_manifest(evaluation).parents),
+        overoptimisation=read_overoptimisation(policy),
         harness=read_harness(evaluation),
         sets=sets,
     )
@@ -102,7 +105,7 @@ def model_facts(digest: str, policy: Path, page: bool = False) -> dict[str, str 
     command = f"python -m engine.lineage {digest[:12]} --html {LINEAGE}"
     link = Link(f"{LINEAGE} (in a Deck: the tab Lineage)", LINEAGE)
     steps = read_policy_steps(policy)
-    of = {} if steps is None else {"step of RL": str(steps)}
+    of = {} if steps is None else {"step of training": str(steps)}
     return {"model": digest, **of, "lineage": link if page else command}
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from engine.config import ParallelConfig, PipelineConfig, PoolConfig, RLConfig, SFTConfig
+from engine.config import OfflineConfig, ParallelConfig, PipelineConfig, PoolConfig, RLConfig
 from engine.errors import ConfigError
 from tasks.content_pinning import pin_named_content
 from tasks.context import echo
 from tasks.profiles import ONE_RANK, Profile
 
 C = TypeVar("C", bound=PipelineConfig)
+Offline = TypeVar("Offline", bound=OfflineConfig)
 
 # Roles that share the policy's processes, in the order in which they are built.
 _POLICY_ROLES = ("actor", "rollout", "reference", "teacher", "critic")
@@ -19,11 +20,11 @@ _POLICY_ROLES = ("actor", "rollout", "reference", "teacher", "critic")
 def apply_profile(config: C, profile: Profile) -> C:
     """Return the settings with the profile's layout and GPUs where they leave both open.
 
-    And with `rl.named_content`, which stages are keyed by. Layout: `rl.actor.parallel` and
-    `sft.parallel`, where they are the default of one rank. GPUs: `rl.trainer.pools` (where rollout
-    waits for training) and `sft.pools`, where they are empty. With `rl.trainer.placement=auto`
-    RL's stay open for the engine's planner, which sees the machines at each start. Raises
-    ConfigError for settings that the profile's machines can't take.
+    And with `rl.named_content`, which stages are keyed by. Layout: `rl.actor.parallel` and those of
+    `sft`, `preference` and `reward_model`, where they are the default of one rank. GPUs:
+    `rl.trainer.pools` (where rollout waits for training) and theirs, where they are empty. With
+    `rl.trainer.placement=auto` RL's stay open for the engine's planner, which sees the machines at
+    each start. Raises ConfigError for settings that the profile's machines can't take.
     """
     config = pin_named_content(config)
     if not profile.gpus:
@@ -36,7 +37,11 @@ def apply_profile(config: C, profile: Profile) -> C:
     auto = config.rl.trainer.placement == "auto"
     rl = (_with_precision if auto else _with_layout)(config.rl, profile)
     _check_evaluation(config.evaluate.parallel, profile)
-    return config.model_copy(update={"rl": rl, "sft": _warm_start(config.sft, profile)})
+    sft = config.sft if config.sft.skip else _on_gpus(config.sft, profile)
+    own = {
+        name: _on_gpus(getattr(config, name), profile) for name in ("preference", "reward_model")
+    }
+    return config.model_copy(update={"rl": rl, "sft": sft, **own})
 
 
 def check_model_layouts(config: PipelineConfig) -> None:
@@ -80,23 +85,22 @@ def _check_evaluation(parallel: ParallelConfig | None, profile: Profile) -> None
         )
 
 
-def _warm_start(sft: SFTConfig, profile: Profile) -> SFTConfig:
+def _on_gpus(config: Offline, profile: Profile) -> Offline:
     """On ranks where the profile's machines have several GPUs; else as it is."""
-    if sft.skip:
-        return sft
+    section = config.section
     if not profile.several_gpus:
-        _check_size("sft.parallel", sft.parallel, profile)
-        return sft
-    if sft.placement == "local":
+        _check_size(f"{section}.parallel", config.parallel, profile)
+        return config
+    if config.placement == "local":
         raise ConfigError(
-            f"sft.placement=local with profile={profile.name}: the profile's GPUs are on Ray "
-            "workers; leave sft.placement out, or set profile=laptop"
+            f"{section}.placement=local with profile={profile.name}: the profile's GPUs are on Ray "
+            f"workers; leave {section}.placement out, or set profile=laptop"
         )
-    parallel = profile.layout if sft.parallel == ONE_RANK else sft.parallel
-    _check_size("sft.parallel", parallel, profile)
-    pool = PoolConfig(roles=("sft",), cpus=_cpus(profile), gpus=1.0)
-    placed = {"parallel": parallel, "placement": "ray", "pools": sft.pools or (pool,)}
-    return sft.model_copy(update=placed)
+    parallel = profile.layout if config.parallel == ONE_RANK else config.parallel
+    _check_size(f"{section}.parallel", parallel, profile)
+    pool = PoolConfig(roles=(section,), cpus=_cpus(profile), gpus=1.0)
+    placed = {"parallel": parallel, "placement": "ray", "pools": config.pools or (pool,)}
+    return config.model_copy(update=placed)
 
 
 def _with_precision(rl: RLConfig, profile: Profile) -> RLConfig:

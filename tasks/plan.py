@@ -28,14 +28,7 @@ from engine.config import (
 )
 from engine.storage.code_version import sources_digest
 from tasks.content_pinning import model_digest, pin_model_commit
-from tasks.context import (
-    IMAGE,
-    SMALL,
-    RunContext,
-    echo,
-    execution_tags,
-    user_facing_errors,
-)
+from tasks.context import IMAGE, SMALL, RunContext, echo, execution_tags, user_facing_errors
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.memory_check import check_memory
@@ -43,6 +36,8 @@ from tasks.placement import apply_profile, check_model_layouts
 from tasks.profiles import LAPTOP, Profile, read_profile
 from tasks.ray_cluster import require_shared_home
 from tasks.stage import library_versions
+
+BY_RL = ("rlhf", "classic_rlhf")  # workflows with a warm start and RL
 
 
 class Plan(NamedTuple):
@@ -84,33 +79,21 @@ def plan(
     the configuration; `profile` (`tasks.profiles.read_profile`) fills in layout and GPUs where it
     leaves them open. `workflow` names the run.
     """
-    from tasks.local_cache import evict_missing
-
     with user_facing_errors():
         set_current_run(None)
-        if evicted := evict_missing():
-            echo(f"plan: results that were deleted from the disk are made again ({evicted})")
-        machines = read_profile(profile)
-        named = with_overrides(config, source, path, model, seed)
-        data_digest = check_names(named)
-        merged = pin_model_commit(apply_profile(named, machines))
-        trains = workflow != "evaluate_only"
-        if trains:
-            require_shared_home(merged)
-        digests = data_digest, check_inputs(merged)
-        check_memory(merged, machines, trains=trains)
-        context = context_length(merged.model)
-        run = open_run(merged, digests, workflow)
+        ready = prepare(config, source, path, model, seed, profile, workflow)
+        merged = ready.config
+        run = open_run(merged, ready.digests, workflow)
         set_current_run(run)
-    echo(f"run {run.run_id}: config {digest(merged)[:12]}, data {digests[0][:12]}")
+    echo(f"run {run.run_id}: config {digest(merged)[:12]}, data {ready.digests[0][:12]}")
     return Plan(
         run,
         merged.data,
-        digests[0],
+        ready.digests[0],
         merged.model,
         merged.model.path,
-        digests[1],
-        context,
+        ready.digests[1],
+        ready.context,
         merged.sft,
         merged.rl,
         merged.model.lora if merged.sft.skip else rl_lora(merged.model),
@@ -119,10 +102,44 @@ def plan(
         merged.promote,
         merged.seed,
         digest(merged),
-        machines,
+        ready.profile,
         merged.promote.approval == "required",
-        LAPTOP if merged.sft.skip else machines,
+        LAPTOP if merged.sft.skip else ready.profile,
     )
+
+
+class Prepared(NamedTuple):
+    """Settings that have been checked, and what they name."""
+
+    config: RLHFConfig
+    digests: tuple[str, str]  # of the data and of the start model
+    context: int  # the model's limit in tokens
+    profile: Profile
+
+
+def prepare(
+    config: RLHFConfig,
+    source: str,
+    path: str,
+    model: str,
+    seed: int,
+    profile: str,
+    workflow: str,
+) -> Prepared:
+    """Apply the command line and the profile to the settings, and check them; EngineError."""
+    from tasks.local_cache import evict_missing
+
+    if evicted := evict_missing():
+        echo(f"plan: results that were deleted from the disk are made again ({evicted})")
+    machines = read_profile(profile)
+    named = with_overrides(config, source, path, model, seed)
+    data_digest = check_names(named)
+    merged = pin_model_commit(apply_profile(named, machines))
+    if workflow != "evaluate_only":
+        require_shared_home(merged)
+    digests = data_digest, check_inputs(merged)
+    check_memory(merged, machines, trains=workflow in BY_RL)
+    return Prepared(merged, digests, context_length(merged.model), machines)
 
 
 def with_overrides(config: RLHFConfig, source: str, path: str, model: str, seed: int) -> RLHFConfig:

@@ -31,6 +31,8 @@ from tasks.pages import run_folder, write_pages
 from tasks.start_model import START_MODEL
 
 NEAR_ZERO = 0.02  # pass@1, a fraction
+POLICY = "rl"  # the trained policy's key in the summary, whatever trained it
+LEARNED_FROM = ("pairs", "reference", "reward_model")  # kinds of a policy's parents
 
 
 @task(
@@ -53,10 +55,12 @@ def report(
 ) -> FlyteFile:
     """Write the run's pages and `summary.json`, end the MLflow parent run, print the summary."""
     with user_facing_errors():
+        trained = local_artifact(policy)
         folders = {
             "dataset": local_artifact(dataset),
             "sft": local_artifact(warm_start),
-            "rl": local_artifact(policy),
+            **made_before(trained),
+            POLICY: trained,
             "evaluation": local_artifact(evaluation),
             "promotion": local_artifact(promotion),
         }
@@ -66,6 +70,19 @@ def report(
         finish_run(run, facts, path)
         print_summary(facts, path, folders)
     return FlyteFile(str(path))
+
+
+def made_before(policy: Path) -> dict[str, Path]:
+    """What the policy learned from besides the dataset and the warm start: pairs, reward model."""
+    from engine.storage.artifacts import local_path
+    from engine.storage.manifest import read_manifest
+
+    found: dict[str, Path] = {}
+    for parent in read_manifest(policy).parents:
+        if parent.kind in LEARNED_FROM:
+            folder = local_path(parent.uri)
+            found |= made_before(folder) | {parent.kind: folder}
+    return found
 
 
 def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> dict[str, Any]:
@@ -79,7 +96,7 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
     comparison = read_comparison(folders["evaluation"])
     decision = json.loads((folders["promotion"] / "decision.json").read_text())
     gain, execution = comparison["gain"], execution_name(run)
-    steps = read_policy_steps(folders["rl"])
+    steps = read_policy_steps(folders[POLICY])
 
     def passed(which: str) -> dict[str, Any]:
         interval = comparison[which]["pass_at_1"]
@@ -91,6 +108,9 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
         # Folder or hub id; empty: from scratch; null where the warm start does not say.
         "start_model": start["path"] if isinstance(start, dict) else None,
         "warm_start": manifests["sft"].kind != START_MODEL,
+        "trained_by": manifests[
+            POLICY
+        ].kind,  # "rl", "preference", or "model" for one from elsewhere
         "pass_at_1": {"warm_start": before["value"], "rl": after["value"]},
         "pass_at_1_interval": {"warm_start": before["interval"], "rl": after["interval"]},
         "policy_step": None if steps is None else str(steps),  # of its RL run
@@ -158,33 +178,52 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
     low, high = facts["gain_interval"]
     cached = set(facts["cached"])
     times = ", ".join(
-        f"{name} {'cached' if name in cached else human_time(seconds)}"
+        f"{facts['trained_by'] if name == POLICY else name} "
+        f"{'cached' if name in cached else human_time(seconds)}"
         for name, seconds in facts["seconds"].items()
         if name != "total"
     )
     decision = facts["promotion"]
+    method = "preferences" if facts["trained_by"] == "preference" else "RL"
     first = "warm start" if facts["warm_start"] else "start model"
     rows = {
         f"pass@1 {first}": rate("warm_start"),
-        "pass@1 after RL": rate("rl"),
+        f"pass@1 after {method}": rate("rl"),
         "gain": f"{points(facts['gain'], low, high)} on {facts['problems']} problems",
         "promotion": f"version {decision['model_version']} "
         f"{'promoted' if decision['promoted'] else 'not promoted'} (why: below)",
         "time": f"{human_time(facts['seconds']['total'])} ({times})",
         **({} if facts["warm_start"] else {"start model": facts["start_model"]}),
-        "model": display_path(folders["rl"]),
-        "model's step": facts["policy_step"] or "made by no RL run",
+        "model": display_path(folders[POLICY]),
+        "model's step": facts["policy_step"] or "not recorded",
         "report (Deck)": display_path(Path(facts["report"])),
         "summary": display_path(path),
         "MLflow run": f"{facts['mlflow']['run_id']} in {facts['mlflow']['experiment']!r}",
         "MLflow UI": facts["mlflow"]["url"]
         or f"mlflow ui --backend-store-uri {facts['mlflow']['tracking_uri']}",
-        "lineage": f"python -m engine.lineage {display_path(folders['rl'])}",
+        "lineage": f"python -m engine.lineage {display_path(folders[POLICY])}",
     }
-    table("RLHF run " + facts["run_id"], [{"": k, "result": v} for k, v in rows.items()])
+    what = "Preference run " if facts["trained_by"] == "preference" else "RLHF run "
+    table(what + facts["run_id"], [{"": k, "result": v} for k, v in rows.items()])
+    for line in learned_lines(folders):
+        echo(line)
     echo(f"promotion: {decision['reason']}")  # too long for a table's column
     if max(facts["pass_at_1"].values()) < NEAR_ZERO:
         echo(near_zero_advice(facts["start_model"]))
+
+
+def learned_lines(folders: dict[str, Path]) -> list[str]:
+    """How well the reward model ranks, and what it did to the policy, where there is one."""
+    from engine.evaluation.overoptimisation import read_overoptimisation
+    from engine.storage.manifest import read_manifest
+    from tasks.reward_model_training import ranking
+
+    lines = []
+    if "reward_model" in folders:
+        lines.append(f"reward model: {ranking(read_manifest(folders['reward_model']).metrics)}")
+    if found := read_overoptimisation(folders[POLICY]):
+        lines.append(f"over-optimisation: {found.sentence()}")
+    return lines
 
 
 def near_zero_advice(start_model: str | None) -> str:

@@ -50,18 +50,22 @@ def rl(
     lora: LoRAConfig,
     seed: int,
     dtype: str = "",
+    reward_model: FlyteDirectory | None = None,
 ) -> FlyteDirectory:
     """Improve the warm start by reinforcement learning on the dataset's prompts.
 
-    dtype: `model.dtype`; empty: that of the warm start's folder, which resolved it.
+    dtype: `model.dtype`; empty: that of the warm start's folder, which resolved it. reward_model:
+    what rewards in the place of `config.reward`, and what a critic starts from.
     """
     import pandas as pd
 
     from engine.cli.rl_run import RLRun, RunLog, headline, placed, train_policy
     from engine.controller.ray_session import require_shared
     from engine.data.loader import PromptLoader
+    from engine.evaluation.overoptimisation import read_overoptimisation
     from engine.evaluation.policy_steps import FILE, MODEL
     from engine.models import saved_dtype
+    from engine.preferences.learned_reward import by_reward_model
     from engine.rollouts.files import FOLDER as ROLLOUTS
     from engine.rollouts.files import copy_samples
 
@@ -80,8 +84,13 @@ def rl(
     with stage("rl", run, settings) as this, open_loggers(run, this) as logs, placing as config:
         folder = this.load_parent("dataset", dataset)
         model = this.load_parent("warm_start", warm_start)
+        shared = [str(this.folder), str(model)]
+        if reward_model is not None:
+            scorer = this.load_parent("reward_model", reward_model)
+            config = by_reward_model(config, str(scorer))
+            shared.append(str(scorer))
         if config.trainer.placement != "local":
-            require_shared([str(this.folder), str(model)])
+            require_shared(shared)
         log_splits(this, folder, ("train", "validation"))
         lengths = json.loads((folder / "dataset.json").read_text())
         train = pd.read_parquet(folder / "train.parquet")
@@ -120,7 +129,10 @@ def rl(
         this.tracked.log_folder(this.folder, "checkpoint")
         if config.trainer.log_rollouts_freq:
             copy_samples(f"{checkpoints.folder}/{ROLLOUTS}", this.folder / ROLLOUTS)
-        of_model = next(row for row in trained.history if row["step"] == trained.final.step)
-        published = this.publish(of_model | trained.final.metrics(), trained.changed_settings)
+        metrics = next(row for row in trained.history if row["step"] == trained.final.step)
+        if learned := read_overoptimisation(this.folder):
+            log.say(f"rl: {learned.sentence()}")
+            metrics = metrics | learned.metrics()
+        published = this.publish(metrics | trained.final.metrics(), trained.changed_settings)
         this.delete_local_checkpoints()
         return published

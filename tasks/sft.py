@@ -16,6 +16,7 @@ from flytekit.types.directory import FlyteDirectory
 from engine.config import ModelConfig, SFTConfig
 from tasks.context import LARGE, RunContext, echo
 from tasks.loggers import open_loggers
+from tasks.offline_training import train_on_rows
 from tasks.preprocess import log_splits
 from tasks.ray_cluster import LOCAL_OBJECT_STORE_BYTES, ray_cluster_of_gpus
 from tasks.stage import stage, stage_cache
@@ -48,10 +49,8 @@ def sft(
     """Fine-tune the start model on the dataset's prompt/response pairs, unless `config.skip`."""
     if config.skip:
         return publish_start_model(run, dataset, start, start_digest)
-    from engine.console import Progress, progress
     from engine.controller.ray_session import ray_session, require_shared
     from engine.data.tokenizer import load_tokenizer
-    from engine.trainers.attempts import run_with_retries
     from engine.trainers.offline_ranks import is_on_ray
     from engine.trainers.sft import SFTTrainer
 
@@ -72,42 +71,14 @@ def sft(
         if is_on_ray(config):
             own = [start.path] if start.path and Path(start.path).is_dir() else []
             require_shared([str(this.folder), *own])
-        checkpoints = this.checkpoints()
-        this.record_origin(checkpoints)
-        final: dict[str, float] = {}
-        steps = 0
 
         def make() -> SFTTrainer:
             return SFTTrainer(model, tokenizer.pad_token_id, config, seed=seed, start=start_digest)
 
-        def attempt(trainer: SFTTrainer) -> None:
-            nonlocal steps
-            steps = trainer.total_steps(len(train))
-            losses: dict[str, float] = {}
-            bar: Progress[None] = progress(steps, "sft", unit="step")
-
-            def report(step: int, total: int, metrics: dict[str, float]) -> None:
-                losses.update({k: v for k, v in metrics.items() if k.endswith("loss")})
-                this.tracked.log_metrics(metrics, step)
-                logs.log_metrics(metrics, step)
-                bar.update(
-                    step - bar.count, **{k.removeprefix("sft/"): v for k, v in losses.items()}
-                )
-
-            trainer.on_step = report
-            trainer.on_resume = lambda folder, step: echo(
-                f"sft: continues from {folder}, step {step}"
-            )
-            with bar:
-                final.update(
-                    trainer.fit(train, validation, checkpoints.folder, checkpoints.previous)
-                )
-            trainer.save(this.folder, data / "tokenizer")
-
-        run_with_retries(make, attempt, checkpoints.folder, config.max_attempts)
+        trained = train_on_rows(this, logs, config, make, train, validation, data / "tokenizer")
         shutil.rmtree(scratch, ignore_errors=True)
         this.tracked.log_folder(this.folder, "checkpoint")
-        published = this.publish(final, step=steps)
+        published = this.publish(trained.metrics, step=trained.steps)
         this.delete_local_checkpoints()
         return published
 

@@ -53,6 +53,12 @@ def first_model(parents: Iterable[Parent]) -> Literal["warm_start", "start_model
     return START_MODEL if kinds.get("warm_start") == START_MODEL else "warm_start"
 
 
+def trained_by(parents: Iterable[Parent]) -> Literal["", "preference"]:
+    """What trained an evaluation's policy, where it was not RL."""
+    kinds = {parent.name: parent.kind for parent in parents}
+    return "preference" if kinds.get("policy") == "preference" else ""
+
+
 def model_files(path: str) -> Path:
     """A model's folder; for a hub id that in the hub's cache. ModelError where the hub is away."""
     import huggingface_hub

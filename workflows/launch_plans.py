@@ -8,6 +8,7 @@ from flytekit import CronSchedule, WorkflowExecutionPhase
 
 from workflows.evaluate_only import evaluate_only as evaluate_only_workflow
 from workflows.launching import FAILED, launch_plan, settings
+from workflows.preference import classic_rlhf, preference, reward_model
 from workflows.promote_only import promote_only
 from workflows.retraining import retraining
 from workflows.rlhf import rlhf
@@ -36,6 +37,30 @@ rlhf_full = launch_plan(
     rlhf,
     "rlhf_full",
     default_inputs={**FULL, "profile": "8xA100"},
+    fixed_inputs={"source": "gsm8k"},
+    notify_on=TERMINAL_PHASES,
+)
+
+preference_full = launch_plan(
+    preference,
+    "preference_full",
+    default_inputs={**FULL, "profile": "8xA100"},
+    fixed_inputs={"source": "gsm8k"},
+    notify_on=TERMINAL_PHASES,
+)
+
+reward_model_full = launch_plan(
+    reward_model,
+    "reward_model_full",
+    default_inputs={**FULL, "profile": "8xA100"},
+    fixed_inputs={"source": "gsm8k"},
+    notify_on=TERMINAL_PHASES,
+)
+
+classic_rlhf_full = launch_plan(
+    classic_rlhf,
+    "classic_rlhf_full",
+    default_inputs={**FULL, "config": settings("classic_rlhf_full"), "profile": "8xA100"},
     fixed_inputs={"source": "gsm8k"},
     notify_on=TERMINAL_PHASES,
 )

@@ -25,6 +25,7 @@ from engine.config.data import (
 )
 from engine.config.distillation import DistillationConfig, TeacherConfig
 from engine.config.gpus import GpuKindConfig
+from engine.config.pairs import PairsConfig
 from engine.config.parallel import ParallelConfig, PoolConfig
 from engine.config.parse import digest, explain, load_config, parse_config
 from engine.config.pipeline import EvaluateConfig, LMEvalConfig, PipelineConfig
@@ -75,6 +76,7 @@ __all__ = [
     "OptimConfig",
     "Options",
     "OverlongBufferConfig",
+    "PairsConfig",
     "ParallelConfig",
     "PipelineConfig",
     "PolicyLossConfig",

@@ -8,13 +8,18 @@ from pydantic import Field, model_validator
 
 from engine.config.base import Section
 from engine.config.data import DataConfig, ModelConfig
+from engine.config.pairs import PairsConfig
 from engine.config.parallel import ParallelConfig
 from engine.config.promotion import PromoteConfig
 from engine.config.retrain import RetrainConfig
 from engine.config.reward import RewardConfig
 from engine.config.rl import RLConfig
 from engine.config.tracking import TrackingConfig
-from engine.config.training import SFTConfig
+from engine.config.training import (
+    PreferenceTrainingConfig,
+    RewardModelTrainingConfig,
+    SFTConfig,
+)
 
 
 class LMEvalConfig(Section):
@@ -78,12 +83,19 @@ class EvaluateConfig(Section):
 
 
 class PipelineConfig(Section):
-    """All of it: the one input of `workflows/rlhf.py:rlhf`."""
+    """All of it: the one input of `workflows/rlhf.py:rlhf` and of the others that train.
+
+    Each reads its own sections: `pairs`, `preference` and `reward_model` those of
+    `workflows/preference.py`.
+    """
 
     seed: int = Field(0, ge=0)
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     sft: SFTConfig = SFTConfig()
+    pairs: PairsConfig = PairsConfig()
+    preference: PreferenceTrainingConfig = PreferenceTrainingConfig()
+    reward_model: RewardModelTrainingConfig = RewardModelTrainingConfig()
     rl: RLConfig = RLConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     promote: PromoteConfig = PromoteConfig()
@@ -106,5 +118,11 @@ class PipelineConfig(Section):
     def evaluation(self) -> EvaluateConfig:
         """The section `evaluate`, by RL's reward and plugins where it names none of its own."""
         own = self.evaluate
+        reward, plugins = own.reward or self.rl.reward, own.plugins or self.rl.plugins
+        return own.model_copy(update={"reward": reward, "plugins": plugins})
+
+    def ranking(self) -> PairsConfig:
+        """The section `pairs`, by RL's reward and plugins where it names none of its own."""
+        own = self.pairs
         reward, plugins = own.reward or self.rl.reward, own.plugins or self.rl.plugins
         return own.model_copy(update={"reward": reward, "plugins": plugins})

@@ -99,8 +99,9 @@ def _sample_block(card: SplitCard) -> list[str]:
 
 def _sample(row: Mapping[str, Any]) -> str:
     shown = {"prompt": prompt_text(row["prompt"])[:SHOWN_CHARACTERS]}
-    if "response" in row:
-        shown["response"] = str(row["response"])[:SHOWN_CHARACTERS]
+    for column in ("response", "chosen", "rejected", "completion"):
+        if column in row:
+            shown[column] = str(row[column])[:SHOWN_CHARACTERS]
     if isinstance(rule := row.get("reward_model"), Mapping):
         shown["ground_truth"] = str(rule.get("ground_truth"))[:SHOWN_CHARACTERS]
     return json.dumps(shown, ensure_ascii=False)

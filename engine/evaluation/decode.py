@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ ROLE = "evaluation"
 OBJECT_STORE_BYTES = 512 << 20  # of a Ray that is started here: prompts and completions alone
 AT_ONCE = 2048  # completions of a copy in one call: several times those that it decodes at once
 
-Passes = tuple[SamplingParams, SamplingParams]  # greedy, sampled
+Passes = tuple[SamplingParams, ...]
 Report = Callable[[int], None]
 
 
@@ -55,8 +56,6 @@ def decode(
     `on_progress(n)` is called with the number of finished completions of both. A rank that fails
     or dies ends all of it: raises its EngineError, or WorkerError with rank and cause.
     """
-    layout = evaluation_layout(config, folder)
-    batch = Batch({"group_ids": torch.arange(len(prompts))}, {"prompt_ids": list(prompts)})
     sampled = SamplingParams(
         n=config.samples,
         max_new_tokens=max_response_length,
@@ -64,11 +63,30 @@ def decode(
         seed=seed,
     )
     passes = replace(sampled, n=1, temperature=0.0), sampled
+    greedy, each = decode_passes(folder, prompts, passes, config, on_progress=on_progress)
+    return greedy, each
+
+
+def decode_passes(
+    folder: str | Path,
+    prompts: Sequence[list[int]],
+    passes: Passes,
+    config: EvaluateConfig,
+    *,
+    on_progress: Report | None = None,
+) -> list[list[Answer]]:
+    """The completions of each pass, `params.n` a prompt, in the prompts' order; as `decode`.
+
+    Of `config` the engine and the layout are read.
+    """
+    layout = evaluation_layout(config, folder)
+    batch = Batch({"group_ids": torch.arange(len(prompts))}, {"prompt_ids": list(prompts)})
+    longest = max(params.max_new_tokens for params in passes)
     options = {
         "model_path": str(folder),
         "engine": config.engine,
-        "max_model_len": max(map(len, prompts)) + max_response_length,
-        "seed": seed,
+        "max_model_len": max(map(len, prompts)) + longest,
+        "seed": passes[0].seed,
         "tp": layout.tp,
     }
     report = on_progress or (lambda done: None)
@@ -79,13 +97,18 @@ def decode(
 
 def _alone(
     prompts: Batch, passes: Passes, options: dict[str, Any], report: Report
-) -> tuple[list[Answer], list[Answer]]:
+) -> list[list[Answer]]:
     torch.set_num_threads(os.cpu_count() or 1)
-    greedy, sampled = passes
+    found, before = [], 0
     with closing(EvaluationWorker(WorkerContext(ROLE), **options)) as worker:
-        first = worker.answer(prompts, greedy, report)
-        each = worker.answer(prompts, sampled, lambda done: report(len(prompts) + done))
-    return _answers([first]), _answers([each])
+        for params in passes:
+            found.append(worker.answer(prompts, params, partial(_after, report, before)))
+            before += len(prompts) * params.n
+    return [_answers([answers]) for answers in found]
+
+
+def _after(report: Report, before: int, done: int) -> None:
+    report(before + done)
 
 
 def _on_ranks(
@@ -95,7 +118,7 @@ def _on_ranks(
     report: Report,
     layout: Layout,
     config: EvaluateConfig,
-) -> tuple[list[Answer], list[Answer]]:
+) -> list[list[Answer]]:
     spec = RoleSpec(ROLE, EvaluationWorker, options, layout=layout, plugins=config.plugins)
     with (
         ray_session("ray", OBJECT_STORE_BYTES),
@@ -112,8 +135,7 @@ def _on_ranks(
             found[params].append(answers.result())
             done += len(part) * params.n
             report(done)
-    first, each = (_answers(found[params]) for params in passes)
-    return first, each
+    return [_answers(found[params]) for params in passes]
 
 
 def _placement(layout: Layout, config: EvaluateConfig) -> Placement:

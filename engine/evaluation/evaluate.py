@@ -52,11 +52,7 @@ def evaluate_model(
     import_plugins(config.plugins)
     tokenizer = load_tokenizer(folder)
     prompts = encode_prompts(tokenizer, frame["prompt"], "test")
-    table = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
-    columns = collate_prompts(table, prompts).columns  # as rewards get them in RL
-    scored = {"messages": list(columns["prompt"])}
-    scored |= {key: list(values) for key, values in columns.items() if key != "prompt"}
-    asked = [prompt[-1]["content"] for prompt in frame["prompt"]]
+    asked, scored = scorer_inputs(frame, prompts)
     with closing(Scorer(config.scorer, config.plugins)) as scorer:
         greedy, sampled = decode(
             folder,
@@ -73,8 +69,8 @@ def evaluate_model(
                 [decode_response(tokenizer, one.token_ids) for one in completions],
                 [len(one.token_ids) for one in completions],
                 [one.truncated for one in completions],
-                _repeated(asked, n),
-                {key: _repeated(values, n) for key, values in scored.items()},
+                repeated(asked, n),
+                {key: repeated(values, n) for key, values in scored.items()},
             )
 
         first, each = judged(greedy, 1), judged(sampled, config.samples)
@@ -110,6 +106,17 @@ def _level(extra: Any) -> str:
     return str(value)
 
 
-def _repeated(values: Sequence[Any], n: int) -> list[Any]:
+def scorer_inputs(
+    frame: pd.DataFrame, prompt_ids: Sequence[list[int]]
+) -> tuple[list[str], dict[str, list[Any]]]:
+    """The texts of the last messages of RL rows, and the columns that rewards get, as in RL."""
+    table = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
+    columns = collate_prompts(table, prompt_ids).columns
+    scored = {"messages": list(columns["prompt"])}
+    scored |= {key: list(values) for key, values in columns.items() if key != "prompt"}
+    return [prompt[-1]["content"] for prompt in frame["prompt"]], scored
+
+
+def repeated(values: Sequence[Any], n: int) -> list[Any]:
     """Each value n times, one after the other."""
     return [value for value in values for _ in range(n)]

@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import ArrayLike
 
 from engine.evaluation.metrics import Interval
+from engine.evaluation.overoptimisation import Overoptimisation, smoothed
 from engine.evaluation.summary import EvaluationComparison
 
 BEFORE_COLOUR = "#a3adbd"
@@ -98,7 +99,7 @@ def _curve(values: Sequence[float], colour: str, name: str) -> str:
     points = np.where(np.isfinite(points), points, np.nan)
     steps = np.arange(1, points.size + 1)
     axes.plot(steps, points, color=colour, linewidth=0.9, alpha=0.35)
-    axes.plot(steps, _smoothed(points), color=colour, linewidth=1.8)
+    axes.plot(steps, smoothed(points), color=colour, linewidth=1.8)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(4))
     axes.set_xlabel("step")
@@ -106,15 +107,31 @@ def _curve(values: Sequence[float], colour: str, name: str) -> str:
     return _to_svg(figure, name)
 
 
-def _smoothed(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over a tenth of the steps, `[T]`; gaps stay gaps."""
-    half = max(1, values.size // 20)
-    smooth = np.full(values.size, np.nan)
-    for step in range(values.size):
-        window = values[max(0, step - half) : step + half + 1]
-        if np.isfinite(values[step]):
-            smooth[step] = window[np.isfinite(window)].mean()
-    return smooth
+def overoptimisation(found: Overoptimisation) -> str:
+    """The reward model's score and the true reward over the KL, a point a step, joined in order."""
+    figure = Figure(figsize=_WIDE, facecolor="none")
+    left = figure.add_subplot()
+    right = left.twinx()
+    sides = (
+        (left, found.model_reward, _LINE_COLOURS[1], "reward model (left)"),
+        (right, found.true_reward, _LINE_COLOURS[0], "true reward (right)"),
+    )
+    for axes, values, colour, label in sides:
+        axes.scatter(found.kl, values, s=6, color=colour, alpha=0.3, linewidths=0)
+        axes.plot(smoothed(found.kl), smoothed(values), color=colour, linewidth=1.8, label=label)
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        _plain(axes)
+    right.grid(visible=False)
+    right.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None))
+    left.set_xlabel("KL from the start, nats a completion")
+    lines = [axes.get_legend_handles_labels() for axes, *_ in sides]
+    left.legend(
+        [line for handles, _ in lines for line in handles],
+        [label for _, labels in lines for label in labels],
+        loc="upper left", bbox_to_anchor=(0, 1.13), ncols=2, frameon=False, fontsize=8.5,
+        labelcolor=_TEXT,
+    )  # fmt: skip
+    return _to_svg(figure, "overoptimisation")
 
 
 def _errors(intervals: Sequence[Interval]) -> np.ndarray:

@@ -18,6 +18,7 @@ from engine import html_templates
 from engine.evaluation import plots
 from engine.evaluation.lm_eval import HarnessScore
 from engine.evaluation.metrics import Interval
+from engine.evaluation.overoptimisation import Overoptimisation
 from engine.evaluation.rows import check_paired
 from engine.evaluation.sets import EvaluatedSet
 from engine.evaluation.summary import EvaluationComparison, ModelSummary
@@ -26,6 +27,7 @@ _MODEL_TITLES = {
     "warm_start": "warm start",
     "start_model": "start model",
     "rl": "RL model",
+    "preference": "preference model",
     "champion": "champion",
 }
 
@@ -97,7 +99,9 @@ def render_report(
     harness: Sequence[tuple[HarnessScore, HarnessScore]] = (),
     examples: int = 4,
     before: str = "",
+    after: str = "",
     sets: Sequence[EvaluatedSet] = (),
+    overoptimisation: Overoptimisation | None = None,
 ) -> str:
     """Return the page.
 
@@ -105,12 +109,13 @@ def render_report(
     training step. verdict: what promotion decided; None before it. harness: both models' scores in
     the lm-evaluation-harness. examples: problems shown of each kind, drawn with the comparison's
     seed. before: what the first model is, `start_model` where there was no warm start; empty: what
-    its table says. sets: every evaluation set, for the table by set, source and level.
-    Raises DataError when the two tables are not of the same problems.
+    its table says. after: the same of the second, `preference` for preference learning. sets: every
+    evaluation set, for the table by set, source and level. overoptimisation: of RL by a reward
+    model. Raises DataError when the two tables are not of the same problems.
     """
     check_paired(rows_before, rows_after)
     models = (comparison.before, comparison.after)
-    names = (_title(before or comparison.before.model), _title(comparison.after.model))
+    names = (_title(before or comparison.before.model), _title(after or comparison.after.model))
     curves = {name: values for name, values in (curves or {}).items() if len(values)}
     lengths_before = rows_before["response_length"].to_numpy()
     lengths_after = rows_after["response_length"].to_numpy()
@@ -126,6 +131,8 @@ def render_report(
         lengths=plots.length_histogram(lengths_before, lengths_after, names),
         models=models,
         names=names,
+        overoptimisation=overoptimisation
+        and (plots.overoptimisation(overoptimisation), overoptimisation.sentence()),
         parts=_parts(sets),
         sets=sets,
         verdict=verdict,

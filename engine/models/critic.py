@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
+from engine.models.classifier_start import score_head
 from engine.models.lora import add_adapters, has_adapters, merged_copy
 
 
@@ -70,13 +71,16 @@ def create_critic_model(
 ) -> CriticModel:
     """Make a critic that starts from a copy of `model`'s backbone; `model` is not touched.
 
-    Adapters are merged into the copy, and a quantised base is made dense: all of it is trained, or,
-    with `lora`, new adapters in it, drawn from `seed`, and the value head; `setting` asked for
-    them.
+    A classifier of one label, such as a reward model, gives its head as well; of others the head is
+    new, and predicts 0. Adapters are merged into the copy, and a quantised base is made dense: all
+    of it is trained, or, with `lora`, new adapters in it, drawn from `seed`, and the value head;
+    `setting` asked for them.
     """
     plain = merged_copy(model) if has_adapters(model) else model
     backbone = copy.deepcopy(plain.base_model)
     critic = CriticModel(backbone, model.config.get_text_config().hidden_size)
+    if (head := score_head(model)) is not None:
+        critic.head.weight.data.copy_(head.detach())
     critic.to(next(backbone.parameters()).dtype).requires_grad_(True)
     if lora is not None and lora.rank:
         add_adapters(critic.backbone, lora, seed, setting)

@@ -16,11 +16,16 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from engine.config import LoRAConfig
 from engine.errors import ConfigError, ModelError
+from engine.models.classifier_start import is_classifier, load_classifier, score_head
 from engine.models.critic import CriticModel, create_critic_model
 from engine.models.load import (
     adapter_base_path,
@@ -87,20 +92,37 @@ def open_critic_model(
     seed: int = 0,
     setting: str = "critic.lora",
 ) -> CriticModel | UnloadedModel:
-    """`create_critic_model` of the model at `path`, as `open_model`; with adapters whole."""
+    """`create_critic_model` of the model at `path`, as `open_model`; with adapters whole.
+
+    A folder of a classifier of one label, such as a reward model, gives the head, too.
+    """
+    scores = is_classifier(path)
     if lora is not None and lora.rank:
         _say(path, f"{setting}: its adapters are put on the whole base")
-        return create_critic_model(load_model(path, dtype), lora, seed, setting).eval()
-    policy = open_model(path, dtype)
+        whole = load_classifier(path, dtype) if scores else load_model(path, dtype)
+        return create_critic_model(whole, lora, seed, setting).eval()
+    policy = _open_classifier(path, dtype) if scores else open_model(path, dtype)
     if not isinstance(policy, UnloadedModel):
         return create_critic_model(policy).eval()
     module, backbone = policy.module, policy.module.base_model
     source = {id(t): policy.names[name] for name, t in _tensors(module).items()}
     names = {f"backbone.{name}": source[id(t)] for name, t in _tensors(backbone).items()}
+    if (head := score_head(module)) is not None:
+        names["head.weight"] = source[id(head)]
     with torch.device("meta"):
         critic = CriticModel(backbone, module.config.get_text_config().hidden_size)
     critic.to(next(backbone.parameters()).dtype).requires_grad_(True).eval()
     return UnloadedModel(critic, policy.files, names)
+
+
+def _open_classifier(path: str | Path, dtype: str) -> Any:
+    """`open_model` of a classifier."""
+    require_model_folder(path, "critic.model_path")
+    try:
+        return _open(path, DTYPES[dtype], AutoModelForSequenceClassification)
+    except _WholeOnly as why:
+        _say(path, str(why))
+        return load_classifier(path, dtype).eval()
 
 
 class _WholeOnly(Exception):
@@ -108,12 +130,12 @@ class _WholeOnly(Exception):
 
 
 @with_model_lock
-def _open(path: str | Path, dtype: torch.dtype) -> UnloadedModel:
+def _open(path: str | Path, dtype: torch.dtype, kind: Any = AutoModelForCausalLM) -> UnloadedModel:
     if adapter_base_path(path) is not None:
         raise _WholeOnly("it is an adapter, which is merged into its base")
     name, given = split_revision(path)
     revision = given or "main"
-    model = _on_meta(path, name, dtype)
+    model = _on_meta(path, name, dtype, kind)
     files = _files(name, revision)
     if model._get_dtype_plan(dtype) or any(p.dtype != dtype for p in model.parameters()):
         raise _WholeOnly(f"some of its weights stay in another dtype than {dtype}")
@@ -137,8 +159,8 @@ def _open(path: str | Path, dtype: torch.dtype) -> UnloadedModel:
     return UnloadedModel(model.eval(), files, names)
 
 
-def _on_meta(path: str | Path, name: str, dtype: torch.dtype) -> Any:
-    """The model without any storage."""
+def _on_meta(path: str | Path, name: str, dtype: torch.dtype, kind: Any) -> Any:
+    """The model, by one of transformers' automatic classes, without any storage."""
     try:
         config = load_model_config(path)
         if getattr(config, "quantization_config", None):
@@ -147,7 +169,7 @@ def _on_meta(path: str | Path, name: str, dtype: torch.dtype) -> Any:
             raise _WholeOnly(f"it is a part of a {config.model_type} model")
         config.name_or_path = name
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            return kind.from_config(config, dtype=dtype, trust_remote_code=False)
     except (ModelError, OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         raise _WholeOnly(f"it can't be built without storage ({error})") from error
 

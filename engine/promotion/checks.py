@@ -15,7 +15,7 @@ from engine.storage.manifest import SOURCE, read_manifest
 from engine.tracking.copies import intact_copy
 from engine.tracking.registry import ModelRegistry, ModelVersion
 
-DATASET = "dataset"
+DATASETS = ("dataset", "pairs")  # kinds of artifacts with prompts that were trained on
 
 
 def require_unmodified(references: Sequence[str]) -> list[Path]:
@@ -37,7 +37,7 @@ def require_unmodified(references: Sequence[str]) -> list[Path]:
             f"what the promotion is based on is not as recorded: {faults[0]}{more}; nothing was "
             "moved; see `python -m engine.lineage verify`, then make the artifact again"
         )
-    return [local_path(node.uri) for node in nodes.values() if node.kind == DATASET]
+    return [local_path(node.uri) for node in nodes.values() if node.kind in DATASETS]
 
 
 def require_intact_copy(registry: ModelRegistry, version: ModelVersion) -> None:

@@ -20,7 +20,10 @@ from engine.release.scores import results, score_sections
 from engine.storage.hub import is_hub_id
 from engine.storage.manifest import SOURCE
 
-SETTINGS_OF = ("dataset", "model", "start_model", "sft", "rl")  # the nearest stage of each kind
+# The nearest stage of each kind.
+SETTINGS_OF = (
+    *("dataset", "model", "start_model", "sft", "pairs", "reward_model", "preference", "rl"),
+)
 _PLACE = re.compile(r"(?:[a-z][a-z0-9+.-]*://|/|~)\S*")  # an address or a folder
 _HUB_DATASET = re.compile(r"hf://([\w.-]+(?:/[\w.-]+)?)")
 UNKNOWN = "unknown: no card of the base says it"
@@ -67,7 +70,7 @@ def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | No
         model_name=model.name if found else None,
         eval_results=found or None,
         pipeline_tag="text-generation",
-        tags=["hybridflyte", *(kind for kind in ("sft", "rl") if kind in kinds)],
+        tags=["hybridflyte", *(kind for kind in ("sft", "preference", "rl") if kind in kinds)],
     )
     return str(data.to_yaml())
 
@@ -100,7 +103,7 @@ def _licence(base: Base | None, licence: Licence | None) -> str:
 
 
 def _data(model: ReleasedModel) -> str:
-    nodes = [node for node in model.ancestors if node.kind in ("dataset", SOURCE)]
+    nodes = [node for node in model.ancestors if node.kind in ("dataset", "pairs", SOURCE)]
     rows = [(_name(node), f"`{node.digest}`", _counts(node)) for node in nodes]
     return table(("", "content digest", ""), rows) if rows else "No data are recorded."
 

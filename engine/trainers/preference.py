@@ -80,6 +80,17 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
         super().__init__(model, pad_token_id, config, seed=seed, start=start, on_step=on_step)
         self.config, self._trained = config, False
 
+    def precompute_reference(
+        self, splits: Sequence[Sequence[PreferenceExample]], folder: str | Path
+    ) -> None:
+        """Compute the reference's log-probs of the examples and keep them in `folder`.
+
+        A `fit` of the same start on them, whose `reference_cache` is this folder, computes none.
+        """
+        with self._own_threads_and_draws():
+            for examples in splits:
+                self._with_reference(examples, str(folder))
+
     def _prepare(
         self,
         train: Sequence[PreferenceExample],

@@ -36,6 +36,7 @@ def facts(tracking_uri: str, url: str) -> dict[str, Any]:
         "report": "outputs/runs/20261121-024512-3f9a/report.html",
         "start_model": "",
         "warm_start": True,
+        "trained_by": "rl",
         "promotion": {"model_version": "1", "promoted": True, "reason": "better"},
         "mlflow": {
             "tracking_uri": tracking_uri,

@@ -25,9 +25,11 @@ from workflows.launching import LAUNCH_PLANS, NOTIFY_VARIABLE, Launch, launch_pl
 from workflows.rlhf import rlhf
 
 FILE = str(REPOSITORY / "workflows" / "launch_plans.py")
+ON_PREFERENCES = ("preference_full", "reward_model_full", "classic_rlhf_full")
 OURS = (
     "rlhf_smoke",
     "rlhf_full",
+    *ON_PREFERENCES,
     "nightly_retraining",
     "evaluate_only",
     "promote",
@@ -40,6 +42,7 @@ WORKFLOW = {
     "promote": "workflows.promote_only.promote_only",
     "nightly_retraining": "workflows.retraining.retraining",
     "rollback": "workflows.rollback.rollback",
+    **{name: f"workflows.preference.{name.removesuffix('_full')}" for name in ON_PREFERENCES},
 }
 
 
@@ -81,11 +84,13 @@ def test_the_smoke_run_fixes_what_it_is(registered: Registered) -> None:
     assert native(spec.default_inputs.parameters["seed"].default, int) == 0
 
 
-def test_the_full_run_can_be_changed_but_for_its_source(registered: Registered) -> None:
-    spec = registered.launch_plan("rlhf_full")
+@pytest.mark.parametrize("name", ["rlhf_full", *ON_PREFERENCES])
+def test_the_full_run_can_be_changed_but_for_its_source(registered: Registered, name: str) -> None:
+    spec = registered.launch_plan(name)
     assert list(spec.fixed_inputs.literals) == ["source"]
     defaults = spec.default_inputs.parameters
-    assert set(defaults) == {"config", "path", "model", "seed", "profile"}
+    free = {"config", "path", "model", "seed", "profile"}
+    assert set(defaults) == free | ({"preferences"} if name in ON_PREFERENCES else set())
     assert native(defaults["profile"].default, str) == "8xA100"
     assert native(defaults["path"].default, str) == "openai/gsm8k"
     assert not any(parameter.required for parameter in defaults.values())

@@ -14,11 +14,17 @@ from flyteidl.admin.workflow_pb2 import WorkflowSpec
 from flyteidl.core.tasks_pb2 import Resources
 
 IMAGE = "ghcr.io/x/y:1"
-ON_MACHINES = {"sft", "rl", "evaluate", "promote"}  # these write the stage of a profile
-CACHED = {"preprocess", "ingest", "sft_stage", "rl_stage", "evaluate_stage"}
+ON_PREFERENCES = ("pairs", "reference_log_probs", "preference_training", "reward_model_training")
+# These write the stage of a profile.
+ON_MACHINES = {"sft", "rl", "evaluate", "promote", *ON_PREFERENCES}
+STAGES = {f"{name}_stage" for name in ON_MACHINES}
+CACHED = {"preprocess", "ingest", *STAGES} - {"promote_stage"}
+OF_PREFERENCES = ("preference", "reward_model", "classic_rlhf", "make_pairs")  # workflows
 HANDLERS = {"rlhf_failed", "evaluate_only_failed", "promote_only_failed", "retraining_failed"}
+HANDLERS |= {f"{name}_failed" for name in OF_PREFERENCES}
 AROUND = {
     *("plan", "report", "fetch", "open_promotion", "finalize", "trigger_retraining"),
+    *("plan_preferences", "learn_in_rounds"),
     *(
         "finalize_skipped",
         "keep_promotion",
@@ -88,7 +94,7 @@ def test_images_and_resources(tasks: dict[str, Any]) -> None:
     for name, template in tasks.items():
         assert template.container.image == IMAGE, name
         asked = memory(template.container.resources)
-        large = name in {"sft_stage", "evaluate_stage", "promote_stage"}
+        large = name in STAGES - {"rl_stage"}
         assert asked == ({cpu: "2", mem: "6Gi"} if large else {cpu: "1", mem: "2Gi"}), name
 
 
@@ -99,6 +105,7 @@ def test_retries_deadlines_and_spot_machines(tasks: dict[str, Any]) -> None:
         assert meta.retries.retries >= 2, name
         whole = tasks[f"{name}_stage"].metadata if name in ON_MACHINES else None
         longest = whole.timeout.seconds * (whole.retries.retries + 1) if whole else 3 * 86400
+        longest = 18 * 86400 if name == "learn_in_rounds" else longest  # all stages of all rounds
         assert 0 < meta.timeout.seconds <= longest, name
         assert meta.interruptible == (name in CACHED | {"fetch"}), name
     assert tasks["rl_stage"].metadata.retries.retries == 5
@@ -123,6 +130,32 @@ def test_the_interface_of_the_workflow(packaged: dict[str, Any]) -> None:
     assert workflow.failure_node.task_node.reference_id.name == "tasks.failure.rlhf_failed"
     defaults = packaged["LaunchPlan:rlhf"].spec.default_inputs.parameters
     assert not any(parameter.required for parameter in defaults.values())
+
+
+def test_the_workflows_of_preferences(packaged: dict[str, Any]) -> None:
+    nodes = {
+        name: [node.metadata.name for node in packaged[f"WorkflowSpec:{name}"].template.nodes]
+        for name in OF_PREFERENCES
+    }
+    first, last = ["plan_preferences", "preprocess", "sft"], ["evaluate", "promotion", "report"]
+    scorer = ["pairs", "reward_model_training"]
+    assert nodes["preference"] == [*first, "learn_in_rounds", *last]
+    assert nodes["reward_model"] == [*first, *scorer, "finalize"]
+    assert nodes["classic_rlhf"] == [*first, *scorer, "rl", *last]
+    assert nodes["make_pairs"] == ["plan_preferences", "fetch", "preprocess", "pairs", "finalize"]
+    for name in OF_PREFERENCES:
+        template = packaged[f"WorkflowSpec:{name}"].template
+        assert all(one.description for one in template.interface.inputs.variables.values())
+        handler = template.failure_node.task_node.reference_id.name
+        assert handler == f"tasks.failure.{name}_failed"
+
+
+def test_ppo_of_classic_rlhf_gets_the_reward_model(packaged: dict[str, Any]) -> None:
+    template = packaged["WorkflowSpec:classic_rlhf"].template
+    (ppo,) = [node for node in template.nodes if node.metadata.name == "rl"]
+    (given,) = [one for one in ppo.inputs if one.var == "reward_model"]
+    by_node = {node.id: node.metadata.name for node in template.nodes}
+    assert by_node[given.binding.promise.node_id] == "reward_model_training"
 
 
 def test_help_without_a_workflow(place: Place) -> None:

@@ -12,7 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_engine import tiny_model
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from engine.config import LoRAConfig
 from engine.errors import ModelError
@@ -24,6 +29,7 @@ from engine.models import (
     open_model,
     open_policy_model,
 )
+from engine.models.classifier_start import load_classifier
 from engine.parallel.gather import named_tensors
 from engine.runtime.load_shards import load_shards
 from engine.runtime.sharded_train_state import weights_fingerprint
@@ -124,6 +130,22 @@ def test_a_critic_starts_from_the_backbone(tmp_path: Path, family: str, dtype: s
         filled(open_critic_model(tmp_path, dtype)),
         create_critic_model(load_model(tmp_path, dtype)).eval(),
     )
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_a_critic_starts_from_a_reward_model_with_its_head(tmp_path: Path, family: str) -> None:
+    config = tiny_model(family).config
+    config.num_labels, config.pad_token_id = 1, 0
+    scorer = AutoModelForSequenceClassification.from_config(config).eval()
+    scorer.save_pretrained(tmp_path)
+    whole = create_critic_model(load_classifier(tmp_path, "float32")).eval()
+    found: Any = filled(open_critic_model(tmp_path, "float32"))
+    same(found, whole)
+    ids = torch.arange(3, 11)[None]
+    torch.testing.assert_close(found(ids)[:, -1:], scorer(ids).logits)
+    lora = open_critic_model(tmp_path, "float32", LoRAConfig(rank=2))
+    assert isinstance(lora, nn.Module)
+    torch.testing.assert_close(lora(ids)[:, -1:], scorer(ids).logits)
 
 
 def rewrite(folder: Path, change: Any) -> None:

@@ -1,0 +1,235 @@
+"""The stages of preference learning, one after the other: what each writes, and from what."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from flytekit.types.directory import FlyteDirectory
+from promotion_bench import SHAPE, new_run
+
+from engine.config import (
+    DataConfig,
+    LoRAConfig,
+    PairsConfig,
+    PreferenceTrainingConfig,
+    RewardModelTrainingConfig,
+    SFTConfig,
+)
+from engine.data.contract import PREFERENCE_PAIRS, check
+from engine.models.unloaded import open_critic_model
+from engine.rewards.reward_model import reward_model
+from engine.storage.manifest import Manifest, read_manifest, verify
+from engine.trainers.preference import PreferenceTrainer
+from tasks.context import StageError
+from tasks.pairs import pairs_stage
+from tasks.preference_training import (
+    preference_training_stage,
+    reference_log_probs_stage,
+    reference_settings,
+)
+from tasks.preprocess import preprocess
+from tasks.reward_model_training import reward_model_training_stage
+from tasks.sft import sft_stage
+
+DATA = DataConfig(
+    sft_size=64, train_size=16, validation_size=8, test_size=16, max_response_length=32
+)
+PAIRS = PairsConfig.model_validate(
+    {"n": 6, "reward": {"name": "test_preference_stages:digit_share", "isolation": "none"}}
+)
+TRAINING: dict[str, Any] = {"max_steps": 2, "train_batch_size": 8, "threads": 1}
+LEARNING = PreferenceTrainingConfig.model_validate(TRAINING)
+
+
+def digit_share(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
+    """What random text differs in: the share of its characters that are digits."""
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+
+def always_one(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Folders of the artifacts."""
+
+    dataset: Path
+    policy: Path
+    pairs: Path
+    reference: Path
+
+
+def folder(output: Any) -> Path:
+    return Path(str(output.path))
+
+
+def given(path: Path) -> FlyteDirectory:
+    return FlyteDirectory(str(path))
+
+
+def make_pairs(
+    dataset: Path, policy: Path, config: PairsConfig = PAIRS, kind: str = "pairs"
+) -> Path:
+    return folder(
+        pairs_stage(
+            run=new_run(),
+            dataset=given(dataset),
+            policy=given(policy),
+            data=DATA,
+            config=config,
+            source_digest="f" * 64 if config.path else "",
+            kind=kind,
+            seed=0,
+        )
+    )
+
+
+def on_pairs(stages: Stages, pairs: Path, **changes: Any) -> dict[str, Any]:
+    """The inputs of both stages that train on pairs."""
+    return {
+        "run": new_run(),
+        "pairs": given(pairs),
+        "policy": given(stages.policy),
+        "config": LEARNING,
+        "lora": LoRAConfig(),
+        "dtype": "",
+        "too_long": "fail",
+        "seed": 0,
+    } | changes
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    torch.set_num_threads(1)
+    shutil.copy(mlflow_store, tmp_path / "mlflow.db")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "hybridflyte"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    with contextlib.chdir(tmp_path):
+        yield
+
+
+@pytest.fixture
+def stages(place: None) -> Stages:
+    run = new_run()
+    prepare: Callable[..., Any] = preprocess.task_function
+    dataset = folder(prepare(run, DATA, "", "", "", 512, 0))
+    policy = folder(
+        sft_stage(
+            run=run,
+            dataset=given(dataset),
+            start=SHAPE,
+            start_digest="",
+            config=SFTConfig.model_validate(TRAINING | {"max_steps": 60, "optim": {"lr": 2e-2}}),
+            seed=0,
+        )
+    )
+    pairs = make_pairs(dataset, policy)
+    stages = Stages(dataset, policy, pairs, Path())
+    config = reference_settings(LEARNING)
+    reference = folder(reference_log_probs_stage(**on_pairs(stages, pairs, config=config)))
+    return Stages(dataset, policy, pairs, reference)
+
+
+def parents(manifest: Manifest) -> dict[str, str]:
+    return {parent.name: parent.kind for parent in manifest.parents}
+
+
+def test_from_rollouts_to_a_policy_and_a_reward_model(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = read_manifest(stages.pairs)
+    assert parents(made) == {"dataset": "dataset", "policy": "sft"}
+    assert made.parents[1].digest == read_manifest(stages.policy).digest
+    train = pd.read_parquet(stages.pairs / "train.parquet")
+    check(train, PREFERENCE_PAIRS, "train")
+    assert len(train) == made.metrics["rows_train"] == 16 - made.metrics["prompts_without_pair"] > 4
+    scores = pd.DataFrame(list(train["extra_info"]))
+    assert (scores["chosen_score"] - scores["rejected_score"] == train["margin"]).all()
+    assert (train["margin"] > 0).all()
+    assert (stages.pairs / "README.md").read_text().count("rollouts of the policy") == 1
+
+    # The reference's log-probs are there, so training computes none.
+    monkeypatch.setattr(PreferenceTrainer, "_response_log_probs", None)
+    before = {path.name for path in stages.reference.iterdir()}
+    inputs = on_pairs(stages, stages.pairs, reference=given(stages.reference))
+    config = LEARNING.model_copy(update={"validate_every": 100, "beta": 0.3})
+    empty = stages.pairs.parent / "trained only on"
+    policy = folder(preference_training_stage(**without_held_out(inputs, stages, empty, config)))
+    found = read_manifest(policy)
+    assert parents(found) == {"pairs": "pairs", "policy": "sft", "reference": "reference"}
+    assert pd.read_parquet(policy / "metrics.parquet")["preference/loss"].notna().all()
+    assert {path.name for path in stages.reference.iterdir()} == before
+    verify(stages.reference)
+    assert not (policy / "scratch").exists()
+
+    scorer = folder(
+        reward_model_training_stage(
+            run=new_run(),
+            pairs=given(stages.pairs),
+            policy=given(stages.policy),
+            config=RewardModelTrainingConfig.model_validate(TRAINING),
+            dtype="",
+            too_long="fail",
+            seed=0,
+        )
+    )
+    judged = read_manifest(scorer)
+    assert parents(judged) == {"pairs": "pairs", "policy": "sft"}
+    assert 0 <= judged.metrics["reward_model/validation_accuracy_low"] <= 1
+    assert len(reward_model(["2+2?"], ["4"], model=str(scorer))) == 1
+    assert open_critic_model(scorer, "float32") is not None
+
+
+def without_held_out(
+    inputs: dict[str, Any], stages: Stages, at: Path, config: PreferenceTrainingConfig
+) -> dict[str, Any]:
+    """The same with the training pairs alone: validation computes log-probs, of the policy."""
+    shutil.copytree(stages.pairs, at)
+    held_out = pd.read_parquet(at / "validation.parquet")
+    held_out[:0].to_parquet(at / "validation.parquet", index=False)
+    return inputs | {"pairs": given(at), "config": config}
+
+
+def test_kto_learns_from_labels_of_files(stages: Stages, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"Say {i}.", "completion": str(i + i % 2), "label": i % 2 == 0}
+        for i in range(24)
+    ]
+    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = PairsConfig(path=str(tmp_path / "labels.jsonl"), validation_size=4)
+    made = make_pairs(stages.dataset, stages.policy, config, "labels")
+    assert parents(read_manifest(made)) == {"dataset": "dataset", "preferences": "source"}
+    kto = PreferenceTrainingConfig.model_validate(TRAINING | {"loss": "kto"})
+    asked = on_pairs(stages, made, config=reference_settings(kto))
+    reference = folder(reference_log_probs_stage(**asked))
+    trained = on_pairs(stages, made, config=kto, reference=given(reference))
+    found = read_manifest(folder(preference_training_stage(**trained)))
+    assert "preference/validation_loss" in found.metrics
+
+
+def test_a_policy_whose_completions_are_all_alike(stages: Stages) -> None:
+    reward = {"name": "test_preference_stages:always_one", "isolation": "none"}
+    config = PairsConfig.model_validate({"n": 2, "reward": reward})
+    with pytest.raises(StageError, match=r"no prompt of 16 has two completions whose rewards dif"):
+        make_pairs(stages.dataset, stages.policy, config)
+
+
+def test_the_reference_depends_on_neither_loss_nor_learning_rate() -> None:
+    one = PreferenceTrainingConfig.model_validate({"loss": "ipo", "beta": 0.1, "optim": {"lr": 1}})
+    assert reference_settings(one) == reference_settings(
+        LEARNING.model_copy(update={"max_steps": 0, "threads": 0})
+    )
+    simpo = PreferenceTrainingConfig(loss="simpo")
+    assert reference_settings(simpo).loss == "simpo"
+    assert reference_settings(PreferenceTrainingConfig(loss="kto")).loss == "kto"

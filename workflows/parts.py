@@ -1,0 +1,101 @@
+"""Stages that several workflows compose alike, from the outputs of a plan."""
+
+from typing import Any
+
+from tasks.evaluate import evaluate
+from tasks.pairs import pairs
+from tasks.preprocess import preprocess
+from tasks.report import report
+from tasks.reward_model_training import reward_model_training
+from tasks.sft import sft
+from workflows.approval import gate
+
+
+def problems(p: Any) -> Any:
+    """The dataset of a plan. To be called in workflows only, as the functions below."""
+    return preprocess(
+        run=p.run,
+        data=p.data,
+        source_digest=p.source_digest,
+        model_path=p.model_path,
+        model_digest=p.start_digest,
+        context=p.context,
+        seed=p.seed,
+    )
+
+
+def warmed_up(p: Any, dataset: Any) -> Any:
+    """The warm start, or with `sft.skip` the start model."""
+    return sft(
+        p.sft_profile,
+        run=p.run,
+        dataset=dataset,
+        start=p.start,
+        start_digest=p.start_digest,
+        config=p.sft,
+        seed=p.seed,
+    )
+
+
+def pairs_for(p: Any, dataset: Any, policy: Any) -> Any:
+    """Preferences of files, or from rollouts of the policy."""
+    return pairs(
+        p.profile,
+        run=p.run,
+        dataset=dataset,
+        policy=policy,
+        data=p.data,
+        config=p.pairs,
+        source_digest=p.pairs_digest,
+        kind=p.kind,
+        seed=p.seed,
+    )
+
+
+def scorer_from(p: Any, made: Any, policy: Any) -> Any:
+    """A reward model of the policy's backbone."""
+    return reward_model_training(
+        p.profile,
+        run=p.run,
+        pairs=made,
+        policy=policy,
+        config=p.reward_model,
+        dtype=p.dtype,
+        too_long=p.too_long,
+        seed=p.seed,
+    )
+
+
+def judged(p: Any, dataset: Any, warm_start: Any, policy: Any) -> Any:
+    """Evaluation, promotion and report of a policy."""
+    evaluation = evaluate(
+        p.profile,
+        run=p.run,
+        dataset=dataset,
+        warm_start=warm_start,
+        policy=policy,
+        data=p.data,
+        config=p.evaluate,
+        seed=p.seed,
+    )
+    promotion = gate(
+        p.needs_approval,
+        profile=p.profile,
+        run=p.run,
+        dataset=dataset,
+        policy=policy,
+        evaluation=evaluation,
+        data=p.data,
+        evaluate=p.evaluate,
+        config=p.promote,
+        seed=p.seed,
+    )
+    return report(
+        run=p.run,
+        config_digest=p.config_digest,
+        dataset=dataset,
+        warm_start=warm_start,
+        policy=policy,
+        evaluation=evaluation,
+        promotion=promotion,
+    )
