@@ -105,7 +105,7 @@ def pack(
     """The rows packed on the model's device, where the model is to be given them so; else None.
 
     The last token of a row predicts nothing, and is left out. `packing`: None is the model's own.
-    `multiple`: as in `pack_rows`.
+    `multiple`: as in `pack_rows`; on a CPU sizes recur.
     """
     packing = packing_of(model) if packing is None else packing
     if not packing or seqs.lengths is None or seqs.prompts is None:
@@ -118,4 +118,5 @@ def pack(
             return None
     device = next(model.parameters()).device
     ids, prompts = seqs.input_ids.to(device), seqs.prompts.to(device)
-    return pack_rows(ids, lengths.to(device), prompts, multiple)
+    recurring = device.type == "cpu"
+    return pack_rows(ids, lengths.to(device), prompts, multiple, recurring=recurring)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from engine.models.products import input_gradient, linear, weight_gradient
+from engine.models.products import input_gradient, linear, recurring_size, weight_gradient
 
 _CPU_ELEMENTS = 1 << 24  # logits of a chunk
 _DEVICE_ELEMENTS = 1 << 26
@@ -60,6 +61,9 @@ def chunked_statistics(
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
+    count = hidden.shape[0]
+    if kind == "cpu" and (missing := recurring_size(count) - count):
+        hidden, targets = F.pad(hidden, (0, 0, 0, missing)), F.pad(targets, (0, missing))
     if not chunk_tokens:
         elements = _CPU_ELEMENTS if kind == "cpu" else _DEVICE_ELEMENTS
         chunk_tokens = max(_FEWEST_TOKENS, elements // weight.shape[0])
@@ -70,7 +74,7 @@ def chunked_statistics(
         out["entropy"] = entropies
     if sum_pi_squared:
         out["sum_pi_squared"] = squares
-    return out
+    return {name: value[:count] for name, value in out.items()}
 
 
 @dataclass(frozen=True, slots=True)

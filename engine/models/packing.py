@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from engine.errors import ConfigError, DataError
 from engine.models.critic import CriticModel
 from engine.models.packed_attention import Segments, packed_attention
+from engine.models.products import recurring_size
 
 Packing = bool | Literal["auto"]  # auto: where it saves enough
 WORTHWHILE = 0.95  # of the padded positions; auto packs rows of no more tokens than that
@@ -48,12 +49,17 @@ class PackedRows:
 
 
 def pack_rows(
-    ids: Tensor, lengths: Tensor, prompts: Tensor | None = None, multiple: int = 1
+    ids: Tensor,
+    lengths: Tensor,
+    prompts: Tensor | None = None,
+    multiple: int = 1,
+    *,
+    recurring: bool = False,
 ) -> PackedRows:
     """Pack left-aligned rows `ids` [B, L] of `lengths` [B] tokens each, padding last.
 
     Rows whose first `prompts` [B] tokens are the same have those in common; None: no row has. A row
-    of id 0 fills T up to a multiple of `multiple`.
+    of id 0 fills T up to a multiple of `multiple`; with `recurring`, to a `recurring_size` first.
     Raises DataError for a row without tokens, or with fewer than its prompt's.
     """
     ends, width = lengths.tolist(), ids.shape[1]
@@ -83,7 +89,8 @@ def pack_rows(
         sizes.append((common, [stop - start for _, start, stop in parts]))
     flat = torch.from_numpy(np.concatenate(source)).to(ids.device)
     tokens, positions = ids.flatten()[flat], flat % width
-    if missing := -at % multiple:
+    size = recurring_size(at) if recurring else at
+    if missing := size + -size % multiple - at:
         sizes.append((0, [missing]))
         tokens = F.pad(tokens, (0, missing))
         positions = torch.cat([positions, torch.arange(missing, device=ids.device)])

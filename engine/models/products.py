@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_LARGEST_STEP = 8  # log2 of what is between two sizes
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] · weightᵀ [in, out] + bias [out]."""
@@ -36,6 +38,15 @@ def input_gradient(above: Tensor, weight: Tensor, plus: Tensor | None = None) ->
 def weight_gradient(above: Tensor, x: Tensor) -> Tensor:
     """aboveᵀ [out, n] · x [n, in]."""
     return linear(above.t(), x.t())
+
+
+def recurring_size(count: int) -> int:
+    """`count` rounded up by a few per cent, so that sizes that vary come again and again.
+
+    oneDNN compiles a kernel for each new shape of a product: a millisecond, and up to a megabyte.
+    """
+    step = 1 << min(_LARGEST_STEP, max(4, count.bit_length() - 5))
+    return -(-count // step) * step
 
 
 def _by_onednn(left: Tensor, right: Tensor) -> bool:

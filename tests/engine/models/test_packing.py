@@ -17,7 +17,7 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from engine.config import ParallelConfig
 from engine.errors import ConfigError, DataError
-from engine.models import create_critic_model, packed_attention, row_attention
+from engine.models import alignment, create_critic_model, packed_attention, row_attention
 from engine.models.forward import response_log_probs
 from engine.models.packing import (
     PackedRows,
@@ -27,6 +27,7 @@ from engine.models.packing import (
     packed_size,
     same_prompts,
 )
+from engine.models.products import recurring_size
 from engine.models.token_statistics import token_statistics
 from engine.parallel.fsdp import run_forward, shard_model
 from engine.parallel.layout import Layout
@@ -119,6 +120,52 @@ def test_rows_without_prompts_are_laid_end_to_end() -> None:
     assert packed.segments.starts.dtype == packed.segments.key_starts.dtype == torch.int32
     assert packed.segments.keys is None
     assert packed.segments.longest == packed.segments.longest_keys == 9
+
+
+def test_few_sizes_come_again_and_again() -> None:
+    """And fill a pass up by little."""
+    for low in (100, 1000, 5000):
+        counts = range(low, low + low // 5)
+        sizes = [recurring_size(count) for count in counts]
+        assert len(set(sizes)) <= 6
+        assert all(n <= size <= 1.16 * n for n, size in zip(counts, sizes, strict=True))
+        assert sum(sizes) <= 1.08 * sum(counts)
+    assert recurring_size(0) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_fills_a_size_up_changes_nothing_that_is_read(dtype: torch.dtype) -> None:
+    model = tiny_model("qwen2").to(dtype)
+    apply_packing(model)
+    ids, prompts = rows(), torch.tensor([1, 4, 1, 4])
+    ids[1, :4] = ids[3, :4]
+    found = []
+    for recurring in (False, True):
+        packed = pack_rows(ids, LENGTHS, prompts, recurring=recurring)
+        if recurring:
+            assert packed.input_ids.numel() == packed.segments.starts[-1] == 16
+        real = torch.arange(ids.shape[1]) < LENGTHS[:, None]
+        states = hidden_states(model, packed)[0, packed.places[real]]
+        model.zero_grad()
+        states.float().square().sum().backward()
+        found.append([states, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) > 10
+    close = 1e-9 if dtype == torch.float64 else 0.1
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=close, atol=close)
+
+
+def test_a_model_on_a_cpu_gets_recurring_sizes() -> None:
+    model = tiny_model("qwen2")
+    apply_packing(model)
+    every = [
+        alignment.pack(model, alignment.left_align(shared_prompts_batch(seed=seed)))
+        for seed in range(5)
+    ]
+    for packed in every:
+        assert packed is not None
+        count = int(packed.places.max()) + 1
+        assert packed.input_ids.numel() == recurring_size(count)
 
 
 def test_a_shared_prompt_comes_once() -> None:
