@@ -2,7 +2,8 @@
 
 All state is in tensors with one entry a slot; Python sees a step only as a few counts. A finished
 sequence stays in its slot until another one takes it, or until enough have finished to be worth
-closing the gaps. Which sequences come next is `scheduler.py`'s.
+closing the gaps. Few numbers of slots are ever computed: oneDNN compiles a kernel for each new
+shape of a product, which takes a millisecond. Which sequences come next is `scheduler.py`'s.
 """
 
 from __future__ import annotations
@@ -111,17 +112,24 @@ class Slots:
 
     def compact(self) -> None:
         """Close the gaps that finished sequences leave, once they are worth the copying."""
-        left = self.running
-        if not self._finished or (left and self._finished < max(4, self._used // 32)):
+        running = self.running
+        left = _slots_for(running)
+        if left >= self._used:
             return
         finished = self._finished_slots()
-        gaps = finished[finished < left]
         tail = (self._row[left : self._used] < self._table.capacity).nonzero()[:, 0] + left
+        gaps = finished[: len(tail)]
         self._decoder.move(tail, gaps, left)
         for state in (self._row, self._column, self._position, self._token):
             state[gaps] = state[tail]
         self._row[left:] = self._table.capacity
-        self._used, self._finished = left, 0
+        self._used, self._finished = left, left - running
 
     def _finished_slots(self) -> Tensor:
         return (self._row[: self._used] == self._table.capacity).nonzero()[:, 0]
+
+
+def _slots_for(running: int) -> int:
+    """Slots that so many sequences are decoded in: one of eight numbers an octave, at least."""
+    step = 1 << max(2, running.bit_length() - 4)
+    return -(-running // step) * step

@@ -21,6 +21,7 @@ from engine.models.forward import (
     token_outputs,
 )
 from engine.models.packing import apply_packing
+from engine.models.products import recurring_size
 from engine.models.token_statistics import token_statistics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -207,8 +208,8 @@ def seen_tokens(model: PreTrainedModel) -> list[int]:
 
 
 def packed_tokens(batch: Batch) -> int:
-    """All but each row's last, which predicts nothing."""
-    return int(batch["attention_mask"].sum()) - len(batch)
+    """All but each row's last, which predicts nothing; filled up to a size that recurs."""
+    return recurring_size(int(batch["attention_mask"].sum()) - len(batch))
 
 
 def seqs_size(batch: Batch) -> int:

@@ -16,6 +16,7 @@ from engine.config import ParallelConfig
 from engine.errors import ConfigError
 from engine.models import packed_attention
 from engine.models.packing import packing_of
+from engine.models.products import recurring_size
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
 from engine.runtime.sharded_model import ShardedModel
@@ -73,7 +74,7 @@ def test_rows_that_come_out_the_same_are_packed() -> None:
 
 
 def packed_tokens(batch: Batch) -> int:
-    """Tokens: each prompt once, and of each response all but the last."""
+    """Each prompt once, and of each response all but the last; filled up to a size that recurs."""
     width = batch["prompts"].shape[1]
     mask = batch["attention_mask"]
     own = (mask[:, width:].sum(1) - 1).clamp(min=0).sum()
@@ -81,7 +82,7 @@ def packed_tokens(batch: Batch) -> int:
         tuple(row[on].tolist())
         for row, on in zip(batch["prompts"], mask[:, :width].bool(), strict=True)
     }
-    return int(own) + sum(map(len, prompts))
+    return recurring_size(int(own) + sum(map(len, prompts)))
 
 
 def on_a_rank(layout: Layout, broken: int) -> tuple[Tensor, Any]:
