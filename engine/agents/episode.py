@@ -23,12 +23,12 @@ End = Literal["done", "turns", "tokens", "seconds", "failed"]
 History = Literal["append", "branches"]
 """append: what was sampled stays as it is. branches: where the chat template writes earlier turns
 otherwise (thoughts left out), the episode goes on from what it writes, as a sequence of its own."""
-ReadAction = Callable[[str, Sequence[int]], Action]  # of a turn's text and ids
+ReadAction = Callable[[str, tuple[int, ...]], Action]  # of a turn's text and ids
 
 
-def plain_action(text: str, token_ids: Sequence[int]) -> Action:
+def plain_action(text: str, token_ids: tuple[int, ...]) -> Action:
     """A turn whose text is all there is to it: calls of tools are not looked for."""
-    return Action(text, tuple(token_ids))
+    return Action(text, token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class EpisodeTokenizer:
 
     def action(self, ids: Sequence[int]) -> Action:
         """What a turn says."""
-        return self._read_action(decode_response(self._tokenizer, ids), ids)
+        return self._read_action(decode_response(self._tokenizer, ids), tuple(ids))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """The prompt of messages, up to where the policy speaks."""

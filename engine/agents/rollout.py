@@ -7,72 +7,25 @@ so that samples don't depend on who answers first.
 
 from __future__ import annotations
 
-import asyncio
-import math
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from engine.agents.episode import Episode
-from engine.agents.protocol import Environment, Observation, tool_schemas
+from engine.agents.local_environments import Environments, OpenEpisode
+from engine.agents.protocol import Observation
 from engine.errors import EngineError, RolloutError
 from engine.rollout.stream import RolloutStream
 
 _GATHER_S = 0.005  # that an idle stream waits for another answer to come with the one it has
-_CLOSE_S = 5.0  # for environments to end
+_LATE_S = 30.0  # after its deadline, that an environment's answer or failure comes
 
 Row = Mapping[str, Any]  # of the data set
-MakeEnvironment = Callable[[], Environment]
-
-
-class EnvironmentThread:
-    """A thread whose event loop awaits environments; a context manager that closes them."""
-
-    def __init__(self, make: MakeEnvironment) -> None:
-        """`make` is called in the thread, once for each environment that is needed at a time."""
-        self._make = make
-        self._idle: list[Environment] = []
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
-        self._thread.start()
-
-    async def take(self) -> Environment:
-        """An environment that plays no episode."""
-        return self._idle.pop() if self._idle else self._make()
-
-    async def give_back(self, environment: Environment) -> None:
-        """Let another episode have it."""
-        self._idle.append(environment)
-
-    async def discard(self, environment: Environment) -> None:
-        """Close one that failed; whatever it says to that."""
-        with suppress(Exception):
-            await asyncio.wait_for(environment.close(), _CLOSE_S)
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a coroutine there."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def close(self) -> None:
-        """Close the environments that play nothing, and end the thread."""
-
-        async def all_closed() -> None:
-            idle, self._idle = self._idle, []
-            await asyncio.gather(*(self.discard(one) for one in idle))
-
-        if not self._thread.is_alive():
-            return
-        with suppress(TimeoutError):
-            self.start(all_closed()).result(2 * _CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
-        if not self._thread.is_alive():
-            self._loop.close()
+Answer = tuple[Episode, Future[Observation], float]  # when it was asked, of time.monotonic
 
 
 class EpisodePlayer:
@@ -81,20 +34,19 @@ class EpisodePlayer:
     def __init__(
         self,
         stream: RolloutStream,
-        environments: EnvironmentThread,
+        environments: Environments,
         *,
         concurrency: int,
         call_seconds: float,
         failure_reward: float | None = None,
     ) -> None:
-        """At most `concurrency` episodes at a time, each call of an environment with a deadline
-        of `call_seconds`; `failure_reward`: see `Episode.fail`."""
+        """At most `concurrency` episodes at a time. `call_seconds` is the deadline that the
+        environments keep; `failure_reward`: see `Episode.fail`."""
         self._stream, self._environments = stream, environments
         self._concurrency, self._failure_reward = concurrency, failure_reward
         self._call_seconds = call_seconds
-        self._playing = 0
-        self._answers: SimpleQueue[tuple[Episode, Future[Observation]]] = SimpleQueue()
-        self._owned: dict[int, Environment] = {}  # by id of the episode
+        self._answers: SimpleQueue[Answer] = SimpleQueue()
+        self._open: dict[int, OpenEpisode] = {}  # by id of the episode: those that play
         self._sampling: dict[Hashable, Episode] = {}  # by key of the turn
 
     def play(self, episodes: Sequence[Episode], rows: Sequence[Row]) -> None:
@@ -103,17 +55,23 @@ class EpisodePlayer:
         No environment's fault raises: the episode ends as `failed`.
         """
         waiting = deque(episodes)
-        while waiting or self._playing:
-            while waiting and self._playing < self._concurrency:
-                episode = waiting.popleft()
-                episode.started = time.monotonic()
-                self._playing += 1
-                self._ask(episode, self._reset(episode, rows[episode.row]))
-            answered = sorted(self._take_answers(), key=lambda one: (one[0].key, one[0].index))
-            for episode, answer in answered:
-                self._take_answer(episode, answer, rows[episode.row])
-            if self._sampling:
-                self._step()
+        try:
+            while waiting or self._open:
+                while waiting and len(self._open) < self._concurrency:
+                    self._begin(waiting.popleft(), rows)
+                answered = sorted(self._take_answers(), key=lambda one: (one[0].key, one[0].index))
+                for episode, answer, _ in answered:
+                    self._take_answer(episode, answer, rows[episode.row])
+                if self._sampling:
+                    self._step()
+        finally:
+            for seat in self._open.values():
+                seat.close()
+
+    def _begin(self, episode: Episode, rows: Sequence[Row]) -> None:
+        episode.started, episode.tools = time.monotonic(), self._environments.tools
+        seat = self._open[id(episode)] = self._environments.open()
+        self._ask(episode, seat.reset(rows[episode.row]))
 
     def _step(self) -> None:
         """Decode a token of each turn; what ended goes to its environment."""
@@ -121,30 +79,23 @@ class EpisodePlayer:
             episode = self._sampling.pop(done.key)
             with self._faults_of(episode):
                 action = episode.add_turn(done.completion)
-                self._ask(episode, self._owned[id(episode)].step(action))
+                self._ask(episode, self._open[id(episode)].step(action))
 
-    def _ask(self, episode: Episode, call: Coroutine[Any, Any, Observation]) -> None:
-        async def within_deadline() -> Observation:
-            begun = time.monotonic()
-            try:
-                return await asyncio.wait_for(call, self._call_seconds)
-            finally:
-                episode.environment_seconds += time.monotonic() - begun
+    def _ask(self, episode: Episode, call: Future[Observation]) -> None:
+        begun = time.monotonic()
 
-        future = self._environments.start(within_deadline())
-        future.add_done_callback(lambda answer: self._answers.put((episode, answer)))
+        def answered(answer: Future[Observation]) -> None:
+            episode.environment_seconds += time.monotonic() - begun
+            self._answers.put((episode, answer, begun))
 
-    async def _reset(self, episode: Episode, row: Row) -> Observation:
-        environment = self._owned[id(episode)] = await self._environments.take()
-        episode.tools = tool_schemas(environment)
-        return await environment.reset(row)
+        call.add_done_callback(answered)
 
-    def _take_answers(self) -> Iterator[tuple[Episode, Future[Observation]]]:
+    def _take_answers(self) -> Iterator[Answer]:
         """What environments answered; without anything to decode, it waits for an answer.
 
-        Raises RolloutError where none comes in time, as one of them blocks the others' thread.
+        Raises RolloutError where none comes, as one of them blocks the others' thread.
         """
-        wait = 0.0 if self._sampling else self._call_seconds + _CLOSE_S
+        wait = 0.0 if self._sampling else self._call_seconds + _LATE_S
         answered = False
         while True:
             try:
@@ -152,16 +103,16 @@ class EpisodePlayer:
             except Empty:
                 break
             answered, wait = True, 0.0 if self._sampling else _GATHER_S
-        if not answered and not self._sampling and self._playing:
+        if not answered and not self._sampling:
             raise RolloutError(
-                f"{self._playing} episodes wait for their environments, and none has answered "
+                f"{len(self._open)} episodes wait for their environments, and none has answered "
                 f"within {self._call_seconds:g} s: one of them blocks its thread; await what takes "
-                "long in it"
+                "long in it, or run environments in processes (rollout.agent.num_workers)"
             )
 
     def _take_answer(self, episode: Episode, answer: Future[Observation], row: Row) -> None:
         with self._faults_of(episode):
-            observation = _checked(answer.result())
+            observation = answer.result()
             if episode.transcript is None:
                 episode.begin(row["prompt"], observation)
             else:
@@ -181,35 +132,11 @@ class EpisodePlayer:
         """What goes wrong with an episode ends it alone; one that is over gives up its place."""
         try:
             yield
-        except TimeoutError:
-            episode.fail(f"no answer within {self._call_seconds:g} s", self._failure_reward)
         except EngineError as error:
             episode.fail(str(error), self._failure_reward)
-        except Exception as error:  # an environment is code of others
+        except Exception as error:  # a parser, a template: code of others
             episode.fail(f"{type(error).__name__}: {error}", self._failure_reward)
         if episode.end is not None:
-            self._playing -= 1
-            self._part(episode)
+            self._open.pop(id(episode)).close()
             if episode.latest_turn is not None:
                 self._stream.forget(episode.latest_turn)
-
-    def _part(self, episode: Episode) -> None:
-        """Give back the environment of an episode that ended; one that failed is replaced."""
-        environment = self._owned.pop(id(episode), None)
-        if environment is None:
-            return
-        keep = episode.end != "failed"
-        pool = self._environments
-        pool.start(pool.give_back(environment) if keep else pool.discard(environment))
-
-
-def _checked(observation: object) -> Observation:
-    """An environment's answer; raises TypeError or ValueError for one that is none."""
-    if not isinstance(observation, Observation):
-        raise TypeError(f"the environment answered {type(observation).__name__}, no Observation")
-    if not math.isfinite(observation.reward):
-        raise ValueError(f"the environment's reward {observation.reward} is no finite number")
-    for message in observation.messages:
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise ValueError(f"a message of the environment needs role and content: {message!r}")
-    return observation

@@ -31,6 +31,9 @@ class MultiTurnConfig(Section):
     max_turn_length: int | None = Field(
         None, ge=1, description="Tokens of one turn; null: what data.max_response_length leaves"
     )
+    format: str = Field(
+        "hermes", description="How tool calls are written: name of a parser, or package.module:name"
+    )
     history: Literal["append", "branches"] = Field(
         "append",
         description="Where the chat template rewrites earlier turns (thoughts left out): append "
@@ -42,6 +45,12 @@ class AgentConfig(Section):
     """What the policy plays with."""
 
     environment: EnvironmentSpec = EnvironmentSpec()
+    num_workers: int = Field(
+        1,
+        ge=0,
+        description="Processes that environments run in, which may hang or die; 0: the rollout's "
+        "own, for light ones that never block",
+    )
     concurrency: int = Field(
         0, ge=0, description="Episodes played at a time; 0: rollout.max_num_seqs"
     )

@@ -82,7 +82,7 @@ def _rollout(spec: RunSpec) -> RoleSpec:
     if rollout.multi_turn.enable:
         from engine.workers.agent_rollout import AgentRolloutWorker
 
-        options |= {"template_variables": spec.template_variables}
+        options |= {"template_variables": spec.template_variables, "plugins": spec.config.plugins}
         return RoleSpec("rollout", AgentRolloutWorker, options)
     return RoleSpec("rollout", RolloutWorker, options)
 

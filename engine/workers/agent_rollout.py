@@ -7,15 +7,34 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from engine.agents.call_parsers import parsed_action, resolve_call_parser
 from engine.agents.collate import collate_episodes
 from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action
+from engine.agents.local_environments import Environments, LocalEnvironments
+from engine.agents.pool import EnvironmentPool
 from engine.agents.registry import make_environment
-from engine.agents.rollout import EnvironmentThread, EpisodePlayer
+from engine.agents.rollout import EpisodePlayer
 from engine.batch import Batch
+from engine.config import AgentConfig
 from engine.data.templates import with_template_variables
 from engine.rollout.stream import open_stream
 from engine.workers.base import WorkerContext
 from engine.workers.rollout import RolloutWorker
+
+
+def open_environments(agent: AgentConfig, plugins: tuple[str, ...]) -> Environments:
+    """The environments of a run, in processes of their own or in this one."""
+    name, options = agent.environment.name, agent.environment.options
+    if not agent.num_workers:
+        make = partial(make_environment, name, options)
+        return LocalEnvironments(make, timeout_s=agent.call_timeout_s)
+    return EnvironmentPool(
+        name,
+        options,
+        plugins=plugins,
+        processes=agent.num_workers,
+        timeout_s=agent.call_timeout_s,
+    )
 
 
 class AgentRolloutWorker(RolloutWorker):
@@ -26,9 +45,11 @@ class AgentRolloutWorker(RolloutWorker):
         context: WorkerContext,
         *,
         template_variables: Mapping[str, Any] | None = None,
+        plugins: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
-        """`template_variables` are those of the chat template that prompts are rendered with."""
+        """`template_variables` are those of the chat template that prompts are rendered with;
+        `plugins` are the modules that may register the environment."""
         super().__init__(context, **options)
         turns, agent = self.config.multi_turn, self.config.agent
         self.limits = EpisodeLimits(
@@ -38,14 +59,14 @@ class AgentRolloutWorker(RolloutWorker):
             max_turns=turns.max_assistant_turns,
             seconds=agent.timeout_s,
         )
+        self.environments = open_environments(agent, plugins)
+        parser = resolve_call_parser(turns.format)
         self.episodes = EpisodeTokenizer(
             with_template_variables(self.tokenizer, template_variables or {}),
             self.stop,
-            plain_action,
+            partial(parsed_action, parser) if self.environments.tools else plain_action,
             turns.history,
         )
-        made = agent.environment
-        self.environments = EnvironmentThread(partial(make_environment, made.name, made.options))
 
     def _sample(self, prompts: Batch, n: int, temperature: float) -> Batch:
         params = replace(self._params(1, temperature), max_new_tokens=self.max_response_length)

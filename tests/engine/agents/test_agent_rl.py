@@ -33,7 +33,7 @@ def settings(placement: str = "local", **changes: Any) -> RLConfig:
         "rollout": {
             "n": 4,
             "multi_turn": {"enable": True, "max_turn_length": 6},
-            "agent": {"environment": "digit_games:DigitGame"},
+            "agent": {"environment": "digit_games:DigitGame", "num_workers": 0},
         },
         "reward": {"name": "environment"},
         "trainer": {

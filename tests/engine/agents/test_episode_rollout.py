@@ -21,7 +21,8 @@ from engine.agents.episode import (
     History,
     plain_action,
 )
-from engine.agents.rollout import EnvironmentThread, EpisodePlayer, MakeEnvironment
+from engine.agents.local_environments import LocalEnvironments, MakeEnvironment
+from engine.agents.rollout import EpisodePlayer
 from engine.batch import Batch
 from engine.data.collate import collate_prompts
 from engine.data.templates import encode_prompts
@@ -73,7 +74,7 @@ class Table:
         ]
         params = SamplingParams(max_new_tokens=40, seed=4, stop_token_ids=self.stop)
         stream = self.engine.stream(params, max_num_seqs=width, keep_prefixes=keep)
-        environments = EnvironmentThread(make)
+        environments = LocalEnvironments(make, timeout_s=call_seconds)
         player = EpisodePlayer(
             stream,
             environments,
@@ -184,7 +185,7 @@ def test_an_environment_that_fails_costs_its_episode(table: Table, fault: str) -
     [failed] = [episode for episode in episodes if episode.end == "failed"]
     assert failed.dropped
     assert made[1].closed
-    said = {"raise": "dice", "hang": "within 1 s", "lie": "nan", "nonsense": "no Observation"}
+    said = {"raise": "dice", "hang": "within 1 s", "lie": "finite", "nonsense": "returned str"}
     assert said[fault] in failed.error
     [scored] = [
         one
