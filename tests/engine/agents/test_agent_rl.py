@@ -152,6 +152,15 @@ def test_a_resumed_run_is_the_whole_run(tiny_folder: Path, tmp_path: Path) -> No
     assert same == {k: v for k, v in got.items() if not k.endswith("_s")}
 
 
+def test_environments_in_processes_of_their_own_change_no_number(tiny_folder: Path) -> None:
+    actor = {"old_log_probs": "trainer"}
+    here, _ = run(tiny_folder, settings(actor=actor))
+    apart, _ = run(tiny_folder, settings(actor=actor, rollout={"agent": {"num_workers": 1}}))
+    for ours, theirs in zip(here, apart, strict=True):
+        kept = [key for key in ours if not key.startswith(GAP_PREFIXES)]
+        assert [ours[key] for key in kept] == [theirs[key] for key in kept]
+
+
 def test_branches_are_rows_of_one_episode(tiny_folder: Path, tmp_path: Path) -> None:
     """The template leaves out the sign of earlier questions, as Qwen3's leaves out thoughts."""
     from transformers import AutoTokenizer
