@@ -17,10 +17,10 @@ from typing import Any
 class Case:
     """What both sides run."""
 
-    task: str  # grpo, sft or accuracy (GRPO on the default task)
+    task: str  # grpo, sft, dpo, reward or accuracy (GRPO on the default task)
     size: str
-    mix: str  # short or tail; of sft: rows
-    prompts: int  # a step; of sft: rows a step
+    mix: str  # short or tail; of sft: rows; of dpo and reward: pairs, or losses
+    prompts: int  # a step; of sft, dpo and reward: rows a step
     n: int  # completions a prompt
     max_new_tokens: int
     max_prompt: int  # longest prompt in tokens

@@ -2,8 +2,8 @@
 
     python our_side.py CASE [key=value …]
 
-Arguments are settings of RLConfig or SFTConfig, e.g. `trainer.placement=local`, and `model.dtype`;
-what isn't named has its default.
+Arguments are settings of RLConfig, or of the section of SFT, DPO or the reward model, e.g.
+`trainer.placement=local`, and `model.dtype`; what isn't named has its default.
 """
 
 from __future__ import annotations
@@ -19,13 +19,22 @@ import yaml
 from case_folder import Case, read_case
 from turns import Turn
 
-from engine.config import RLConfig, SFTConfig
+from engine.config import (
+    PreferenceTrainingConfig,
+    RewardModelTrainingConfig,
+    RLConfig,
+    SFTConfig,
+)
 from engine.console import quiet
 from engine.data.loader import PromptLoader
+from engine.data.preference_examples import read_preferences, read_reward_pairs
 from engine.data.rows import rl_row
 from engine.data.templates import encode_prompts, encode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.models import load_model, resolve_dtype, text_config
+from engine.runtime.save_policy import StartModel
+from engine.trainers.preference import PreferenceTrainer
+from engine.trainers.reward_model import RewardModelTrainer
 from engine.trainers.rl import RLTrainer
 from engine.trainers.sft import SFTExample, SFTTrainer
 
@@ -38,8 +47,11 @@ def main() -> None:
     case, rows = read_case(folder)
     wanted = settings.pop("model", {}).get("dtype", "auto")
     dtype = resolve_dtype(wanted, text_config(folder / "model").hidden_size)
-    run = run_sft if case.task == "sft" else run_rl
-    run(folder, case, rows, settings, dtype)
+    if case.task in ("dpo", "reward"):
+        run_pairs(folder, case, settings, dtype)
+    else:
+        run = run_sft if case.task == "sft" else run_rl
+        run(folder, case, rows, settings, dtype)
 
 
 def nested(items: Sequence[str]) -> dict[str, Any]:
@@ -146,12 +158,6 @@ def run_sft(folder: Path, case: Case, rows: Rows, settings: dict[str, Any], dtyp
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows], "bench")
     responses = [encode_response(tokenizer, row["completion"][0]["content"]) for row in rows]
     examples = [SFTExample(p, r) for p, r in zip(prompts, responses, strict=True)]
-    base = {
-        "max_steps": case.steps * case.turns,
-        "train_batch_size": case.prompts,
-        "threads": case.threads,
-        "optim": {"lr": case.lr, "weight_decay": 0.0, "warmup_ratio": 0.0},
-    }
     turn = Turn()
     mean = sum(map(len, responses)) / len(responses)
 
@@ -160,12 +166,54 @@ def run_sft(folder: Path, case: Case, rows: Rows, settings: dict[str, Any], dtyp
             turn.done({"tokens": mean * case.prompts * case.steps})
             turn.wait()
 
-    config = SFTConfig.model_validate(merged(base, settings))
+    config = SFTConfig.model_validate(merged(offline_settings(case), settings))
     trainer = SFTTrainer(
         load_model(model, dtype), tokenizer.pad_token_id or 0, config, seed=0, on_step=finished
     )
     turn.wait()
     trainer.fit(examples, [])
+
+
+def run_pairs(folder: Path, case: Case, settings: dict[str, Any], dtype: str) -> None:
+    """Steps of DPO or of a reward model, `case.steps` of them a turn, and the last one's loss."""
+    model, pairs = folder / "model", str(folder / "rows.jsonl")
+    tokenizer = load_tokenizer(model)
+    start, pad = StartModel(str(model), dtype), tokenizer.pad_token_id or 0
+    values = merged(offline_settings(case), settings)
+    turn, section = Turn(), "preference" if case.task == "dpo" else "reward_model"
+    read = read_preferences if case.task == "dpo" else read_reward_pairs
+    examples: list[Any] = list(read(pairs, tokenizer))
+    total = sum(2 * len(e.prompt_ids) + sum(map(len, e.responses)) for e in examples)
+    mean = total / len(examples)
+
+    def finished(step: int, total: int, metrics: dict[str, float]) -> None:
+        if step % case.steps == 0:
+            tokens = mean * case.prompts * case.steps
+            turn.done({"tokens": tokens, "loss": metrics[f"{section}/loss"]})
+            turn.wait()
+
+    turn.wait()
+    if case.task == "dpo":
+        own = PreferenceTrainingConfig.model_validate(values)
+        PreferenceTrainer(start, pad, own, seed=0, on_step=finished).fit(examples)
+    else:
+        scoring = RewardModelTrainingConfig.model_validate(values)
+        RewardModelTrainer(start, pad, scoring, seed=0, on_step=finished).fit(examples)
+
+
+def offline_settings(case: Case) -> dict[str, Any]:
+    """What makes steps on rows comparable."""
+    return {
+        "max_steps": case.steps * case.turns,
+        "train_batch_size": case.prompts,
+        "threads": case.threads,
+        "optim": {
+            "lr": case.lr,
+            "weight_decay": 0.0,
+            "warmup_ratio": 0.0,
+            "schedule": "constant",
+        },
+    }
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python trl_side.py CASE float32|bfloat16 [key=value …]
 
 `bfloat16` is TRL's mixed precision (`bf16=True`): float32 weights, autocast. Further arguments are
-fields of GRPOConfig or SFTConfig. What TRL offers and costs speed on a CPU is off: gradient
-checkpointing, logging, saving.
+fields of GRPOConfig, SFTConfig, DPOConfig or RewardConfig. What TRL offers and costs speed on a CPU
+is off: gradient checkpointing, logging, saving; DPO's reference is computed before the first step.
 """
 
 from __future__ import annotations
@@ -19,9 +19,23 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 from transformers.utils import logging as transformers_logging
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from turns import Turn
 
 COMMON: dict[str, Any] = {
@@ -46,7 +60,13 @@ def main() -> None:
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(case["threads"])
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    if case["task"] == "reward":
+        model = AutoModelForSequenceClassification.from_pretrained(
+            folder / "model", dtype=torch.float32, num_labels=1
+        )
+        torch.nn.init.zeros_(model.score.weight)  # as ours begins
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
     settings = COMMON | {
         "output_dir": str(folder / "trl"),
@@ -56,7 +76,8 @@ def main() -> None:
         "seed": case["seed"],
     }
     options = dict(item.split("=", 1) for item in extra)
-    make = sft_trainer if case["task"] == "sft" else grpo_trainer
+    makers = {"sft": sft_trainer, "dpo": pair_trainer, "reward": pair_trainer}
+    make = makers.get(case["task"], grpo_trainer)
     trainer, measured = make(model, tokenizer, Dataset.from_list(rows), case, settings, options)
 
     def save() -> None:
@@ -175,6 +196,35 @@ def sft_trainer(
         completion_only_loss=True,
         max_length=None,
         **options,
+    )
+    trainer = Counted(model, args=config, train_dataset=rows, processing_class=tokenizer)
+    return trainer, measured
+
+
+def pair_trainer(
+    model: Any,
+    tokenizer: Any,
+    rows: Dataset,
+    case: dict[str, Any],
+    settings: dict[str, Any],
+    options: dict[str, str],
+) -> tuple[Any, dict[str, Any]]:
+    """The trainer of DPO or of a reward model, and its measures: tokens, the last step's loss."""
+    measured: dict[str, Any] = {"tokens": 0, "loss": 0.0}
+    base: Any = DPOTrainer if case["task"] == "dpo" else RewardTrainer
+
+    class Counted(base):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            measured["tokens"] += int(inputs["attention_mask"].sum())
+            loss = super().training_step(model, inputs, *args, **kwargs)
+            measured["loss"] = float(loss)
+            return loss
+
+    common = settings | {"per_device_train_batch_size": case["prompts"], "max_length": None}
+    config: Any = (
+        DPOConfig(**common, precompute_ref_log_probs=True, **options)
+        if case["task"] == "dpo"
+        else RewardConfig(**common, **options)
     )
     trainer = Counted(model, args=config, train_dataset=rows, processing_class=tokenizer)
     return trainer, measured

@@ -2,12 +2,13 @@
 
     python benchmarks/vs_trl.py --sizes 1M,10M --rounds 3
 
-GRPO: GRPOTrainer against RLTrainer; `--tasks sft`: SFTTrainer against ours. TRL gets an environment
-of its own on first use (`trl_environment.py`). Each contestant is a process that loads the model
-from one saved folder; they take turns, a step each, so that a busy machine slows all of them alike
-(`turns.py`). The first `--warm` turns don't count; figures are medians of the others. How lengths
-come about is in `vs_trl_cases.py`. Ours runs with default settings unless its name or `--ours` says
-otherwise.
+GRPO: GRPOTrainer against RLTrainer; `--tasks sft,dpo,reward`: SFTTrainer, DPOTrainer and
+RewardTrainer against ours, the last two after a check that both give the same losses. TRL gets an
+environment of its own on first use (`trl_environment.py`). Each contestant is a process that loads
+the model from one saved folder; they take turns, a step each, so that a busy machine slows all of
+them alike (`turns.py`). The first `--warm` turns don't count; figures are medians of the others.
+How lengths come about is in `vs_trl_cases.py`. Ours runs with default settings unless its name or
+`--ours` says otherwise.
 """
 
 from __future__ import annotations
@@ -29,19 +30,29 @@ from typing import Any
 from case_folder import Case
 from trl_environment import TRL, trl_python
 from turns import Contestant
-from vs_trl_cases import LIMITS, SIZES, write_grpo_case, write_sft_case
+from vs_trl_cases import (
+    LIMITS,
+    LOSS_STEPS,
+    SIZES,
+    write_grpo_case,
+    write_loss_case,
+    write_pairs_case,
+    write_sft_case,
+)
 
 from engine.console import quiet
 
 HERE = Path(__file__).parent
-OURS: dict[str, dict[str, list[str]]] = {  # settings by task
-    "ours": {"grpo": [], "sft": []},
-    "ours fp32": {"grpo": ["model.dtype=float32"], "sft": ["model.dtype=float32"]},
-    "ours bf16": {"grpo": ["model.dtype=bfloat16"], "sft": ["model.dtype=bfloat16"]},
-    "ours ray": {"grpo": ["trainer.placement=ray"], "sft": []},
+STEPS_OF_ROWS = ("sft", "dpo", "reward")  # tasks without a rollout
+OURS: dict[str, list[str]] = {  # settings
+    "ours": [],
+    "ours fp32": ["model.dtype=float32"],
+    "ours bf16": ["model.dtype=bfloat16"],
+    "ours ray": ["trainer.placement=ray"],  # of GRPO
 }
 THEIRS = {"trl fp32": "float32", "trl bf16": "bfloat16"}
-SFT_STEPS = {"1M": 20, "10M": 5, "60M": 2, "135M": 1}  # a turn
+STEPS = {"1M": 20, "10M": 5, "60M": 2, "135M": 1}  # a turn, but for GRPO
+LOSS_TOLERANCE = 1e-5
 
 Figures = dict[str, float]
 
@@ -54,8 +65,10 @@ def main() -> None:
     results = []
     print(machine(args.threads), flush=True)
     for task in args.tasks:
+        if task in ("dpo", "reward") and trl is not None:
+            compare_losses(args, task, trl)
         for size in args.sizes:
-            for mix in args.mixes if task == "grpo" else ["rows"]:
+            for mix in args.mixes if task == "grpo" else [""]:
                 with tempfile.TemporaryDirectory() as folder:
                     case = write_case(args, task, size, mix, Path(folder))
                     figures = compete(args, case, Path(folder), trl)
@@ -82,7 +95,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         return parse
 
     every = [*OURS, *THEIRS]
-    parser.add_argument("--tasks", type=names(["grpo", "sft"]), default=["grpo"])
+    parser.add_argument("--tasks", type=names(["grpo", *STEPS_OF_ROWS]), default=["grpo"])
     parser.add_argument("--sizes", type=names(list(SIZES)), default=["1M", "10M"])
     parser.add_argument("--mixes", type=names(list(LIMITS)), default=list(LIMITS))
     parser.add_argument(
@@ -103,7 +116,9 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def write_case(args: argparse.Namespace, task: str, size: str, mix: str, folder: Path) -> Case:
     turns = args.warm + args.rounds
     if task == "sft":
-        return write_sft_case(folder, size, SFT_STEPS[size], turns, args.threads)
+        return write_sft_case(folder, size, STEPS[size], turns, args.threads)
+    if task in ("dpo", "reward"):
+        return write_pairs_case(folder, task, size, STEPS[size], turns, args.threads)
     return write_grpo_case(folder, size, mix, args.n, turns, args.threads, args.prompts)
 
 
@@ -127,6 +142,24 @@ def compete(
         return {one.name: one.turns[args.warm :] for one in entered}
 
 
+def compare_losses(args: argparse.Namespace, task: str, trl: Path) -> None:
+    """Train both on one batch, in float32, and raise SystemExit where losses differ."""
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        folder = Path(place)
+        case = write_loss_case(folder, task, args.threads)
+        both = [
+            stack.enter_context(contestant(args, name, case, folder, trl))
+            for name in ("ours fp32", "trl fp32")
+        ]
+        losses = [[one.turn()["loss"] for one in both] for _ in range(LOSS_STEPS)]
+    print(f"\n{task}: losses of {LOSS_STEPS} steps on one batch, float32, ours and TRL's")
+    print("  " + ", ".join(f"{ours:.6f} {theirs:.6f}" for ours, theirs in losses))
+    most = max(abs(ours - theirs) for ours, theirs in losses)
+    print(f"  largest difference {most:.1e}", flush=True)
+    if not most <= LOSS_TOLERANCE:
+        raise SystemExit(f"{task}: losses differ by {most:.1e}, above {LOSS_TOLERANCE}")
+
+
 def contestant(
     args: argparse.Namespace, name: str, case: Case, folder: Path, trl: Path | None
 ) -> Contestant:
@@ -135,7 +168,10 @@ def contestant(
     if name in THEIRS:
         command = [str(trl), str(HERE / "trl_side.py"), str(folder), THEIRS[name], *args.trl]
         return Contestant(name, command, threads | {"PYTHONPATH": ""}, log)
-    settings = [*OURS[name]["sft" if case.task == "sft" else "grpo"], *args.ours]
+    settings = [
+        *([] if name == "ours ray" and case.task in STEPS_OF_ROWS else OURS[name]),
+        *args.ours,
+    ]
     command = [sys.executable, str(HERE / "our_side.py"), str(folder), *settings]
     path = os.pathsep.join([str(HERE.parent), str(HERE)])
     return Contestant(name, command, threads | {"PYTHONPATH": path}, log)
@@ -174,7 +210,8 @@ def report(case: Case, measured: dict[str, list[dict[str, Any]]]) -> None:
     """Print one case, a line a contestant."""
     figures = {name: medians(case, turns) for name, turns in measured.items()}
     best = min((figures[name]["s/step"] for name in figures if name in THEIRS), default=0.0)
-    what = f"{case.prompts} prompts × {case.n}" if case.task == "grpo" else f"{case.prompts} rows"
+    units = {"grpo": f"prompts × {case.n}", "sft": "rows"}
+    what = f"{case.prompts} {units.get(case.task, 'pairs')}"
     print(f"\n{case.name}: {what} a step, {len(next(iter(measured.values())))} turns each")
     print(
         f"{'':<12}{'s/step':>9}{'fastest':>9}{'rollout':>9}{'update':>9}{'rest':>8}"

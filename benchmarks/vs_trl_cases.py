@@ -30,13 +30,16 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from engine.config import DataConfig
+from engine.data.arithmetic import bare_answer, slip_answer, worked_answer
 from engine.data.sources import load_splits
 from engine.data.tokenizer import ASSISTANT, CHAT_TEMPLATE, END, PAD, USER, train_tokenizer
+from engine.data.word_problems import deal_problems
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?!+-*/=()"
 MEAN = 79  # tokens of a completion, were there no limit
 LIMITS = {"short": 32, "tail": 256}  # longest completion, by mix
 PROMPT = 46  # tokens
+LOSS_STEPS = 6  # on one batch, whose losses are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,46 @@ def write_sft_case(folder: Path, size: str, steps: int, turns: int, threads: int
     return write_case(
         folder, Case("sft", size, "rows", 32, 1, 0, 0, steps, turns, threads, 32, 1e-5), rows
     )
+
+
+def write_pairs_case(
+    folder: Path, task: str, size: str, steps: int, turns: int, threads: int
+) -> Case:
+    """A DPO or reward-model case: problems of the default task, 32 pairs a step.
+
+    The chosen response is worked out; the rejected one has a slip, or is the answer alone.
+    """
+    rows = write_pairs(folder, size, 32 * steps * (turns + 1))
+    case = Case(task, size, "pairs", 32, 1, 0, 0, steps, turns, threads, 32, 1e-6)
+    return write_case(folder, case, rows)
+
+
+def write_loss_case(folder: Path, task: str, threads: int) -> Case:
+    """32 pairs that are the batch of every step, at a learning rate that changes the losses."""
+    rows = write_pairs(folder, "1M", 32)
+    case = Case(task, "1M", "losses", 32, 1, 0, 0, 1, LOSS_STEPS, threads, 32, 1e-3)
+    return write_case(folder, case, rows)
+
+
+def write_pairs(folder: Path, size: str, count: int) -> list[dict[str, Any]]:
+    """Write a model with its tokenizer; return the pairs."""
+    problems = deal_problems({"pairs": count}, 2, 0)["pairs"]
+    rng = random.Random(0)
+    rows, texts = [], []
+    for problem in problems:
+        rejected = slip_answer(problem, rng) if rng.random() < 0.5 else bare_answer(problem)
+        sides = (problem.question, worked_answer(problem), rejected)
+        texts += sides
+        roles = (("prompt", "user"), ("chosen", "assistant"), ("rejected", "assistant"))
+        rows.append(
+            {
+                name: [{"role": role, "content": text}]
+                for (name, role), text in zip(roles, sides, strict=True)
+            }
+        )
+    tokenizer = train_tokenizer(texts, 512)
+    save(build_model(SIZES[size], tokenizer, MEAN), tokenizer, folder / "model")
+    return rows
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
