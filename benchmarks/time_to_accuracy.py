@@ -37,7 +37,7 @@ from engine.data.sources import Splits, load_splits
 from engine.data.templates import decode_response, encode_prompts, encode_response, stop_token_ids
 from engine.data.tokenizer import load_tokenizer, train_tokenizer
 from engine.models import build_model, load_model, save_model
-from engine.rewards import extract_answer, normalise_number
+from engine.rewards.answer_match import extract_answer, normalise_number
 from engine.rollout.protocol import SamplingParams, create_engine
 from engine.trainers.sft import SFTExample, SFTTrainer
 
