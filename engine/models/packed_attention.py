@@ -1,8 +1,8 @@
 """Causal attention over packed rows: each token sees its own row's, a shared prompt among them.
 
 On CUDA in half precision it is torch's variable-length flash kernel. Elsewhere (CPU, ROCm, float32)
-it is a pass over the rows that keeps no scores; of short rows that share no prompt, on the CPU,
-`row_attention`. `packing` lays the rows out.
+it is a pass over the rows that keeps no scores; of short rows, on the CPU, `row_attention`.
+`packing` lays the rows out.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Attention of packed rows that share nothing, as matrix products over padded batches of them.
+"""Attention of short packed rows on a CPU, as matrix products over padded batches of them.
 
 Rows of similar length are computed together: a few operations a layer, where a pass over the rows
-(`packed_attention`) is some for each of them. For short rows on a CPU.
+(`packed_attention`) is some for each of them. Few rows that share a prompt, such as a preference
+pair, are computed as one, with a mask that keeps them apart.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +22,8 @@ from engine.algorithms.masked import at_least_float
 
 Run = tuple[int, int, int, int]  # first and last + 1 of a segment's prefix, and of the segment
 
-_LONGEST = 256  # tokens of a row
+_LONGEST = 256  # tokens of a row, or of rows with their prompt
+_MASKED = 2.5  # times the scores that rows with one prompt need may be computed
 _SCORES = 1 << 18  # of a batch, a head
 _LONGER = 1.2  # than the shortest row of a batch the longest may be,
 _NEAR = 8  # or by so many tokens
@@ -33,7 +36,7 @@ class _Batch:
     rows: int
     index: Tensor  # [B · L] long; the token at each place; padding has any
     real: Tensor  # [B · L, 1, 1]; 1 at a token, 0 at padding
-    unseen: Tensor  # [L, L]; -inf where a key is behind its query, else 0
+    unseen: Tensor  # [1 or B, 1, 1, L, L]; 0 where a query sees a key, else -inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,55 +45,100 @@ class _Plan:
     places: Tensor  # [T] long; of each token among those of all batches
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Neighbouring tokens that are attended to together: a row, or a prompt and its rows."""
+
+    start: int
+    stop: int
+    cuts: tuple[int, ...]  # where each row behind the prompt begins; () for a row alone
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def needed(self) -> int:
+        """Scores of pairs of tokens of which one may see the other, all of a row's counted."""
+        if not self.cuts:
+            return self.length**2
+        prompt = self.cuts[0] - self.start
+        ends = itertools.pairwise((*self.cuts, self.stop))
+        return prompt**2 + sum((b - a) * (b - a + prompt) for a, b in ends)
+
+
+def _rows_of(runs: Sequence[Run]) -> list[_Row]:
+    found = []
+    for _, group in itertools.groupby(runs, lambda run: run[0] if run[0] < run[1] else run[2]):
+        first, *others = group
+        stop = others[-1][3] if others else first[3]
+        found.append(_Row(first[2], stop, tuple(run[2] for run in others)))
+    return found
+
+
+def _unseen(rows: Sequence[_Row], longest: int) -> Tensor:
+    """The mask of a batch; padding sees what is there, and nothing sees it."""
+    behind = torch.ones(longest, longest, dtype=torch.bool).triu_(1)
+    if any(row.cuts for row in rows):
+        own = np.zeros((len(rows), longest), dtype=np.int64)  # 0: prompt; 1, 2, …: rows
+        for numbers, row in zip(own, rows, strict=True):
+            for cut in row.cuts:
+                numbers[cut - row.start :] += 1
+        number = torch.from_numpy(own)
+        query, key = number[:, :, None], number[:, None, :]
+        behind = behind | ((key > 0) & (key != query))
+    mask = torch.zeros(behind.shape).masked_fill_(behind, -torch.inf)
+    return mask.view(-1, 1, 1, longest, longest)
+
+
 @functools.lru_cache(maxsize=4)
 def _plan(runs: tuple[Run, ...], device: torch.device) -> _Plan:
     places = np.empty(max(run[3] for run in runs), dtype=np.int64)
     batches, first = [], 0
-    for rows in _similar(runs):
-        longest = max(map(_length, rows))
+    for rows in _similar(_rows_of(runs)):
+        longest = max(row.length for row in rows)
         index = np.zeros((len(rows), longest), dtype=np.int64)
         real = np.zeros(index.shape, dtype=np.float32)
-        for row, (_, _, start, stop) in enumerate(rows):
-            index[row, : stop - start] = np.arange(start, stop)
-            real[row, : stop - start] = 1.0
-            places[start:stop] = first + row * longest + np.arange(stop - start)
+        for at, row in enumerate(rows):
+            index[at, : row.length] = np.arange(row.start, row.stop)
+            real[at, : row.length] = 1.0
+            places[row.start : row.stop] = first + at * longest + np.arange(row.length)
         batches.append(
             _Batch(
                 len(rows),
                 torch.from_numpy(index.ravel()).to(device),
                 torch.from_numpy(real.reshape(-1, 1, 1)).to(device),
-                torch.full((longest, longest), -torch.inf, device=device).triu_(1),
+                _unseen(rows, longest).to(device),
             )
         )
         first += index.size
     return _Plan(batches, torch.from_numpy(places).to(device))
 
 
-def _similar(runs: Sequence[Run]) -> Iterator[list[Run]]:
+def _similar(every: Sequence[_Row]) -> Iterator[list[_Row]]:
     """The rows in batches of similar length."""
-    batch: list[Run] = []
-    for run in sorted(runs, key=_length):
-        length = _length(run)
-        shortest = _length(batch[0]) if batch else length
+    batch: list[_Row] = []
+    for row in sorted(every, key=lambda row: row.length):
+        length = row.length
+        shortest = batch[0].length if batch else length
         too_many = (len(batch) + 1) * length**2 > _SCORES
         if batch and (too_many or length > max(_LONGER * shortest, shortest + _NEAR)):
-            yield sorted(batch)
+            yield sorted(batch, key=lambda row: row.start)
             batch = []
-        batch.append(run)
+        batch.append(row)
     if batch:
-        yield sorted(batch)
+        yield sorted(batch, key=lambda row: row.start)
 
 
-def _length(run: Run) -> int:
-    return run[3] - run[2]
-
-
+@functools.lru_cache(maxsize=4)
 def takes_rows(runs: tuple[Run, ...], device: torch.device) -> bool:
     """Whether `row_attention` computes these rows in less time than a pass over them would."""
-    return device.type == "cpu" and all(
-        start == stop and _length((start, stop, first, last)) <= _LONGEST
-        for start, stop, first, last in runs
-    )
+    if device.type != "cpu":
+        return False
+    rows = _rows_of(runs)
+    if any(row.length > _LONGEST for row in rows):
+        return False
+    return sum(row.length**2 for row in rows) <= _MASKED * sum(row.needed for row in rows)
 
 
 def row_attention(
@@ -153,7 +201,8 @@ def _weights(batch: _Batch, queries: Tensor, keys: Tensor, scale: float) -> Tens
     scores = torch.baddbmm(
         queries.new_empty(()), queries, keys.transpose(1, 2), beta=0, alpha=scale
     )
-    scores.unflatten(1, (-1, keys.shape[1])).add_(batch.unseen)
+    longest = keys.shape[1]
+    scores.view(batch.rows, len(keys) // batch.rows, -1, longest, longest).add_(batch.unseen)
     return torch.softmax(scores, -1)
 
 

@@ -19,6 +19,7 @@ from engine.config import ParallelConfig
 from engine.errors import ConfigError, DataError
 from engine.models import alignment, create_critic_model, packed_attention, row_attention
 from engine.models.forward import response_log_probs
+from engine.models.packed_attention import Segments
 from engine.models.packing import (
     PackedRows,
     apply_packing,
@@ -297,22 +298,28 @@ def test_attention_is_torch_s_of_each_segment(
     assert (dropped == 0).sum() > (results[0][0] == 0).sum()
 
 
+GROUPS = st.one_of(  # tokens of a shared prompt, and of each row after it
+    st.tuples(st.just(0), st.lists(st.integers(1, 30), min_size=1, max_size=1)),
+    st.tuples(st.integers(1, 12), st.lists(st.integers(1, 12), min_size=1, max_size=3)),
+)
+
+
 @given(
-    st.lists(st.integers(1, 30), min_size=1, max_size=9),
+    st.lists(GROUPS, min_size=1, max_size=6),
     st.sampled_from([(1.0, 0), (1.3, 2), (9.0, 30)]),
     st.sampled_from([(2, 1), (2, 2), (4, 2)]),
 )
 def test_attention_of_padded_rows_is_that_of_each_segment(
-    sizes: list[int], alike: tuple[float, int], heads: tuple[int, int]
+    groups: list[tuple[int, list[int]]], alike: tuple[float, int], heads: tuple[int, int]
 ) -> None:
-    """And its gradient, however many batches the rows come in."""
-    lengths = torch.tensor(sizes)
-    segments = pack_rows(rows(lengths), lengths).segments
+    """And its gradient, however many batches the rows come in, with and without prompts."""
+    segments = Segments.of(groups, torch.device("cpu"))
+    tokens = int(segments.starts[-1])
     draw = torch.Generator().manual_seed(0)
-    shapes = [(1, count, sum(sizes), 4) for count in (heads[0], heads[1], heads[1])]
+    shapes = [(1, count, tokens, 4) for count in (heads[0], heads[1], heads[1])]
     tensors = [torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes]
     tensors = [t.requires_grad_() for t in tensors]
-    weigh = torch.randn(1, sum(sizes), heads[0], 4, generator=draw, dtype=torch.float64)
+    weigh = torch.randn(1, tokens, heads[0], 4, generator=draw, dtype=torch.float64)
     ways: list[tuple[Any, Any]] = [
         (packed_attention._by_segment, segments),
         (row_attention.row_attention, segments.runs),
@@ -331,11 +338,15 @@ def test_attention_of_padded_rows_is_that_of_each_segment(
         torch.testing.assert_close(got, wanted)
 
 
-def test_rows_that_share_a_prompt_or_are_long_are_passed_over() -> None:
+def test_many_rows_of_one_prompt_and_long_ones_are_passed_over() -> None:
     cpu, limit = torch.device("cpu"), row_attention._LONGEST
     assert row_attention.takes_rows(((0, 0, 0, limit), (limit, limit, limit, limit + 3)), cpu)
     assert not row_attention.takes_rows(((0, 0, 0, limit + 1),), cpu)
-    assert not row_attention.takes_rows(((0, 0, 0, 4), (0, 4, 4, 8), (0, 4, 8, 9)), cpu)
+    pair = Segments.of([(9, [8, 5])], cpu).runs
+    assert row_attention.takes_rows(pair, cpu)
+    assert not row_attention.takes_rows(pair, torch.device("cuda"))
+    assert not row_attention.takes_rows(Segments.of([(limit - 9, [5, 5])], cpu).runs, cpu)
+    assert not row_attention.takes_rows(Segments.of([(9, [10] * 16)], cpu).runs, cpu)
 
 
 def spread_log_probs(layout: Layout, pack: bool) -> list[Tensor]:
