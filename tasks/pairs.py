@@ -50,7 +50,7 @@ def pairs(
 ) -> FlyteDirectory:
     """Make the preferences that are learned from.
 
-    source_digest: what `config.path` holds now. kind: `pairs` or `labels`, which files alone have.
+    source_digest: what `config.path` holds now. kind: `pairs`, or `labels` for KTO.
     """
     from engine.controller.ray_session import ray_session
     from engine.evaluation.layout import uses_ranks
@@ -68,10 +68,10 @@ def pairs(
             metrics: dict[str, float] = {}
         else:
             model = this.load_parent("policy", policy)
-            tables, metrics = rank_rollouts(folder, model, data, config, seed)
+            tables, metrics = sample_tables(folder, model, data, config, kind, seed)
             notes = [
-                f"{metrics['prompts_without_pair']:.0f} of {metrics['prompts']:.0f} prompts, whose "
-                f"{config.n} completions are all worth the same",
+                f"{metrics['prompts_without_pair']:.0f} of {metrics['prompts']:.0f} prompts, none "
+                f"of whose {config.n} completions is better than another",
                 f"{metrics['completions_unusable']:.0f} completions, which were cut off, are empty "
                 "or could not be scored",
             ]
@@ -82,15 +82,15 @@ def pairs(
         return this.publish(rows | metrics)
 
 
-def rank_rollouts(
-    dataset: Path, policy: Path, data: DataConfig, config: PairsConfig, seed: int
+def sample_tables(
+    dataset: Path, policy: Path, data: DataConfig, config: PairsConfig, kind: str, seed: int
 ) -> tuple[dict[str, pd.DataFrame], dict[str, float]]:
-    """The pairs of both splits, and metrics of the rollouts that training pairs are made of."""
+    """The rows of both splits, and metrics of the rollouts that training pairs are made of."""
     import pandas as pd
 
     from engine.console import Progress, progress
     from engine.errors import DataError
-    from engine.preferences.from_rollouts import pairs_of_rollouts
+    from engine.preferences.from_rollouts import rank_rollouts
 
     frames = {name: pd.read_parquet(dataset / f"{name}.parquet") for name in SPLITS}
     if config.prompts:
@@ -104,21 +104,22 @@ def rank_rollouts(
             def report(done: int, start: int = before) -> None:
                 bar.update(start + done - bar.count)
 
-            found = pairs_of_rollouts(
+            found = rank_rollouts(
                 policy,
                 frame,
                 config,
+                kind_of_rows(kind),
                 max_response_length=data.max_response_length,
                 seed=seed,
                 on_progress=report,
             )
             before += len(frame) * config.n
-            tables[name] = found.pairs
+            tables[name] = found.rows
             metrics = metrics or found.metrics()
     if tables["train"].empty:
         raise DataError(
-            f"no prompt of {len(frames['train'])} has two completions whose rewards differ by "
-            f"pairs.margin={config.margin}: the policy gets {metrics['correct']:.1%} of them "
+            f"no prompt of {len(frames['train'])} has two completions whose rewards differ by more "
+            f"than pairs.margin={config.margin}: the policy gets {metrics['correct']:.1%} of them "
             "right; take more completions (pairs.n), another reward, or easier or harder problems"
         )
     return tables, metrics
@@ -142,12 +143,16 @@ def read_files(
 
     tests = evaluation_files(dataset).values()
     held_out = [prompt for path in tests for prompt in pd.read_parquet(path)["prompt"]]
-    wanted: Literal["pairs", "labels"] = "labels" if kind == "labels" else "pairs"
-    found = read_preference_tables(config, data, wanted, held_out, seed)
+    found = read_preference_tables(config, data, kind_of_rows(kind), held_out, seed)
     this.parents.append(
         Parent(name="preferences", kind="source", digest=source_digest, uri=config.path)
     )
     return {"train": found.train, "validation": found.validation}, list(found.notes)
+
+
+def kind_of_rows(kind: str) -> Literal["pairs", "labels"]:
+    """The same as a type."""
+    return "labels" if kind == "labels" else "pairs"
 
 
 def write_tables(
@@ -192,7 +197,7 @@ def read_examples(
     """Encode both splits of the artifact for preference learning; the second may be empty."""
     from engine.data.preference_examples import read_preferences
 
-    kind: Literal["pairs", "labels"] = "labels" if loss == "kto" else "pairs"
+    kind = kind_of_rows("labels" if loss == "kto" else "pairs")
     options: dict[str, Any] = {"max_length": max_length, "too_long": too_long}
     train, validation = (
         read_preferences(str(folder / f"{name}.parquet"), tokenizer, kind, **options)

@@ -45,7 +45,7 @@ class PreferencePlan(NamedTuple):
     pairs: PairsConfig
     pairs_digest: str  # what the files of preferences hold now; empty for rollouts
     too_long: str  # pairs.too_long
-    kind: str  # "pairs", or "labels" for KTO on files
+    kind: str  # "pairs", or "labels" for KTO
     reference: PreferenceTrainingConfig  # what the reference's log-probs depend on
     preference: PreferenceTrainingConfig
     reward_model: RewardModelTrainingConfig
@@ -93,7 +93,7 @@ def plan_preferences(
         f"run {run.run_id}: config {digest(merged)[:12]}, data {ready.digests[0][:12]}, "
         f"preferences {made}"
     )
-    labels = merged.preference.loss == "kto" and workflow == "preference" and pairs_digest
+    labels = merged.preference.loss == "kto" and workflow == "preference"
     return PreferencePlan(
         run,
         merged.data,

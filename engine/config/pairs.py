@@ -42,10 +42,13 @@ class PairsConfig(Section):
     n: int = Field(8, ge=2, description="Completions a prompt, of which pairs are made")
     temperature: float = Field(1.0, gt=0)
     pairs_a_prompt: int = Field(
-        1, ge=1, description="At most: the best with the worst, the next with the next, …"
+        1,
+        ge=1,
+        description="At most: the best with the worst, the next with the next, …; of labels (KTO) "
+        "so many good ones and so many bad ones",
     )
     margin: float = Field(
-        1e-6, gt=0, description="Least difference of the two rewards; others make no pair"
+        0.0, ge=0, description="The two rewards of a pair differ by more than this"
     )
     rounds: int = Field(
         1, ge=1, description="Rollout → rank → update so often, each on the policy before it"

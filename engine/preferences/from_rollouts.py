@@ -1,4 +1,4 @@
-"""Pairs from rollouts of a policy: sampled, scored by a reward, ranked."""
+"""Pairs, or labels for KTO, from rollouts of a policy: sampled, scored by a reward, ranked."""
 
 from __future__ import annotations
 
@@ -11,25 +11,37 @@ import numpy as np
 import pandas as pd
 
 from engine.config import EvaluateConfig, PairsConfig
+from engine.data.preference_rows import Kind
 from engine.data.rows import has_words, is_utf8
+from engine.data.scored_groups import (
+    ScoredCompletion,
+    ScoredGroup,
+    labels_from_groups,
+    pairs_from_groups,
+)
 from engine.data.templates import decode_response, encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.evaluation.decode import decode_passes
 from engine.evaluation.evaluate import repeated, scorer_inputs
 from engine.evaluation.judging import judge
+from engine.evaluation.rows import Judged
 from engine.plugins import import_plugins
-from engine.preferences.ranking import ScoredText, ranked_pairs
 from engine.rewards import Scorer
 from engine.rollout.protocol import SamplingParams
+
+COLUMNS: dict[Kind, list[str]] = {
+    "pairs": ["prompt", "chosen", "rejected", "margin", "extra_info"],
+    "labels": ["prompt", "completion", "label", "extra_info"],
+}
 
 
 @dataclass(frozen=True, slots=True)
 class RankedRollouts:
-    """Pairs, and the rollouts that they were made of."""
+    """Preferences, and the rollouts that they were made of."""
 
-    pairs: pd.DataFrame  # prompt, chosen, rejected, margin, extra_info
+    rows: pd.DataFrame  # of `COLUMNS`
     prompts: int
-    without_pair: int  # prompts whose completions are all worth the same, or nearly
+    without_pair: int  # prompts that gave no row, e.g. as their completions are worth the same
     unusable: int  # completions that were cut off, are empty, or could not be scored
     mean_score: float
     correct: float  # share of right completions, 0 to 1
@@ -50,10 +62,11 @@ def layout_of(config: PairsConfig) -> EvaluateConfig:
     return EvaluateConfig(engine=config.engine, parallel=config.parallel)
 
 
-def pairs_of_rollouts(
+def rank_rollouts(
     folder: str | Path,
     rows: pd.DataFrame,
     config: PairsConfig,
+    kind: Kind = "pairs",
     *,
     max_response_length: int,
     seed: int,
@@ -61,7 +74,8 @@ def pairs_of_rollouts(
 ) -> RankedRollouts:
     """Sample `config.n` completions of each prompt of RL rows, and rank them.
 
-    A pair's margin is the difference of its rewards, which `extra_info` has. Several GPUs of this
+    A pair is the best and the worst of them, with both rewards in `extra_info`; its `margin`, which
+    a reward model's loss would ask for, is 0. Of labels, right ones are good. Several GPUs of this
     machine, or `config.parallel`, share the prompts. `on_progress(n)` is called with the number of
     finished completions. Raises what `decode_passes` and the scorer raise.
     """
@@ -88,43 +102,38 @@ def pairs_of_rollouts(
             {name: repeated(values, config.n) for name, values in columns.items()},
         )
     scored = [
-        ScoredText(one.text, one.score, _is_whole(one.text) and not (one.truncated or one.failed))
+        ScoredCompletion(
+            one.text,
+            None if one.failed or not _is_whole(one.text) else _score(one, kind),
+            one.truncated,
+        )
         for one in judged
     ]
-    return _ranked(rows, scored, config, float(np.mean([one.correct for one in judged])))
+    groups = [
+        ScoredGroup(prompt, scored[i * config.n : (i + 1) * config.n], {"row": i})
+        for i, prompt in enumerate(rows["prompt"])
+    ]
+    most = config.pairs_a_prompt
+    found = (
+        labels_from_groups(groups, per_group=most)
+        if kind == "labels"
+        else pairs_from_groups(groups, pairs_per_group=most, min_gap=config.margin)
+    )
+    return RankedRollouts(
+        pd.DataFrame(found, columns=COLUMNS[kind]),
+        len(groups),
+        len(groups) - len({row["extra_info"]["row"] for row in found}),
+        len(scored) - sum(len(group.usable) for group in groups),
+        float(np.mean([one.score for one in judged])),
+        float(np.mean([one.correct for one in judged])),
+    )
+
+
+def _score(one: Judged, kind: Kind) -> float:
+    """What pairs are ranked by; of labels whether it is right."""
+    return float(one.correct) if kind == "labels" else one.score
 
 
 def _is_whole(text: str) -> bool:
     """Whether a file of rows can hold it: it has words, and no NUL or half of a character."""
     return has_words(text) and is_utf8(text) and "\0" not in text
-
-
-def _ranked(
-    rows: pd.DataFrame, scored: list[ScoredText], config: PairsConfig, correct: float
-) -> RankedRollouts:
-    found: list[dict[str, object]] = []
-    without = 0
-    for number, prompt in enumerate(rows["prompt"]):
-        group = scored[number * config.n : (number + 1) * config.n]
-        pairs = ranked_pairs(group, config.margin, config.pairs_a_prompt)
-        without += not pairs
-        for good, bad in pairs:
-            scores = {"row": number, "chosen_score": good.score, "rejected_score": bad.score}
-            found.append(
-                {
-                    "prompt": prompt,
-                    "chosen": good.text,
-                    "rejected": bad.text,
-                    "margin": good.score - bad.score,
-                    "extra_info": scores,
-                }
-            )
-    columns = ["prompt", "chosen", "rejected", "margin", "extra_info"]
-    return RankedRollouts(
-        pd.DataFrame(found, columns=columns),
-        len(rows),
-        without,
-        sum(not one.usable for one in scored),
-        float(np.mean([one.score for one in scored])),
-        correct,
-    )

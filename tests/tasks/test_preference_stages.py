@@ -155,8 +155,7 @@ def test_from_rollouts_to_a_policy_and_a_reward_model(
     check(train, PREFERENCE_PAIRS, "train")
     assert len(train) == made.metrics["rows_train"] == 16 - made.metrics["prompts_without_pair"] > 4
     scores = pd.DataFrame(list(train["extra_info"]))
-    assert (scores["chosen_score"] - scores["rejected_score"] == train["margin"]).all()
-    assert (train["margin"] > 0).all()
+    assert (scores["chosen_score"] > scores["rejected_score"]).all()
     assert (stages.pairs / "README.md").read_text().count("rollouts of the policy") == 1
 
     # The reference's log-probs are there, so training computes none.
@@ -221,7 +220,9 @@ def test_kto_learns_from_labels_of_files(stages: Stages, tmp_path: Path) -> None
 def test_a_policy_whose_completions_are_all_alike(stages: Stages) -> None:
     reward = {"name": "test_preference_stages:always_one", "isolation": "none"}
     config = PairsConfig.model_validate({"n": 2, "reward": reward})
-    with pytest.raises(StageError, match=r"no prompt of 16 has two completions whose rewards dif"):
+    with pytest.raises(
+        StageError, match=r"no prompt of 16 has two completions whose rewards differ"
+    ):
         make_pairs(stages.dataset, stages.policy, config)
 
 
