@@ -46,6 +46,7 @@ def learn_in_rounds(
 ) -> FlyteDirectory:
     """Preferences → reference → update, `pairs.rounds` times, each on the policy before it."""
     policy = start
+    once = pairs_config.model_copy(update={"rounds": 1})  # a round's pairs don't depend on others
     for number in range(pairs_config.rounds):
         made = pairs(
             profile,
@@ -53,7 +54,7 @@ def learn_in_rounds(
             dataset=dataset,
             policy=policy,
             data=data,
-            config=pairs_config,
+            config=once,
             source_digest=pairs_digest,
             kind=kind,
             seed=seed + number,
