@@ -178,8 +178,8 @@ def check_stages(config: RLHFConfig, workflow: str) -> None:
         return
     if config.reward_model.head != "sequence":
         raise ConfigError(
-            f"reward_model.head={config.reward_model.head} learns from steps, not from pairs: train it "
-            "with ProcessRewardTrainer or python -m engine.main_reward_model"
+            f"reward_model.head={config.reward_model.head} learns from steps, not pairs; train "
+            "it by ProcessRewardTrainer or python -m engine.main_reward_model"
         )
     check_offline_layout(config.reward_model, LoRAConfig())
     if workflow == "classic_rlhf" and config.rl.reward.name == "reward_model":
