@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,3 +116,25 @@ def test_the_rewards_of_the_page_score() -> None:
     assert callable(named)
     assert reward(["2+3?"] * 2, ["5", "6"], ground_truth=["5", "5"]) == [1.0, 0.0]
     assert named(["2+3?"], ["5"], ground_truth=["5"]) == {"right": [1.0], "short": [0.5]}
+
+
+def test_the_environment_and_the_tool_of_the_page_play() -> None:
+    from engine.agents import Action, ToolCall, make_environment
+
+    page = (DOCS / "agents.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "agents.md", "exec"), {"__name__": "agents_md"})
+
+    async def play(name: str, options: dict[str, object], *turns: Action) -> list[Any]:
+        environment = make_environment(name, options)
+        row = {"reward_model": {"ground_truth": "lemon"}}
+        return [await environment.reset(row), *[await environment.step(turn) for turn in turns]]
+
+    turns = (Action("melon"), Action("lemon"))
+    first, again, last = asyncio.run(play("anagram", {"tries": 2}, *turns))
+    assert sorted(first.messages[0]["content"][14:19]) == sorted("lemon")
+    assert again.messages[0]["content"] == "No. 1 tries left."
+    assert (last.reward, last.done) == (1.0, True)
+    call = Action("", tool_calls=(ToolCall("word_length", {"word": "lemon"}),))
+    _, said = asyncio.run(play("tools", {"tools": ["word_length"]}, call))
+    assert said.messages[0]["content"] == "5"

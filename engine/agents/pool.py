@@ -58,13 +58,13 @@ class EnvironmentPool:
         """
         if timeout_s <= 0 or processes < 0:
             raise ConfigError(
-                f"environment.timeout_s={timeout_s} and environment.processes={processes}: give a "
+                f"rollout.agent.call_timeout_s={timeout_s} and num_workers={processes}: give a "
                 "time above 0, and 0 or more processes"
             )
         if environment_module(name) == "__main__":
             raise ConfigError(
-                f"environment.name={name!r} is defined in the program that runs, which its own "
-                "process can't import; move it into a module"
+                f"rollout.agent.environment.name={name!r} is defined in the program that runs, "
+                "which its own process can't import; move it into a module"
             )
         self.name, self.on_failure = name, on_failure
         self._timeout_s, self._failure_reward = timeout_s, failure_reward

@@ -35,7 +35,7 @@ _CLOSE_S = 5.0
 class LoadEnvironment:
     """The first request of a process: which environments it holds."""
 
-    name: str  # as `environment.name`
+    name: str  # as `rollout.agent.environment.name`
     options: Mapping[str, Any]
     plugins: tuple[str, ...]
 

@@ -20,7 +20,7 @@ _METHODS = ("reset", "step", "close")
 
 _registry: Registry[Callable[..., Environment]] = Registry(
     "environment",
-    "environment.name",
+    "rollout.agent.environment.name",
     "engine.agents.environments",
     "@register_environment(name)",
 )
@@ -47,7 +47,9 @@ def environment_class(name: str) -> Callable[..., Environment]:
     """
     made: Any = _registry.load(name) if ":" in name else _registry.get(name)
     if not callable(made):
-        raise ConfigError(f"environment.name={name!r} is {made!r}, which makes no environments")
+        raise ConfigError(
+            f"rollout.agent.environment.name={name!r} is {made!r}, which makes no environments"
+        )
     _check(name, made)
     return made
 
@@ -58,7 +60,9 @@ def make_environment(name: str, options: Mapping[str, object] | None = None) -> 
     Raises ConfigError where there is none, and for an option that it doesn't declare.
     """
     made = environment_class(name)
-    given = Options(f"environment {name!r}", made).parse(options or {}, "environment.options")
+    given = Options(f"environment {name!r}", made).parse(
+        options or {}, "rollout.agent.environment.options"
+    )
     return made(**given)
 
 

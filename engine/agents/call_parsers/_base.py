@@ -30,7 +30,10 @@ CallParser: TypeAlias = Callable[[str], ParsedTurn]
 """Of a turn's text after its thinking."""
 
 _registry: Registry[CallParser] = Registry(
-    "call parser", "tool_parser", "engine.agents.call_parsers", "@register_call_parser(name)"
+    "call parser",
+    "rollout.multi_turn.format",
+    "engine.agents.call_parsers",
+    "@register_call_parser(name)",
 )
 
 

@@ -25,7 +25,9 @@ class GuessingEnvironment:
 
     def __init__(self, *, max_turns: int = 10, turn_cost: float = 0.1) -> None:
         if max_turns < 1 or turn_cost < 0:
-            raise ConfigError("environment.options: max_turns is at least 1, turn_cost at least 0")
+            raise ConfigError(
+                "rollout.agent.environment.options: max_turns is at least 1, turn_cost at least 0"
+            )
         self._max_turns, self._turn_cost = max_turns, turn_cost
         self._low = self._high = self._secret = self._turns = 0
 

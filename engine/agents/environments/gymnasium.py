@@ -109,13 +109,15 @@ def _made(name: str, arguments: Mapping[str, Any]) -> Any:
         import gymnasium
     except ImportError as error:
         raise ConfigError(
-            f"environment.options.id={name!r} needs the package gymnasium; install "
+            f"rollout.agent.environment.options.id={name!r} needs the package gymnasium; install "
             "hybridflyte[gymnasium], or name a class as package.module:Class"
         ) from error
     try:
         return gymnasium.make(name, **arguments)
     except (gymnasium.error.Error, TypeError) as error:
-        raise ConfigError(f"environment.options.id={name!r} can't be made ({error})") from error
+        raise ConfigError(
+            f"rollout.agent.environment.options.id={name!r} can't be made ({error})"
+        ) from error
 
 
 def _function(path: str) -> Any:
@@ -124,7 +126,11 @@ def _function(path: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"environment.options: {path!r} can't be imported ({error})") from error
+        raise ConfigError(
+            f"rollout.agent.environment.options: {path!r} can't be imported ({error})"
+        ) from error
     if not callable(found):
-        raise ConfigError(f"environment.options: {path!r} is {found!r}, which can't be called")
+        raise ConfigError(
+            f"rollout.agent.environment.options: {path!r} is {found!r}, which can't be called"
+        )
     return found

@@ -118,7 +118,7 @@ class OpenEnvEnvironment:
             if missing:
                 raise EpisodeError(
                     f"the OpenEnv server's observation has no {missing[0]!r}; it has "
-                    f"{', '.join(seen)}, so correct environment.options.observation_fields"
+                    f"{', '.join(seen)}, so correct options.observation_fields"
                 )
             return "\n".join(str(seen[name]) for name in self._fields)
         texts = [one for one in seen.values() if isinstance(one, str)]

@@ -36,7 +36,9 @@ class PythonTasksEnvironment:
     ) -> None:
         """`timeout_s` is for all tests of a turn; `weak` allows hosts that give few walls."""
         if max_turns < 1 or timeout_s <= 0:
-            raise ConfigError("environment.options: max_turns is at least 1, timeout_s above 0")
+            raise ConfigError(
+                "rollout.agent.environment.options: max_turns is at least 1, timeout_s above 0"
+            )
         self._max_turns, self._timeout_s = max_turns, timeout_s
         self._limits = Limits(memory_mb=memory_mb)
         self._partial, self._weak = partial, weak

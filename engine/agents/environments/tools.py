@@ -38,8 +38,8 @@ class ToolEnvironment:
         """
         if max_calls < 1 or max_output < 1 or timeout_s <= 0:
             raise ConfigError(
-                "environment.options: max_calls and max_output are at least 1, timeout_s above 0 "
-                f"(they are {max_calls}, {max_output} and {timeout_s})"
+                "rollout.agent.environment.options: max_calls and max_output are at least 1, "
+                f"timeout_s above 0 (they are {max_calls}, {max_output} and {timeout_s})"
             )
         specs: list[ToolSpec] = list(tools)
         if mcp_servers:

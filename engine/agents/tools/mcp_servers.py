@@ -37,8 +37,8 @@ class McpServers:
         for name, spec in servers.items():
             if not isinstance(spec, Mapping) or ("command" in spec) == ("url" in spec):
                 raise ConfigError(
-                    f"environment.options.mcp_servers.{name}: give either `command` (with `args`, "
-                    "`env`, `cwd`) or `url`"
+                    f"rollout.agent.environment.options.mcp_servers.{name}: give either "
+                    "`command` (with `args`, `env`, `cwd`) or `url`"
                 )
         return _opened(json.dumps(servers, sort_keys=True))
 
@@ -78,7 +78,7 @@ class McpServers:
                 raise
             except BaseException as error:  # also groups of them, which anyio raises
                 raise ConfigError(
-                    f"environment.options.mcp_servers.{name} doesn't answer "
+                    f"rollout.agent.environment.options.mcp_servers.{name} doesn't answer "
                     f"({type(error).__name__}: {text_of(error)}); check its command or url"
                 ) from error
             found += [self._tool(name, one) for one in listed]
@@ -110,7 +110,8 @@ class McpServers:
             from mcp import Client, StdioServerParameters
         except ImportError as error:
             raise ConfigError(
-                "environment.options.mcp_servers needs the package mcp; install hybridflyte[mcp]"
+                "rollout.agent.environment.options.mcp_servers needs the package mcp; install "
+                "hybridflyte[mcp]"
             ) from error
         spec = self._servers[name]
         server = spec["url"] if "url" in spec else StdioServerParameters(**spec)

@@ -19,7 +19,7 @@ ToolSpec: TypeAlias = "str | Mapping[str, Any] | Tool | Callable[..., Any]"
 """A name, {"name": …, "options": {…}}, a tool, or the function that makes one."""
 
 _registry: Registry[Callable[..., Any]] = Registry(
-    "tool", "environment.options.tools", "engine.agents.tools", "@register_tool(name)"
+    "tool", "rollout.agent.environment.options.tools", "engine.agents.tools", "@register_tool(name)"
 )
 
 
@@ -42,7 +42,9 @@ def resolve_tools(specs: Iterable[ToolSpec]) -> dict[str, Tool]:
     for spec in specs:
         tool = spec if isinstance(spec, Tool) else _made(spec)
         if tool.name in found:
-            raise ConfigError(f"environment.options.tools has two tools {tool.name!r}; rename one")
+            raise ConfigError(
+                f"rollout.agent.environment.options.tools has two tools {tool.name!r}; rename one"
+            )
         found[tool.name] = tool
     return found
 
@@ -54,11 +56,11 @@ def _made(spec: str | Mapping[str, Any] | Callable[..., Any]) -> Tool:
         spec = {"name": spec}
     if not isinstance(spec.get("name"), str) or spec.keys() - {"name", "options"}:
         raise ConfigError(
-            f"environment.options.tools has {dict(spec)!r}; give a name, or a mapping with `name` "
-            "and `options`"
+            f"rollout.agent.environment.options.tools has {dict(spec)!r}; give a name, "
+            "or a mapping with `name` and `options`"
         )
     name = spec["name"]
     function: Any = _registry.load(name) if ":" in name else _registry.get(name)
     if not callable(function):
-        raise ConfigError(f"environment.options.tools: {name!r} is no function")
+        raise ConfigError(f"rollout.agent.environment.options.tools: {name!r} is no function")
     return function_tool(function, spec.get("options") or {})

@@ -151,7 +151,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "real":
         if not _real():
             pytest.skip("OPENENV_PYTHON names no Python with openenv-core")
-        yield from started([_real(), str(HERE / "openenv_server_of_a_test.py")])
+        yield from started([_real(), str(HERE / "openenv_countdown.py")])
     else:
         yield from started([sys.executable, "-c", SPOKEN])
 

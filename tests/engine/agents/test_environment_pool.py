@@ -17,7 +17,7 @@ from engine.agents import Action, EnvironmentFailure, EnvironmentPool, Observati
 from engine.errors import ConfigError
 
 HERE = Path(__file__).parent
-NAME = "environments_of_a_test:ByText"
+NAME = "faulty_environments:ByText"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,7 +95,7 @@ def test_a_failure_costs_its_own_episode(
         bad.step(Action(word)).result(10)
     assert caught.value.cause == cause
     if word == "raise":
-        assert "environments_of_a_test.py" in caught.value.traceback_text
+        assert "faulty_environments.py" in caught.value.traceback_text
     assert pool.failures[cause] == before + 1
     after = good.step(Action("go")).result(10)
     assert (after.reward, after.info["pid"]) == (3.0, pid)  # the same process goes on
@@ -160,10 +160,10 @@ def test_a_failed_turn_may_be_scored_instead() -> None:
 
 def test_what_can_t_be_made_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="raised OSError: no licence"):
-        EnvironmentPool("environments_of_a_test:Broken", processes=1)
+        EnvironmentPool("faulty_environments:Broken", processes=1)
     with pytest.raises(ConfigError, match="doesn't read 'speed'"):
         EnvironmentPool(NAME, {"speed": 1}, processes=1)
-    with pytest.raises(ConfigError, match="timeout_s=0"):
+    with pytest.raises(ConfigError, match="call_timeout_s=0"):
         EnvironmentPool(NAME, timeout_s=0)
 
 
@@ -187,7 +187,7 @@ def test_a_pool_that_is_closed_leaves_nothing_behind() -> None:
 INTERRUPTED = """
 import sys
 from engine.agents import Action, EnvironmentPool
-pool = EnvironmentPool("environments_of_a_test:ByText", processes=1, timeout_s=600)
+pool = EnvironmentPool("faulty_environments:ByText", processes=1, timeout_s=600)
 episode = pool.open()
 episode.reset({"start": 1}).result()
 pid = episode.step(Action("go")).result().info["pid"]

@@ -12,7 +12,7 @@ from engine.agents import Action, EnvironmentPool, ToolCall, make_environment, t
 from engine.errors import ConfigError
 
 pytest.importorskip("mcp")
-SERVER = str(Path(__file__).parent / "mcp_server_of_a_test.py")
+SERVER = str(Path(__file__).parent / "mcp_words.py")
 OPTIONS = {
     "tools": ["calculator"],
     "mcp_servers": {"words": {"command": sys.executable, "args": [SERVER]}},

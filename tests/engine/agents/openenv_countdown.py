@@ -1,4 +1,4 @@
-"""An OpenEnv server with its own package: `PYTHON openenv_server_of_a_test.py PORT`.
+"""An OpenEnv server with its own package: `PYTHON openenv_countdown.py PORT`.
 
 Counts down from the seed; each step takes away the length of the message.
 """
