@@ -198,6 +198,7 @@ VERL: dict[str, Key] = {
     ),
     "actor_rollout_ref.rollout.max_num_seqs": Key("rl.rollout.max_num_seqs"),
     "actor_rollout_ref.rollout.multi_turn.enable": Key("rl.rollout.multi_turn.enable"),
+    "actor_rollout_ref.rollout.multi_turn.format": Key("rl.rollout.multi_turn.format"),
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": Key(
         "rl.rollout.multi_turn.max_assistant_turns"
     ),

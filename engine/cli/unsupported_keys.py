@@ -42,7 +42,7 @@ _GREEDY = "validation takes one greedy completion a prompt"
 _WARMUP = "set lr_warmup_steps_ratio, the share of all steps"
 _TEXT = "prompts are text"
 _TURNS = "set actor_rollout_ref.rollout.multi_turn.max_assistant_turns"
-_ENVIRONMENT = "tools and answers are the environment's, see rl.rollout.agent.environment"
+_ENVIRONMENT = "tools and answers are the environment's, see rl.rollout.agent.environment.name"
 _SAMPLES = "samples go to trainer.default_local_dir/rollouts, see trainer.log_rollouts_freq"
 
 UNSUPPORTED: tuple[UnsupportedKey, ...] = (

@@ -20,12 +20,12 @@ def check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
         if config.reward.name == ENVIRONMENT:
             raise ConfigError(
                 "reward.name=environment is what an episode's environment gives; set "
-                "rollout.multi_turn.enable=true and rollout.agent.environment, or name another"
+                "rollout.multi_turn.enable=true and rollout.agent.environment.name, or name another"
             )
         return
     if not config.rollout.agent.environment.name:
         raise ConfigError(
-            "rollout.multi_turn.enable needs rollout.agent.environment, the name of a registered "
+            "rollout.multi_turn.enable needs rollout.agent.environment.name, a registered "
             "environment or package.module:Class; set it"
         )
     environment_class(config.rollout.agent.environment.name)
