@@ -160,18 +160,31 @@ def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
     return plain.train(model.training)
 
 
-def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapters alone, as peft's `PeftModel.from_pretrained(base, folder)` reads them."""
+def save_adapter(
+    model: PreTrainedModel, folder: Path, values: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write the adapters alone, as peft's `PeftModel.from_pretrained(base, folder)` reads them.
+
+    `values`: theirs by parameter name; None: those that `model` has.
+    """
     peft_config: Any = model.peft_config
-    write_adapter(adapter_tensors(model), peft_config[ADAPTER], folder)
+    write_adapter(adapter_tensors(model, values), peft_config[ADAPTER], folder)
 
 
-def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The adapters' tensors by peft's names, which begin with the model's own modules."""
+def adapter_tensors(
+    model: PreTrainedModel, values: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The adapters' tensors by peft's names, which begin with the model's own modules.
+
+    `values`: as in `save_adapter`.
+    """
     from peft import get_peft_model_state_dict
 
     # Asked to decide by itself, peft would look the base up on the hub.
-    weights: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    state = None if values is None else dict(values)
+    weights: dict[str, Tensor] = get_peft_model_state_dict(
+        model, state, save_embedding_layers=False
+    )
     return weights
 
 

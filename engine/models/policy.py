@@ -28,15 +28,24 @@ def load_policy_model(
     that it names. Otherwise such a folder is merged first. Raises ConfigError and ModelError.
     """
     lora = resolve_lora(path, lora or LoRAConfig())
-    base = adapter_base_path(path) if lora.from_folder else path
-    model = load_model(base or path, dtype)
+    model = load_model(base_path(path, lora), dtype)
     if lora.quantize:
         quantize_linears(model, lora.quantize)
+    put_adapters(model, path, lora, seed)
+    return model.eval()
+
+
+def base_path(path: str | Path, lora: LoRAConfig) -> str | Path:
+    """The model whose own weights a policy has: that of its adapters, where `path` is theirs."""
+    return (adapter_base_path(path) if lora.from_folder else None) or path
+
+
+def put_adapters(model: PreTrainedModel, path: str | Path, lora: LoRAConfig, seed: int) -> None:
+    """Put the adapters that `lora` (of `resolve_lora`) asks for into `model`, in place."""
     if lora.from_folder:
         _restore_adapters(model, Path(path), lora)
     elif lora.rank:
         add_adapters(model, lora, seed)
-    return model.eval()
 
 
 def resolve_lora(path: str | Path, lora: LoRAConfig) -> LoRAConfig:

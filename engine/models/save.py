@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,12 @@ def save_tensors(
     tensors: Iterable[tuple[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
+    adapters: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """`save_model` of a plain model whose tensors come one by one: few are in memory at a time.
+    """`save_model` of a model whose tensors come one by one: few are in memory at a time.
 
-    Of `model` itself only the class and the configuration are read.
+    They are a plain model's, and `adapters` by parameter name those that were merged into it. Of
+    `model` itself only the class and the configuration are read.
     """
     folder = Path(folder)
     policy: Any = model
@@ -63,6 +65,9 @@ def save_tensors(
         config.save_pretrained(folder)
         if policy.can_generate():
             policy.generation_config.save_pretrained(folder)
+        if adapters:
+            save_adapter(policy, folder / ADAPTER_FOLDER, adapters)
+            tokenizer.save_pretrained(folder / ADAPTER_FOLDER)
         tokenizer.save_pretrained(folder)
     return folder
 

@@ -2,20 +2,21 @@
 
 A model is built on the meta device, as transformers itself builds it, and every parameter is looked
 up in the folder's safetensors. Where one can't be, the model is loaded whole, which is said once.
-Reading the values is `engine.runtime.load_shards`'.
+Adapters, which are small, come with their values. Reading is `engine.runtime.load_shards`'.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -34,7 +35,8 @@ from engine.models.load import (
     require_model_folder,
     with_model_lock,
 )
-from engine.models.policy import load_policy_model
+from engine.models.lora import add_adapters
+from engine.models.policy import base_path, load_policy_model, put_adapters, resolve_lora
 from engine.models.precision import DTYPES
 from engine.storage.expert_weights import stack_experts
 from engine.storage.hub import split_revision
@@ -52,7 +54,8 @@ class UnloadedModel:
 
     module: Any
     files: WeightFiles
-    names: Mapping[str, str]  # of those tensors → of the files'; those not named are zeros
+    names: Mapping[str, str]  # of those tensors → of the files'
+    values: Mapping[str, Tensor] = field(default_factory=dict)  # of adapters; all others are zeros
 
     def requires_grad_(self, flag: bool) -> Self:
         """As a module's."""
@@ -75,16 +78,25 @@ def open_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel | Un
         return load_model(path, dtype).eval()
 
 
+@with_model_lock
 def open_policy_model(
     path: str | Path, dtype: str, lora: LoRAConfig | None = None, seed: int = 0
 ) -> PreTrainedModel | UnloadedModel:
-    """`load_policy_model`, as `open_model`; with adapters whole, as rollout decodes them."""
+    """`load_policy_model`, as `open_model`; with a quantised base whole."""
     if lora is None or not (lora.rank or lora.from_folder or lora.quantize):
         return open_model(path, dtype)
-    _say(path, "model.lora: rollout decodes adapters on the whole base")
-    return load_policy_model(path, dtype, lora, seed)
+    if lora.quantize:
+        _say(path, "model.lora.quantize: blocks of quantised weights don't end where ranks cut")
+        return load_policy_model(path, dtype, lora, seed)
+    lora = resolve_lora(path, lora)
+    opened = open_model(base_path(path, lora), dtype)
+    if isinstance(opened, UnloadedModel):
+        return _with_adapters(opened, lambda model: put_adapters(model, path, lora, seed))
+    put_adapters(opened, path, lora, seed)
+    return opened.eval()
 
 
+@with_model_lock
 def open_critic_model(
     path: str | Path,
     dtype: str,
@@ -92,18 +104,13 @@ def open_critic_model(
     seed: int = 0,
     setting: str = "critic.lora",
 ) -> CriticModel | UnloadedModel:
-    """`create_critic_model` of the model at `path`, as `open_model`; with adapters whole.
+    """`create_critic_model` of the model at `path`, as `open_model`.
 
     A folder of a classifier of one label, such as a reward model, gives the head, too.
     """
-    scores = is_classifier(path)
-    if lora is not None and lora.rank:
-        _say(path, f"{setting}: its adapters are put on the whole base")
-        whole = load_classifier(path, dtype) if scores else load_model(path, dtype)
-        return create_critic_model(whole, lora, seed, setting).eval()
-    policy = _open_classifier(path, dtype) if scores else open_model(path, dtype)
+    policy = _open_classifier(path, dtype) if is_classifier(path) else open_model(path, dtype)
     if not isinstance(policy, UnloadedModel):
-        return create_critic_model(policy).eval()
+        return create_critic_model(policy, lora, seed, setting).eval()
     module, backbone = policy.module, policy.module.base_model
     source = {id(t): policy.names[name] for name, t in _tensors(module).items()}
     names = {f"backbone.{name}": source[id(t)] for name, t in _tensors(backbone).items()}
@@ -112,7 +119,40 @@ def open_critic_model(
     with torch.device("meta"):
         critic = CriticModel(backbone, module.config.get_text_config().hidden_size)
     critic.to(next(backbone.parameters()).dtype).requires_grad_(True).eval()
-    return UnloadedModel(critic, policy.files, names)
+    opened = UnloadedModel(critic, policy.files, names)
+    if lora is None or not lora.rank:
+        return opened
+    adapt = lora
+    return _with_adapters(opened, lambda model: add_adapters(model.backbone, adapt, seed, setting))
+
+
+def _with_adapters(opened: UnloadedModel, put: Callable[[Any], None]) -> UnloadedModel:
+    """The model with the adapters that `put` puts into it; its own weights stay in the files.
+
+    peft makes adapters on the device of what they adapt, so that is on the CPU meanwhile: single
+    zeros, of the shapes of matrices.
+    """
+    module = opened.module
+    _replace_parameters(module, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
+    put(module)
+    values = {n: p.detach() for n, p in module.named_parameters() if ".lora_" in n}
+    _replace_parameters(module, lambda p: p.to("meta"))
+    plain = {name: name.replace(".base_layer.", ".") for name in _tensors(module)}
+    names = {name: opened.names[old] for name, old in plain.items() if old in opened.names}
+    return UnloadedModel(module.eval(), opened.files, names, values)
+
+
+def _replace_parameters(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Let `make` replace each parameter of `module`; what is tied stays so."""
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old one, so that its id stays its
+    for owner in module.modules():
+        for name, old in owner._parameters.items():
+            if old is None:
+                continue
+            if id(old) not in made:
+                new = nn.Parameter(make(old.detach()), requires_grad=old.requires_grad)
+                made[id(old)] = old, new
+            owner._parameters[name] = made[id(old)][1]
 
 
 def _open_classifier(path: str | Path, dtype: str) -> Any:

@@ -40,7 +40,10 @@ def load_shards(
         owner.register_parameter(name, first.get_parameter(name_there))
     for name, tensor in named_tensors(module).items():
         shard, box = local_tensor(tensor), local_box(tensor)
-        if name not in source.names:
+        if name in source.values:
+            ends = zip(box.offset, box.size, strict=True)
+            shard.copy_(source.values[name][tuple(slice(at, at + size) for at, size in ends)])
+        elif name not in source.names:
             shard.zero_()
         elif box.elements:
             source.files.read(source.names[name], box.offset, shard)

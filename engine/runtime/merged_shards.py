@@ -6,11 +6,12 @@ ranks gather the adapters, which are small, and each computes its own part of th
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from engine.errors import ConfigError
 from engine.models.lora import ADAPTER
@@ -35,7 +36,7 @@ class MergedShards:
         ConfigError for adapters that are not plain LoRA, and for a quantised base.
         """
         self._sharded = sharded
-        self._scales = _scales(sharded.module)
+        self._scales = adapter_scales(sharded.module)
         own = local_tensors(sharded.module, rename=self._base_name)
         dtype = next(iter(own.values())).dtype
         stored = gather_shard_map(sharded.module, rename=self._base_name)
@@ -88,8 +89,28 @@ class MergedShards:
         return name.removesuffix(".weight") if name.endswith(".weight") else ""
 
 
-def _scales(module: nn.Module) -> dict[str, float]:
-    """α/r of each adapted module of the whole policy."""
+@torch.no_grad()
+def merged_tensors(
+    sharded: ShardedModel, adapters: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Each full tensor of the policy without adapters, W + α/r · B·A where it has one.
+
+    All ranks iterate to the end together; `adapters` are all of them, in full.
+    """
+    scales = adapter_scales(sharded.module)
+    module: Any = sharded.module
+    transposed = bool(module.peft_config[ADAPTER].fan_in_fan_out)
+    for name, tensor in sharded.full_tensors(lambda name: ".lora_" not in name):
+        owner = name.removesuffix(".base_layer.weight")
+        if owner != name:
+            down, up = (adapters[f"{owner}.{m}.{ADAPTER}.weight"] for m in ("lora_A", "lora_B"))
+            delta = (up @ down).T if transposed else up @ down
+            tensor = (tensor + delta * scales[owner]).to(tensor.dtype)
+        yield name.replace(".base_layer.", "."), tensor
+
+
+def adapter_scales(module: nn.Module) -> dict[str, float]:
+    """α/r of each adapted module of the whole policy; all ranks call it together."""
     found: dict[str, float] = {}
     for name, layer in module.named_modules():
         adapted: Any = layer

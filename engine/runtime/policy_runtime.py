@@ -170,12 +170,17 @@ class PolicyRuntime:
                     tensor.copy_(full[name])
         return model
 
-    def write_full(self, write: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
+    def write_full(
+        self,
+        write: Callable[[Iterator[tuple[str, Tensor]]], None],
+        tensors: Iterator[tuple[str, Tensor]] | None = None,
+    ) -> None:
         """Let rank 0 `write` the policy's full tensors, by name, as they are gathered.
 
-        All ranks call it together, and gather to the end even where rank 0 can't write.
+        All ranks call it together, and gather to the end even where rank 0 can't write. `tensors`:
+        what they gather; None: all that changes in training.
         """
-        tensors = self._transferred()
+        tensors = tensors or self._transferred()
         try:
             if not self.sharded.ranks.rank:
                 write(tensors)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -14,11 +15,14 @@ from engine.config import LoRAConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.models import (
     UnloadedModel,
+    has_adapters,
     load_policy_model,
     open_policy_model,
     save_model,
     save_tensors,
 )
+from engine.runtime.load_shards import load_shards
+from engine.runtime.merged_shards import merged_tensors
 from engine.runtime.policy_runtime import PolicyRuntime
 
 
@@ -40,12 +44,21 @@ class StartModel:
         """Whole."""
         return load_policy_model(self.path, self.dtype, self.lora, self.seed)
 
+    def load_on(self, device: torch.device) -> PreTrainedModel:
+        """Whole, read straight onto `device`."""
+        opened = self.open()
+        whole: Any = opened.module if isinstance(opened, UnloadedModel) else opened
+        if isinstance(opened, UnloadedModel):
+            load_shards(whole, opened, device, device)
+        moved: PreTrainedModel = whole.to(device)
+        return moved
+
 
 def save_ranks(policy: PolicyRuntime, start: StartModel, folder: Path) -> None:
     """Write `policy`, its adapters and its tokenizer; all ranks call it together.
 
-    Ranks gather it a tensor at a time, which rank 0 writes; what was loaded whole on each rank is
-    put together on rank 0. Raises StorageError there.
+    Ranks gather it a tensor at a time, merged with its adapters, which rank 0 writes; what was
+    loaded whole on each rank is put together on rank 0. Raises StorageError there.
     """
     ranks = policy.sharded.ranks
     if ranks.layout.world_size == 1 or not policy.loaded_in_shards:
@@ -54,8 +67,13 @@ def save_ranks(policy: PolicyRuntime, start: StartModel, folder: Path) -> None:
             save_model(model, load_tokenizer(start.tokenizer or start.path), folder)
         return
 
+    adapters: dict[str, Tensor] = {}
+    if has_adapters(policy.module):
+        adapters = dict(policy.sharded.full_tensors(lambda name: ".lora_" in name))
+
     def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
         opened: Any = start.open()
-        save_tensors(opened.module, tensors, load_tokenizer(start.tokenizer or start.path), folder)
+        tokenizer = load_tokenizer(start.tokenizer or start.path)
+        save_tensors(opened.module, tensors, tokenizer, folder, adapters)
 
-    policy.write_full(write)
+    policy.write_full(write, merged_tensors(policy.sharded, adapters) if adapters else None)

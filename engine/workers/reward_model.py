@@ -27,6 +27,7 @@ from engine.models import (
 )
 from engine.models.classifier import classifier_of, classifier_tensors, save_adapted
 from engine.parallel.gather import named_tensors
+from engine.runtime.load_shards import load_shards
 from engine.runtime.pair_gradients import accumulate_responses
 from engine.runtime.save_policy import StartModel
 from engine.runtime.token_outputs import Outputs, ValueReader
@@ -119,7 +120,11 @@ class RewardModelWorker(OfflineWorker):
         if sharded.ranks.rank:
             return None
         assert start is not None, "ranks load their model"
-        critic = self._open_critic(start)
+        opened = self._open_critic(start)
+        critic = opened
+        if isinstance(opened, UnloadedModel):
+            critic, cpu = opened.module, torch.device("cpu")
+            load_shards(critic, opened, cpu, cpu)
         for name, tensor in named_tensors(critic).items():
             if name in full:
                 tensor.copy_(full[name])

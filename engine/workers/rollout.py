@@ -12,7 +12,6 @@ from engine.config import LoRAConfig, RolloutConfig
 from engine.data.collate import collate_completions, pad_tokens
 from engine.data.templates import stop_token_ids
 from engine.data.tokenizer import load_tokenizer
-from engine.models import load_policy_model
 from engine.rollout.protocol import SamplingParams, engine_capabilities, engine_options
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import (
@@ -21,6 +20,8 @@ from engine.runtime.rollout_weights import (
     rollout_weights,
     vllm_weights,
 )
+from engine.runtime.save_policy import StartModel
+from engine.runtime.sharded_model import process_device
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.group_stream import GroupStream
 from engine.workers.stateful import StatefulWorker
@@ -52,12 +53,13 @@ class RolloutWorker(StatefulWorker):
         self.tokenizer = load_tokenizer(model_path)
 
         capabilities = engine_capabilities(config)
-        load = partial(load_policy_model, model_path, dtype, lora, seed)
+        start = StartModel(model_path, dtype, lora, seed)
+        # Where something else decodes, a copy only passes weights on: the device is not its.
+        elsewhere = capabilities.remote or capabilities.own_processes
+        device = torch.device("cpu") if elsewhere else process_device()
+        load = partial(start.load_on, device)
         if context.process.policy is None:
-            # Where something else decodes, the copy only passes weights on: the device is not its.
-            elsewhere = capabilities.remote or capabilities.own_processes
-            on = torch.device("cpu") if elsewhere else None
-            context.process.policy = PolicyRuntime(load(), device=on)
+            context.process.policy = PolicyRuntime(load(), device=device)
             weights: RolloutWeights = SharedWeights(context.process.policy.module)
         elif capabilities.loads_shards:
             weights = vllm_weights(context.process.policy.sharded, config, load)

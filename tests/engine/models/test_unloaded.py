@@ -23,13 +23,16 @@ from engine.config import LoRAConfig
 from engine.errors import ModelError
 from engine.models import (
     UnloadedModel,
+    adapter_parameters,
     create_critic_model,
     load_model,
+    load_policy_model,
     open_critic_model,
     open_model,
     open_policy_model,
 )
 from engine.models.classifier_start import load_classifier
+from engine.models.lora import save_adapter
 from engine.parallel.gather import named_tensors
 from engine.runtime.load_shards import load_shards
 from engine.runtime.sharded_train_state import weights_fingerprint
@@ -123,6 +126,24 @@ def test_filled_it_is_what_transformers_loads(tmp_path: Path, name: str, dtype: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "a tied head", "gpt2"])
+def test_adapters_come_with_their_values(tmp_path: Path, name: str, dtype: str) -> None:
+    base, adapter, lora = tmp_path / "base", tmp_path / "adapter", LoRAConfig(rank=2, dropout=0.1)
+    random_model(name).save_pretrained(base)
+    whole = load_policy_model(base, dtype, lora, seed=3)
+    source = open_policy_model(base, dtype, lora, seed=3)
+    assert weights_fingerprint(source) == weights_fingerprint(whole)
+    same(filled(source), whole)
+    for parameter in adapter_parameters(whole).values():
+        torch.nn.init.normal_(parameter)
+    save_adapter(whole, adapter)
+    again = LoRAConfig(from_folder=True)
+    same(filled(open_policy_model(adapter, dtype, again)), load_policy_model(adapter, dtype, again))
+    found = filled(open_critic_model(base, dtype, lora, seed=3))
+    same(found, create_critic_model(load_model(base, dtype), lora, seed=3).eval())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_a_critic_starts_from_the_backbone(tmp_path: Path, family: str, dtype: str) -> None:
     tiny_model(family).save_pretrained(tmp_path)
@@ -182,8 +203,10 @@ def test_what_can_t_be_read_in_slices_is_loaded_whole(
     whole = open_model(folder)
     assert isinstance(whole, PreTrainedModel)
     same(whole, load_model(tiny_folder))
-    adapted = open_policy_model(tiny_folder, "float32", LoRAConfig(rank=2))
-    assert isinstance(adapted, PreTrainedModel)
+    lora = LoRAConfig(rank=2)
+    same(open_policy_model(folder, "float32", lora), load_policy_model(folder, "float32", lora))
+    quantised = open_policy_model(tiny_folder, "float32", LoRAConfig(rank=2, quantize="int8"))
+    assert isinstance(quantised, PreTrainedModel)
 
 
 def test_refusals_are_those_of_a_model_loaded_whole(tiny_folder: Path, tmp_path: Path) -> None:

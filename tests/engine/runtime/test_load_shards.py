@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from family_models import CHANGES
 from gloo_ranks import run_ranks
 from safetensors import safe_open
@@ -22,13 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from engine.config import ParallelConfig
+from engine.config import LoRAConfig, ParallelConfig
 from engine.models import (
     create_critic_model,
     load_model,
+    load_policy_model,
     open_critic_model,
     open_model,
+    open_policy_model,
 )
+from engine.models.unloaded import UnloadedModel
 from engine.parallel.gather import named_tensors
 from engine.parallel.layout import Layout
 from engine.parallel.module_shards import local_tensor
@@ -108,8 +110,12 @@ def outputs(model: ShardedModel, reader: Any) -> dict[str, Tensor]:
     return model.outputs(batch, model.micro_batches(batch, 64), reader)
 
 
+LORA = LoRAConfig(rank=2)
+
+
 def same_as_whole(folder: str, cases: list[Sizes], dtype: str) -> None:
     """A policy, a frozen one and a critic in each layout: loaded in shards, and whole."""
+    torch.manual_seed(0)
     for ranks, config in layouts(cases):
         for name, opened, whole in (
             ("policy", open_model(folder, dtype), load_model(folder, dtype)),
@@ -123,13 +129,24 @@ def same_as_whole(folder: str, cases: list[Sizes], dtype: str) -> None:
                 open_critic_model(folder, dtype),
                 create_critic_model(load_model(folder, dtype)).eval(),
             ),
+            (
+                "policy with adapters",
+                open_policy_model(folder, dtype, LORA, seed=3),
+                load_policy_model(folder, dtype, LORA, seed=3),
+            ),
+            (
+                "critic with adapters",
+                open_critic_model(folder, dtype, LORA, seed=3),
+                create_critic_model(load_model(folder, dtype), LORA, seed=3).eval(),
+            ),
         ):
+            assert isinstance(opened, UnloadedModel)
             ours = ShardedModel(opened, ranks, config)
             theirs = ShardedModel(whole, ranks, config)
             alike(ours.module, theirs.module, f"{name} {config}")
             reader = (
                 ValueReader()
-                if name == "critic"
+                if name.startswith("critic")
                 else LogProbReader(1.0, statistics=ours.statistics())
             )
             found, wanted = outputs(ours, reader), outputs(theirs, reader)
@@ -170,14 +187,15 @@ def test_every_layout_has_the_bits_of_a_model_loaded_whole(
 
 BUCKET = 64 << 10
 LAYER = 4 * (4 * 128 * 128 + 3 * 128 * 256)  # bytes, of the model below
+ADAPTERS = 8 * 4 * 2 * (4 * 2 * 128 + 3 * (128 + 256))  # of rank 2
 
 
-def peaks(folder: str, cases: list[Sizes]) -> list[tuple[int, int]]:
+def peaks(folder: str, cases: list[Sizes], lora: LoRAConfig | None = None) -> list[tuple[int, int]]:
     """Of each layout the most bytes of tensors while it is loaded, and those that stay."""
     weight_files.BUCKET_BYTES = BUCKET
     found = []
     for ranks, config in layouts(cases):
-        source = open_model(folder)
+        source = open_policy_model(folder, "float32", lora)
         with LiveBytes() as live:
             model = ShardedModel(source, ranks, config)
         tensors = map(local_tensor, named_tensors(model.module).values())
@@ -206,14 +224,16 @@ def test_a_rank_s_memory_is_its_shards_and_a_bucket(tmp_path: Path) -> None:
         {"dp": 2, "fsdp": 2},
         {"dp": 4},
     ]
-    for rank in run_ranks(4, peaks, str(tmp_path), cases):
-        for case, (peak, kept) in zip(cases, rank, strict=True):
-            copies, stages = case.get("dp", 1), case.get("pp", 1)
-            assert kept < 1.1 * size * copies / 4 or stages > 1, case
-            # A model in one piece, or a stage, tries its first layer both ways when it has loaded.
-            tried = LAYER if case.get("fsdp", 1) * case.get("tp", 1) == 1 else 0
-            assert peak <= kept + 2 * BUCKET + tried, case  # and small change
-            assert peak < 0.7 * size or copies > 2, case
+    for lora in (None, LORA):
+        for rank in run_ranks(4, peaks, str(tmp_path), cases, lora):
+            for case, (peak, kept) in zip(cases, rank, strict=True):
+                copies, stages = case.get("dp", 1), case.get("pp", 1)
+                assert kept < 1.1 * size * copies / 4 or stages > 1, case
+                # A model in one piece, or a stage, tries its first layer both ways when loaded.
+                tried = LAYER if case.get("fsdp", 1) * case.get("tp", 1) == 1 else 0
+                drawn = ADAPTERS if lora else 0  # each rank has all of them until it has loaded
+                assert peak <= kept + 2 * BUCKET + tried + drawn, case  # and small change
+                assert peak < 0.7 * size or copies > 2, case
 
 
 def total_bytes(folder: Path) -> int:
@@ -248,28 +268,53 @@ def test_a_model_that_ranks_load_whole_is_said_once(tmp_path: Path) -> None:
     assert "not in safetensors" in message
 
 
-def written(folder: str, out: str) -> None:
+def written(folder: str, out: str, sizes: Sizes, lora: LoRAConfig | None) -> None:
+    """A policy's folder; of one with adapters, B is no longer zeros."""
     from engine.runtime.policy_runtime import PolicyRuntime
     from engine.runtime.save_policy import StartModel, save_ranks
 
     weight_files.FILE_BYTES = 4000
-    config = ParallelConfig(pp=2) if dist.get_world_size() == 2 else ParallelConfig()
-    start = StartModel(folder, "bfloat16")
+    config = ParallelConfig.model_validate(sizes)
+    start = StartModel(folder, "bfloat16", lora)
     policy = PolicyRuntime(start.open(), Ranks.form(Layout.of(config)), config)
+    assert policy.loaded_in_shards
+    for name, parameter in policy.module.named_parameters():
+        if ".lora_B" in name:
+            local_tensor(parameter.data).fill_(0.25)
     save_ranks(policy, start, Path(out))
 
 
+def others_and_weights(folder: Path) -> tuple[dict[str, bytes], dict[str, Tensor]]:
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    others = {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in files
+        if not p.name.startswith("model") and p.suffix != ".safetensors"
+    }
+    weights: dict[str, Tensor] = {}
+    for path in files:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return others, weights
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
 def test_rank_zero_writes_the_folder_that_one_rank_writes(
-    tiny_folder: Path, tmp_path: Path
+    tiny_folder: Path, tmp_path: Path, lora: LoRAConfig | None
 ) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    run_ranks(1, written, str(tiny_folder), str(one))
-    run_ranks(2, written, str(tiny_folder), str(two))
-    assert len(list(two.glob("model-*-of-*.safetensors"))) > 3
-    weights = {"model.safetensors", "model.safetensors.index.json"}
-    others = [{p.name for p in f.iterdir() if not p.name.startswith("model")} for f in (one, two)]
-    assert others[0] == others[1]
-    for name in others[0] - weights:
-        assert (one / name).read_bytes() == (two / name).read_bytes(), name
-    ours, theirs = load_model(two, "bfloat16"), load_model(one, "bfloat16")
-    alike(ours, theirs, "written")
+    one = tmp_path / "one"
+    run_ranks(1, written, str(tiny_folder), str(one), {}, lora)
+    for sizes in [{"pp": 2}] if lora is None else [{"fsdp": 2}, {"tp": 2}]:
+        two = tmp_path / "-".join(sizes)
+        run_ranks(2, written, str(tiny_folder), str(two), sizes, lora)
+        assert len(list(two.glob("model-*-of-*.safetensors"))) > 3
+        (others, weights), (ours, found) = others_and_weights(one), others_and_weights(two)
+        assert ours == others
+        assert sorted(found) == sorted(weights)
+        for name, tensor in weights.items():
+            assert found[name].dtype == tensor.dtype
+            torch.testing.assert_close(found[name], tensor)
+    base = load_model(tiny_folder, "bfloat16").state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(base[name], load_model(two, "bfloat16").state_dict()[name]) == (not lora)
