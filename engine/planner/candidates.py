@@ -32,7 +32,8 @@ class PricedCandidate:
     @cached_property
     def memory(self) -> Memory:
         """What a rank needs."""
-        return estimate(self.work, self.candidate, gpu=self.allocation.gpus > 0)
+        gpu = self.allocation.memory if self.allocation.gpus else 0
+        return estimate(self.work, self.candidate, gpu=gpu > 0, there=gpu)
 
     @cached_property
     def price(self) -> Price:

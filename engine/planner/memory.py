@@ -4,8 +4,8 @@ Weights, gradients and moments are counted as ZeRO does (Rajbhandari et al., arX
 section 3.1), in the dtypes that this engine keeps; activations in the manner of Korthikanti et al.
 (arXiv:2205.05198, section 4), term by term for a decoder with RMSNorm, grouped-query attention
 without stored scores (SDPA), and a gated MLP or experts. The peak is the largest of three
-moments: loading, training, and rollout. A rank loads its shards alone (`runtime.load_shards`);
-adapters are put on a whole base, of which the rank then keeps its part.
+moments: loading, training, and rollout. A rank loads its shards alone (`runtime.load_shards`), but
+for a quantised base, which it loads whole.
 """
 
 from __future__ import annotations
@@ -91,14 +91,19 @@ def kv_cache(work: Workload, candidate: Candidate) -> float:
     """Bytes of keys and values of a rollout replica's rows on one of its ranks, and of logits."""
     if not work.decodes:
         return 0.0
-    shape, tp = work.shape, candidate.rollout_tp
     if work.kv_cache:
-        return work.kv_cache / tp
-    replicas = max(1, candidate.layout.world_size // tp)
+        return work.kv_cache / candidate.rollout_tp
+    replicas = max(1, candidate.layout.world_size // candidate.rollout_tp)
     rows = min(work.decode_rows, -(-work.rows // replicas))
+    return rows * row_cache(work, candidate.rollout_tp)
+
+
+def row_cache(work: Workload, tp: int) -> float:
+    """Bytes of one row's keys and values on one of `tp` ranks, and of its logits."""
+    shape = work.shape
     heads = max(1.0, shape.kv_heads / tp)
     kept = 2 * shape.layers * heads * shape.head_dim * work.length * work.weight_bytes
-    return rows * (kept + 12.0 * shape.vocab)
+    return kept + 12.0 * shape.vocab
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +118,13 @@ class Memory:
     cache: float
     loading: float  # what loading needs at once
     host: float  # of the machine's memory, beside a device's
+    awake: float = 0.0  # of the cache, what stays between rollouts
 
     @property
     def training(self) -> float:
         """At the peak of an update."""
         kept = self.weights + self.gradients + self.moments
-        return kept + self.activations + self.rollout
+        return kept + self.activations + self.rollout + self.awake
 
     @property
     def sampling(self) -> float:
@@ -147,15 +153,18 @@ def usable_bytes(there: int) -> float:
     return (there - RUNTIME) * USABLE
 
 
-def estimate(work: Workload, candidate: Candidate, *, gpu: bool) -> Memory:
-    """What a rank of `candidate` needs. Without a GPU all of it is the machine's memory."""
+def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0) -> Memory:
+    """What a rank of `candidate` needs. Without a GPU all of it is the machine's memory.
+
+    `there`: bytes of the GPU, of which an engine such as vLLM takes its share; 0: not known.
+    """
     models = _models(work, candidate)
     weights, moments = sum(m.weights for m in models), sum(m.moments for m in models)
     gradients = max(m.gradients for m in models)
     whole = _whole(work)
     copy = 0.0 if candidate.shares_storage else whole / candidate.rollout_tp
     visiting, host = 0.0, sum(m.saved for m in models)  # a checkpoint is copied there first
-    if work.adapters:
+    if work.quantized:
         host += whole
     if candidate.offload_params:
         host += weights + gradients + moments
@@ -163,14 +172,18 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool) -> Memory:
     elif candidate.offload_optimizer:
         host += moments
         visiting, moments = min(moments, _PART * work.optimizer_bytes), 0.0
-    cut = work.adapters > 0 and candidate.layout.world_size > 1  # after it was loaded
+    cut = work.quantized and candidate.layout.world_size > 1  # after it was loaded
+    cache, share = kv_cache(work, candidate), work.memory_share * there
+    if share and work.decodes and not work.runs_ahead:  # else the trainer's own is native
+        cache = max(row_cache(work, candidate.rollout_tp), share - copy)
     memory = Memory(
         weights=weights,
         gradients=gradients,
         moments=moments + visiting,
         activations=_passing(work, candidate),
         rollout=copy,
-        cache=kv_cache(work, candidate),
+        cache=cache,
+        awake=cache if work.stays_awake else 0.0,
         loading=weights + (whole if cut else _BUCKET),
         host=host if gpu else 0.0,
     )
@@ -180,7 +193,8 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool) -> Memory:
 def sampler(work: Workload) -> float:
     """Bytes of a process that only decodes."""
     alone = Candidate(Layout(), rollout_tp=1)
-    return sizes(work.shape).total * work.sampler_bytes + kv_cache(work, alone)
+    cache = row_cache(work, 1) if work.memory_share else kv_cache(work, alone)
+    return sizes(work.shape).total * work.sampler_bytes + cache
 
 
 def _with_samplers(work: Workload, memory: Memory) -> Memory:

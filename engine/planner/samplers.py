@@ -15,7 +15,7 @@ from engine.parallel.layout import Layout
 from engine.planner import hardware
 from engine.planner.cost import rollout_seconds
 from engine.planner.hardware import GIB, HOST_LINK
-from engine.planner.memory import RUNTIME, USABLE, fits, kv_cache, sizes
+from engine.planner.memory import RUNTIME, USABLE, fits, kv_cache, row_cache, sizes
 from engine.planner.resources import Allocation, Cluster
 from engine.planner.search import PlacementPlan, Split
 from engine.planner.workload import Candidate, Samplers, Workload
@@ -120,7 +120,9 @@ def priced_samplers(work: Workload, cluster: Cluster, count: int, tp: int) -> Sa
         return None
     own = _decoding(work)
     candidate = Candidate(Layout(dp=count * tp), rollout_tp=tp)
-    if not fits(_bytes(own, candidate), min(machine.gpu_memory for machine in machines)):
+    there = min(machine.gpu_memory for machine in machines)
+    need = _bytes(own, candidate)
+    if not fits(need, there) or need > (own.memory_share or 1.0) * there:
         return None
     device = min((hardware.gpu(m.accelerator, cluster.kinds) for m in machines), key=_bandwidth)
     allocation = Allocation(count * tp, most, 1.0, 0, 0, device, 1.0)
@@ -139,8 +141,10 @@ def _decoding(work: Workload) -> Workload:
 
 def _bytes(own: Workload, candidate: Candidate) -> float:
     """On one GPU of a sampler."""
-    weights = sizes(own.shape).total * own.weight_bytes / candidate.rollout_tp
-    return weights + kv_cache(own, candidate)
+    weights, tp = sizes(own.shape).total * own.weight_bytes, candidate.rollout_tp
+    # An engine with a share of the memory has cache in what is left, and queues what it can't hold.
+    cache = row_cache(own, tp) if own.memory_share else kv_cache(own, candidate)
+    return weights / tp + cache
 
 
 def _bandwidth(device: hardware.Device) -> float:
@@ -151,6 +155,15 @@ def _too_large(work: Workload, cluster: Cluster, choices: SamplerChoices) -> Pla
     tp, count = max(choices.sizes), (choices.counts or [max(1, cluster.gpus // 2)])[0]
     need = _bytes(_decoding(work), Candidate(Layout(dp=count * tp), rollout_tp=tp))
     there = min(machine.gpu_memory for machine in cluster.machines if machine.gpus)
+    if work.memory_share:
+        return PlacementError(
+            f"trainer.placement=auto finds no GPUs for processes that only decode on {cluster}: "
+            f"one needs {need / GIB:.2f} GiB on each of {tp} GPU(s) for its weights and a row, and "
+            f"rollout.vllm.gpu_memory_utilization={work.memory_share} of a GPU is "
+            f"{work.memory_share * there / GIB:.2f} GiB; raise it, give a sampler more GPUs "
+            "(rollout.vllm.in_process=false, rollout.tensor_parallel_size), or set "
+            "trainer.mode=sync, whose rollout is sharded"
+        )
     return PlacementError(
         f"trainer.placement=auto finds no GPUs for processes that only decode on {cluster}: one "
         f"needs {need / USABLE / GIB + RUNTIME / GIB:.2f} GiB on each of {tp} GPU(s), and a GPU "

@@ -140,11 +140,14 @@ def _nothing(
     where = "machine" if on_host or not one.allocation.gpus else "device"
     there = one.allocation.host_memory if on_host else one.allocation.memory
     need = there + one.excess_bytes / USABLE
+    smaller = _SMALLER[one.memory.when]
+    if one.memory.when == "rollout" and one.work.memory_share and not one.work.runs_ahead:
+        smaller = f"lower rollout.vllm.gpu_memory_utilization={one.work.memory_share}"
     return PlacementError(
         f"trainer.placement=auto finds no layout that fits on {cluster}{with_fixed}: the smallest, "
         f"{one.candidate}, needs {need / GIB:.2f} GiB of {where} memory a rank "
         f"and there are {there / GIB:.2f} GiB, {(need - there) / GIB:.2f} GiB too few, "
-        f"most in {one.memory.when}; add workers or larger ones, or {_SMALLER[one.memory.when]}"
+        f"most in {one.memory.when}; add workers or larger ones, or {smaller}"
     )
 
 

@@ -54,6 +54,8 @@ class Workload:
     decodes: bool = True  # here, not on a server
     decode_rows: int = 512  # at once, on a replica
     kv_cache: int = 0  # bytes of a replica's fixed cache; 0: as many as rows need
+    memory_share: float = 0.0  # of a GPU that the engine takes, a copy included; 0: as rows need
+    stays_awake: bool = False  # and keeps between rollouts
     samplers: int = 0  # processes beside the policy's that only decode
     sampler_bytes: float = 4.0  # an element of their weights
     families: bool = True  # the model can be cut by tp and pp

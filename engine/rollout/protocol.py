@@ -89,6 +89,8 @@ class EngineCapabilities:
     own_processes: bool = False  # decodes in processes that it starts itself
     exclusive: bool = False  # sets up its process for itself: signals, threads, devices
     remote: bool = False  # decodes on devices that are not the run's
+    memory_share: float = 0.0  # of a GPU, that it takes for weights and cache; 0: as it needs
+    stays_awake: bool = False  # keeps that share between rollouts
     sleep_level: int = 0  # 1 or 2: frees device memory between rollouts (`sleep`, `wake_weights`)
     settings: frozenset[str] = frozenset({"max_num_seqs"})  # of ENGINE_SETTINGS, what it reads
 

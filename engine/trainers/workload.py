@@ -77,6 +77,8 @@ def workload(
         decodes=not engine.remote,
         decode_rows=rollout.max_num_seqs,
         kv_cache=(rollout.kv_cache_memory_mb or 0) << 20,
+        memory_share=engine.memory_share,
+        stays_awake=engine.stays_awake,
         samplers=sampler_count(trainer),
         sampler_bytes=_DTYPES[rollout.dtype] or stored,
         families=kind in FAMILIES and not lora.rank,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,6 +121,11 @@ def test_what_each_setting_saves() -> None:
     assert lower.host > four.host
     adapted = Workload(shape, 64, 4, 64, 64, adapters=1000)
     assert estimate(adapted, Candidate(Layout()), gpu=True).moments == 8000
+    spread = estimate(adapted, Candidate(Layout(fsdp=4)), gpu=True)
+    assert spread.loading < spread.weights + (65 << 20), "ranks load their shards"
+    assert spread.host < 100_000, "and none has the base in its machine's memory"
+    whole = estimate(replace(adapted, quantized=True), Candidate(Layout(fsdp=4)), gpu=True)
+    assert whole.loading > spread.loading or whole.host > spread.host
     shared = estimate(work, Candidate(Layout(tp=4), rollout_tp=4), gpu=True)
     assert shared.rollout == 0
     assert shared.cache < plain.cache * 4

@@ -70,6 +70,17 @@ def test_a_step_is_the_slower_of_both_and_says_why() -> None:
     assert "taking turns on all GPUs (trainer.mode=sync) 99 s" in said
 
 
+def test_samplers_of_vllm_need_their_share_to_hold_weights_and_a_row() -> None:
+    cluster = gpus(8, 80)
+    long = replace(AHEAD, response_length=8192, decode_rows=2048)
+    assert priced_samplers(long, cluster, 1, 1) is None, "all rows at once are too many"
+    assert priced_samplers(replace(long, memory_share=0.5), cluster, 1, 1) is not None
+    small = replace(AHEAD, memory_share=0.15)  # 12 GiB, less than the weights
+    with pytest.raises(PlacementError, match=r"gpu_memory_utilization=0.15 of a GPU is 12.00 GiB"):
+        planned(small, cluster)
+    assert planned(small, cluster, sizes=[1, 2, 4]).splits[0].samplers.tp > 1
+
+
 def test_a_model_too_large_for_one_gpu_is_decoded_by_several_or_refused() -> None:
     large = replace(AHEAD, sampler_bytes=12.0)  # 85 GiB of weights
     with pytest.raises(PlacementError, match=r"only decode .*rollout.vllm.in_process=false"):

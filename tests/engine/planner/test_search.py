@@ -193,6 +193,21 @@ def test_nothing_fits_names_what_is_missing() -> None:
     assert search(GRPO_7B, gpus(1, need + 0.02)).chosen.allocation.ranks == 1
 
 
+def test_vllm_s_share_of_a_gpu_is_left_to_it() -> None:
+    work, cluster = replace(GRPO_7B, memory_share=0.5), gpus(8, 80)
+    chosen = search(work, cluster).chosen
+    memory, taken = chosen.memory, 0.5 * cluster.machines[0].gpu_memory
+    assert memory.rollout + memory.cache == pytest.approx(taken)
+    assert memory.sampling == pytest.approx(memory.weights + memory.moments + taken)
+    assert memory.awake == 0, "it sleeps while the policy is trained"
+    kept = search(replace(work, stays_awake=True), cluster).chosen.memory
+    assert kept.training >= kept.weights + kept.moments + kept.gradients + taken
+    with pytest.raises(PlacementError, match=r"lower rollout.vllm.gpu_memory_utilization=0.95"):
+        search(replace(work, memory_share=0.95), cluster)
+    ahead = replace(work, memory_share=0.95, runs_ahead=True)  # vLLM has GPUs of its own
+    assert search(ahead, cluster).chosen.memory.cache < taken
+
+
 def test_memory_of_the_machine_counts_beside_that_of_gpus() -> None:
     # Each rank copies what it saves there: 11 GiB of weights and moments.
     with pytest.raises(PlacementError, match=r"of machine memory"):
