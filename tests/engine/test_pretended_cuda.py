@@ -27,6 +27,7 @@ TESTS = [
     "tests/engine/evaluation/test_evaluate_gpu.py",
     "tests/engine/rewards/test_reward_model_gpu.py",
     "tests/engine/serve/test_native_server_gpu.py",
+    "tests/engine/trainers/test_devices_gpu.py",
 ]
 # NCCL, two clocks, and storage that FSDP resizes.
 NEEDS_A_DEVICE = (
