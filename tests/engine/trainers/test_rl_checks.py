@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from engine.config import RLConfig
 from engine.errors import EngineError
@@ -313,3 +314,15 @@ def test_plugins_register_estimators_and_losses(
     monkeypatch.syspath_prepend(str(tmp_path))
     changes = {"plugins": ["my_plugin"], "algorithm": {"adv_estimator": "sign"}}
     assert check_config(RLConfig.model_validate(changes)).name == "grpo"
+
+
+def test_the_samplers_of_docs_modes_are_settings_that_a_run_takes() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "modes.md").read_text()
+    [block] = [part.split("```")[0] for part in page.split("```yaml\n")[1:]]
+    config = RLConfig.model_validate(yaml.safe_load(block)["rl"])
+    check_config(config)
+    pools = {pool.roles: pool for pool in config.trainer.pools}
+    sampler = pools[("sampler",)]
+    assert config.trainer.rollout_workers * sampler.gpus == 8
+    assert sampler.gpus == config.rollout.tensor_parallel_size
+    assert not config.rollout.vllm.in_process
