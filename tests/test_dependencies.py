@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,21 +37,32 @@ def imported(node: ast.AST, package: str) -> Iterator[str]:
         yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def imports(path: Path, at_import_time: bool = False) -> set[str]:
+def imports(path: Path, at_import_time: bool = False) -> frozenset[str]:
     """All modules a file imports; with `at_import_time`, only those that loading it imports."""
-    found: set[str] = set()
-    package = module_name(path) + ".x"
-    todo: list[ast.AST] = [ast.parse(path.read_text())]
+    return _imports(path)[at_import_time]
+
+
+@cache  # most rules read every file
+def _imports(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    tree, package = ast.parse(path.read_text()), module_name(path) + ".x"
+    return (
+        frozenset(module for node in ast.walk(tree) for module in imported(node, package)),
+        frozenset(module for node in _run_on_load(tree) for module in imported(node, package)),
+    )
+
+
+def _run_on_load(tree: ast.Module) -> Iterator[ast.AST]:
+    """The nodes outside of functions and of what only a type checker reads."""
+    todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()
-        if at_import_time and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        if at_import_time and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             todo.extend(node.orelse)
             continue
-        found.update(imported(node, package))
+        yield node
         todo.extend(ast.iter_child_nodes(node))
-    return found
 
 
 def under(module: str, *packages: str) -> bool:
