@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import fcntl
+import gc
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,30 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 _LONG_S = 1700.0
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Load all tests without looking for garbage, and never look for it among what they loaded."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # libraries count what is left behind
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """One process at a time loads a file, and compiles it and what it imports for the others."""
+    if not isinstance(collector, pytest.Module):
+        return (yield)
+    with collector.path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return (yield)
+
+
 @pytest.hookimpl(trylast=True)  # after those that are not wanted are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what would keep the last process busy alone, each in a process of its own.
@@ -51,6 +79,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _timeout_s(item: pytest.Item) -> float:
     marker = item.get_closest_marker("timeout")
     return float(marker.args[0]) if marker and marker.args else 0.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _process_that_ranks_are_forked_from() -> None:
+    if "gloo_ranks" in sys.modules:
+        sys.modules["gloo_ranks"].copy_process()
 
 
 @pytest.fixture(scope="session")

@@ -4,36 +4,47 @@
 and returns what each gave. The function must be importable (a test module's top level) and what
 goes in and out picklable. A rank that fails or hangs ends the processes, and is named.
 
-Ranks are forked from a process that has imported what they need, and end with the run: each group
-that a test makes leaves a thread behind that wakes a hundred times a second.
+Ranks are forked from a copy of this process as it was before any test ran, so that they import next
+to nothing. They end with the run: each group that a test makes leaves a thread behind that wakes a
+hundred times a second.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing
 import os
+import signal
+import socket
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
 
 _LARGEST = 4
-# peft, which `engine` loads where there are adapters, takes a rank a second and a half.
-_PRELOADED = [
-    *("pytest", "hypothesis", "peft"),
-    *("engine.workers.actor", "engine.workers.rollout", "tiny_engine"),
-]
-_context = multiprocessing.get_context("forkserver")
-_ranks: list[tuple[Any, Connection]] = []
 
 
 class RankError(Exception):
     """What went wrong on a rank, with its traceback."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    process: int  # a file descriptor of it
+    pipe: Connection
+
+
+_ranks: list[_Rank] = []
+_forking: socket.socket | None = None  # to the process that ranks are forked from
 
 
 def run_ranks(
@@ -48,16 +59,16 @@ def run_ranks(
     _start(world_size)
     try:
         with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
-            for rank, (_, pipe) in enumerate(_ranks):
-                pipe.send(sys.path)  # before what is found by it
-                pipe.send((function, arguments, rank, world_size, folder))
+            for number, rank in enumerate(_ranks):
+                rank.pipe.send(sys.path)  # before what is found by it
+                rank.pipe.send((function, arguments, number, world_size, folder))
             return _collect(timeout_s)
     finally:
         stop_ranks()
 
 
 def _collect(timeout_s: float) -> list[Any]:
-    waiting = {pipe: rank for rank, (_, pipe) in enumerate(_ranks)}
+    waiting = {rank.pipe: number for number, rank in enumerate(_ranks)}
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
@@ -84,22 +95,59 @@ def _collect(timeout_s: float) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
+def copy_process() -> None:
+    """Keep a copy of this process that ranks are forked from; it ends with this process."""
+    global _forking
+    if _forking is not None:
+        return
+    _forking, theirs = socket.socketpair()
+    if os.fork() == 0:
+        try:
+            _forking.close()
+            _fork_ranks(theirs)
+        finally:
+            os._exit(1)
+    theirs.close()
+
+
+def _fork_ranks(control: socket.socket) -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        asked, pipes, _, _ = socket.recv_fds(control, 1, 1)
+        if not asked:
+            os._exit(0)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass  # a rank that has ended
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            control.close()
+            _serve(Connection(pipes[0]))
+            os._exit(0)
+        os.close(pipes[0])
+        control.send(pid.to_bytes(4, "little"))
+
+
 def _start(world_size: int) -> None:
-    _context.set_forkserver_preload(_PRELOADED)
+    copy_process()
+    assert _forking is not None
     for _ in range(world_size):
-        ours, theirs = _context.Pipe()
-        process = _context.Process(target=_serve, args=(theirs,), daemon=True)
-        process.start()
-        theirs.close()
-        _ranks.append((process, ours))
+        ours, theirs = Pipe()
+        with theirs:
+            socket.send_fds(_forking, [b"+"], [theirs.fileno()])
+        pid = int.from_bytes(_forking.recv(4), "little")
+        _ranks.append(_Rank(os.pidfd_open(pid), ours))
 
 
 def stop_ranks() -> None:
     """End the processes."""
-    for process, pipe in _ranks:
-        process.kill()
-        process.join(5.0)
-        pipe.close()
+    for rank in _ranks:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(rank.process, signal.SIGKILL)
+        wait([rank.process], 5.0)
+        os.close(rank.process)
+        rank.pipe.close()
     _ranks.clear()
 
 
@@ -107,18 +155,12 @@ atexit.register(stop_ranks)
 
 
 def _serve(pipe: Connection) -> None:
-    os.environ["GOMP_SPINCOUNT"] = "2000"
     with contextlib.suppress(EOFError):
         pipe.send(_receive(pipe))
         pipe.recv()  # until the end comes
 
 
 def _receive(pipe: Connection) -> tuple[bool, Any]:
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
     sys.path[:] = pipe.recv()
     try:
         function, arguments, rank, world_size, folder = pipe.recv()
