@@ -51,6 +51,8 @@ def start(model: nn.Module, options: VllmOptions) -> LLM:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridflyte-vllm-"))
         _save_config(model, folder)
         try:
+            if not options.on_gpu and options.mode != "workers":
+                patches.inspect_in_this_process(_architecture(model))
             llm = _launch(folder, options)
         except Exception as error:
             _made_group = _made_group or own_group

@@ -73,6 +73,18 @@ def weights_outside_pool() -> Iterator[None]:
         worker._maybe_get_memory_pool_context = original
 
 
+def inspect_in_this_process(architecture: str) -> None:
+    """Tell vLLM what its class for `architecture` can do, which it asks of a process of its own.
+
+    That process, on whose ten seconds each start without vLLM's cache waits, is to keep CUDA out of
+    this one.
+    """
+    from vllm import ModelRegistry
+
+    if known := ModelRegistry.models.get(architecture):
+        ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
 def skip_compilation() -> None:
     """Replace two small functions that vLLM compiles at their first call, for many seconds."""
     from vllm.model_executor.layers import vocab_parallel_embedding
