@@ -196,10 +196,12 @@ ALONE = AdvantageInputs(
     ("name", "expected"),
     [
         ("gae", 0.0),
+        ("gae_turn", 0.0),
         ("gdpo", 0.0),
         ("gpg", 3.0),
         ("grpo", 3 / (1 + 0)),
         ("grpo_passk", 0.0),
+        ("grpo_turn", 3.0),
         ("maxrl", 0.0),
         ("opo", 3.0),
         ("optimal_token_baseline", 3.0),
