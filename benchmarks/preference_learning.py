@@ -6,7 +6,7 @@
 All begin at the warm start that the default task's SFT stage makes (kept in the cache folder). Its
 own completions of the training prompts, scored by the task's rule, make the pairs and the labels.
 
-- `reward`: a reward model learns from the pairs, and ranks pairs of held-out prompts.
+- `reward`: a reward model learns from all pairs of a group, and ranks pairs of held-out prompts.
 - `dpo`, `kto`: greedy pass@1 on the 512 held-out problems, and the gain over the warm start.
 - `ppo`: PPO with that reward model as its only reward; whether the rule's pass@1 rises.
 
@@ -65,7 +65,12 @@ from engine.trainers.rl import RLTrainer
 TASKS = ("reward", "dpo", "kto", "ppo")
 LONGEST = DEFAULTS.data.max_response_length
 PPO = Path(__file__).parents[1] / "workflows" / "configs" / "ppo.yaml"
-SETTINGS: dict[str, dict[str, Any]] = {"reward": {}, "dpo": {}, "kto": {"loss": "kto"}, "ppo": {}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "reward": {"epochs": 3, "optim": {"lr": 2e-3}},
+    "dpo": {"epochs": 3, "optim": {"lr": 3e-4}},
+    "kto": {"loss": "kto", "epochs": 3, "optim": {"lr": 3e-4}},
+    "ppo": {},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +135,13 @@ def write_rows(bench: Bench, prompts: int, n: int) -> None:
     held_out = pd.concat([bench.splits.validation, bench.splits.test])
     for name, frame in (("train", bench.splits.train[:prompts]), ("held_out", held_out)):
         groups = scored_groups(bench, frame, n)
-        pairs, labels = pairs_from_groups(groups), labels_from_groups(groups, per_group=1)
-        for kind, rows in (("pairs", pairs), ("labels", labels)):
+        pairs = pairs_from_groups(groups)
+        kinds = {
+            "pairs": pairs,
+            "all_pairs": pairs_from_groups(groups, pairs_per_group=n),
+            "labels": labels_from_groups(groups, per_group=1),
+        }
+        for kind, rows in kinds.items():
             lines = "\n".join(map(json.dumps, rows))
             (bench.folder / f"{name}_{kind}.jsonl").write_text(lines)
         say(bench, f"{name}: {len(frame)} prompts × {n}: {len(pairs)} pairs", begin)
@@ -179,8 +189,8 @@ def reward(bench: Bench) -> None:
     begin = time.perf_counter()
     tokenizer = load_tokenizer(bench.start)
     train, held_out = (
-        read_reward_pairs(str(bench.folder / f"{name}_pairs.jsonl"), tokenizer)
-        for name in ("train", "held_out")
+        read_reward_pairs(str(bench.folder / f"{name}.jsonl"), tokenizer)
+        for name in ("train_all_pairs", "held_out_pairs")
     )
     config = RewardModelTrainingConfig.model_validate(offline(bench, "reward"))
     trainer = RewardModelTrainer(
@@ -193,7 +203,7 @@ def reward(bench: Bench) -> None:
         trainer.save(bench.folder / "reward", bench.start)
     say(
         bench,
-        f"reward model: {len(held_out)} held-out pairs, accuracy {found['accuracy']:.1%} "
+        f"reward model: {len(train)} pairs; {len(held_out)} held-out ones, accuracy {found['accuracy']:.1%} "
         f"({found['accuracy_low']:.1%} to {found['accuracy_high']:.1%}), loss {found['loss']:.3f}, "
         f"calibration error {found['calibration_error']:.3f}",
         begin,
