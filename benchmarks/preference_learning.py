@@ -203,9 +203,9 @@ def reward(bench: Bench) -> None:
         trainer.save(bench.folder / "reward", bench.start)
     say(
         bench,
-        f"reward model: {len(train)} pairs; {len(held_out)} held-out ones, accuracy {found['accuracy']:.1%} "
-        f"({found['accuracy_low']:.1%} to {found['accuracy_high']:.1%}), loss {found['loss']:.3f}, "
-        f"calibration error {found['calibration_error']:.3f}",
+        f"reward model: {len(train)} pairs; of {len(held_out)} held-out ones it ranks right "
+        f"{found['accuracy']:.1%} ({found['accuracy_low']:.1%} to {found['accuracy_high']:.1%}), "
+        f"loss {found['loss']:.3f}, calibration error {found['calibration_error']:.3f}",
         begin,
     )
     confidence = 1 / (1 + np.exp(-abs(gaps)))
