@@ -37,6 +37,8 @@ with ray_session("local"):
     pass
 unused = {"torch._dynamo", "transformers.modeling_utils", "sympy", "pandas", "pyarrow", "ray"}
 print(*unused & sys.modules.keys())
+import engine.trainers.sft  # a warm start from rows in memory reads no files
+print(*{"pandas", "pyarrow", "ray", "mlflow"} & sys.modules.keys())
 """
 
 

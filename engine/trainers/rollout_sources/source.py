@@ -13,11 +13,11 @@ from engine.checkpoint.state_dict import StateDict
 from engine.config.rl import TrainerConfig
 from engine.controller.timeline import Span
 from engine.registry import Registry
-from engine.trainers.prompts import PromptStream
 
 if TYPE_CHECKING:
     from engine.controller.roles import Roles
     from engine.dataflows.algo import Algo
+    from engine.trainers.prompts import PromptStream
     from engine.trainers.rl_setup import RunSpec
 
 
