@@ -118,6 +118,10 @@ def test_every_layout_trains_as_one_rank(
         for case, (metrics, weights) in zip(cases, rank, strict=True):
             wanted, whole = alone[case[0]]
             for found, one in zip(metrics, wanted, strict=True):
+                if abs(one.get("rewards/margins", 1.0)) < 1e-6:
+                    # Before the first step policy and reference are equal but for rounding, which
+                    # decides the pairs' order.
+                    found, one = (x | {"rewards/accuracies": 0.0} for x in (found, one))
                 assert found == pytest.approx(one, rel=2e-3, abs=2e-5), case
             for name, tensor in whole.items():
                 # An Adam step moves a weight by up to lr = 1e-2, whatever its gradient's size.
