@@ -29,7 +29,7 @@ def _path() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pool(_path: None) -> Iterator[EnvironmentPool]:
-    with EnvironmentPool(NAME, {"bonus": 1.0}, processes=1, timeout_s=0.5) as opened:
+    with EnvironmentPool(NAME, {"bonus": 1.0}, processes=1, timeout_s=1.0) as opened:
         yield opened
 
 
@@ -72,10 +72,10 @@ def test_a_thousand_episodes_are_played_at_once(pool: EnvironmentPool) -> None:
 @pytest.mark.parametrize(
     ("word", "cause", "words"),
     [
-        ("sleep", "deadline", "gave no answer within 0.5 s"),
-        ("stubborn", "deadline", "gave no answer within 0.5 s"),
-        ("spin", "deadline", "gave no answer within 0.5 s"),
-        ("block", "deadline", "gave no answer within 0.5 s"),
+        ("sleep", "deadline", "gave no answer within 1 s"),
+        ("stubborn", "deadline", "gave no answer within 1 s"),
+        ("spin", "deadline", "gave no answer within 1 s"),
+        ("block", "deadline", "gave no answer within 1 s"),
         ("raise", "raised", "raised RuntimeError: out of luck"),
         ("leave", "raised", "SystemExit: 3"),
         ("lie", "malformed", "returned dict; return an engine.agents.Observation"),
