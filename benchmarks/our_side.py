@@ -3,7 +3,8 @@
     python our_side.py CASE [key=value …]
 
 Arguments are settings of RLConfig, or of the section of SFT, DPO or the reward model, e.g.
-`trainer.placement=local`, and `model.dtype`; what isn't named has its default.
+`trainer.placement=local`, and `model.dtype`; what isn't named has its default. Each task imports
+what it needs itself: memory is measured.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import yaml
 from case_folder import Case, read_case
 from turns import Turn
@@ -26,17 +26,12 @@ from engine.config import (
     SFTConfig,
 )
 from engine.console import quiet
-from engine.data.loader import PromptLoader
-from engine.data.preference_examples import read_preferences, read_reward_pairs
-from engine.data.rows import rl_row
 from engine.data.templates import encode_prompts, encode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.models import load_model, resolve_dtype, text_config
-from engine.runtime.save_policy import StartModel
-from engine.trainers.preference import PreferenceTrainer
-from engine.trainers.reward_model import RewardModelTrainer
-from engine.trainers.rl import RLTrainer
-from engine.trainers.sft import SFTExample, SFTTrainer
+
+if TYPE_CHECKING:
+    from engine.trainers.rl import RLTrainer
 
 Rows = list[dict[str, Any]]
 
@@ -102,6 +97,12 @@ def run_rl(folder: Path, case: Case, rows: Rows, settings: dict[str, Any], dtype
 
     The task "accuracy" has the product's settings, and saves the policy after each turn.
     """
+    import pandas as pd
+
+    from engine.data.loader import PromptLoader
+    from engine.data.rows import rl_row
+    from engine.trainers.rl import RLTrainer
+
     own = case.task == "accuracy"
     trainer_settings = {"total_training_steps": case.steps * case.turns, "threads": case.threads}
     base = merged({} if own else speed_settings(case), {"trainer": trainer_settings})
@@ -153,6 +154,8 @@ def phases(trainer: RLTrainer, step: int) -> dict[str, float]:
 
 def run_sft(folder: Path, case: Case, rows: Rows, settings: dict[str, Any], dtype: str) -> None:
     """Steps of the warm start, `case.steps` of them a turn."""
+    from engine.trainers.sft import SFTExample, SFTTrainer
+
     model = folder / "model"
     tokenizer = load_tokenizer(model)
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows], "bench")
@@ -176,6 +179,11 @@ def run_sft(folder: Path, case: Case, rows: Rows, settings: dict[str, Any], dtyp
 
 def run_pairs(folder: Path, case: Case, settings: dict[str, Any], dtype: str) -> None:
     """Steps of DPO or of a reward model, `case.steps` of them a turn, and the last one's loss."""
+    from engine.data.preference_examples import read_preferences, read_reward_pairs
+    from engine.runtime.save_policy import StartModel
+    from engine.trainers.preference import PreferenceTrainer
+    from engine.trainers.reward_model import RewardModelTrainer
+
     model, pairs = folder / "model", str(folder / "rows.jsonl")
     tokenizer = load_tokenizer(model)
     start, pad = StartModel(str(model), dtype), tokenizer.pad_token_id or 0

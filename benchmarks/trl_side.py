@@ -5,6 +5,7 @@
 `bfloat16` is TRL's mixed precision (`bf16=True`): float32 weights, autocast. Further arguments are
 fields of GRPOConfig, SFTConfig, DPOConfig or RewardConfig. What TRL offers and costs speed on a CPU
 is off: gradient checkpointing, logging, saving; DPO's reference is computed before the first step.
+Each task imports what it needs itself: memory is measured.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -26,17 +27,10 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.utils import logging as transformers_logging
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
 from turns import Turn
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer, SFTTrainer
 
 COMMON: dict[str, Any] = {
     "use_cpu": True,
@@ -130,6 +124,8 @@ def grpo_trainer(
     options: dict[str, str],
 ) -> tuple[GRPOTrainer, dict[str, Any]]:
     """The trainer, and the measures that it fills: seconds by phase, completion tokens."""
+    from trl import GRPOConfig, GRPOTrainer
+
     measured = {"rollout_s": 0.0, "before_update_s": 0.0, "tokens": 0, "completions": 0}
     batch = case["prompts"] * case["n"]
     micro = int(options.pop("per_device_train_batch_size", case["micro_batch"]))
@@ -183,6 +179,8 @@ def sft_trainer(
     options: dict[str, str],
 ) -> tuple[SFTTrainer, dict[str, Any]]:
     """The trainer, and the measures that it fills: tokens of its batches without padding."""
+    from trl import SFTConfig, SFTTrainer
+
     measured: dict[str, Any] = {"tokens": 0}
 
     class Counted(SFTTrainer):
@@ -210,6 +208,8 @@ def pair_trainer(
     options: dict[str, str],
 ) -> tuple[Any, dict[str, Any]]:
     """The trainer of DPO or of a reward model, and its measures: tokens, the last step's loss."""
+    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+
     measured: dict[str, Any] = {"tokens": 0, "loss": 0.0}
     base: Any = DPOTrainer if case["task"] == "dpo" else RewardTrainer
 
