@@ -7,6 +7,7 @@ stages (pp). The losses are in `engine.algorithms.distillation`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from engine.models.vocabulary_head import require_vocabulary_head
 from engine.runtime.token_outputs import Outputs, ReferenceLogits
 
 
-class _LogitsReader:
+class _LogitsReader(ABC):
     """Outputs that are read off logits."""
 
     def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[Any]:
@@ -52,9 +53,9 @@ class _LogitsReader:
         flat = self._outputs(logits, seqs, micro)
         return {name: scatter_tokens(x, seqs, micro["responses"]) for name, x in flat.items()}
 
+    @abstractmethod
     def _outputs(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
         """By name `[N, …]` of the N response tokens of `seqs`."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
