@@ -78,6 +78,7 @@ def as_on(stage: Any, profile: Profile, folder: Path) -> TaskTemplate:
 def any_inputs(stage: Any, folder: Path) -> dict[str, Any]:
     """Some value of each input's type, but of the profile."""
     some: dict[Any, Any] = {
+        FlyteDirectory | None: None,
         str: "",
         int: 0,
         FlyteDirectory: FlyteDirectory(str(folder), remote_directory=False),

@@ -352,7 +352,7 @@ def test_the_address_of_the_environment_is_told_where_no_other_is_given(
     packages: list[bytes],
 ) -> None:
     _, contents = unpacked(packages[0])
-    (name,) = [name for name in contents if name.endswith("_rlhf_full_3.pb")]
+    (name,) = [n for n in contents if n.endswith("_rlhf_full_3.pb") and "classic" not in n]
     plan = LaunchPlan.FromString(contents[name])
     (notification,) = plan.spec.entity_metadata.notifications
     assert list(notification.email.recipients_email) == ["night@example.com"]

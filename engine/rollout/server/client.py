@@ -296,6 +296,6 @@ def _hint(answer: httpx.Response, section: str) -> str:
         case 401 | 403:
             return f"; name the variable with the server's key in {section}.api_key_env"
         case 404:
-            return f"; check the address, the kind of API and the model's name in {section}"
+            return f"; check {section}.url, the kind of API and the model's name"
         case _:
             return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.config import ParallelConfig
 from engine.errors import ConfigError
-from engine.models import packed_attention
+from engine.models import packed_attention, row_attention
 from engine.models.packing import packing_of
 from engine.models.products import recurring_size
 from engine.parallel.layout import Layout
@@ -44,8 +45,20 @@ def damage(monkeypatch: pytest.MonkeyPatch) -> None:
     def seen(*args: Any) -> Any:
         return cut(*args[:-1], args[-1].logical_and(torch.ones_like(args[-1]).triu(1)))
 
-    packed_attention._blocks.cache_clear()
+    masked = row_attention._unseen
+
+    def all_seen(rows: Any, longest: int) -> Tensor:
+        return masked([replace(row, cuts=()) for row in rows], longest)
+
+    forget()
     monkeypatch.setattr(packed_attention, "_Block", seen)
+    monkeypatch.setattr(row_attention, "_unseen", all_seen)
+
+
+def forget() -> None:
+    """No mask is taken from an earlier pass."""
+    packed_attention._blocks.cache_clear()
+    row_attention._plan.cache_clear()
 
 
 def test_rows_that_come_out_different_are_padded_from_then_on(
@@ -56,7 +69,7 @@ def test_rows_that_come_out_different_are_padded_from_then_on(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             torch.testing.assert_close(log_probs(subject), wanted, rtol=0, atol=0)
-    packed_attention._blocks.cache_clear()
+    forget()
     [said] = caplog.messages
     assert "rows are padded from here on" in said
     assert packing_of(subject.module) is False

@@ -139,8 +139,8 @@ def test_divergence_stops_the_run() -> None:
 def test_a_diverged_run_is_not_saved_and_goes_on_with_a_lower_learning_rate(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = examples(6)
-    first = trainer(tiny_model("qwen2"), **SAVING)
+    rows, constant = examples(6), {"schedule": "constant", "warmup_ratio": 0.0}
+    first = trainer(tiny_model("qwen2"), **SAVING | {"optim": {"lr": 1e-2} | constant})
 
     def diverge() -> None:
         with torch.no_grad():
@@ -152,7 +152,7 @@ def test_a_diverged_run_is_not_saved_and_goes_on_with_a_lower_learning_rate(
     ):
         first.fit(rows, [], tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"step_2"}
-    again = trainer(tiny_model("qwen2"), **SAVING | {"optim": {"lr": 1e-3}})
+    again = trainer(tiny_model("qwen2"), **SAVING | {"optim": {"lr": 1e-3} | constant})
     assert again.fit(rows, [], tmp_path)["sft/lr"] == 1e-3
     assert "step_2: settings changed: sft.optim.lr is 0.01 there and 0.001 here" in caplog.text
     found = find_latest(tmp_path)
