@@ -32,7 +32,7 @@ def test_a_search_is_learned(tmp_path: Path, estimator: str) -> None:
             },
             "reward": {"name": "environment"},
             "trainer": {
-                "total_training_steps": 60,
+                "total_training_steps": 80,
                 "train_batch_size": 35,
                 "placement": "local",
                 "threads": 1,

@@ -26,7 +26,7 @@ def test_a_served_model_is_on_the_device(tmp_path: Path) -> None:
     assert {p.device.type for p in model.parameters()} == {"cuda"}
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     request = CompletionRequest(prompt="1+1=", max_tokens=4, n=2)
-    answers, tokens = asyncio.run(asyncio.wait_for(backend.complete(request), 60))
+    answers, tokens, _ = asyncio.run(asyncio.wait_for(backend.complete(request), 60))
     assert len(answers) == 2
     assert tokens > 0
     backend.batcher.close()
