@@ -11,7 +11,7 @@ from tasks.sft import sft
 from workflows.approval import gate
 
 
-def problems(p: Any) -> Any:
+def prepare_dataset(p: Any) -> Any:
     """The dataset of a plan. To be called in workflows only, as the functions below."""
     return preprocess(
         run=p.run,
@@ -24,7 +24,7 @@ def problems(p: Any) -> Any:
     )
 
 
-def warmed_up(p: Any, dataset: Any) -> Any:
+def make_warm_start(p: Any, dataset: Any) -> Any:
     """The warm start, or with `sft.skip` the start model."""
     return sft(
         p.sft_profile,
@@ -37,7 +37,7 @@ def warmed_up(p: Any, dataset: Any) -> Any:
     )
 
 
-def pairs_for(p: Any, dataset: Any, policy: Any) -> Any:
+def make_preferences(p: Any, dataset: Any, policy: Any) -> Any:
     """Preferences of files, or from rollouts of the policy."""
     return pairs(
         p.profile,
@@ -52,7 +52,7 @@ def pairs_for(p: Any, dataset: Any, policy: Any) -> Any:
     )
 
 
-def scorer_from(p: Any, made: Any, policy: Any) -> Any:
+def train_reward_model(p: Any, made: Any, policy: Any) -> Any:
     """A reward model of the policy's backbone."""
     return reward_model_training(
         p.profile,
@@ -66,7 +66,7 @@ def scorer_from(p: Any, made: Any, policy: Any) -> Any:
     )
 
 
-def judged(p: Any, dataset: Any, warm_start: Any, policy: Any) -> Any:
+def evaluate_and_promote(p: Any, dataset: Any, warm_start: Any, policy: Any) -> Any:
     """Evaluation, promotion and report of a policy."""
     evaluation = evaluate(
         p.profile,

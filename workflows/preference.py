@@ -22,7 +22,13 @@ from tasks.preference_plan import plan_preferences
 from tasks.preference_rounds import learn_in_rounds
 from tasks.rl import rl
 from workflows.launching import settings
-from workflows.parts import judged, pairs_for, problems, scorer_from, warmed_up
+from workflows.parts import (
+    evaluate_and_promote,
+    make_preferences,
+    make_warm_start,
+    prepare_dataset,
+    train_reward_model,
+)
 
 
 @workflow(on_failure=failure.preference_failed)
@@ -60,8 +66,8 @@ def preference(
         profile=profile,
         workflow="preference",
     )
-    dataset = problems(p)
-    warm_start = warmed_up(p, dataset)
+    dataset = prepare_dataset(p)
+    warm_start = make_warm_start(p, dataset)
     policy = learn_in_rounds(
         profile=p.profile,
         run=p.run,
@@ -77,7 +83,7 @@ def preference(
         dtype=p.dtype,
         seed=p.seed,
     )
-    return judged(p, dataset, warm_start, policy)
+    return evaluate_and_promote(p, dataset, warm_start, policy)
 
 
 @workflow(on_failure=failure.reward_model_failed)
@@ -116,9 +122,9 @@ def reward_model(
         profile=profile,
         workflow="reward_model",
     )
-    dataset = problems(p)
-    warm_start = warmed_up(p, dataset)
-    scorer = scorer_from(p, pairs_for(p, dataset, warm_start), warm_start)
+    dataset = prepare_dataset(p)
+    warm_start = make_warm_start(p, dataset)
+    scorer = train_reward_model(p, make_preferences(p, dataset, warm_start), warm_start)
     return finalize(run=p.run, artifact=scorer)
 
 
@@ -159,9 +165,9 @@ def classic_rlhf(
         profile=profile,
         workflow="classic_rlhf",
     )
-    dataset = problems(p)
-    warm_start = warmed_up(p, dataset)
-    scorer = scorer_from(p, pairs_for(p, dataset, warm_start), warm_start)
+    dataset = prepare_dataset(p)
+    warm_start = make_warm_start(p, dataset)
+    scorer = train_reward_model(p, make_preferences(p, dataset, warm_start), warm_start)
     policy = rl(
         p.profile,
         run=p.run,
@@ -174,7 +180,7 @@ def classic_rlhf(
         dtype=p.dtype,
         reward_model=scorer,
     )
-    return judged(p, dataset, warm_start, policy)
+    return evaluate_and_promote(p, dataset, warm_start, policy)
 
 
 @workflow(on_failure=failure.make_pairs_failed)
@@ -212,4 +218,4 @@ def make_pairs(
         workflow="make_pairs",
     )
     writer = fetch(run=p.run, reference=policy, name="policy")
-    return finalize(run=p.run, artifact=pairs_for(p, problems(p), writer))
+    return finalize(run=p.run, artifact=make_preferences(p, prepare_dataset(p), writer))

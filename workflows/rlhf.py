@@ -11,14 +11,10 @@ from flytekit import workflow
 from flytekit.types.file import FlyteFile
 
 from tasks import failure  # by module: pyflyte can't list a handler's error input
-from tasks.evaluate import evaluate
 from tasks.inputs import RLHFConfig
 from tasks.plan import plan
-from tasks.preprocess import preprocess
-from tasks.report import report
 from tasks.rl import rl
-from tasks.sft import sft
-from workflows.approval import gate
+from workflows.parts import evaluate_and_promote, make_warm_start, prepare_dataset
 
 
 @workflow(on_failure=failure.rlhf_failed)
@@ -44,24 +40,8 @@ def rlhf(
         The run's summary.json.
     """
     p = plan(config=config, source=source, path=path, model=model, seed=seed, profile=profile)
-    dataset = preprocess(
-        run=p.run,
-        data=p.data,
-        source_digest=p.source_digest,
-        model_path=p.model_path,
-        model_digest=p.start_digest,
-        context=p.context,
-        seed=p.seed,
-    )
-    warm_start = sft(
-        p.sft_profile,
-        run=p.run,
-        dataset=dataset,
-        start=p.start,
-        start_digest=p.start_digest,
-        config=p.sft,
-        seed=p.seed,
-    )
+    dataset = prepare_dataset(p)
+    warm_start = make_warm_start(p, dataset)
     policy = rl(
         p.profile,
         run=p.run,
@@ -73,34 +53,4 @@ def rlhf(
         seed=p.seed,
         dtype=p.rl_dtype,
     )
-    evaluation = evaluate(
-        p.profile,
-        run=p.run,
-        dataset=dataset,
-        warm_start=warm_start,
-        policy=policy,
-        data=p.data,
-        config=p.evaluate,
-        seed=p.seed,
-    )
-    promotion = gate(
-        p.needs_approval,
-        profile=p.profile,
-        run=p.run,
-        dataset=dataset,
-        policy=policy,
-        evaluation=evaluation,
-        data=p.data,
-        evaluate=p.evaluate,
-        config=p.promote,
-        seed=p.seed,
-    )
-    return report(
-        run=p.run,
-        config_digest=p.config_digest,
-        dataset=dataset,
-        warm_start=warm_start,
-        policy=policy,
-        evaluation=evaluation,
-        promotion=promotion,
-    )
+    return evaluate_and_promote(p, dataset, warm_start, policy)

@@ -74,7 +74,7 @@ class EpisodeTokenizer:
         return encode_continuation(self._tokenizer, messages, ended_by, self.stop_ids, tools)
 
     def rewritten(self, ids: Sequence[int], again: Sequence[int]) -> bool:
-        """Whether `again`, the conversation rendered anew, says something else than `ids` do."""
+        """Whether `again`, the conversation rendered again, has another text than `ids`."""
         return ids != again and self._text(ids) != self._text(again)
 
     def _text(self, ids: Sequence[int]) -> str:

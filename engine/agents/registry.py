@@ -73,11 +73,6 @@ def environment_module(name: str) -> str:
     return str(getattr(_registry.get(name), "__module__", ""))
 
 
-def environment_names() -> tuple[str, ...]:
-    """The names of all environments that are registered here."""
-    return _registry.names()
-
-
 def _check(name: str, made: Callable[..., Any]) -> None:
     """Refuse a class that can't play; of a function nothing is known before it is called."""
     missing = [m for m in _METHODS if not inspect.iscoroutinefunction(getattr(made, m, None))]
