@@ -20,6 +20,7 @@ from engine.errors import ConfigError
 from engine.rewards.threads import text_of
 
 _START_S = 60.0
+_CLOSE_S = 10.0
 
 
 class McpServers:
@@ -56,7 +57,12 @@ class McpServers:
 
             thread = threading.Thread(target=ask, name="mcp-list", daemon=True)
             thread.start()
-            thread.join()
+            thread.join((_START_S + _CLOSE_S) * len(self._servers))
+            if thread.is_alive():
+                raise ConfigError(
+                    f"rollout.agent.environment.options.mcp_servers: {', '.join(self._servers)} "
+                    f"neither answered nor ended within {_START_S:g} s each; check their commands"
+                )
             if failed:
                 raise failed[0]
             self._listed = found
