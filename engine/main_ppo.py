@@ -6,6 +6,7 @@ Arguments, and errors in their words; the run itself is in `engine.cli`.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     from engine.cli.check_names import check_names
+    from engine.cli.config_file import config_file
     from engine.cli.help_text import config_text, help_text
     from engine.cli.resolve import resolve
 
@@ -30,12 +32,15 @@ def _run(arguments: Sequence[str]) -> int:
     if options.help:
         print(help_text())
         return 0
-    resolved = resolve(options.config, options.settings)
-    for notice in resolved.notices:
+    file, settings = config_file(options)
+    resolved = resolve(file, settings, verl_defaults=options.verl_defaults)
+    for notice in resolved.grouped_notices():
         say(f"note: {notice}", error=True)
     if options.print_config:
         print(config_text(resolved.config), end="")
         return 0
+    if resolved.config.run.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for any
     try:
         check_names(resolved.config)
         from engine.cli.run import run  # torch and ray take seconds; a wrong name needs neither
@@ -57,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser("python -m engine.main_ppo", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--config", type=Path)
+    parser.add_argument("--config-path")
+    parser.add_argument("--config-name")
+    parser.add_argument("--verl-defaults", action="store_true")
     parser.add_argument("--print-config", action="store_true")
     parser.add_argument("settings", nargs="*")
     return parser

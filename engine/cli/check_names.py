@@ -11,7 +11,7 @@ from engine.errors import ConfigError, DataError
 from engine.plugins import import_plugins
 from engine.rewards import require_rewards
 from engine.storage.filesystem import as_path, is_remote
-from engine.storage.hub import pin_revision
+from engine.storage.hub import pin_revision, refuse_own_code
 from engine.tracking.metric_logs import require_packages
 
 
@@ -32,3 +32,9 @@ def check_names(config: RunConfig) -> None:
     if config.rl.critic.model_path:
         pin_revision(config.rl.critic.model_path, "rl.critic.model_path")
     pin_revision(config.model.path)
+    if config.model.trust_remote_code:
+        refuse_own_code(config.model.path)
+    if config.run.resume_mode == "resume_path" and not config.rl.trainer.resume_from:
+        raise ConfigError(
+            "run.resume_mode=resume_path without trainer.resume_from_path; name the checkpoint"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
     data = config.data
     tokenizer = with_template_variables(tokenizer, data.apply_chat_template_kwargs)
     train, left_out = _rows(data, data.train_files, tokenizer, context, "data.train_files")
+    train = _at_most(train, data.train_max_samples, config)
     batch = config.rl.trainer.train_batch_size
     if batch > len(train):
         raise ConfigError(
@@ -60,6 +62,7 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
     if data.val_files:
         validation, more = _rows(data, data.val_files, tokenizer, context, "data.val_files")
         left_out += more
+        validation = _at_most(validation, data.val_max_samples, config)
     longest = max(len(row.pop("prompt_ids")) for row in [*train, *validation])
     loader = PromptLoader(
         frame_of(train),
@@ -70,6 +73,16 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
         data.apply_chat_template_kwargs,
     )
     return Prompts(loader, validation, longest, left_out)
+
+
+def _at_most(rows: list[Row], count: int, config: RunConfig) -> list[Row]:
+    """`count` of the rows (-1: all), the first, or with `data.shuffle` some drawn by the seed."""
+    if count < 1 or count >= len(rows):
+        return rows
+    if not config.data.shuffle:
+        return rows[:count]
+    chosen = random.Random(config.seed).sample(range(len(rows)), count)
+    return [rows[i] for i in sorted(chosen)]
 
 
 def _rows(

@@ -10,14 +10,15 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from engine.cli.renamed_keys import REWARD_FILES, VERL, Key
+from engine.cli.renamed_keys import VERL, Key
+from engine.cli.reward_keys import REWARD_FILES
 from engine.cli.settings import RunConfig
 from engine.cli.unsupported_keys import UNSUPPORTED
 from engine.config.base import section_of
 
 WIDTH = 100
 _USAGE = """\
-python -m engine.main_ppo [--config FILE] [--print-config] [key=value ...]
+python -m engine.main_ppo [FILE.yaml] [--verl-defaults] [--print-config] [key=value ...]
 
 Reinforcement learning on your own prompts: from a Hugging Face folder to a better one.
 
@@ -25,14 +26,18 @@ Reinforcement learning on your own prompts: from a Hugging Face folder to a bett
       actor_rollout_ref.model.path=/models/Qwen2.5-0.5B actor_rollout_ref.actor.optim.lr=1e-6 \\
       algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 trainer.total_epochs=1
 
-  --config FILE    YAML with the same keys, as sections or dotted; key=value overrides it
+  FILE.yaml        YAML with the same keys, as sections or dotted; key=value overrides it. As well
+                   --config FILE, or Hydra's --config-path and --config-name
+  --verl-defaults  what is not set is as in verl's configuration, not as listed here. So does
+                   python -m engine.trainer.main_ppo, for command lines of verl's
   --print-config   print the configuration as --config reads it, and exit
   --help           print this, and exit
 
 Keys are verl's where verl has the same thing. Beside them, each setting has this project's own
 path (as in engine/config/), with or without `rl.` in front: rl.actor.optim.lr, actor.optim.lr.
 Values are YAML: true, 1e-6, [a,b], null (the default). The defaults are this project's, made for
-small models, and not verl's: give a pretrained model its own learning rate.
+small models, and not verl's: give a pretrained model its own learning rate. trainer.n_gpus_per_node
+and trainer.nnodes are the ranks; without them there is one, or those of rl.actor.parallel.
 
 Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C.
 """
@@ -43,7 +48,11 @@ def help_text() -> str:
     names = _verl_names()
     parts = [_USAGE, *sections_text(RunConfig, names)]
     files = "\n".join(
-        _entry(f"{p}, .name", "", "File and function: rl.reward") for p in REWARD_FILES
+        _entry(f"{p}.path, .name, .reward_kwargs", "", "File, function, its arguments: rl.reward")
+        for p in REWARD_FILES
+    )
+    files += "\n" + _entry(
+        "reward_model.enable, .model.path", "", "A sequence-classification folder: rl.reward"
     )
     parts.append(f"reward from a file:\n{files}\n")
     parts.append(

@@ -7,6 +7,7 @@ A table, and the converters of its values. Keys with the same name and meaning o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,16 @@ def _same(value: object, key: str) -> object:
 def _text(value: object, key: str) -> str:
     """A name that YAML may have read as a number or a date."""
     return str(value)
+
+
+def _path(value: object, key: str) -> str:
+    """A path or name; the shell leaves a ~ that stands after a = as it is."""
+    return os.path.expanduser(str(value))
+
+
+def _paths(value: object, key: str) -> list[object]:
+    """One path, or a list of them."""
+    return [_path(one, key) if isinstance(one, str) else one for one in _listed(value, key)]
 
 
 def _listed(value: object, key: str) -> list[object]:
@@ -50,6 +61,18 @@ def _loggers(value: object, key: str) -> list[object]:
 def _zero_is_off(value: object, key: str) -> object:
     """verl switches top-k off with -1, we with 0."""
     return 0 if value == -1 else value
+
+
+def _negative_is_none(value: object, key: str) -> object:
+    """verl's -1 leaves a setting to its default."""
+    return None if isinstance(value, int) and not isinstance(value, bool) and value < 0 else value
+
+
+def _device(value: object, key: str) -> object:
+    """Processors of other vendors are rejected."""
+    if value not in ("auto", "cuda", "cpu"):
+        raise ConfigError(f"{key}={value!r} is not available here; choose cuda, cpu or auto")
+    return value
 
 
 def _never_below_one(value: object, key: str) -> object:
@@ -108,6 +131,7 @@ _OPTIM = {
     "lr": "lr",
     "weight_decay": "weight_decay",
     "lr_warmup_steps_ratio": "warmup_ratio",
+    "lr_warmup_steps": "warmup_steps",
     "lr_scheduler_type": "schedule",
     "warmup_style": "schedule",
     "min_lr_ratio": "min_lr_ratio",
@@ -155,13 +179,39 @@ _PARALLEL = {
     "ulysses_sequence_parallel_size": "sp",
     "megatron.tensor_model_parallel_size": "tp",
     "megatron.pipeline_model_parallel_size": "pp",
+    "megatron.context_parallel_size": "sp",
     "megatron.sequence_parallel": "sequence_parallel",
+    "megatron.param_offload": "offload_params",
+    "megatron.optimizer_offload": "offload_optimizer",
+}
+_FSDP = {
+    "fsdp_size": "fsdp",
+    "param_offload": "offload_params",
+    "optimizer_offload": "offload_optimizer",
+}
+_FSDP_SECTIONS = {
+    f"{_ACTOR}.fsdp_config": "rl.actor.parallel",
+    f"{_CRITIC}.model.fsdp_config": "rl.critic.parallel",
+    f"{_CRITIC}.fsdp": "rl.critic.parallel",
 }
 
 VERL: dict[str, Key] = {
     **{f"{_ACTOR}.{name}": Key(f"rl.actor.parallel.{ours}") for name, ours in _PARALLEL.items()},
     **{f"{_CRITIC}.{name}": Key(f"rl.critic.parallel.{ours}") for name, ours in _PARALLEL.items()},
+    **{
+        f"{section}.{name}": Key(
+            f"{path}.{ours}", _negative_is_none if name == "fsdp_size" else _same
+        )
+        for section, path in _FSDP_SECTIONS.items()
+        for name, ours in _FSDP.items()
+    },
+    **{
+        f"actor_rollout_ref.ref.{section}.param_offload": Key("rl.reference.offload_params")
+        for section in ("fsdp_config", "megatron")
+    },
     "actor_rollout_ref.model.use_remove_padding": Key("rl.actor.parallel.packing"),
+    "actor_rollout_ref.model.use_rmpad": Key("rl.actor.parallel.packing"),
+    "actor_rollout_ref.model.trust_remote_code": Key("model.trust_remote_code"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Key(
         "rl.actor.parallel.activation_checkpointing"
     ),
@@ -169,17 +219,24 @@ VERL: dict[str, Key] = {
         "rl.critic.parallel.activation_checkpointing"
     ),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": Key("rl.rollout.tensor_parallel_size"),
-    "data.train_files": Key("data.train_files", _listed),
-    "data.val_files": Key("data.val_files", _listed),
+    "data.train_files": Key("data.train_files", _paths),
+    "data.val_files": Key("data.val_files", _paths),
     "data.prompt_key": Key("data.columns.prompt", _text),
     "data.train_batch_size": Key("rl.trainer.train_batch_size"),
     "data.seed": Key("seed"),
-    "actor_rollout_ref.model.path": Key("model.path", _text),
+    "actor_rollout_ref.model.path": Key("model.path", _path),
     "actor_rollout_ref.model.lora_rank": Key("model.lora.rank"),
     "actor_rollout_ref.model.lora_alpha": Key("model.lora.alpha"),
     "actor_rollout_ref.model.target_modules": Key("model.lora.target_modules"),
     **{f"{_ACTOR}.{name}": Key(f"rl.actor.{name}") for name in _ACTOR_SAME},
-    **{f"{_ACTOR}.optim.{name}": Key(f"rl.actor.optim.{ours}") for name, ours in _OPTIM.items()},
+    **{
+        f"{role}.optim.{name}": Key(
+            f"rl.{ours_role}.optim.{ours}",
+            _negative_is_none if name == "lr_warmup_steps" else _same,
+        )
+        for role, ours_role in ((_ACTOR, "actor"), (_CRITIC, "critic"))
+        for name, ours in _OPTIM.items()
+    },
     f"{_ACTOR}.optim.betas": Key(
         ("rl.actor.optim.beta1", "rl.actor.optim.beta2"), _pair, note="two numbers"
     ),
@@ -210,11 +267,10 @@ VERL: dict[str, Key] = {
         "rl.rollout.vllm.engine_kwargs.cudagraph_capture_sizes"
     ),
     f"{_ROLLOUT}.engine_kwargs.vllm": Key("rl.rollout.vllm.engine_kwargs"),
-    **{f"{_CRITIC}.optim.{name}": Key(f"rl.critic.optim.{ours}") for name, ours in _OPTIM.items()},
     f"{_CRITIC}.optim.betas": Key(
         ("rl.critic.optim.beta1", "rl.critic.optim.beta2"), _pair, note="two numbers"
     ),
-    f"{_CRITIC}.model.path": Key("rl.critic.model_path", _text),
+    f"{_CRITIC}.model.path": Key("rl.critic.model_path", _path),
     f"{_CRITIC}.model.lora_rank": Key("rl.critic.lora.rank"),
     f"{_CRITIC}.model.lora_alpha": Key("rl.critic.lora.alpha"),
     f"{_CRITIC}.model.target_modules": Key("rl.critic.lora.target_modules"),
@@ -234,6 +290,10 @@ VERL: dict[str, Key] = {
         )
         for name in ("enable", "len", "penalty_factor")
     },
+    "trainer.n_gpus_per_node": Key("run.n_gpus_per_node"),
+    "trainer.nnodes": Key("run.nnodes"),
+    "trainer.device": Key("run.device", _device),
+    "trainer.rollout_data_dir": Key("run.rollout_data_dir", _path),
     "trainer.test_freq": Key(
         "rl.trainer.test_freq", _never_below_one, note="-1: only first and last"
     ),
@@ -241,15 +301,9 @@ VERL: dict[str, Key] = {
     "trainer.val_before_train": Key("run.val_before_train"),
     "trainer.save_freq": Key("run.save_freq"),
     "trainer.resume_mode": Key("run.resume_mode"),
-    "trainer.resume_from_path": Key("rl.trainer.resume_from", _text),
-    "trainer.default_local_dir": Key("run.default_local_dir", _text),
+    "trainer.resume_from_path": Key("rl.trainer.resume_from", _path),
+    "trainer.default_local_dir": Key("run.default_local_dir", _path),
     "trainer.project_name": Key("run.project_name", _text),
     "trainer.experiment_name": Key("run.experiment_name", _text),
     "trainer.logger": Key("run.logger", _loggers),
-}
-
-# A file and a function in it; together they are `reward.name` (see `reward_file`).
-REWARD_FILES = {
-    f"{section}.path": f"{section}.name"
-    for section in ("custom_reward_function", "reward.custom_reward_function")
 }

@@ -17,15 +17,18 @@ from typing import Any, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from engine.cli.renamed_keys import REWARD_FILES, VERL, Key
-from engine.cli.reward_file import reward_name
+from engine.cli.ranks import spread
+from engine.cli.renamed_keys import VERL, Key
+from engine.cli.reward_keys import KNOWN as REWARD_KEYS
+from engine.cli.reward_keys import RewardKeys, is_reward_key
 from engine.cli.settings import RunConfig
 from engine.cli.unsupported_keys import find_unsupported
+from engine.cli.verl_rules import CRITIC_DEFAULTS, VERL_DEFAULTS, choose_estimator, drop_idle
 from engine.config import explain
 from engine.config.base import section_of
 from engine.errors import ConfigError
 
-_REWARD_KEYS = {**{k: k for k in REWARD_FILES}, **{v: k for k, v in REWARD_FILES.items()}}
+_NO_EFFECT = " has no effect here: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,18 @@ class Resolved:
         pattern = rf"(?<![\w.])({known})(?!\w|\.\w)"
         return re.sub(pattern, lambda found: words[found[1]], message)
 
+    def grouped_notices(self) -> list[str]:
+        """The notices; keys that have no effect for the same reason share one."""
+        keys: dict[str, list[str]] = {}
+        for notice in self.notices:
+            key, found, why = notice.partition(_NO_EFFECT)
+            keys.setdefault(why if found else "", []).append(key if found else notice)
+        others = keys.pop("", [])
+        return [
+            ", ".join(some) + (_NO_EFFECT if len(some) == 1 else " have no effect here: ") + why
+            for why, some in keys.items()
+        ] + others
+
     def values(self) -> dict[str, Any]:
         """The overrides, nested as RunConfig is."""
         nested: dict[str, Any] = {}
@@ -80,15 +95,20 @@ class Resolved:
         return _whole_number(override.key, override.value) * self._scale(override)
 
 
-def resolve(file: Path | None, arguments: Sequence[str]) -> Resolved:
+def resolve(
+    file: Path | None, arguments: Sequence[str], *, verl_defaults: bool = False
+) -> Resolved:
     """Read `file`, put the `key=value` arguments on top, and check all of it.
 
-    Raises ConfigError, in the words of the file or the command line.
+    With `verl_defaults` settings that neither names are verl's, else this project's. Raises
+    ConfigError, in the words of the file or the command line.
     """
     pairs = list(_flatten(read_yaml(file))) if file else []
     for argument in arguments:
         key, value = split_argument(argument)
         pairs.extend(_flatten(value, key))
+    if verl_defaults:
+        pairs = [*_verl_defaults(pairs), *pairs]
     last: dict[str, object] = {}
     for key, value in pairs:
         # Of keys for one setting the later one holds, so a key that comes again takes a new place.
@@ -96,42 +116,55 @@ def resolve(file: Path | None, arguments: Sequence[str]) -> Resolved:
         last[key] = value
     result = _resolve_keys(last)
     try:
-        result.config = RunConfig.model_validate(result.values())
+        config = RunConfig.model_validate(result.values())
+        result.config, notices = spread(config)
     except ValidationError as error:
         raise ConfigError(result.with_typed_keys(explain(error))) from None
+    except ConfigError as error:
+        raise ConfigError(result.with_typed_keys(str(error))) from None
+    result.notices += [result.with_typed_keys(notice) for notice in notices]
     return result
+
+
+def _verl_defaults(pairs: Sequence[tuple[str, object]]) -> Iterator[tuple[str, object]]:
+    """verl's defaults, those of the critic where its estimator has one."""
+    yield from VERL_DEFAULTS.items()
+    chosen = [value for key, value in pairs if key.endswith("algorithm.adv_estimator")]
+    if (chosen[-1] if chosen else "gae") == "gae":
+        yield from CRITIC_DEFAULTS.items()
 
 
 def _resolve_keys(pairs: dict[str, object]) -> Resolved:
     """Find the setting of each key; null resets a setting to its default."""
     result = Resolved()
-    rewards: dict[str, dict[str, object]] = {}  # by the file's key
+    rewards = RewardKeys()
     unsupported: list[tuple[str, object]] = []
     for key, value in pairs.items():
         target = _verl_key(key) or _own_key(key)
-        if isinstance(value, str) and "${" in value and (target or key in _REWARD_KEYS):
+        reward = is_reward_key(key)
+        if isinstance(value, str) and "${" in value and (target or reward):
             raise ConfigError(f"{key}={value!r} refers to another setting; write the value itself")
-        if key in _REWARD_KEYS:
-            both = rewards.pop(_REWARD_KEYS[key], {})
-            rewards[_REWARD_KEYS[key]] = both | {key: value}
+        if reward:
+            rewards.add(key, value)
         elif target:
             for override in _overrides(target, key, value):
                 if override.path == "rl.reward.name":
-                    rewards.clear()  # of files that were named before
+                    rewards.clear()
                 result.overrides.pop(override.path, None)
-                if value is not None:
+                if override.value is not None:
                     result.overrides[override.path] = override
         else:
             unsupported.append((key, value))
-    for path_key, both in rewards.items():
-        path, name = both.get(path_key), both.get(REWARD_FILES[path_key])
-        if path is not None:
-            value = reward_name(str(path), str(name or "compute_score"))
-            result.overrides["rl.reward.name"] = Override("rl.reward.name", value, path_key)
+    idle = ", ".join(rewards.without_effect())
+    if idle:
+        result.notices.append(f"{idle} has no effect here: there is no reward model to load")
+    for path, value, key in rewards.settings():
+        result.overrides[path] = Override(path, value, key)
     for key, value in unsupported:
         _check_unsupported(result, key, value)
     _prefer_total_steps(result)
-    _drop_vllm(result)
+    choose_estimator(result)
+    drop_idle(result)
     return result
 
 
@@ -186,7 +219,7 @@ def _check_unsupported(result: Resolved, key: str, value: object) -> None:
         return
     if entry.rejected:
         raise ConfigError(f"{key}={value!r} is verl's and not available here: {entry.reason}")
-    result.notices.append(f"{key} has no effect here: {entry.reason}")
+    result.notices.append(f"{key}{_NO_EFFECT}{entry.reason}")
 
 
 def _prefer_total_steps(result: Resolved) -> None:
@@ -195,17 +228,6 @@ def _prefer_total_steps(result: Resolved) -> None:
     if epochs and (steps := result.overrides.get("rl.trainer.total_training_steps")):
         result.notices.append(f"{epochs.key} has no effect beside {steps.key}")
         del result.overrides["run.total_epochs"]
-
-
-def _drop_vllm(result: Resolved) -> None:
-    """verl's scripts tune vLLM whichever engine decodes: another one costs a notice."""
-    chosen = result.overrides.get("rl.rollout.engine")
-    engine = RunConfig().rl.rollout.engine if chosen is None else chosen.value
-    for path, override in list(result.overrides.items()):
-        foreign = override.key.startswith("actor_rollout_ref.")
-        if engine != "vllm" and foreign and path.startswith("rl.rollout.vllm."):
-            result.notices.append(f"{override.key} has no effect here: {engine} decodes, not vllm")
-            del result.overrides[path]
 
 
 def split_argument(argument: str) -> tuple[str, object]:
@@ -254,7 +276,7 @@ def known_keys() -> set[str]:
     """All keys that have an effect."""
     ours = own_paths()
     short = {path.removeprefix("rl.") for path in ours}
-    return {*VERL, *_REWARD_KEYS, *ours, *short}
+    return {*VERL, *REWARD_KEYS, *ours, *short}
 
 
 @cache

@@ -1,7 +1,8 @@
 """A reward function from a file: `custom_reward_function.path` and `.name`.
 
 `reward.name=engine.cli.reward_file:FILE::FUNCTION` names it, so each worker process loads the file
-by itself. A function of verl's kind (one completion at a time) is called for each row.
+by itself; `::{"argument": 1}` after it is what else the function is called with (`reward_kwargs`).
+A function of verl's kind (one completion at a time) is called for each row.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,21 +23,30 @@ from engine.errors import ConfigError
 _VERLS = ("solution_str", "ground_truth")
 
 
-def reward_name(path: str, function: str) -> str:
-    """Return the value of `reward.name` that stands for `function` in the file at `path`."""
-    return f"{__name__}:{path}::{function}"
+def reward_name(path: str, function: str, keywords: Mapping[str, object] | None = None) -> str:
+    """Return the value of `reward.name` that stands for `function` in the file at `path`.
+
+    It is called with `keywords`, too.
+    """
+    name = f"{__name__}:{path}::{function}"
+    return f"{name}::{json.dumps(keywords)}" if keywords else name
 
 
 def __getattr__(name: str) -> Any:
-    """The function that `FILE::FUNCTION` names."""
-    path, separator, function = name.rpartition("::")
+    """The function that `FILE::FUNCTION` or `FILE::FUNCTION::KEYWORDS` names."""
+    path, separator, rest = name.partition("::")
     if not separator:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return load_function(path, function)
+    function, _, keywords = rest.partition("::")
+    return load_function(path, function, json.loads(keywords) if keywords else {})
 
 
-def load_function(path: str, name: str) -> Callable[..., Any]:
+def load_function(
+    path: str, name: str, keywords: Mapping[str, object] | None = None
+) -> Callable[..., Any]:
     """Load `name` from the file at `path`, made callable as our reward functions are.
+
+    `keywords` are passed to each of its calls.
 
     A relative path is looked for in the working directory and on Python's path, where Ray puts a
     job's files. Raises ConfigError where the file or the function is missing or fails to load.
@@ -45,7 +56,42 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"reward file {path} has no function {name!r}; name one of its functions")
     parameters = inspect.signature(function).parameters
+    if keywords:
+        _check_keywords(function, path, name, keywords)
+        function = _with_keywords(function, keywords)
     return _each_row(function) if all(p in parameters for p in _VERLS) else function
+
+
+def _check_keywords(
+    function: Callable[..., Any], path: str, name: str, keywords: Mapping[str, object]
+) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    if unknown := sorted(keywords.keys() - {p.name for p in parameters}):
+        raise ConfigError(
+            f"custom_reward_function.reward_kwargs has {unknown[0]!r}, which {name} in {path} does "
+            "not take; remove it, or add it to the function"
+        )
+
+
+def _with_keywords(
+    function: Callable[..., Any], keywords: Mapping[str, object]
+) -> Callable[..., Any]:
+    """The function, called with `keywords` too; a coroutine function stays one."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            return await function(*args, **kwargs, **keywords)
+
+        return call_async
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs, **keywords)
+
+    return call
 
 
 def _find(path: str) -> Path:

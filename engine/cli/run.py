@@ -9,6 +9,7 @@ from engine.cli.data import Prompts, read_prompts
 from engine.cli.failures import error_details_file
 from engine.cli.loggers import open_log
 from engine.cli.model_folders import make_output_folder, save_atomically
+from engine.cli.ranks import gpu_pools
 from engine.cli.rl_run import RLRun, RunLog, TrainedPolicy, headline, placed, train_policy
 from engine.cli.settings import RunConfig
 from engine.console import human_time
@@ -37,6 +38,7 @@ def run(config: RunConfig) -> Path:
         open_log(config, folder, resumes) as log,
         placed(config.rl) as rl,
     ):
+        rl = gpu_pools(config.model_copy(update={"rl": rl}))
         config = config.model_copy(update={"rl": rl})
         if rl.trainer.placement != "local":
             require_shared([str(folder), *([model] if Path(model).is_dir() else [])])
@@ -66,7 +68,7 @@ def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: R
         folder,
         checkpoint_folder(config, folder),
         lambda write, step: save_atomically(write, folder / f"step_{step}"),
-        rollouts=folder / ROLLOUTS,
+        rollouts=config.run.rollout_data_dir or folder / ROLLOUTS,
         save_freq=config.run.save_freq,
         keep_last=True,
         validate_first=config.run.val_before_train,
@@ -80,9 +82,10 @@ def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: R
 
 
 def checkpoint_folder(config: RunConfig, folder: Path) -> Path:
-    """Where this run's checkpoints go; with resume_mode=disable a new place each time."""
+    """Where this run's checkpoints go; but with resume_mode=auto a new place each time."""
     if config.run.resume_mode == "auto":
         return folder / "checkpoints"
+    # With resume_path, too: what lies in "checkpoints" would come before the one that is named.
     return folder / f"checkpoints.{time.strftime('%Y%m%d-%H%M%S')}"
 
 

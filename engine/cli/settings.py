@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from engine.config import Loggers, LoRAConfig, RLConfig, RowsConfig, Section
 from engine.storage.locations import home
@@ -22,6 +22,13 @@ class DataFilesConfig(RowsConfig):
         False, description="Leave longer prompts out; otherwise they are an error"
     )
     shuffle: bool = Field(True, description="A new order of the rows in each epoch")
+    train_max_samples: int = Field(
+        -1,
+        ge=-1,
+        description="Rows of train_files to learn from: the first ones, or with shuffle ones drawn "
+        "by seed; -1: all",
+    )
+    val_max_samples: int = Field(-1, ge=-1, description="The same of val_files; -1: all")
 
 
 class PolicyModelConfig(Section):
@@ -34,6 +41,11 @@ class PolicyModelConfig(Section):
         "computes in it. bfloat16 and float16 have float32 masters in the optimizer",
     )
     lora: LoRAConfig = LoRAConfig()
+    trust_remote_code: bool = Field(
+        False,
+        description="Python code in the model's folder is never run; true is refused for a model "
+        "that brings some, and changes nothing for others",
+    )
 
 
 class RunOutputConfig(Section):
@@ -64,13 +76,40 @@ class RunOutputConfig(Section):
 
 
 class OutputConfig(RunOutputConfig):
-    """How long the run goes, what it records, and what it leaves."""
+    """How long the run goes, where it computes, what it records, and what it leaves."""
 
+    n_gpus_per_node: int | None = Field(
+        None,
+        ge=1,
+        description="With nnodes the ranks of the policy: weights are sharded over them (fsdp), or "
+        "as rl.actor.parallel says; each has a GPU where Ray has any; none: as rl.actor.parallel",
+    )
+    nnodes: int = Field(1, ge=1, description="Machines of n_gpus_per_node ranks each")
+    device: Literal["auto", "cuda", "cpu"] = Field(
+        "auto", description="auto: GPUs where there are any; cuda: refused without; cpu: none"
+    )
+    resume_mode: Literal["auto", "disable", "resume_path"] = Field(  # type: ignore[assignment]
+        "auto",
+        description="auto: go on from the newest checkpoint in default_local_dir, if there is one; "
+        "resume_path: from rl.trainer.resume_from, whatever else is there",
+    )
+    rollout_data_dir: str = Field(
+        "", description="Folder of the samples of rollouts; empty: default_local_dir/rollouts"
+    )
     total_epochs: int | None = Field(
         None, ge=1, description="Times through the data; instead of total_training_steps"
     )
     val_before_train: bool = Field(True, description="Validate before the first step, too")
     save_freq: int = Field(-1, ge=-1, description="Steps between saves; -1: after the last only")
+
+    @model_validator(mode="after")
+    def _machines_have_ranks(self) -> Self:
+        if self.nnodes > 1 and self.n_gpus_per_node is None:
+            raise ValueError(
+                f"run.nnodes={self.nnodes} without run.n_gpus_per_node says no number of ranks; "
+                "set both"
+            )
+        return self
 
 
 class RunConfig(Section):

@@ -36,10 +36,13 @@ def _reject(pattern: str, why: str, accepted: tuple[object, ...] = ()) -> Unsupp
 _MICRO = "micro-batches are cut by tokens; see actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 _ENGINE = "the rollout engine chooses this itself"
 _SHARDING = "a model is sharded as rl.actor.parallel says: dp, fsdp, sp, tp and pp ranks"
-_FSDP = "set rl.actor.parallel.fsdp, the ranks that share the weights"
+_STRATEGIES = ("fsdp", "fsdp2", "megatron")
+_EXPERTS = "a mixture's experts are sharded with the other weights, see docs/parallel.md"
+_RECOMPUTE = "see actor_rollout_ref.model.enable_gradient_checkpointing"
+_MASTERS = "masters are float32; set model.dtype for the weights that are computed with"
+_KERNELS = "the model's own kernels are used"
 _AS_ACTOR = "the reference is sharded as the actor is"
 _GREEDY = "validation takes one greedy completion a prompt"
-_WARMUP = "set lr_warmup_steps_ratio, the share of all steps"
 _TEXT = "prompts are text"
 _TURNS = "set actor_rollout_ref.rollout.multi_turn.max_assistant_turns"
 _ENVIRONMENT = "tools and answers are the environment's, see rl.rollout.agent.environment.name"
@@ -53,12 +56,17 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _ignore("*.forward_max_token_len_per_gpu", _MICRO),
     _ignore("*.log_prob_max_token_len_per_gpu", _MICRO),
     _ignore("*use_dynamic_bsz", _MICRO),
-    _reject("*.fsdp_size", _FSDP, (-1, 1)),
-    _ignore("*.fsdp_config.param_offload", "see rl.actor.parallel.offload_params"),
-    _ignore("*.fsdp_config.optimizer_offload", "see rl.actor.parallel.offload_optimizer"),
+    _reject("*.fsdp_config.model_dtype", _MASTERS, ("fp32", "float32")),
     _ignore("*.fsdp_config*", _SHARDING),
     _ignore("critic.fsdp*", _SHARDING),
-    _ignore("*.strategy", _SHARDING),
+    _reject("*.strategy", "set fsdp, fsdp2, or megatron with its sizes", _STRATEGIES),
+    _reject("*.megatron.expert_model_parallel_size", _EXPERTS, (1,)),
+    _reject("*.megatron.expert_tensor_parallel_size", _EXPERTS, (1,)),
+    _reject("*.megatron.dist_checkpointing_path", "give a Hugging Face folder as model.path"),
+    _ignore("*.megatron.override_transformer_config.recompute*", _RECOMPUTE),
+    _ignore("*.megatron.override_transformer_config.*fusion*", _KERNELS),
+    _ignore("*.megatron.override_transformer_config.*attention_backend", _KERNELS),
+    _reject("*.megatron.override_transformer_config*", "change the model's config.json", ({},)),
     _ignore("actor_rollout_ref.ref.megatron*", _AS_ACTOR),
     _ignore("actor_rollout_ref.ref.ulysses_sequence_parallel_size", _AS_ACTOR),
     _ignore("*.megatron*", _SHARDING),
@@ -67,11 +75,10 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _ignore("*.enable_activation_offload", "activations are kept"),
     _ignore("critic.model.use_remove_padding", "see rl.critic.parallel.packing"),
     _ignore("*.use_torch_compile", "nothing is compiled"),
-    _ignore("*.use_liger", "the model's own kernels are used"),
-    _ignore("*.use_fused_kernels", "the model's own kernels are used"),
-    _ignore("*.fused_kernel_options*", "the model's own kernels are used"),
+    _ignore("*.use_liger", _KERNELS),
+    _ignore("*.use_fused_kernels", _KERNELS),
+    _ignore("*.fused_kernel_options*", _KERNELS),
     _ignore("*.use_shm", "models and data are read where they are"),
-    _ignore("*.trust_remote_code", "no code of a model's folder is run"),
     _ignore("*.entropy_from_logits_with_chunking", _MICRO),
     _ignore("*.entropy_checkpointing", _MICRO),
     _ignore("*.calculate_entropy", "the entropy is always measured"),
@@ -112,7 +119,6 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _ignore("data.validation_shuffle", "the mean over all rows needs no order"),
     _ignore("data.reward_fn_key", "the reward gets all columns and one function scores all rows"),
     _reject("data.truncation", "set data.filter_overlong_prompts=true instead", ("error",)),
-    _reject("data.*_max_samples", "give a file with fewer rows", (-1,)),
     _reject("data.tokenizer", "the model's own tokenizer is used"),
     _reject("data.custom_cls*", "give files, and name their columns in data.columns"),
     _reject("data.tool_config_path", "there are no tools"),
@@ -134,13 +140,13 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _reject("*.custom_chat_template", "put it into the model's tokenizer"),
     _reject("*.tokenizer_path", "put the tokenizer into the model's folder"),
     _reject("*.hf_config_path", "put config.json into the model's folder"),
-    _reject("*.optim.lr_warmup_steps", _WARMUP, (-1, 0)),
     _reject("*.optim.optimizer", "AdamW is what there is", ("AdamW",)),
     _ignore("*.optim.optimizer_impl", "AdamW is torch.optim's"),
+    _reject("*.optim.num_cycles", "a cosine goes down once", (0.5,)),
     _ignore("*.optim.total_training_steps", "the schedule ends with the run"),
-    _ignore("*.optim.num_cycles", "a cosine goes down once"),
     _ignore("*.optim.zero_indexed_step", "the first step already counts"),
     _reject("*.optim.override_optimizer_config", "set beta1, beta2 and weight_decay"),
+    _ignore("actor_rollout_ref.rollout.micro_batch_size*", _MICRO),
     _reject("actor_rollout_ref.rollout.do_sample", "set rollout.temperature", (True,)),
     _reject("actor_rollout_ref.rollout.ignore_eos", "completions end at the end token", (False,)),
     _reject("actor_rollout_ref.rollout.val_kwargs.temperature", _GREEDY, (0, 0.0)),
@@ -154,6 +160,7 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _ignore("actor_rollout_ref.rollout.agent.*", _ENVIRONMENT),
     _ignore("critic.enable", "algorithm.adv_estimator decides whether there is a critic"),
     _ignore("critic.model.tokenizer_path", "the critic reads the policy's tokens"),
+    _reject("*.trust_remote_code", "no code of a model's folder is run", (False,)),
     _ignore("critic.model.*", "the critic is read from its folder as it is"),
     _reject("critic.loss_agg_mode", "the value loss is a mean over tokens", ("token-mean",)),
     _reject("algorithm.use_pf_ppo", "choose an estimator of docs/algorithms.md", (False,)),
@@ -164,10 +171,6 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
         ("ppo_clip",),
     ),
     # Rewards.
-    _reject("*custom_reward_function.reward_kwargs*", "write them into the function", ({},)),
-    _reject("reward_model.enable", "give a reward function: rl.reward.name", (False,)),
-    _reject("reward.reward_model.enable", "give a reward function: rl.reward.name", (False,)),
-    _reject("reward_model.model.*", "give a reward function: rl.reward.name"),
     _reject("reward_model.reward_manager", "one manager scores all rows", ("naive", "dapo")),
     _reject("reward.reward_manager.name", "one manager scores all rows", ("naive", "dapo")),
     _ignore("*overlong_buffer*.log", "the penalty is always measured"),
@@ -179,15 +182,11 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _reject("*sandbox_fusion.url", "call it from your own reward function"),
     _ignore("*sandbox_fusion*", "it needs a url"),
     # The loop.
-    _ignore("trainer.n_gpus_per_node", _SHARDING),
-    _ignore("trainer.nnodes", "the nodes are those of the Ray cluster that RAY_ADDRESS names"),
-    _ignore("trainer.device", "see rl.trainer.placement=auto, and gpus in rl.trainer.pools"),
     _ignore("trainer.balance_batch", "ranks get equally many rows, in micro-batches cut by tokens"),
     _ignore("trainer.use_*", "there is one trainer"),
     _reject("trainer.critic_warmup", "critic and policy start together", (0,)),
     _reject("trainer.val_only", "set trainer.val_before_train=true and one step", (False,)),
     _ignore("trainer.log_val_generations", _SAMPLES),
-    _ignore("trainer.rollout_data_dir", _SAMPLES),
     _ignore("trainer.validation_data_dir", _SAMPLES),
     _reject("trainer.default_hdfs_dir", "copy trainer.default_local_dir when the run is over"),
     _reject("trainer.max_actor_ckpt_to_keep", "all saved models are kept"),

@@ -100,6 +100,14 @@ class CriticConfig(Section):
     parallel: ParallelConfig | None = Field(None, description="None: as the actor's")
 
 
+class ReferenceConfig(Section):
+    """The policy as it was before RL, sharded as the actor is."""
+
+    offload_params: bool = Field(
+        False, description="Keep its weights in CPU memory between uses (fsdp)"
+    )
+
+
 class RolloutConfig(Section):
     """How completions are sampled."""
 
@@ -227,6 +235,7 @@ class RLConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()

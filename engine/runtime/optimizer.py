@@ -273,6 +273,8 @@ def _to_cpu(moment: Tensor) -> Tensor:
 def learning_rate_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     """Fraction of the peak learning rate at `step` (0-based): linear warm-up, then the schedule."""
     warmup = max(1, round(config.warmup_ratio * total_steps)) if config.warmup_ratio > 0 else 0
+    if config.warmup_steps is not None:
+        warmup = config.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
     if config.schedule == "constant":

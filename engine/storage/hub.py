@@ -6,6 +6,7 @@ what it names. Loading is in `engine.models` and `engine.data`, which both take 
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -76,6 +77,26 @@ def pin_revision(path: str, setting: str = "model.path") -> str:
                 "name, the network and HF_TOKEN, or give a folder or NAME@COMMIT"
             ) from error
     return f"{name}@{Path(file).parent.name}"
+
+
+def refuse_own_code(path: str, setting: str = "model.trust_remote_code") -> None:
+    """Raise ModelError for a model whose folder brings Python code of its own (`auto_map`)."""
+    from huggingface_hub import hf_hub_download
+
+    file = Path(path) / "config.json"
+    if is_hub_id(path):
+        name, revision = split_revision(path)
+        file = Path(hf_hub_download(name, "config.json", revision=revision, etag_timeout=SECONDS))
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return  # what can't be read is refused where the model is loaded
+    if isinstance(config, dict) and config.get("auto_map"):
+        raise ModelError(
+            f"{setting}=true, and {path} brings Python code ({sorted(config['auto_map'])}), which "
+            "is never run here; give a model that transformers has a class for, or set it to "
+            "false where it has one for this one, too"
+        )
 
 
 def loading_error(error: Exception) -> str:

@@ -107,6 +107,10 @@ def check_parallel(
 
 def _check_actor(config: RLConfig, lora: LoRAConfig) -> None:
     layout, rollout = layout_of("actor", config), config.rollout
+    if config.reference.offload_params and layout.fsdp * layout.sp == 1:
+        raise ConfigError(
+            "reference.offload_params is FSDP's; set actor.parallel.fsdp to 2 or more"
+        )
     apart = sampler_count(config.trainer) > 0
     if not apart and layout.world_size % _rollout_tp(config):
         raise ConfigError(

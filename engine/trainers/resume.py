@@ -19,6 +19,7 @@ _MAY_DIFFER: dict[str, bool | set[str]] = {
     "trainer": True,
     "actor": {"parallel", "max_tokens_per_micro_batch"},
     "critic": {"parallel", "max_tokens_per_micro_batch"},
+    "reference": True,
     "rollout": {"tensor_parallel_size"},
 }
 # Read again at every step and part of no saved state, so that a resumed run may have others.

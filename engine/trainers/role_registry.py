@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.config import ActorConfig, CriticConfig, RLConfig
 from engine.controller.worker_host import RoleSpec
@@ -30,6 +30,8 @@ ROLES: Registry[Callable[[RunSpec], RoleSpec]] = Registry(
 )
 register_role = ROLES.register
 
+R = TypeVar("R", ActorConfig, CriticConfig)
+
 
 @register_role("actor")
 def _actor(spec: RunSpec) -> RoleSpec:
@@ -38,7 +40,7 @@ def _actor(spec: RunSpec) -> RoleSpec:
     config = spec.config
     rows = choose_dataflow(config.algorithm).rows_an_update(config)
     own = {
-        "config": config.actor,
+        "config": _with_warmup(config.actor, rows),
         "lora": spec.lora,
         "temperature": config.rollout.temperature,
         "total_steps": _optimizer_steps(config, config.actor, rows),
@@ -59,7 +61,7 @@ def _critic(spec: RunSpec) -> RoleSpec:
     config = spec.config
     rows = config.trainer.train_batch_size * config.rollout.n
     own = {
-        "config": config.critic,
+        "config": _with_warmup(config.critic, rows),
         "total_steps": _optimizer_steps(config, config.critic, rows),
         "seed": spec.seed,
         "parallel": parallel_of("critic", config),
@@ -99,6 +101,8 @@ def _reference(spec: RunSpec) -> RoleSpec:
     from engine.workers.reference import ReferenceWorker
 
     options = _model(spec) | _frozen(spec) | {"base_of_policy": True}
+    if spec.config.reference.offload_params:
+        options["parallel"] = options["parallel"].model_copy(update={"offload_params": True})
     return RoleSpec("reference", ReferenceWorker, options)
 
 
@@ -159,5 +163,17 @@ def _frozen(spec: RunSpec) -> dict[str, Any]:
 
 def _optimizer_steps(config: RLConfig, role: ActorConfig | CriticConfig, rows: int) -> int:
     """Optimizer steps of the whole run, with `rows` completions in an update."""
-    steps_per_update = role.ppo_epochs * math.ceil(rows / (role.ppo_mini_batch_size or rows))
-    return config.trainer.total_training_steps * steps_per_update
+    return config.trainer.total_training_steps * _steps_per_update(role, rows)
+
+
+def _steps_per_update(role: ActorConfig | CriticConfig, rows: int) -> int:
+    return role.ppo_epochs * math.ceil(rows / (role.ppo_mini_batch_size or rows))
+
+
+def _with_warmup(role: R, rows: int) -> R:
+    """The section with `optim.warmup_steps`, if given, counted in optimizer steps."""
+    if role.optim.warmup_steps is None:
+        return role
+    steps = role.optim.warmup_steps * _steps_per_update(role, rows)
+    optim = role.optim.model_copy(update={"warmup_steps": steps})
+    return role.model_copy(update={"optim": optim})

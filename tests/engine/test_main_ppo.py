@@ -311,7 +311,9 @@ def test_files_of_a_run_all_have_ground_truths_or_none(
         ("trainer.total_epoch=1", "did you mean trainer.total_epochs?"),
         ("actor_rollout_ref.actor.optim.lr=x", "actor_rollout_ref.actor.optim.lr='x'"),
         ("--config=/nowhere.yaml", "/nowhere.yaml does not exist"),
-        ("--config-name=ppo", "unrecognized arguments: --config-name=ppo"),
+        ("--config-name=ppo", "config/ppo.yaml does not exist"),
+        ("trainer.resume_mode=resume_path", "trainer.resume_mode=resume_path without"),
+        ("--config-dir=c", "unrecognized arguments: --config-dir=c"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(

@@ -73,12 +73,22 @@ def test_no_key_is_both_known_and_absent() -> None:
         ("critic.optim.lr=1e-5", "rl.critic.optim.lr", 1e-5),
         ("critic.cliprange_value=0.3", "rl.critic.cliprange_value", 0.3),
         ("critic.model.path=/other", "rl.critic.model_path", "/other"),
-        ("algorithm.kl_ctrl.kl_coef=0.1", "rl.algorithm.kl_ctrl.kl_coef", 0.1),
+        ("rl.algorithm.kl_ctrl.kl_coef=0.1", "rl.algorithm.kl_ctrl.kl_coef", 0.1),
         ("algorithm.filter_groups.metric=acc", "rl.algorithm.filter_groups.metric", "score"),
         ("algorithm.rollout_correction.bypass_mode=true", "rl.actor.old_log_probs", "rollout"),
         ("+algorithm.gamma=0.9", "rl.algorithm.gamma", 0.9),
         ("rl.algorithm.gamma=0.9", "rl.algorithm.gamma", 0.9),
-        ("algorithm.kl_ctrl={kl_coef: 0.2, type: adaptive}", "rl.algorithm.kl_ctrl.kl_coef", 0.2),
+        (
+            "algorithm={use_kl_in_reward: true, kl_ctrl: {kl_coef: 0.2, type: adaptive}}",
+            "rl.algorithm.kl_ctrl.kl_coef",
+            0.2,
+        ),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps=7", "rl.actor.optim.warmup_steps", 7),
+        ("critic.optim.lr_warmup_steps=-1", "rl.critic.optim.warmup_steps", None),
+        ("data.train_max_samples=64", "data.train_max_samples", 64),
+        ("trainer.rollout_data_dir=/r", "run.rollout_data_dir", "/r"),
+        ("trainer.device=cpu", "run.device", "cpu"),
+        ("actor_rollout_ref.actor.megatron.context_parallel_size=2", "rl.actor.parallel.sp", 2),
         ("reward.name=my.rewards:mine", "rl.reward.name", "my.rewards:mine"),
         ("reward.weights.answer=0.5", "rl.reward.weights", {"answer": 0.5}),
         ("reward.weights={answer: 0.5}", "rl.reward.weights", {"answer": 0.5}),
@@ -153,9 +163,8 @@ rl:
     assert config.rl.actor.ppo_mini_batch_size == 6
     assert config.rl.rollout.engine == "vllm"
     assert config.run.total_epochs == 4
-    assert [note.split()[0] for note in resolved.notices] == [
-        "actor_rollout_ref.actor.fsdp_config.param_offload"
-    ]
+    assert config.rl.algorithm.adv_estimator == "gae"
+    assert [note.split()[0] for note in resolved.notices] == ["algorithm.adv_estimator"]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +250,16 @@ def test_steps_win_over_epochs_as_in_verl() -> None:
         ("trainer.default_local_dir", ("not of the form key=value",)),
         ("~algorithm.gamma=1", ("not of the form key=value",)),
         ("data.train_files=[a", ("data.train_files", "not valid YAML")),
-        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=8", ("rl.actor.parallel.fsdp",)),
+        (
+            "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
+            ("not available here", "experts"),
+        ),
+        ("actor_rollout_ref.actor.strategy=deepspeed", ("set fsdp, fsdp2, or megatron",)),
+        ("trainer.device=npu", ("trainer.device='npu'", "cuda, cpu or auto")),
+        ("trainer.nnodes=2", ("trainer.nnodes=2", "n_gpus_per_node")),
+        ("reward_model.enable=True", ("reward_model.model.path",)),
+        ("reward_model.enable=1", ("reward_model.enable=1 must be true or false",)),
+        ("custom_reward_function={path: f.py, reward_kwargs: 3}", ("must be names and values",)),
         ("actor_rollout_ref.rollout.expert_parallel_size=2", ("not available here",)),
         ("trainer.logger=['console','swanlab']", ("trainer.logger: swanlab", "mlflow")),
         ("trainer.critic_warmup=5", ("trainer.critic_warmup=5",)),
@@ -327,10 +345,8 @@ def test_our_own_paths_in_a_message_become_the_typed_keys() -> None:
         "actor_rollout_ref.rollout.free_cache_engine=true",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs=5",
         "actor_rollout_ref.rollout.engine_kwargs.sglang.mem_fraction_static=0.5",
-        "actor_rollout_ref.ref.fsdp_config.param_offload=True",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
-        "trainer.n_gpus_per_node=8",
-        "trainer.nnodes=2",
+        "reward_model.model.path=/rm",
     ],
 )
 def test_what_has_no_effect_is_said_and_harmless(argument: str) -> None:
@@ -345,6 +361,10 @@ def test_what_has_no_effect_is_said_and_harmless(argument: str) -> None:
     [
         "actor_rollout_ref.model.lora_rank=0",
         "reward_model.enable=False",
+        "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.model.trust_remote_code=False",
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size=-1",
+        "algorithm.kl_ctrl.kl_coef=0.001",
         "actor_rollout_ref.rollout.multi_turn.enable=false",
         "trainer.resume_from_path=null",
         "custom_reward_function.path=null",

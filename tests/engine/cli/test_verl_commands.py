@@ -1,0 +1,282 @@
+"""verl's own command lines, as its documentation prints them: what they become here.
+
+The texts are those of verl's quickstart, its multi-node page and its examples, after the module's
+name; `$HOME` is as a shell leaves it. Nothing is trained here but in the tests marked slow.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from tiny_engine import arithmetic_rows
+
+from engine.cli.resolve import Resolved, resolve
+from engine.errors import ConfigError
+from engine.main_ppo import main
+from engine.trainer.main_ppo import main as verls_main
+
+PPO = """
+data.train_files=/d/train.parquet data.val_files=/d/test.parquet data.train_batch_size=256
+data.max_prompt_length=512 data.max_response_length=256
+actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.actor.ppo_mini_batch_size=64
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8
+actor_rollout_ref.rollout.tensor_model_parallel_size=1
+actor_rollout_ref.rollout.gpu_memory_utilization=0.4
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4 critic.optim.lr=1e-5
+critic.model.path=Qwen/Qwen2.5-0.5B-Instruct critic.ppo_micro_batch_size_per_gpu=4
+algorithm.kl_ctrl.kl_coef=0.001 trainer.logger=['console'] trainer.val_before_train=False
+trainer.default_hdfs_dir=null trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.save_freq=10
+trainer.test_freq=10 trainer.total_epochs=15
+"""
+PPO_8 = """
+data.train_files=~/data/rlhf/gsm8k/train.parquet data.val_files=~/data/rlhf/gsm8k/test.parquet
+data.train_batch_size=1024 data.val_batch_size=1312 data.max_prompt_length=512
+data.max_response_length=512 actor_rollout_ref.model.path=~/models/deepseek-llm-7b-chat
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=256
+actor_rollout_ref.actor.ppo_micro_batch_size=64
+actor_rollout_ref.actor.fsdp_config.param_offload=False
+actor_rollout_ref.actor.fsdp_config.grad_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.rollout.micro_batch_size=256
+actor_rollout_ref.rollout.log_prob_micro_batch_size=128
+actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.gpu_memory_utilization=0.4
+actor_rollout_ref.ref.log_prob_micro_batch_size=128
+actor_rollout_ref.ref.fsdp_config.param_offload=True critic.optim.lr=1e-5
+critic.model.path=~/models/deepseek-llm-7b-chat critic.model.enable_gradient_checkpointing=False
+critic.ppo_micro_batch_size=64 critic.model.fsdp_config.param_offload=False
+critic.model.fsdp_config.grad_offload=False critic.model.fsdp_config.optimizer_offload=False
+algorithm.kl_ctrl.kl_coef=0.001 trainer.critic_warmup=0 trainer.logger=['console','wandb']
+trainer.project_name='verl_example_gsm8k' trainer.experiment_name='deepseek_llm_7b_function_rm'
+trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=-1 trainer.total_epochs=15
+"""
+LORA = """
+algorithm.adv_estimator=grpo data.train_files=/d/train.parquet data.val_files=/d/test.parquet
+data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024
+data.filter_overlong_prompts=True data.truncation='error' data.prompt_key=messages
+data.shuffle=False actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct
+actor_rollout_ref.model.use_shm=True actor_rollout_ref.model.lora_rank=64
+actor_rollout_ref.model.lora_alpha=32 actor_rollout_ref.actor.optim.lr=3e-6
+actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.ppo_mini_batch_size=256
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40 actor_rollout_ref.actor.use_kl_loss=True
+actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl
+actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.actor.fsdp_config.param_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40
+actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5
+actor_rollout_ref.rollout.load_format=safetensors actor_rollout_ref.rollout.layered_summon=True
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40
+actor_rollout_ref.ref.fsdp_config.param_offload=True algorithm.use_kl_in_reward=False
+trainer.critic_warmup=0 trainer.logger=['console','wandb']
+trainer.project_name='verl_grpo_example_gsm8k' trainer.experiment_name='qwen2_7b_function_rm'
+trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5
+trainer.total_epochs=15
+"""
+GRPO = LORA.replace("actor_rollout_ref.model.lora_rank=64", "").replace(
+    "actor_rollout_ref.model.lora_alpha=32", ""
+)
+MEGATRON = """
+algorithm.adv_estimator=grpo data.train_files="['/d/g/train.parquet', '/d/m/train.parquet']"
+data.val_files="['/d/g/test.parquet', '/d/m/test.parquet']" data.return_raw_chat=
+data.train_batch_size=1024 data.max_prompt_length=1024 data.max_response_length=1024
+data.filter_overlong_prompts=True data.truncation='error'
+actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.actor.ppo_mini_batch_size=256
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
+actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2
+actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2
+actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2
+actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4
+actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.mode=sync actor_rollout_ref.rollout.gpu_memory_utilization=0.6
+actor_rollout_ref.rollout.n=5 actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4
+actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2
+actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2 algorithm.use_kl_in_reward=False
+trainer.critic_warmup=0 trainer.logger=['console','wandb']
+trainer.project_name='verl_grpo_example_gsm8k_math' trainer.experiment_name='qwen2_7b_megatron'
+trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5
+trainer.total_epochs=15
+"""
+RM = "reward_model.enable=True reward_model.model.path=sfairXC/RM reward_model.model.use_rmpad=True"
+
+
+def verls(text: str, *more: str) -> Resolved:
+    """What a command line becomes, with verl's defaults, after a shell has taken its quotes."""
+    return resolve(None, [*shlex.split(text), *more], verl_defaults=True)
+
+
+def test_ppo_of_the_quickstart_is_gae_with_verls_defaults() -> None:
+    rl = verls(PPO).config.rl
+    assert rl.algorithm.adv_estimator == "gae"
+    assert (rl.rollout.n, rl.actor.ppo_mini_batch_size, rl.critic.ppo_mini_batch_size) == (
+        1,
+        64,
+        256,
+    )
+    assert (rl.actor.optim.lr, rl.actor.optim.beta2, rl.actor.optim.warmup_ratio) == (
+        1e-6,
+        0.999,
+        0,
+    )
+    assert (rl.critic.optim.lr, rl.critic.ppo_epochs) == (1e-5, 1)
+    assert not rl.actor.use_kl_loss
+    assert rl.critic.model_path == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert rl.actor.parallel.fsdp == 1
+
+
+def test_a_critics_keys_mean_gae_and_other_defaults_stay_ours() -> None:
+    resolved = resolve(None, shlex.split(PPO))
+    assert resolved.config.rl.algorithm.adv_estimator == "gae"
+    assert resolved.config.rl.rollout.n == 8
+    assert any("gae, as in verl: critic.optim.lr" in notice for notice in resolved.notices)
+    grpo = resolve(None, ["critic.optim.lr=1e-5", "algorithm.adv_estimator=grpo"])
+    assert grpo.config.rl.algorithm.adv_estimator == "grpo"
+    assert resolve(None, ["actor.optim.lr=1e-5"]).config.rl.algorithm.adv_estimator == "grpo"
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 8), (2, 16)])
+def test_ppo_on_nodes_shards_actor_and_critic_over_all_ranks(nodes: int, ranks: int) -> None:
+    resolved = verls(PPO_8, f"trainer.nnodes={nodes}")
+    config, rl = resolved.config, resolved.config.rl
+    assert rl.actor.parallel.fsdp == ranks
+    assert rl.critic.parallel is not None
+    assert (rl.critic.parallel.fsdp, rl.critic.parallel.tp) == (ranks, 1)
+    assert rl.reference.offload_params
+    assert rl.rollout.engine == "vllm"
+    assert (rl.rollout.vllm.gpu_memory_utilization, rl.rollout.tensor_parallel_size) == (0.4, 2)
+    assert config.run.logger == ("console", "wandb")
+    assert config.model.path == str(Path.home() / "models/deepseek-llm-7b-chat")
+    assert config.data.train_files == (str(Path.home() / "data/rlhf/gsm8k/train.parquet"),)
+
+
+def test_grpo_and_lora() -> None:
+    for text, rank in ((GRPO, 0), (LORA, 64)):
+        config = verls(text).config
+        assert (config.model.lora.rank, config.rl.rollout.n) == (rank, 5)
+        assert config.rl.actor.ppo_mini_batch_size == 5 * 256
+        assert config.data.columns == {"prompt": "messages"}
+        assert config.rl.actor.parallel.fsdp == 8
+        assert config.rl.actor.parallel.activation_checkpointing
+        assert config.rl.rollout.vllm.gpu_memory_utilization == 0.6
+
+
+def test_layouts_in_megatrons_names() -> None:
+    parallel = verls(MEGATRON).config.rl.actor.parallel
+    assert (parallel.pp, parallel.tp, parallel.fsdp, parallel.dp) == (2, 2, 2, 1)
+    hybrid = verls(GRPO, "actor_rollout_ref.actor.fsdp_config.fsdp_size=4").config.rl.actor.parallel
+    assert (hybrid.fsdp, hybrid.dp) == (4, 2)
+    with pytest.raises(ConfigError, match=r"tp=3.*8 ranks of trainer.n_gpus_per_node"):
+        verls(GRPO, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3")
+
+
+def test_one_rank_keeps_what_only_fsdp_can_offload() -> None:
+    offload = ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "critic.optim.lr=1")
+    offload += ("actor_rollout_ref.ref.fsdp_config.param_offload=True",)
+    resolved = resolve(None, [*offload, "trainer.n_gpus_per_node=1"])
+    assert not resolved.config.rl.actor.parallel.offload_params
+    assert not resolved.config.rl.reference.offload_params
+    assert sum("on one rank" in notice for notice in resolved.notices) == 2
+    two = resolve(None, [*offload, "trainer.n_gpus_per_node=2"]).config.rl
+    assert two.actor.parallel.offload_params
+    assert two.reference.offload_params
+
+
+def test_a_reward_model_takes_the_place_of_the_rule() -> None:
+    config = verls(PPO, *RM.split()).config
+    assert config.rl.reward.name == "reward_model"
+    assert config.rl.reward.options == {"model": "sfairXC/RM"}
+    with pytest.raises(ConfigError, match="one of them scores"):
+        verls(PPO, *RM.split(), "custom_reward_function.path=f.py")
+
+
+def test_keys_without_effect_for_one_reason_share_a_notice() -> None:
+    notices = verls(PPO).grouped_notices()
+    (micro,) = [notice for notice in notices if "cut by tokens" in notice]
+    assert micro.count("micro_batch_size_per_gpu") == 4
+    assert " have no effect here: " in micro
+
+
+def test_a_file_is_the_first_argument_or_hydras(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ppo.yaml"
+    file.write_text("actor_rollout_ref: {rollout: {n: 3}}\n")
+    for named in (
+        [str(file)],
+        ["--config", str(file)],
+        [f"--config-path={tmp_path}", "--config-name=ppo"],
+    ):
+        assert main([*named, "algorithm.gamma=0.5", "--print-config"]) == 0
+        printed = capsys.readouterr().out
+        assert "    n: 3\n" in printed
+        assert "    gamma: 0.5\n" in printed
+    assert main([str(file), "--config", str(file), "--print-config"]) == 2
+    assert "give one file" in capsys.readouterr().err
+    assert main([str(tmp_path / "none.yaml"), "--print-config"]) == 2
+    assert "none.yaml does not exist" in capsys.readouterr().err
+    assert main(["--config-name=ppo_megatron_trainer.yaml", "--print-config"]) == 0
+    assert "verl's file of defaults" in capsys.readouterr().err
+
+
+def test_verls_module_name_has_verls_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verls_main(["--print-config"]) == 0
+    assert "adv_estimator: gae" in capsys.readouterr().out
+
+
+def test_code_of_a_models_folder_is_refused_where_there_is_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, data = tmp_path / "model", tmp_path / "train.jsonl"
+    model.mkdir()
+    data.write_text("")
+    (model / "config.json").write_text('{"auto_map": {"AutoModelForCausalLM": "m.M"}}')
+    command = [f"data.train_files={data}", f"actor_rollout_ref.model.path={model}"]
+    assert main([*command, "actor_rollout_ref.model.trust_remote_code=True"]) == 2
+    error = capsys.readouterr().err
+    assert "actor_rollout_ref.model.trust_remote_code=true" in error
+    assert "never run" in error
+
+
+@pytest.mark.slow
+def test_the_quickstart_trains_a_critic_and_takes_its_reward_from_a_file(
+    tmp_path: Path,
+    tiny_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as trainer.device=cpu leaves it
+    for name in ("train", "test"):
+        rows = [row | {"extra_info": {"index": i}} for i, row in enumerate(arithmetic_rows(8))]
+        pd.DataFrame(rows).to_parquet(tmp_path / f"{name}.parquet")
+    (tmp_path / "own.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info=None, weight=1.0):\n"
+        "    assert weight == 0.25\n"
+        "    return weight * len(solution_str)\n"
+    )
+    text = PPO.replace("Qwen/Qwen2.5-0.5B-Instruct", str(tiny_folder)).replace(
+        "/d/", f"{tmp_path}/"
+    )
+    smaller = ["data.train_batch_size=4", "data.max_response_length=6", "data.max_prompt_length=40"]
+    smaller += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "critic.ppo_mini_batch_size=2"]
+    smaller += ["trainer.total_epochs=1", f"trainer.default_local_dir={tmp_path / 'out'}"]
+    smaller += [f"custom_reward_function.path={tmp_path / 'own.py'}", "trainer.threads=1"]
+    smaller += ["custom_reward_function.name=score", "data.train_max_samples=6"]
+    smaller += ["+custom_reward_function.reward_kwargs.weight=0.25", "trainer.device=cpu"]
+    smaller += [f"trainer.rollout_data_dir={tmp_path / 'seen'}", "trainer.logger=[console,jsonl]"]
+    assert verls_main([*shlex.split(text), *smaller]) == 0
+    out = capsys.readouterr().out
+    assert "rl: gae on local" in out
+    assert "6 prompts" in out
+    assert (tmp_path / "seen" / "train_000001.parquet").is_file()
+    assert "critic/" in (tmp_path / "out" / "metrics.jsonl").read_text()
