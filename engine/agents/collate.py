@@ -14,14 +14,20 @@ from engine.data.collate import collate_completions, pad
 
 
 def collate_episodes(
-    prompts: Batch, episodes: Sequence[Episode], *, pad_token_id: int, branches: bool = False
+    prompts: Batch,
+    episodes: Sequence[Episode],
+    *,
+    pad_token_id: int,
+    version: int = 0,
+    branches: bool = False,
 ) -> Batch:
     """The training sequences of `episodes`, in their order, in the layout of `engine.batch`.
 
     `prompts` has the rows that they began from. `response_mask` is 0 on what was not sampled. To
     the fields of completions come `environment_rewards` and `token_versions` `[B, R]`, `truncated`,
-    `policy_version` and `episode_failed` `[B]`. With `branches` an episode may have several rows,
-    one after the other, which `episode_ids`, `first_turn` and `continues` `[B]` tell.
+    `policy_version` (of the oldest token; `version` without any) and `episode_failed` `[B]`. With
+    `branches` an episode may have several rows, one after the other, which `episode_ids`,
+    `first_turn` and `continues` `[B]` tell.
     """
     each = 1 + max((episode.index for episode in episodes), default=0)
     pairs: list[tuple[int, Episode, TrainingSequence]] = []
@@ -48,7 +54,7 @@ def collate_episodes(
         "response_mask": pad([[float(s) for s in one.sampled] for one in own], 0.0, side="right"),
         "environment_rewards": pad([one.rewards for one in own], 0.0, side="right"),
         "token_versions": versions,
-        "policy_version": torch.tensor([min(one.versions, default=0) for one in own]),
+        "policy_version": torch.tensor([min(one.versions, default=version) for one in own]),
         "truncated": torch.tensor([episode.truncated for _, episode, _ in pairs]),
         "episode_failed": torch.tensor([episode.dropped for _, episode, _ in pairs]),
     }

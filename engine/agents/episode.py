@@ -130,6 +130,10 @@ class Episode:
         if first.done:
             self.end = "done"
 
+    def begin_again(self) -> None:
+        """Forget all of it: it is begun from its row."""
+        self.transcript, self.messages, self.info, self.turn_rewards = None, [], {}, []
+
     def next_turn(self, now: float) -> TurnRequest | None:
         """The turn to sample at `now`, of time.monotonic; None, with `end` set, if none may be."""
         if self.end is not None:

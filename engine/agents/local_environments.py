@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
@@ -13,7 +14,13 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from engine.agents.failures import EnvironmentFailure, checked_observation
-from engine.agents.protocol import Action, Environment, Observation, tool_schemas
+from engine.agents.protocol import (
+    Action,
+    Environment,
+    Observation,
+    is_resumable,
+    tool_schemas,
+)
 
 _CLOSE_S = 5.0  # for environments to end
 
@@ -27,6 +34,14 @@ class OpenEpisode(Protocol):
 
     def step(self, action: Action) -> Future[Observation]: ...
 
+    def get_state(self) -> Future[bytes]:
+        """The state between turns, for `set_state`; only of environments that are `resumable`."""
+        ...
+
+    def set_state(self, state: bytes) -> Future[None]:
+        """Continue an episode in place of `reset`."""
+        ...
+
     def close(self) -> None:
         """Give the environment back; it plays other episodes, unless it failed."""
         ...
@@ -36,6 +51,7 @@ class Environments(Protocol):
     """What episodes are played with: `EnvironmentPool`, `LocalEnvironments`."""
 
     tools: list[dict[str, Any]]  # JSON schemas, the same for every episode
+    resumable: bool  # whether their episodes can be saved between turns
 
     def open(self) -> OpenEpisode: ...
 
@@ -49,7 +65,7 @@ class LocalEnvironments:
         """`make` is called whenever all are playing; `timeout_s` is each call's deadline."""
         self.make, self.timeout_s = make, timeout_s
         first = make()
-        self.tools = tool_schemas(first)
+        self.tools, self.resumable = tool_schemas(first), is_resumable(first)
         self.idle: list[Environment] = [first]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
@@ -95,6 +111,24 @@ class LocalEpisode:
         """Answer a turn of the policy."""
         return self._all.start(self._call("step", action))
 
+    def get_state(self) -> Future[bytes]:
+        """The state between turns; a failure costs the episode nothing."""
+
+        async def state() -> bytes:
+            environment: Any = self._environment
+            return pickle.dumps(environment.get_state())
+
+        return self._all.start(state())
+
+    def set_state(self, state: bytes) -> Future[None]:
+        """Continue an episode in place of `reset`."""
+
+        async def restored() -> None:
+            environment: Any = self._take()
+            environment.set_state(pickle.loads(state))
+
+        return self._all.start(restored())
+
     def close(self) -> None:
         """Give the environment back."""
 
@@ -108,10 +142,7 @@ class LocalEpisode:
     async def _call(self, kind: str, value: Any) -> Observation:
         who, limit = f"the environment's {kind}", self._all.timeout_s
         try:
-            if self._environment is None:
-                idle = self._all.idle
-                self._environment = idle.pop() if idle else self._all.make()
-            answer = await asyncio.wait_for(getattr(self._environment, kind)(value), limit)
+            answer = await asyncio.wait_for(getattr(self._take(), kind)(value), limit)
             return checked_observation(who, answer)
         except TimeoutError:
             failure = EnvironmentFailure("deadline", f"{who} gave no answer within {limit:g} s")
@@ -123,6 +154,12 @@ class LocalEpisode:
         if failed is not None:
             await discard(failed)
         raise failure
+
+    def _take(self) -> Environment:
+        if self._environment is None:
+            idle = self._all.idle
+            self._environment = idle.pop() if idle else self._all.make()
+        return self._environment
 
 
 async def discard(environment: Environment) -> None:

@@ -2,30 +2,48 @@
 
 When a turn ends, its action goes to the episode's environment; the stream decodes the others' turns
 meanwhile. The answer's tokens are appended and the next turn is submitted, under a key of its own,
-so that samples don't depend on who answers first.
+so that samples don't depend on who answers first. Weights may change between two steps: a turn goes
+on under the new ones, and every token carries its version.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from engine.agents.episode import Episode
 from engine.agents.local_environments import Environments, OpenEpisode
-from engine.agents.protocol import Observation
+from engine.agents.saved_episode import EpisodeTree, SavedTurn, load_episode, save_episode
 from engine.errors import EngineError, RolloutError
-from engine.rollout.stream import RolloutStream
+from engine.rollout.stream import PartialCompletion, PartialRequest, RolloutStream
+
+log = logging.getLogger(__name__)
 
 _GATHER_S = 0.005  # that an idle stream waits for another answer to come with the one it has
 _LATE_S = 30.0  # after its deadline, that an environment's answer or failure comes
 
 Row = Mapping[str, Any]  # of the data set
-Answer = tuple[Episode, Future[Observation], float]  # when it was asked, of time.monotonic
+
+
+@dataclass(slots=True, eq=False)
+class _Playing:
+    """An episode with a place among those that play."""
+
+    episode: Episode
+    row: Row
+    seat: OpenEpisode
+    resumed: SavedTurn | None = None  # until its environment has the state that was saved
+    asked: float | None = None  # when its environment was, of time.monotonic; None: it has answered
+
+
+Answer = tuple[_Playing, Future[Any]]
 
 
 class EpisodePlayer:
@@ -45,91 +63,183 @@ class EpisodePlayer:
         self._stream, self._environments = stream, environments
         self._concurrency, self._failure_reward = concurrency, failure_reward
         self._call_seconds = call_seconds
+        self._waiting: deque[tuple[Episode, Row, SavedTurn | None]] = deque()
         self._answers: SimpleQueue[Answer] = SimpleQueue()
-        self._open: dict[int, OpenEpisode] = {}  # by id of the episode: those that play
-        self._sampling: dict[Hashable, Episode] = {}  # by key of the turn
+        self._open: dict[int, _Playing] = {}  # by id of the episode: those that play
+        self._sampling: dict[Hashable, _Playing] = {}  # by key of the turn
+        self._ended: list[Episode] = []
+        self._heard = 0.0  # when an environment was asked, or answered, last
+
+    @property
+    def busy(self) -> int:
+        """Episodes that play, or wait for a place."""
+        return len(self._waiting) + len(self._open) + len(self._ended)
 
     def play(self, episodes: Sequence[Episode], rows: Sequence[Row]) -> None:
         """Play them to their ends; `rows[episode.row]` is what an episode begins from.
 
         No environment's fault raises: the episode ends as `failed`.
         """
-        waiting = deque(episodes)
+        for episode in episodes:
+            self.add(episode, rows[episode.row])
         try:
-            while waiting or self._open:
-                while waiting and len(self._open) < self._concurrency:
-                    self._begin(waiting.popleft(), rows)
-                answered = sorted(self._take_answers(), key=lambda one: (one[0].key, one[0].index))
-                for episode, answer, _ in answered:
-                    self._take_answer(episode, answer, rows[episode.row])
-                if self._sampling:
-                    self._step()
+            while self.busy:
+                self.step()
         finally:
-            for seat in self._open.values():
-                seat.close()
+            self.close()
 
-    def _begin(self, episode: Episode, rows: Sequence[Row]) -> None:
-        episode.started, episode.tools = time.monotonic(), self._environments.tools
-        seat = self._open[id(episode)] = self._environments.open()
-        self._ask(episode, seat.reset(rows[episode.row]))
+    def add(self, episode: Episode, row: Row, saved: EpisodeTree | None = None) -> None:
+        """Play an episode as soon as there is a place for it.
 
-    def _step(self) -> None:
+        `saved`, of `save`, goes on where it was; one without its environment's state begins again.
+        """
+        turn = None if saved is None else load_episode(episode, saved)
+        if episode.end is not None:
+            self._ended.append(episode)
+        else:
+            self._waiting.append((episode, row, turn))
+
+    def step(self, wait_s: float | None = None) -> list[Episode]:
+        """Take what environments answered, decode a token of each turn; return what ended.
+
+        With nothing to decode it waits for an answer, `wait_s` seconds (None: as it takes).
+        Raises RolloutError where none comes, as one of them blocks the others' thread.
+        """
+        while self._waiting and len(self._open) < self._concurrency:
+            self._begin(*self._waiting.popleft())
+        self._take_answers(wait_s)
+        if self._sampling:
+            self._decode()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def save(self, seconds: float) -> dict[int, EpisodeTree]:
+        """What plays and can go on elsewhere, by id of the episode; it goes on here, too.
+
+        Environments have `seconds` to answer and to give their states. Without one an episode is
+        not among them.
+        """
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and len(self._sampling) < len(self._open):
+            self._take_answers(left, idle=True)
+        if not self._environments.resumable:
+            return {}
+        asked = [(one, one.seat.get_state()) for one in self._sampling.values()]
+        wait([call for _, call in asked], max(0.0, until - time.monotonic()))
+        partials = {partial.key: partial for partial in self._stream.partials()}
+        found: dict[int, EpisodeTree] = {}
+        for key, (one, call) in zip(list(self._sampling), asked, strict=True):
+            error = call.exception() if call.done() else TimeoutError("no state came in time")
+            if error is not None:
+                log.warning("an episode would be begun again from a checkpoint: %s", error)
+                continue
+            partial = partials.get(key)
+            turn = partial.completions[0] if partial is not None else None
+            found[id(one.episode)] = save_episode(one.episode, call.result(), turn)
+        return found
+
+    def close(self) -> None:
+        """Drop what plays and give the environments back; the stream is the caller's."""
+        self._waiting.clear()
+        for one in self._open.values():
+            one.seat.close()
+        self._open.clear()
+        self._sampling.clear()
+
+    def _begin(self, episode: Episode, row: Row, resumed: SavedTurn | None) -> None:
+        now = time.monotonic()
+        episode.started, episode.tools = now, self._environments.tools
+        one = _Playing(episode, row, self._environments.open(), resumed)
+        self._open[id(episode)] = one
+        if resumed is None:
+            self._ask(one, one.seat.reset(row))
+        else:
+            episode.started -= resumed.seconds
+            self._ask(one, one.seat.set_state(resumed.environment))
+
+    def _decode(self) -> None:
         """Decode a token of each turn; what ended goes to its environment."""
         for done in self._stream.step():
-            episode = self._sampling.pop(done.key)
-            with self._faults_of(episode):
-                action = episode.add_turn(done.completion)
-                self._ask(episode, self._open[id(episode)].step(action))
+            one = self._sampling.pop(done.key)
+            with self._faults_of(one):
+                action = one.episode.add_turn(done.completion)
+                self._ask(one, one.seat.step(action))
 
-    def _ask(self, episode: Episode, call: Future[Observation]) -> None:
-        begun = time.monotonic()
+    def _ask(self, one: _Playing, call: Future[Any]) -> None:
+        begun = one.asked = self._heard = time.monotonic()
 
-        def answered(answer: Future[Observation]) -> None:
-            episode.environment_seconds += time.monotonic() - begun
-            self._answers.put((episode, answer, begun))
+        def answered(answer: Future[Any]) -> None:
+            one.episode.environment_seconds += time.monotonic() - begun
+            self._answers.put((one, answer))
 
         call.add_done_callback(answered)
 
-    def _take_answers(self) -> Iterator[Answer]:
-        """What environments answered; without anything to decode, it waits for an answer.
+    def _take_answers(self, wait_s: float | None, idle: bool = False) -> None:
+        """Take what environments answered; without anything to decode (`idle`), wait for it."""
+        found = list(self._arriving(wait_s, idle or not self._sampling))
+        for one, answer in sorted(found, key=lambda a: (a[0].episode.key, a[0].episode.index)):
+            one.asked = None
+            if id(one.episode) in self._open:
+                self._take_answer(one, answer)
 
-        Raises RolloutError where none comes, as one of them blocks the others' thread.
-        """
-        wait = 0.0 if self._sampling else self._call_seconds + _LATE_S
+    def _arriving(self, wait_s: float | None, idle: bool) -> Iterator[Answer]:
+        silence = self._call_seconds + _LATE_S
+        seconds = 0.0
+        if idle and len(self._sampling) < len(self._open):
+            seconds = silence if wait_s is None else wait_s
         answered = False
         while True:
             try:
-                yield self._answers.get(block=wait > 0.0, timeout=wait or None)
+                yield self._answers.get(block=seconds > 0.0, timeout=seconds or None)
             except Empty:
                 break
-            answered, wait = True, 0.0 if self._sampling else _GATHER_S
-        if not answered and not self._sampling:
+            self._heard, answered = time.monotonic(), True
+            seconds = 0.0 if self._sampling else _GATHER_S
+        stuck = self._open and not self._sampling and time.monotonic() - self._heard >= silence
+        if not answered and stuck:
             raise RolloutError(
                 f"{len(self._open)} episodes wait for their environments, and none has answered "
                 f"within {self._call_seconds:g} s: one of them blocks its thread; await what takes "
                 "long in it, or run environments in processes (rollout.agent.num_workers)"
             )
 
-    def _take_answer(self, episode: Episode, answer: Future[Observation], row: Row) -> None:
-        with self._faults_of(episode):
-            observation = answer.result()
-            if episode.transcript is None:
-                episode.begin(row["prompt"], observation)
+    def _take_answer(self, one: _Playing, answer: Future[Any]) -> None:
+        episode, resumed = one.episode, one.resumed
+        one.resumed = None
+        with self._faults_of(one):
+            if resumed is not None:
+                if answer.exception() is not None:
+                    log.warning("an episode is begun again: %s", answer.exception())
+                    episode.begin_again()
+                    self._ask(one, one.seat.reset(one.row))
+                    return
+            elif episode.transcript is None:
+                episode.begin(one.row["prompt"], answer.result())
             else:
-                episode.observe(observation)
-            turn = episode.next_turn(time.monotonic())
-            if turn is not None:
-                self._stream.submit(
-                    turn.key,
-                    turn.prompt_ids,
-                    max_new_tokens=turn.max_new_tokens,
-                    after=turn.after,
-                )
-                self._sampling[turn.key] = episode
+                episode.observe(answer.result())
+            self._submit(one, resumed.tokens if resumed is not None else None)
+
+    def _submit(self, one: _Playing, tokens: PartialCompletion | None) -> None:
+        """Have the next turn sampled, if the episode may have one."""
+        turn = one.episode.next_turn(time.monotonic())
+        if turn is None:
+            return
+        begun = None
+        if tokens is not None and len(tokens.token_ids) < turn.max_new_tokens:
+            begun = PartialRequest(turn.key, turn.prompt_ids, [tokens])
+        self._stream.submit(
+            turn.key,
+            turn.prompt_ids,
+            begun,
+            max_new_tokens=turn.max_new_tokens,
+            after=turn.after,
+        )
+        self._sampling[turn.key] = one
 
     @contextmanager
-    def _faults_of(self, episode: Episode) -> Iterator[None]:
+    def _faults_of(self, one: _Playing) -> Iterator[None]:
         """What goes wrong with an episode ends it alone; one that is over gives up its place."""
+        episode = one.episode
         try:
             yield
         except EngineError as error:
@@ -137,6 +247,7 @@ class EpisodePlayer:
         except Exception as error:  # a parser, a template: code of others
             episode.fail(f"{type(error).__name__}: {error}", self._failure_reward)
         if episode.end is not None:
-            self._open.pop(id(episode)).close()
+            self._open.pop(id(episode)).seat.close()
+            self._ended.append(episode)
             if episode.latest_turn is not None:
                 self._stream.forget(episode.latest_turn)

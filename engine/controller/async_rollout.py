@@ -36,7 +36,7 @@ from engine.controller.timeline import Span
 from engine.controller.weight_publisher import PublishedWeights
 from engine.errors import EngineError, WeightSyncError, WorkerError
 from engine.futures import Future
-from engine.rollout.partial_groups import PartialGroup
+from engine.rollout.partial_groups import Begun
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class AsyncRollout:
         self.restarts = self.resyncs = 0  # resyncs: deltas that failed, so full weights were sent
         self.causes: list[str] = []  # of workers' deaths
         self._reporting: set[str] = set()  # workers that have to report their unfinished groups
-        self._reported: dict[int, PartialGroup] = {}  # by key
+        self._reported: dict[int, Begun] = {}  # by key
         self._processes = RolloutProcesses(spawn, len(names))
         self._changed = threading.Condition()
         self._error: BaseException | None = None

@@ -14,7 +14,15 @@ import torch
 from engine.batch import Batch
 from engine.controller.staleness import Admission, AdmissionLimits, Ticket
 from engine.futures import Future
-from engine.rollout.partial_groups import PartialGroup, take_partial_groups, with_partial_groups
+from engine.rollout.partial_groups import (
+    Begun,
+    PartialGroup,
+    take_partial_groups,
+    with_partial_groups,
+)
+
+EPISODES = "episode_turns"  # a column of groups of episodes
+_SCORES = "token_level_scores"
 
 
 class RolloutQueue:
@@ -89,19 +97,24 @@ class RolloutQueue:
         return prompts, Batch.concat([self._scored.pop(key) for key in keys])
 
     def unused(
-        self, reported: Mapping[int, PartialGroup]
+        self, reported: Mapping[int, Begun]
     ) -> tuple[list[tuple[Batch, Batch]], list[Batch]]:
         """Everything that no step has taken: finished groups with their prompts, oldest first, and
-        unfinished prompts with what workers `reported` of their completions."""
+        unfinished prompts with what workers `reported` of their completions.
+
+        Finished episodes whose scores aren't there yet come without them."""
         keys = [group.ticket.key for group in self.admission.queue]
         finished = [(self._prompts[key], self._scored[key]) for key in keys]
-        partial = {**reported} | {
-            ticket.key: PartialGroup.from_finished(group)
-            for ticket, (group, _) in self._scoring.items()
-        }
+        partial, unscored = {**reported}, set()
+        for ticket, (group, _) in self._scoring.items():
+            if EPISODES in group:
+                unscored.add(ticket.key)
+                finished.append((self._prompts[ticket.key], group))
+            else:
+                partial[ticket.key] = PartialGroup.from_finished(group)
         unfinished = [
             with_partial_groups(self._prompts[key], [partial.get(key)])
-            for key in sorted(self._prompts.keys() - self._scored)
+            for key in sorted(self._prompts.keys() - self._scored - unscored)
         ]
         return finished, [*unfinished, *self._resample]
 
@@ -120,15 +133,38 @@ class RolloutQueue:
         return with_partial_groups(self._prompts[ticket.key], [partial])
 
     def _restore(self, prompt: Batch, group: Batch) -> None:
-        """Queue a group that an earlier run finished, under a key of this one."""
-        self.admission, key = self.admission.enqueue_restored(_versions(group))
+        """Queue a group that an earlier run finished, under a key of this one; score it first,
+        where that hadn't been done."""
+        state, versions = self.admission, _versions(group)
+        if _SCORES in group:
+            self.admission, key = state.enqueue_restored(versions)
+        elif state.may_start(state.version, min(versions)):
+            self.admission, ticket = state.start("", state.version, min(versions))
+            key = ticket.key
+        else:
+            key = None
         if key is None:
             self._resample.append(prompt)
+            return
+        self._prompts[key] = prompt | {"group_ids": torch.tensor([key])}
+        group = group | _with_key(group, key)
+        if _SCORES in group:
+            self._scored[key] = group
         else:
-            self._prompts[key] = prompt | {"group_ids": torch.tensor([key])}
-            self._scored[key] = group | {"group_ids": torch.full((len(group),), key)}
+            self._scoring[ticket] = (group, self._score(group))
 
 
 def _versions(group: Batch) -> set[int]:
-    """The versions of the weights that sampled the group's tokens."""
-    return set(group["token_versions"][group["response_mask"].bool()].tolist())
+    """The versions of the weights that sampled the group's tokens; without any, those that they
+    would have been sampled under."""
+    found = set(group["token_versions"][group["response_mask"].bool()].tolist())
+    return found or set(group["policy_version"].tolist())
+
+
+def _with_key(group: Batch, key: int) -> dict[str, torch.Tensor]:
+    """The fields of a group that name it."""
+    fields = {"group_ids": torch.full((len(group),), key)}
+    if "episode_ids" in group:
+        ids, order = torch.unique(group["episode_ids"], return_inverse=True)
+        fields["episode_ids"] = key * len(ids) + order
+    return fields

@@ -10,14 +10,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 
 from engine.batch import Batch
 from engine.rollout.stream import PartialCompletion
 
-PARTIAL_GROUP = "partial_group"  # a column of prompts: the PartialGroup of each, or None
+PARTIAL_GROUP = "partial_group"  # a column of prompts: what was begun of each, or None
+
+
+class Begun(Protocol):
+    """What was begun of a prompt: a `PartialGroup`, or `engine.agents.PartialEpisodes`."""
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Policy version of the oldest token; None without any token."""
+        ...
+
+    def tree(self) -> Any:
+        """Tensors and plain values, for a checkpoint."""
+        ...
 
 
 class PartialGroupTree(TypedDict):
@@ -77,12 +90,12 @@ class PartialGroup:
         return PartialGroup(tuple(completions), tuple(tree["ends"]))
 
 
-def with_partial_groups(prompts: Batch, groups: Iterable[PartialGroup | None]) -> Batch:
+def with_partial_groups(prompts: Batch, groups: Iterable[Begun | None]) -> Batch:
     """`prompts` with a column of their partial groups."""
     return Batch(prompts.as_dict(), {**prompts.columns, PARTIAL_GROUP: list(groups)})
 
 
-def take_partial_groups(prompts: Batch) -> tuple[Batch, list[PartialGroup | None]]:
+def take_partial_groups(prompts: Batch) -> tuple[Batch, list[Begun | None]]:
     """Split `prompts` into the batch without the column, and the column (all None if absent)."""
     columns = dict(prompts.columns)
     groups = columns.pop(PARTIAL_GROUP, None)

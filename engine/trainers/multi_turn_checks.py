@@ -9,6 +9,8 @@ from engine.config import RLConfig
 from engine.dataflows.registry import Dataflow
 from engine.errors import ConfigError
 from engine.rewards.environment import NAME as ENVIRONMENT
+from engine.rollout.protocol import engine_capabilities
+from engine.trainers.rollout_sources import sampler_count
 
 # Estimators that take an episode of several rows as one completion.
 _OF_EPISODES = ("gae_turn", "grpo", "grpo_passk", "grpo_turn", "gpg", "maxrl", "rloo")
@@ -35,14 +37,18 @@ def check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
 
 def _refused(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
     """Settings that episodes don't go with, and what to set."""
-    rollout = config.rollout
-    if config.trainer.mode != "sync":
-        yield f"trainer.mode={config.trainer.mode}", "set trainer.mode=sync"
-    if rollout.engine != "native":
-        yield f"rollout.engine={rollout.engine}", "set rollout.engine=native"
-    if rollout.tensor_parallel_size > 1:
+    rollout, own = config.rollout, engine_capabilities(config.rollout)
+    ahead = sampler_count(config.trainer) > 0
+    if not own.streams:
+        wanted = "turns are decoded in a stream: use native, vllm or server"
+        yield f"rollout.engine={rollout.engine}", wanted
+    if rollout.tensor_parallel_size > 1 and not own.own_processes:
         setting = f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}"
-        yield setting, "turns are decoded on one rank each: set it to 1"
+        wanted = "turns are decoded on one rank each: set it to 1"
+        yield setting, wanted + (", or rollout.vllm.in_process=false" if own.loads_shards else "")
+    if ahead and (tp := config.actor.parallel.tp) > 1:
+        wanted = "validation would decode turns on several ranks: set it to 1, or mode=sync"
+        yield f"actor.parallel.tp={tp} with trainer.mode={config.trainer.mode}", wanted
     if rollout.parts > 1:
         yield f"rollout.parts={rollout.parts}", "leave it at 1"
     if rollout.enable_rollout_routing_replay:

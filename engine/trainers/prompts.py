@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from engine.agents.partial_episodes import PartialEpisodes
 from engine.batch import Batch
 from engine.checkpoint.state_dict import StateDict
 from engine.controller.timeline import span
@@ -15,7 +16,12 @@ from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
 from engine.data.pass_rates import observed_rates
 from engine.data.templates import encode_prompts, with_template_variables
-from engine.rollout.partial_groups import PartialGroup, take_partial_groups, with_partial_groups
+from engine.rollout.partial_groups import (
+    Begun,
+    PartialGroup,
+    take_partial_groups,
+    with_partial_groups,
+)
 from engine.trainers.rollout_state import to_json_values
 
 
@@ -95,15 +101,18 @@ class PromptStream:
             self.loader.observe(prompt, rate)
         self._observed = [(prompt, rate) for prompt, rate in observed]
         self._resumed = deque(
-            with_partial_groups(self.encode([row]), [PartialGroup.from_tree(tree)])
-            if tree
-            else self.encode([row])
+            with_partial_groups(self.encode([row]), [_begun(tree)]) if tree else self.encode([row])
             for row, tree in zip(state["again"], state["begun"], strict=True)
         )
 
     def _draw(self) -> Batch:
         self._loader_state, self._observed = self.loader.state_dict(), []
         return self.encode(self.loader.next_batch())
+
+
+def _begun(tree: Any) -> Begun:
+    """What was begun of a prompt, from its `tree`."""
+    return PartialEpisodes.from_tree(tree) if "episodes" in tree else PartialGroup.from_tree(tree)
 
 
 def _row(prompt: Batch) -> dict[str, Any]:

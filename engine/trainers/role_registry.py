@@ -84,7 +84,6 @@ def _rollout(spec: RunSpec) -> RoleSpec:
     if rollout.multi_turn.enable:
         from engine.workers.agent_rollout import AgentRolloutWorker
 
-        options |= {"template_variables": spec.template_variables, "plugins": spec.config.plugins}
         return RoleSpec("rollout", AgentRolloutWorker, options)
     return RoleSpec("rollout", RolloutWorker, options)
 
@@ -93,7 +92,12 @@ def _rollout(spec: RunSpec) -> RoleSpec:
 def _sampler(spec: RunSpec) -> RoleSpec:
     from engine.workers.rollout import RolloutWorker
 
-    return RoleSpec("sampler", RolloutWorker, _sampling(spec) | _policy_copy(spec))
+    options = _sampling(spec) | _policy_copy(spec)
+    if spec.config.rollout.multi_turn.enable:
+        from engine.workers.agent_rollout import AgentRolloutWorker
+
+        return RoleSpec("sampler", AgentRolloutWorker, options)
+    return RoleSpec("sampler", RolloutWorker, options)
 
 
 @register_role("reference")
@@ -131,7 +135,12 @@ def stream_sampler(name: str, spec: RunSpec) -> RoleSpec:
     """One worker of asynchronous rollout."""
     from engine.workers.stream_rollout import StreamRolloutWorker
 
-    return RoleSpec(name, StreamRolloutWorker, _sampling(spec) | _policy_copy(spec))
+    options = _sampling(spec) | _policy_copy(spec)
+    if spec.config.rollout.multi_turn.enable:
+        from engine.workers.agent_rollout import AgentStreamWorker
+
+        return RoleSpec(name, AgentStreamWorker, options)
+    return RoleSpec(name, StreamRolloutWorker, options)
 
 
 def _model(spec: RunSpec) -> dict[str, Any]:
@@ -144,13 +153,16 @@ def _policy_copy(spec: RunSpec) -> dict[str, Any]:
 
 
 def _sampling(spec: RunSpec) -> dict[str, Any]:
-    return {
+    options = {
         "config": spec.config.rollout,
         "lora": spec.lora,
         "max_response_length": spec.max_response_length,
         "max_model_len": spec.max_model_len,
         "seed": spec.seed,
     }
+    if spec.config.rollout.multi_turn.enable:
+        options |= {"template_variables": spec.template_variables, "plugins": spec.config.plugins}
+    return options
 
 
 def _frozen(spec: RunSpec) -> dict[str, Any]:

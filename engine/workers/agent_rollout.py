@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from engine.agents.call_parsers import parsed_action, resolve_call_parser
-from engine.agents.collate import collate_episodes
 from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action
 from engine.agents.local_environments import Environments, LocalEnvironments
 from engine.agents.pool import EnvironmentPool
@@ -19,7 +18,9 @@ from engine.config import AgentConfig
 from engine.data.templates import with_template_variables
 from engine.rollout.stream import open_stream
 from engine.workers.base import WorkerContext
+from engine.workers.episode_groups import EpisodeGroups
 from engine.workers.rollout import RolloutWorker
+from engine.workers.stream_rollout import StreamRolloutWorker
 
 
 def open_environments(agent: AgentConfig, plugins: tuple[str, ...]) -> Environments:
@@ -69,23 +70,22 @@ class AgentRolloutWorker(RolloutWorker):
         )
 
     def _sample(self, prompts: Batch, n: int, temperature: float) -> Batch:
+        groups = self._open_groups(n, temperature)
+        done: dict[int, Batch] = {}
+        try:
+            groups.submit(prompts)
+            while groups.busy:
+                done |= {int(group["group_ids"][0]): group for group in groups.step()}
+        finally:
+            groups.close()
+            self.policy.sleep()
+        return Batch.concat([done[key] for key in prompts["group_ids"].tolist()])
+
+    def _open_stream(self) -> EpisodeGroups:
+        return self._open_groups(self.config.n, self.config.temperature)
+
+    def _open_groups(self, n: int, temperature: float) -> EpisodeGroups:
         params = replace(self._params(1, temperature), max_new_tokens=self.max_response_length)
-        rows = [
-            {name: column[row] for name, column in prompts.columns.items() if name != "prompt_ids"}
-            for row in range(len(prompts))
-        ]
-        episodes = [
-            Episode(
-                key=key,
-                row=row,
-                index=index,
-                tokenizer=self.episodes,
-                limits=self.limits,
-                fallback_prompt=list(prompts.columns["prompt_ids"][row]),
-            )
-            for row, key in enumerate(prompts["group_ids"].tolist())
-            for index in range(n)
-        ]
         stream = open_stream(
             self.policy.engine,
             params,
@@ -101,18 +101,25 @@ class AgentRolloutWorker(RolloutWorker):
             call_seconds=agent.call_timeout_s,
             failure_reward=agent.error_reward if agent.on_error == "score" else None,
         )
-        try:
-            player.play(episodes, rows)
-        finally:
-            stream.close()
-            self.policy.sleep()
-        return collate_episodes(
-            prompts,
-            episodes,
+        return EpisodeGroups(
+            stream,
+            player,
+            self._new_episode,
+            n=n,
             pad_token_id=self.tokenizer.pad_token_id,
             branches=self.config.multi_turn.history == "branches",
         )
 
+    def _new_episode(self, key: int, index: int, prompt_ids: list[int]) -> Episode:
+        return Episode(key, 0, index, self.episodes, self.limits, prompt_ids)
+
     def close(self) -> None:
         self.environments.close()
         super().close()
+
+
+class AgentStreamWorker(StreamRolloutWorker, AgentRolloutWorker):
+    """Plays episodes without waiting for a batch of them (trainer.mode=async).
+
+    Those that play go on under new weights; a group is handed over when its last episode ends.
+    """

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -13,13 +14,33 @@ from engine.batch import Batch
 from engine.config import RolloutConfig
 from engine.data.collate import collate_completions, pad
 from engine.errors import RolloutError
-from engine.rollout.partial_groups import PartialGroup, take_partial_groups
+from engine.rollout.partial_groups import Begun, PartialGroup, take_partial_groups
 from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams
 from engine.rollout.stream import PartialCompletion, PartialRequest, StreamedCompletion, open_stream
 
 
+class Groups(Protocol):
+    """What samples groups as they come: of completions (`GroupStream`), or of episodes."""
+
+    @property
+    def busy(self) -> int: ...
+
+    @property
+    def version(self) -> int: ...
+
+    def submit(self, prompts: Batch) -> None: ...
+
+    def partial_groups(self) -> Mapping[int, Begun]: ...
+
+    def step(self) -> list[Batch]: ...
+
+    def update_weights(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class GroupStream:
-    """Decodes `params.n` completions of each prompt, and returns finished groups.
+    """Decodes `params.n` completions of each prompt, and returns finished groups: a `Groups`.
 
     A prompt's key is its `group_ids`; a key may be reused once its group was returned.
     """
@@ -63,6 +84,11 @@ class GroupStream:
         for row, key in enumerate(prompts["group_ids"].tolist()):
             ids, partial = prompts.columns["prompt_ids"][row], partial_groups[row]
             request = None
+            if not isinstance(partial, PartialGroup | None):
+                raise RolloutError(
+                    f"group {key} was saved with episodes; resume with rollout.multi_turn.enable="
+                    "true, or begin anew"
+                )
             if partial is not None:
                 request = self._restore(key, list(ids), partial)
             self._prompts[key] = prompts.rows([row])

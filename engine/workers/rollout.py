@@ -23,7 +23,7 @@ from engine.runtime.rollout_weights import (
 from engine.runtime.save_policy import StartModel
 from engine.runtime.sharded_model import process_device
 from engine.workers.base import Dispatch, WorkerContext, dispatch
-from engine.workers.group_stream import GroupStream
+from engine.workers.group_stream import Groups, GroupStream
 from engine.workers.stateful import StatefulWorker
 
 
@@ -68,7 +68,7 @@ class RolloutWorker(StatefulWorker):
             weights = rollout_weights(context.process.policy.sharded, tp, load)
         self.policy = context.process.policy
         self.stop = stop_token_ids(self.tokenizer, weights.model.config)
-        self._groups: GroupStream | None = None  # between `begin` and the last `next_part`
+        self._groups: Groups | None = None  # between `begin` and the last `next_part`
         self._left, self._done = 0, list[Batch]()
         self._draws = (-1, 0)  # policy version, and how often it was sampled from
         common = {
@@ -125,7 +125,7 @@ class RolloutWorker(StatefulWorker):
         """
         return self.policy.load_weights(weights)
 
-    def _open_stream(self) -> GroupStream:
+    def _open_stream(self) -> Groups:
         return GroupStream(
             self.policy.engine,
             self._params(self.config.n, self.config.temperature),

@@ -7,13 +7,14 @@ every token carries the version it was sampled under. The controller sends promp
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine.batch import Batch
-from engine.rollout.partial_groups import PartialGroup
+from engine.rollout.partial_groups import Begun
 from engine.workers.base import Dispatch, WorkerContext, dispatch
-from engine.workers.group_stream import GroupStream
+from engine.workers.group_stream import Groups
 from engine.workers.rollout import RolloutWorker
 
 
@@ -24,7 +25,7 @@ class PollResult:
     groups: tuple[Batch, ...]  # finished groups, each `rollout.n` rows
     busy: int  # completions that are decoded or wait for a slot, e.g. 61
     version: int  # of the weights that it decodes with now
-    partial_groups: dict[int, PartialGroup] | None = None  # unfinished ones by key, on request
+    partial_groups: Mapping[int, Begun] | None = None  # unfinished ones by key, on request
 
 
 class StreamRolloutWorker(RolloutWorker):
@@ -32,7 +33,7 @@ class StreamRolloutWorker(RolloutWorker):
 
     def __init__(self, context: WorkerContext, **options: Any) -> None:
         super().__init__(context, **options)
-        self.stream: GroupStream = self._open_stream()
+        self.stream: Groups = self._open_stream()
 
     @dispatch(Dispatch.RANK_ZERO)
     def load_weights(self, weights: Batch) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from engine.agents.protocol import Action, Observation
 from engine.agents.registry import register_environment
@@ -63,3 +64,37 @@ class SometimesFaulty(DigitGame):
         if answer.done and len(action.text) % 3 == 0:
             raise ZeroDivisionError("the dice fell off the table")
         return answer
+
+
+@register_environment("saved_game")
+class SavedGame(DigitGame):
+    """A digit game that can be saved between turns; it notes what all games were asked."""
+
+    resets: ClassVar[list[str]] = []
+    steps: ClassVar[int] = 0
+
+    def __init__(self, *, turns: int = 3, delay: float = 0.0, log: str = "") -> None:
+        super().__init__(turns=turns, delay=delay)
+        self.log, self.name = log, ""
+
+    async def reset(self, row: Mapping[str, Any]) -> Observation:
+        self.name = row["prompt"][0]["content"]
+        self.resets.append(self.name)
+        self.note("reset")
+        return await super().reset(row)
+
+    async def step(self, action: Action) -> Observation:
+        type(self).steps += 1
+        self.note("step")
+        return await super().step(action)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"turn": self.turn, "name": self.name}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.turn, self.name = state["turn"], state["name"]
+
+    def note(self, what: str) -> None:
+        if self.log:
+            with Path(self.log).open("a") as file:
+                file.write(f"{what} {self.name} {self.turn}\n")

@@ -204,9 +204,18 @@ def test_branches_are_rows_of_one_episode(tiny_folder: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"trainer": {"mode": "async"}}, "trainer.mode=async"),
-        ({"trainer": {"mode": "one_step_off"}}, "trainer.mode=one_step_off"),
-        ({"rollout": {"engine": "vllm"}}, "rollout.engine=vllm"),
+        (
+            {
+                "trainer": {"mode": "async"},
+                "actor": {"parallel": {"tp": 2}},
+            },
+            "actor.parallel.tp=2 with trainer.mode=async",
+        ),
+        ({"rollout": {"tensor_parallel_size": 2}}, "rollout.tensor_parallel_size=2"),
+        (
+            {"rollout": {"engine": "vllm", "tensor_parallel_size": 2}},
+            "set it to 1, or rollout.vllm.in_process=false",
+        ),
         ({"rollout": {"parts": 2}}, "rollout.parts=2"),
         ({"rollout": {"agent": {"environment": "digit_games:Nothing"}}}, "Nothing"),
         ({"rollout": {"agent": {"environment": ""}}}, "rollout.agent.environment"),
