@@ -21,6 +21,7 @@ needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
 )
 VLLM = {"engine": "vllm", "kv_cache_memory_mb": 64, "max_num_seqs": 8}
+FLOAT = "float32"  # in bfloat16 two engines round otherwise
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_episodes_under_way_resume_with_an_async_run(tiny_folder: Path, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["one_step_off", "async"])
 def test_vllm_plays_ahead_of_the_trainer(wide_folder: Path, ray_cluster: None, mode: str) -> None:
-    history, batches = run(wide_folder, ahead(mode, "ray", **VLLM))
+    history, batches = run(wide_folder, ahead(mode, "ray", **VLLM), dtype=FLOAT)
     check_versions(history[:-1], batches[:4])
 
 
@@ -131,7 +132,7 @@ def test_vllm_and_native_play_the_same_greedy_episodes(wide_folder: Path, own: b
         rollout: dict[str, Any] = VLLM if engine == "vllm" else {}
         if engine == "vllm" and own:
             rollout = rollout | {"vllm": {"in_process": False}, "tensor_parallel_size": 2}
-        with trainer(wide_folder, settings(rollout=rollout)) as subject:
+        with trainer(wide_folder, settings(rollout=rollout), FLOAT) as subject:
             subject.on_rollouts = lambda split, step, batch, e=engine: found.update({e: batch})
             subject.validate(arithmetic_rows(6))
     ours, theirs = found["vllm"], found["native"]
@@ -146,7 +147,9 @@ def test_vllm_and_native_play_the_same_greedy_episodes(wide_folder: Path, own: b
 @needs_vllm
 @pytest.mark.slow
 def test_vllm_samples_what_the_trainer_learns_from(wide_folder: Path) -> None:
-    history, batches = run(wide_folder, settings(rollout=VLLM, actor={"old_log_probs": "trainer"}))
+    history, batches = run(
+        wide_folder, settings(rollout=VLLM, actor={"old_log_probs": "trainer"}), dtype=FLOAT
+    )
     assert [metrics["staleness/max"] for metrics in history[:2]] == [0, 0]
     for batch in batches[:2]:
         kept = batch["response_mask"].bool()

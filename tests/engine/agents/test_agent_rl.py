@@ -53,18 +53,18 @@ def settings(placement: str = "local", **changes: Any) -> RLConfig:
     return RLConfig.model_validate(values)
 
 
-def trainer(folder: Path, config: RLConfig) -> RLTrainer:
+def trainer(folder: Path, config: RLConfig, dtype: str = "auto") -> RLTrainer:
     loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), config.trainer.train_batch_size, 0)
-    return RLTrainer(folder, config, loader, max_response_length=36, max_model_len=60)
+    return RLTrainer(folder, config, loader, max_response_length=36, max_model_len=60, dtype=dtype)
 
 
 def run(
-    folder: Path, config: RLConfig, out: Path | None = None
+    folder: Path, config: RLConfig, out: Path | None = None, dtype: str = "auto"
 ) -> tuple[list[dict[str, float]], list[Batch]]:
     """Each step's metrics without times, then the validation's; and the steps' batches."""
     history: list[dict[str, float]] = []
     batches: list[Batch] = []
-    with trainer(folder, config) as subject:
+    with trainer(folder, config, dtype) as subject:
         subject.on_step = lambda step, total, metrics: history.append(dict(metrics))
         subject.on_rollouts = lambda split, step, batch: batches.append(batch)
         subject.fit()
