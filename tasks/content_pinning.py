@@ -1,18 +1,20 @@
 """Pins what settings refer to by name, so that it is part of cache keys and manifests.
 
-A hub model gets the commit that it is loaded at; code and folders get a digest.
+A hub model gets the commit that it is loaded at; code, files and folders get a digest.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from engine.config import (
+    AgentConfig,
     AlgorithmConfig,
     EvaluateConfig,
+    MultiTurnConfig,
     PairsConfig,
     PipelineConfig,
     RewardConfig,
@@ -36,6 +38,9 @@ def pin_named_content(config: C) -> C:
         started = pin_revision(rl.critic.model_path, "rl.critic.model_path")
         rl = rl.model_copy(update={"critic": rl.critic.model_copy(update={"model_path": started})})
     rl = rl.model_copy(update={"named_content": named_content(rl)})
+    if rl.rollout.multi_turn.enable:
+        agent = pinned_agent(rl.rollout.agent, rl.rollout.multi_turn)
+        rl = rl.model_copy(update={"rollout": rl.rollout.model_copy(update={"agent": agent})})
     pairs, evaluate = pinned_ranking(config), pinned_evaluation(config)
     return config.model_copy(update={"rl": rl, "pairs": pairs, "evaluate": evaluate})
 
@@ -77,7 +82,43 @@ def pinned_evaluation(config: PipelineConfig) -> EvaluateConfig:
     if Path(harness.include_path).is_dir() and harness.include_path:
         content = tree_digest(Path(harness.include_path))
         harness = harness.model_copy(update={"named_content": content})
-    return evaluate.model_copy(update={"named_content": code, "lm_eval": harness})
+    pinned: dict[str, object] = {"named_content": code, "lm_eval": harness}
+    if evaluate.multi_turn is not None and evaluate.multi_turn.enable:
+        pinned["agent"] = pinned_agent(evaluate.environments, evaluate.multi_turn)
+    return evaluate.model_copy(update=pinned)
+
+
+def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig:
+    """What episodes are played with, with the digest of what environment, tools and parser name.
+
+    Options count with the modules of `package.module:name` and the content of files that they name.
+    """
+    from engine.storage.code_version import modules_digest
+    from engine.storage.hashing import hash_file
+
+    environment = agent.environment
+    named = [environment.name, multi_turn.format, *_texts(environment.options)]
+    files = [hash_file(name) for name in named if _is_file(name)]
+    found = "\0".join(filter(None, [modules_digest(_modules(named)), *files]))
+    content = hashlib.sha256(found.encode()).hexdigest() if found else ""
+    return agent.model_copy(update={"named_content": content})
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All texts in an option's value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for part in value.values() for text in _texts(part))
+    elif isinstance(value, Sequence):
+        yield from (text for part in value for text in _texts(part))
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # no name of a file: too long, or with a null character
+        return False
 
 
 def reward_names(reward: RewardConfig) -> list[str]:

@@ -145,6 +145,10 @@ def evaluate(
                 "gain_high": comparison.gain.high,
                 **harness_metrics(harness),
             }
+            | {
+                f"episodes/{one.name.replace(', ', '/').replace(' ', '_')}_rl": one.after.mean
+                for one in comparison.episodes
+            }
             | {f"{one.name}/pass_at_1_rl": one.comparison.after.pass_at_1.mean for one in sets[1:]}
             | {f"{one.name}/gain": one.comparison.gain.mean for one in sets[1:]}
         )

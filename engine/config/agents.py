@@ -62,6 +62,11 @@ class AgentConfig(Section):
         "drop", description="An episode whose environment fails: leave it out, or error_reward"
     )
     error_reward: float = Field(0.0, description="With on_error=score: added to its last turn")
+    named_content: str = Field(
+        "",
+        description="Digest of the modules and files that environment and tools name, for the "
+        "cache; workflows fill it",
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

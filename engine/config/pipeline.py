@@ -6,6 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from engine.config.agents import AgentConfig, MultiTurnConfig
 from engine.config.base import Section
 from engine.config.data import DataConfig, ModelConfig
 from engine.config.pairs import PairsConfig
@@ -58,6 +59,12 @@ class EvaluateConfig(Section):
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to be up")
     step_timeout_s: float = Field(7200.0, gt=0, description="Deadline for one call to a rank")
     lm_eval: LMEvalConfig = LMEvalConfig()
+    multi_turn: MultiTurnConfig | None = Field(
+        None, description="Problems are played as episodes; none: where RL's rollout does so"
+    )
+    agent: AgentConfig | None = Field(
+        None, description="What they are played with; none: rollout.agent of RL"
+    )
     reward: RewardConfig | None = Field(
         None, description="What tells right answers from wrong ones; none: the reward of RL"
     )
@@ -72,6 +79,16 @@ class EvaluateConfig(Section):
     def scorer(self) -> RewardConfig:
         """The reward that scores; GSM8K's rule where none is given."""
         return self.reward or RewardConfig()
+
+    @property
+    def plays_episodes(self) -> bool:
+        """Whether a problem is an episode with an environment."""
+        return self.multi_turn is not None and self.multi_turn.enable
+
+    @property
+    def environments(self) -> AgentConfig:
+        """What episodes are played with."""
+        return self.agent or AgentConfig()
 
     @model_validator(mode="after")
     def _enough_samples(self) -> Self:
@@ -116,10 +133,17 @@ class PipelineConfig(Section):
         return self
 
     def evaluation(self) -> EvaluateConfig:
-        """The section `evaluate`, by RL's reward and plugins where it names none of its own."""
-        own = self.evaluate
-        reward, plugins = own.reward or self.rl.reward, own.plugins or self.rl.plugins
-        return own.model_copy(update={"reward": reward, "plugins": plugins})
+        """The section `evaluate`, with RL's reward, plugins and episodes where it has none."""
+        own, rollout = self.evaluate, self.rl.rollout
+        filled: dict[str, object] = {
+            "reward": own.reward or self.rl.reward,
+            "plugins": own.plugins or self.rl.plugins,
+        }
+        if own.multi_turn is None and rollout.multi_turn.enable:
+            filled["multi_turn"] = rollout.multi_turn
+        if own.agent is None and (own.plays_episodes or "multi_turn" in filled):
+            filled["agent"] = rollout.agent
+        return own.model_copy(update=filled)
 
     def ranking(self) -> PairsConfig:
         """The section `pairs`, by RL's reward and plugins where it names none of its own."""

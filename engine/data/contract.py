@@ -142,6 +142,16 @@ EVALUATION_ROWS = _table(
         "truncated": _column(_AMOUNT, _SHARE),
         "format_rate": _column(_AMOUNT, _SHARE),
         "errors": _column(_COUNT),
+        # Where problems are episodes.
+        "greedy_turns": _column(_COUNT, required=False),
+        "greedy_return": _column(_NUMBER, required=False),
+        "greedy_calls": _column(_COUNT, required=False),
+        "greedy_malformed": _column(_COUNT, required=False),
+        "greedy_end": _column(_TEXT, required=False),
+        "sample_turns": _column(_AMOUNT, required=False),
+        "sample_return": _column(_NUMBER, required=False),
+        "sample_called": _column(_AMOUNT, _SHARE, required=False),
+        "sample_malformed": _column(_AMOUNT, required=False),
     }
 )
 

@@ -7,7 +7,7 @@ Copies of the model take consecutive shares of the prompts. What is drawn goes b
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.batch import Batch
+from engine.agents.played import PlayedEpisode
+from engine.batch import Batch, Column
 from engine.config import EvaluateConfig
 from engine.controller.launch import Placement, Pool, launch
 from engine.controller.ray_session import ray_session
@@ -25,6 +26,7 @@ from engine.evaluation.layout import evaluation_layout
 from engine.parallel.layout import Layout
 from engine.rollout.protocol import SamplingParams
 from engine.workers.base import WorkerContext
+from engine.workers.episode_evaluation import EpisodeEvaluationWorker
 from engine.workers.evaluation import EvaluationWorker
 
 ROLE = "evaluation"
@@ -36,10 +38,11 @@ Report = Callable[[int], None]
 
 
 class Answer(NamedTuple):
-    """One completion."""
+    """One completion, or one episode."""
 
-    token_ids: list[int]  # sampled tokens, the stop token included, e.g. [17, 9, 2]
+    token_ids: list[int]  # sampled tokens, stop tokens included, e.g. [17, 9, 2]
     truncated: bool  # at the limit of tokens
+    episode: PlayedEpisode | None = None
 
 
 def decode(
@@ -49,9 +52,12 @@ def decode(
     *,
     max_response_length: int,
     seed: int,
+    columns: Mapping[str, Column] | None = None,
     on_progress: Report | None = None,
 ) -> tuple[list[Answer], list[Answer]]:
     """One greedy completion a prompt, and `config.samples` sampled ones, in the prompts' order.
+
+    With `config.multi_turn` they are episodes, of rows that `columns` hold.
 
     `on_progress(n)` is called with the number of finished completions of both. A rank that fails
     or dies ends all of it: raises its EngineError, or WorkerError with rank and cause.
@@ -63,7 +69,9 @@ def decode(
         seed=seed,
     )
     passes = replace(sampled, n=1, temperature=0.0), sampled
-    greedy, each = decode_passes(folder, prompts, passes, config, on_progress=on_progress)
+    greedy, each = decode_passes(
+        folder, prompts, passes, config, columns=columns, on_progress=on_progress
+    )
     return greedy, each
 
 
@@ -73,34 +81,43 @@ def decode_passes(
     passes: Passes,
     config: EvaluateConfig,
     *,
+    columns: Mapping[str, Column] | None = None,
     on_progress: Report | None = None,
 ) -> list[list[Answer]]:
     """The completions of each pass, `params.n` a prompt, in the prompts' order; as `decode`.
 
-    Of `config` the engine and the layout are read.
+    Of `config` the engine, the layout and what episodes are played with are read.
     """
     layout = evaluation_layout(config, folder)
-    batch = Batch({"group_ids": torch.arange(len(prompts))}, {"prompt_ids": list(prompts)})
+    own = {**(columns or {}), "prompt_ids": list(prompts)}
+    batch = Batch({"group_ids": torch.arange(len(prompts))}, own)
     longest = max(params.max_new_tokens for params in passes)
-    options = {
+    options: dict[str, Any] = {
         "model_path": str(folder),
         "engine": config.engine,
         "max_model_len": max(map(len, prompts)) + longest,
         "seed": passes[0].seed,
         "tp": layout.tp,
     }
+    spec = RoleSpec(ROLE, EvaluationWorker, options, layout=layout, plugins=config.plugins)
+    if config.plays_episodes:
+        options |= {
+            "multi_turn": config.multi_turn,
+            "agent": config.environments,
+            "plugins": config.plugins,
+        }
+        spec = replace(spec, worker_class=EpisodeEvaluationWorker)
     report = on_progress or (lambda done: None)
     if layout.world_size == 1:
-        return _alone(batch, passes, options, report)
-    return _on_ranks(batch, passes, options, report, layout, config)
+        return _alone(batch, passes, spec, report)
+    return _on_ranks(batch, passes, spec, report, layout, config)
 
 
-def _alone(
-    prompts: Batch, passes: Passes, options: dict[str, Any], report: Report
-) -> list[list[Answer]]:
+def _alone(prompts: Batch, passes: Passes, spec: RoleSpec, report: Report) -> list[list[Answer]]:
     torch.set_num_threads(os.cpu_count() or 1)
     found, before = [], 0
-    with closing(EvaluationWorker(WorkerContext(ROLE), **options)) as worker:
+    made: Any = spec.worker_class(WorkerContext(ROLE), **spec.options)
+    with closing(made) as worker:
         for params in passes:
             found.append(worker.answer(prompts, params, partial(_after, report, before)))
             before += len(prompts) * params.n
@@ -114,12 +131,11 @@ def _after(report: Report, before: int, done: int) -> None:
 def _on_ranks(
     prompts: Batch,
     passes: Passes,
-    options: dict[str, Any],
+    spec: RoleSpec,
     report: Report,
     layout: Layout,
     config: EvaluateConfig,
 ) -> list[list[Answer]]:
-    spec = RoleSpec(ROLE, EvaluationWorker, options, layout=layout, plugins=config.plugins)
     with (
         ray_session("ray", OBJECT_STORE_BYTES),
         launch(_placement(layout, config), [spec]) as roles,
@@ -159,9 +175,12 @@ def _parts(prompts: Batch, copies: int, n: int) -> list[Batch]:
 
 def _answers(batches: Sequence[Batch]) -> list[Answer]:
     return [
-        Answer(list(tokens), bool(truncated))
+        Answer(list(tokens), bool(truncated), episode)
         for batch in batches
-        for tokens, truncated in zip(
-            batch.columns["token_ids"], batch["truncated"].tolist(), strict=True
+        for tokens, truncated, episode in zip(
+            batch.columns["token_ids"],
+            batch["truncated"].tolist(),
+            batch.columns.get("episodes", [None] * len(batch)),
+            strict=True,
         )
     ]

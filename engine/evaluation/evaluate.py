@@ -20,7 +20,7 @@ from engine.data.templates import decode_response, encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import DataError
 from engine.evaluation.decode import Answer, decode
-from engine.evaluation.judging import judge
+from engine.evaluation.judging import episode_columns, judge, judge_episodes
 from engine.evaluation.rows import Judged, ModelName, Problems, build_rows
 from engine.evaluation.sets import TEST
 from engine.plugins import import_plugins
@@ -37,7 +37,7 @@ def evaluate_model(
     seed: int,
     on_progress: Callable[[int], None] | None = None,
 ) -> pd.DataFrame:
-    """Decode every problem once greedily and `config.samples` times sampled.
+    """Decode every problem once greedily and `config.samples` times sampled, or play it so often.
 
     `problems` are RL rows by evaluation set, or those of the set `test` alone. Returns the table of
     `engine.evaluation.rows`, set by set. `on_progress(n)` is called with the number of finished
@@ -60,17 +60,23 @@ def evaluate_model(
             config,
             max_response_length=max_response_length,
             seed=seed,
+            columns=episode_columns(scored) if config.plays_episodes else None,
             on_progress=on_progress,
         )
 
         def judged(completions: Sequence[Answer], n: int) -> list[Judged]:
+            prompts = repeated(asked, n)
+            columns = {key: repeated(values, n) for key, values in scored.items()}
+            if config.plays_episodes:
+                played = [one.episode for one in completions if one.episode]
+                return judge_episodes(scorer, played, prompts, columns)
             return judge(
                 scorer,
                 [decode_response(tokenizer, one.token_ids) for one in completions],
                 [len(one.token_ids) for one in completions],
                 [one.truncated for one in completions],
-                repeated(asked, n),
-                {key: repeated(values, n) for key, values in scored.items()},
+                prompts,
+                columns,
             )
 
         first, each = judged(greedy, 1), judged(sampled, config.samples)

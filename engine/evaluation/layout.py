@@ -52,6 +52,11 @@ def check_evaluation_layout(
     config: EvaluateConfig, model_config: PretrainedConfig | None = None
 ) -> None:
     """Raise ConfigError for a layout that the settings, or the model, don't allow."""
+    if config.plays_episodes and config.engine != "native":
+        raise ConfigError(
+            f"evaluate.engine={config.engine} with evaluate.multi_turn: episodes are played by the "
+            "native engine; set evaluate.engine=native"
+        )
     if config.parallel is None:
         return
     for name, value in config.parallel:
@@ -63,6 +68,11 @@ def check_evaluation_layout(
     layout = Layout.of(config.parallel)
     if layout.tp == 1:
         return
+    if config.plays_episodes:
+        raise ConfigError(
+            f"evaluate.parallel.tp={layout.tp} with evaluate.multi_turn: turns are decoded on one "
+            "rank each; set tp=1, and dp for copies"
+        )
     if not _splits(config.engine):
         raise ConfigError(
             f"evaluate.parallel.tp={layout.tp} with evaluate.engine={config.engine}, which decodes "
@@ -130,6 +140,8 @@ def _allowed(config: EvaluateConfig, model_config: PretrainedConfig, tp: int) ->
     """Whether a copy can be on so many ranks."""
     if tp == 1:
         return True
+    if config.plays_episodes:  # turns are decoded on one rank each
+        return False
     if model_config.model_type not in ROLLOUT_FAMILIES or not _splits(config.engine):
         return False
     try:

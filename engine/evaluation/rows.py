@@ -10,12 +10,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pandas as pd
 
 from engine.errors import DataError
 from engine.evaluation.metrics import format_rate, majority_vote
+
+if TYPE_CHECKING:
+    from engine.agents.played import PlayedEpisode
 
 ModelName = Literal["warm_start", "rl", "champion"]
 
@@ -44,6 +47,19 @@ COLUMNS: dict[str, str] = {
     "format_rate": "share of the samples that keep the format; 1 where the scorer knows none",
     "errors": "completions that could not be scored, and count as wrong",
 }
+
+EPISODE_COLUMNS: dict[str, str] = {
+    "greedy_turns": "turns of the policy in the greedy episode",
+    "greedy_return": "what its environment gave",
+    "greedy_calls": "tools that it called",
+    "greedy_malformed": "calls in it that can't be read",
+    "greedy_end": "how it ended: done, turns, tokens, seconds or failed",
+    "sample_turns": "mean turns of the sampled episodes",
+    "sample_return": "mean of what their environments gave",
+    "sample_called": "share of them that called a tool",
+    "sample_malformed": "mean calls that can't be read",
+}
+"""Where problems are episodes, besides `COLUMNS`. There a completion is all that was said."""
 
 # What makes a problem the same.
 _IDENTITY = ["dataset", "index", "data_source", "prompt", "ground_truth"]
@@ -74,6 +90,7 @@ class Judged:
     vote: str | None  # what counts in a majority vote: the answer, or the text
     well_formed: bool
     failed: bool  # it could not be scored
+    episode: PlayedEpisode | None = None  # where the completion is one
 
 
 def build_rows(
@@ -122,10 +139,34 @@ def build_rows(
                 "format_rate": format_rate([one.well_formed for one in several]),
                 "errors": sum(one.failed for one in (first, *several)),
             }
+            | _episode_columns(first, several)
         )
-    frame = pd.DataFrame(rows, columns=list(COLUMNS))
+    more = list(EPISODE_COLUMNS) if any(one.episode for one in greedy) else []
+    frame = pd.DataFrame(rows, columns=[*COLUMNS, *more])
     # A column of None alone would otherwise be typed by chance.
     return frame.astype({"greedy_answer": "str", "majority_answer": "str"})
+
+
+def _episode_columns(first: Judged, several: Sequence[Judged]) -> dict[str, Any]:
+    """The cells of `EPISODE_COLUMNS`; none where completions are no episodes."""
+    greedy, sampled = first.episode, [one.episode for one in several if one.episode]
+    if greedy is None:
+        return {}
+    return {
+        "greedy_turns": greedy.turns,
+        "greedy_return": float(greedy.reward),
+        "greedy_calls": greedy.calls,
+        "greedy_malformed": greedy.malformed,
+        "greedy_end": greedy.end,
+        "sample_turns": _mean([one.turns for one in sampled]),
+        "sample_return": _mean([one.reward for one in sampled]),
+        "sample_called": _mean([one.calls > 0 for one in sampled]),
+        "sample_malformed": _mean([one.malformed for one in sampled]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(sum(values)) / len(values)
 
 
 def prompt_digest(rows: pd.DataFrame) -> str:

@@ -36,7 +36,10 @@ class EvaluatedSet:
         found = self.comparison
         rates = described(found.before, found.after, found.gain, found.problems)
         whole = f"{self.name}: {rates}; {self.contamination}"
-        return [whole, *(f"{self.name}: {part.line()}" for part in self.proper_parts)]
+        lines = [whole]
+        if found.episodes:
+            lines.append(f"{self.name}: {'; '.join(one.line() for one in found.episodes)}")
+        return [*lines, *(f"{self.name}: {part.line()}" for part in self.proper_parts)]
 
     @property
     def proper_parts(self) -> list[Part]:

@@ -29,9 +29,13 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> 
     # Where the reward is found, and how called; what is run beside it; and on how many ranks.
     apart = {"reward", "plugins", "named_content", "lm_eval"}
     apart |= {"parallel", "start_timeout_s", "step_timeout_s"}
+    kept: set[str] | dict[str, Any] = apart
+    if config.agent is not None:
+        # Where environments run, and how many, changes no episode.
+        kept = dict.fromkeys(apart, True) | {"agent": {"num_workers", "concurrency"}}
     return {
         "data": {"max_response_length": data.max_response_length},
-        "evaluate": redact_values(config.model_dump(mode="json", exclude=apart)),
+        "evaluate": redact_values(config.model_dump(mode="json", exclude=kept)),
         "seed": seed,
         "scorer": scorer_identity(config.scorer, config.named_content),
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import pandas as pd
 from pydantic import TypeAdapter, ValidationError
 
 from engine.errors import DataError
+from engine.evaluation.episodes import EpisodeMeasure, compare_episodes
 from engine.evaluation.metrics import (
     Interval,
     LengthSummary,
@@ -63,6 +64,8 @@ class EvaluationComparison:
     confidence: float  # of every interval, e.g. 0.95
     bootstrap_samples: int
     seed: int
+    # Turns, returns and calls, where completions are episodes.
+    episodes: list[EpisodeMeasure] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, strings and numbers, as `json.dumps` takes them."""
@@ -127,6 +130,7 @@ def summarise(
         confidence=confidence,
         bootstrap_samples=bootstrap_samples,
         seed=seed,
+        episodes=compare_episodes(rows_before, rows_after, confidence, bootstrap_samples, seed),
     )
 
 

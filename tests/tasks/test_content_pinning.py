@@ -83,3 +83,26 @@ def test_a_start_model_is_its_files_and_its_base(tmp_path: Path) -> None:
     assert model_digest(str(adapter)) != before
     pinned = f"owner/name@{'a' * 40}"
     assert model_digest(pinned) == pinned
+
+
+@pytest.mark.parametrize("section", ["rl", "evaluate"])
+@pytest.mark.parametrize("file", ["games.py", "my_tools.py", "passages.jsonl", "calls.py"])
+def test_an_edited_environment_tool_or_file_is_another_configuration(
+    plug: Path, section: str, file: str
+) -> None:
+    for name in ("games.py", "my_tools.py", "calls.py"):
+        write(plug / name, RAISES)
+    write(plug / "passages.jsonl", "{}")
+    search = {"name": "search", "options": {"corpus": str(plug / "passages.jsonl")}}
+    options = {"tools": ["calculator", "my_tools:add", search]}
+    agent = {"environment": {"name": "games:Game", "options": options}}
+    rollout = {"multi_turn": {"enable": True, "format": "calls:read"}, "agent": agent}
+    config = RLHFConfig.model_validate({"rl": {"rollout": rollout}})
+
+    def found() -> str:
+        return digest(getattr(apply_profile(config, LAPTOP), section))
+
+    before = found()
+    assert before == found()
+    write(plug / file, "# edited\n")
+    assert found() != before

@@ -1,0 +1,151 @@
+"""The role of evaluation where a model plays episodes with environments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from engine.agents.call_parsers import parsed_action, resolve_call_parser
+from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action
+from engine.agents.played import played
+from engine.agents.rollout import EpisodePlayer
+from engine.batch import Batch
+from engine.config import AgentConfig, MultiTurnConfig
+from engine.data.templates import encode_prompt
+from engine.data.tokenizer import load_tokenizer
+from engine.plugins import import_plugins
+from engine.rollout.protocol import SamplingParams
+from engine.rollout.stream import open_stream
+from engine.workers.agent_rollout import open_environments
+from engine.workers.base import Dispatch, WorkerContext, dispatch
+from engine.workers.evaluation import EvaluationWorker
+
+_MAX_NUM_SEQS = 512  # episodes whose turns are decoded at once
+
+
+class EpisodeEvaluationWorker(EvaluationWorker):
+    """Plays episodes with a copy of a model, as `rollout.multi_turn` and `rollout.agent` say."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        model_path: str,
+        max_model_len: int,
+        multi_turn: MultiTurnConfig,
+        agent: AgentConfig,
+        plugins: tuple[str, ...] = (),
+        **options: Any,
+    ) -> None:
+        """`max_model_len` is that of episodes whose prompts show no tools."""
+        import_plugins(plugins)
+        self.environments = open_environments(agent, plugins)
+        try:
+            self.tokenizer = load_tokenizer(model_path)
+            self.max_model_len = max_model_len + self._tool_tokens()
+            super().__init__(
+                context, model_path=model_path, max_model_len=self.max_model_len, **options
+            )
+        except BaseException:
+            self.environments.close()
+            raise
+        self._multi_turn, self._agent = multi_turn, agent
+        self._parser = resolve_call_parser(multi_turn.format) if self.environments.tools else None
+        read = partial(parsed_action, self._parser) if self._parser is not None else plain_action
+        self._episodes = EpisodeTokenizer(self.tokenizer, self._stop, read, multi_turn.history)
+
+    @dispatch(Dispatch.DATA_PARALLEL, pad=True)
+    def answer(
+        self,
+        prompts: Batch,
+        params: SamplingParams,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Batch:
+        """`params.n` episodes a prompt: the column `episodes`, of `PlayedEpisode`.
+
+        `prompts` has the columns of the data set's rows, and in `group_ids` each one's number among
+        those of all ranks, by which its turns are drawn. Responses have `params.max_new_tokens`.
+        """
+        rows = [
+            {name: column[row] for name, column in prompts.columns.items() if name != "prompt_ids"}
+            for row in range(len(prompts))
+        ]
+        episodes = self._begun(prompts, params)
+        own = replace(params, n=1, stop_token_ids=self._stop)
+        stream = open_stream(
+            self.engine,
+            own,
+            max_num_seqs=_MAX_NUM_SEQS,
+            longest_prompt=self.max_model_len - 1,
+            keep_prefixes=True,
+        )
+        player = EpisodePlayer(
+            stream,
+            self.environments,
+            concurrency=self._agent.concurrency or _MAX_NUM_SEQS,
+            call_seconds=self._agent.call_timeout_s,
+        )
+        try:
+            player.play(episodes, rows)
+        finally:
+            stream.close()
+        if on_progress is not None:
+            on_progress(len(episodes))
+        done = [played(episode, self._parser) for episode in episodes]
+        return Batch(
+            {"truncated": torch.tensor([one.truncated for one in done])},
+            {"token_ids": [_sampled(episode) for episode in episodes], "episodes": done},
+        )
+
+    def _begun(self, prompts: Batch, params: SamplingParams) -> list[Episode]:
+        """`params.n` episodes a row. Rows that pad a rank's share repeat a number."""
+        limits = EpisodeLimits(
+            max_response_length=params.max_new_tokens,
+            max_model_len=self.max_model_len,
+            max_turn_length=self._multi_turn.max_turn_length,
+            max_turns=self._multi_turn.max_assistant_turns,
+            seconds=self._agent.timeout_s,
+        )
+        seen: Counter[int] = Counter()
+        episodes = []
+        for row, key in enumerate(prompts["group_ids"].tolist()):
+            first = params.n * seen[key]
+            seen[key] += 1
+            episodes += [
+                Episode(
+                    key=key,
+                    row=row,
+                    index=first + i,
+                    tokenizer=self._episodes,
+                    limits=limits,
+                    fallback_prompt=list(prompts.columns["prompt_ids"][row]),
+                )
+                for i in range(params.n)
+            ]
+        return episodes
+
+    def _tool_tokens(self) -> int:
+        """What showing the tools adds to a prompt."""
+        ask = [{"role": "user", "content": "?"}]
+        with_tools = encode_prompt(self.tokenizer, ask, self.environments.tools)
+        return len(with_tools) - len(encode_prompt(self.tokenizer, ask))
+
+    def close(self) -> None:
+        self.environments.close()
+        super().close()
+
+
+def _sampled(episode: Episode) -> list[int]:
+    """The ids that the policy wrote, of all turns."""
+    assert episode.transcript is not None
+    return [
+        token
+        for one in episode.transcript.finished()
+        for token, own in zip(one.token_ids, one.sampled, strict=True)
+        if own
+    ]
