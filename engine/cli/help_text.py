@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from engine.cli.renamed_keys import VERL, Key
 from engine.cli.reward_keys import REWARD_FILES
 from engine.cli.settings import RunConfig
 from engine.cli.unsupported_keys import UNSUPPORTED
-from engine.config.base import section_of
+from engine.config.reference import Setting, as_yaml, sections, summary
 
 WIDTH = 100
 _USAGE = """\
@@ -71,10 +69,10 @@ def sections_text(
     root: type[BaseModel], names: Mapping[str, tuple[str, Key]] | None = None
 ) -> Iterator[str]:
     """The sections of a configuration; `names`: the keys that paths are shown as."""
-    for title, model, prefix in _sections(root, ""):
-        rows = list(_rows(root, model, prefix, names or {}))
+    for path, model, settings in sections(root):
+        rows = list(_rows(settings, names or {}))
         if rows:
-            yield "\n".join([f"{title}: {_first_line(model)}", *rows, ""])
+            yield "\n".join([f"{path or 'top level'}: {summary(model)}", *rows, ""])
 
 
 def config_text(config: RunConfig) -> str:
@@ -85,29 +83,11 @@ def config_text(config: RunConfig) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel], str]]:
-    yield prefix.rstrip(".") or "top level", model, prefix
-    for name, info in model.model_fields.items():
-        section = section_of(info.annotation)
-        if section is not None:
-            yield from _sections(section, f"{prefix}{name}.")
-
-
-def _rows(
-    root: type[BaseModel],
-    model: type[BaseModel],
-    prefix: str,
-    names: Mapping[str, tuple[str, Key]],
-) -> Iterator[str]:
-    default = _default_section(root, prefix) or model()
-    for name, info in model.model_fields.items():
-        if section_of(info.annotation) is not None:
-            continue
-        path = f"{prefix}{name}"
-        key, target = names.get(path, (path.removeprefix("rl."), None))
-        texts = [info.description or "", _choices(info), target.note if target else ""]
-        about = "; ".join(part for part in texts if part)
-        yield _entry(key, _plain(getattr(default, name)), about)
+def _rows(settings: list[Setting], names: Mapping[str, tuple[str, Key]]) -> Iterator[str]:
+    for setting in settings:
+        key, target = names.get(setting.path, (setting.path.removeprefix("rl."), None))
+        texts = [setting.about, setting.choices, target.note if target else ""]
+        yield _entry(key, setting.default, "; ".join(part for part in texts if part))
 
 
 def _entry(key: str, default: str, about: str) -> str:
@@ -119,7 +99,7 @@ def _entry(key: str, default: str, about: str) -> str:
 
 def _unsupported() -> Iterator[str]:
     for entry in UNSUPPORTED:
-        only = f" (only {', '.join(map(_plain, entry.accepted))})" if entry.accepted else ""
+        only = f" (only {', '.join(map(as_yaml, entry.accepted))})" if entry.accepted else ""
         kind = "rejected" if entry.rejected else "no effect"
         yield _entry(entry.pattern + only, "", f"{kind}: {entry.reason}")
 
@@ -131,28 +111,3 @@ def _verl_names() -> dict[str, tuple[str, Key]]:
         for path in (key.path,) if isinstance(key.path, str) else ():
             names.setdefault(path, (name, key))
     return names
-
-
-def _default_section(root: type[BaseModel], prefix: str) -> Any:
-    value: Any = root()
-    for name in filter(None, prefix.split(".")):
-        value = getattr(value, name)
-    return value
-
-
-def _choices(info: FieldInfo) -> str:
-    if get_origin(info.annotation) is not Literal:
-        return ""
-    return "one of " + ", ".join(map(_plain, get_args(info.annotation)))
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, tuple):
-        value = list(value)
-    if value == "":
-        return "''"
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
-
-
-def _first_line(model: type[BaseModel]) -> str:
-    return (model.__doc__ or "").strip().splitlines()[0]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.config.base import Options, Section
+from engine.config.base import NamedSection, Options, Section
 
 
-class EnvironmentSpec(Section):
+class EnvironmentSpec(NamedSection):
     """An environment; its name alone stands for one without options."""
 
     name: str = Field("", description="Name in the registry, or package.module:Class")
     options: Options = Field({}, description="Options that the environment declares, by name")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
 
 class MultiTurnConfig(Section):

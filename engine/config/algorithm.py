@@ -13,8 +13,12 @@ from engine.config.distillation import DistillationConfig, TeacherConfig
 class KLControlConfig(Section):
     """Coefficient of a KL penalty inside the reward."""
 
-    type: Literal["fixed", "adaptive"] = "fixed"
-    kl_coef: float = Field(0.001, ge=0)
+    type: Literal["fixed", "adaptive"] = Field(
+        "fixed", description="A fixed coefficient, or one that steers the KL to target_kl"
+    )
+    kl_coef: float = Field(
+        0.001, ge=0, description="Coefficient of the KL in the reward, at the start where it adapts"
+    )
     horizon: int = Field(10000, ge=1, description="Samples over which an adaptive one reacts")
     target_kl: float = Field(0.1, gt=0, description="KL that an adaptive one steers to")
 
@@ -45,7 +49,10 @@ class RolloutCorrectionConfig(Section):
 class FilterGroupsConfig(Section):
     """DAPO's dynamic sampling: groups without signal are sampled again from other prompts."""
 
-    enable: bool = False
+    enable: bool = Field(
+        False,
+        description="Replace groups whose rewards are all equal (DAPO)",
+    )
     metric: Literal["score", "reward"] = Field(
         "score", description="What must differ in a group: the raw score, or the shaped reward"
     )
@@ -97,7 +104,9 @@ class AlgorithmConfig(Section):
         1.0, ge=0, description="grpo_turn: weight of a turn's own advantage beside the episode's"
     )
     handle_zero_tail: bool = Field(True, description="Optimal token baseline: see its page")
-    use_kl_in_reward: bool = False
+    use_kl_in_reward: bool = Field(
+        False, description="Subtract kl_ctrl.kl_coef times the KL of each token from its reward"
+    )
     kl_penalty: str = Field("k1", description="KL estimator inside the reward")
     kl_ctrl: KLControlConfig = KLControlConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()

@@ -9,12 +9,14 @@ from typing import Any, get_args, get_origin
 from pydantic import (
     BaseModel,
     ConfigDict,
+    GetJsonSchemaHandler,
     JsonValue,
     ValidationInfo,
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 Options = dict[str, JsonValue]
 """Options of a registered entry, by name; the entry declares them, and checks names and types."""
@@ -49,6 +51,21 @@ class Section(BaseModel):
         if isinstance(value, bool) and kind in (int, float):
             raise PydanticCustomError("not_a_number", "give a number, not true or false")
         return value
+
+
+class NamedSection(Section):
+    """A section for which its `name` alone can stand."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "string"}, handler(schema)]}
 
 
 def filled_up(section: object, given: Mapping[str, Any]) -> Mapping[str, Any]:

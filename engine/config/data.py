@@ -190,11 +190,13 @@ class ModelConfig(Section):
     path: str = Field(
         "", description="Hugging Face causal LM folder or hub id; empty: from scratch"
     )
-    hidden_size: int = Field(96, ge=8)
-    intermediate_size: int = Field(256, ge=8)
-    num_hidden_layers: int = Field(3, ge=1)
-    num_attention_heads: int = Field(3, ge=1)
-    num_key_value_heads: int = Field(1, ge=1)
+    hidden_size: int = Field(96, ge=8, description="Width of a model made from scratch")
+    intermediate_size: int = Field(256, ge=8, description="Width inside its MLPs")
+    num_hidden_layers: int = Field(3, ge=1, description="Its decoder layers")
+    num_attention_heads: int = Field(3, ge=1, description="Its query heads; divides hidden_size")
+    num_key_value_heads: int = Field(
+        1, ge=1, description="Its key and value heads; divides num_attention_heads"
+    )
     max_position_embeddings: int = Field(1024, ge=16, description="Context, in tokens")
     initializer_range: float = Field(0.08, gt=0, description="Std of the initial weights")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

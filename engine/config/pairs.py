@@ -40,7 +40,9 @@ class PairsConfig(Section):
     )
     prompts: int = Field(0, ge=0, description="Prompts of the split train; 0: all")
     n: int = Field(8, ge=2, description="Completions a prompt, of which pairs are made")
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(
+        1.0, gt=0, description="Sampling temperature of the completions that are ranked"
+    )
     pairs_a_prompt: int = Field(
         1,
         ge=1,

@@ -32,7 +32,7 @@ class LMEvalConfig(Section):
         None, ge=0, description="Examples in a prompt; none: the task's"
     )
     limit: int = Field(0, ge=0, description="Documents a task; 0: all")
-    batch_size: int = Field(8, ge=1)
+    batch_size: int = Field(8, ge=1, description="Documents in a batch of the harness")
     apply_chat_template: bool = Field(False, description="Put prompts into the model's template")
     offline: bool = Field(True, description="Take data from this machine alone, not from the hub")
     python: str = Field("", description="A Python that has lm_eval; empty: the run's own")
@@ -47,9 +47,13 @@ class EvaluateConfig(Section):
 
     k: int = Field(4, ge=1, description="pass@k")
     samples: int = Field(4, ge=1, description="Samples a problem for pass@k and majority vote")
-    temperature: float = Field(0.8, gt=0)
-    confidence: float = Field(0.95, gt=0.5, lt=1)
-    bootstrap_samples: int = Field(10000, ge=100)
+    temperature: float = Field(
+        0.8, gt=0, description="Sampling temperature of pass@k and majority vote"
+    )
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="Level of the intervals")
+    bootstrap_samples: int = Field(
+        10000, ge=100, description="Resamples of the problems for the paired interval"
+    )
     engine: str = Field("native", description="Rollout engine: native or vllm")
     parallel: ParallelConfig | None = Field(
         None,
@@ -106,7 +110,7 @@ class PipelineConfig(Section):
     `workflows/preference.py`.
     """
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="Seed of data, weights, batches and samples")
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     sft: SFTConfig = SFTConfig()

@@ -43,8 +43,10 @@ class ContaminationConfig(Section):
 class PromoteConfig(Section):
     """When a model becomes the champion."""
 
-    model_name: str = Field("hybridflyte-policy", min_length=1)
-    alias: str = Field("champion", min_length=1)
+    model_name: str = Field(
+        "hybridflyte-policy", min_length=1, description="Registered model in MLflow"
+    )
+    alias: str = Field("champion", min_length=1, description="Alias that a promotion moves")
     dataset: str = Field(
         "test",
         min_length=1,

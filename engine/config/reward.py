@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from engine.config.base import Options, Section
+from engine.config.base import NamedSection, Options, Section
 
 
 class OverlongBufferConfig(Section):
     """DAPO's soft penalty on completions that come near the length limit."""
 
-    enable: bool = False
+    enable: bool = Field(
+        False,
+        description="Penalize completions near the length limit (DAPO)",
+    )
     len: int = Field(16, ge=1, description="Tokens before the limit where the penalty sets in")
     penalty_factor: float = Field(1.0, ge=0, description="Penalty at the limit")
 
 
-class RewardSpec(Section):
+class RewardSpec(NamedSection):
     """A reward function; its name alone stands for one without options."""
 
     name: str = Field(
         "answer_match", description="Name in the registry, or package.module:function"
     )
     options: Options = Field({}, description="Options that the reward declares, by name")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
 
 class RewardConfig(RewardSpec):

@@ -45,8 +45,10 @@ class ActorConfig(Section):
 
     optim: OptimConfig = OptimConfig(lr=5e-4, weight_decay=0.0)
     ppo_mini_batch_size: int = Field(0, ge=0, description="Completions an optimizer step; 0: all")
-    ppo_epochs: int = Field(1, ge=1)
-    max_tokens_per_micro_batch: int = Field(16384, ge=64)
+    ppo_epochs: int = Field(1, ge=1, description="Passes over each step's batch")
+    max_tokens_per_micro_batch: int = Field(
+        16384, ge=64, description="Tokens of one forward and backward pass"
+    )
     old_log_probs: Literal["auto", "rollout", "trainer"] = Field(
         "auto",
         description="rollout: as sampled; trainer: recomputed; auto: as sampled where both agree",
@@ -64,9 +66,13 @@ class ActorConfig(Section):
     loss_scale_factor: float | None = Field(
         None, gt=0, description="Divisor of seq-mean-token-sum-norm; None: the response width"
     )
-    entropy_coeff: float = Field(0.0, ge=0)
+    entropy_coeff: float = Field(
+        0.0, ge=0, description="Coefficient of the entropy bonus in the loss"
+    )
     use_kl_loss: bool = Field(True, description="KL to the reference as a term of the loss")
-    kl_loss_coef: float = Field(0.001, ge=0)
+    kl_loss_coef: float = Field(
+        0.001, ge=0, description="Coefficient of the KL term in the loss (use_kl_loss)"
+    )
     kl_loss_type: str = Field("low_var_kl", description="KL estimator in the loss")
     router_aux_loss_coef: float = Field(
         0.0, ge=0, description="Mixtures of experts: weight of the loss that balances experts' load"
@@ -93,9 +99,15 @@ class CriticConfig(Section):
     )
     optim: OptimConfig = OptimConfig(lr=1e-3, weight_decay=0.0)
     ppo_mini_batch_size: int = Field(0, ge=0, description="Completions an optimizer step; 0: all")
-    ppo_epochs: int = Field(2, ge=1)
-    max_tokens_per_micro_batch: int = Field(16384, ge=64)
-    cliprange_value: float = Field(0.5, gt=0)
+    ppo_epochs: int = Field(2, ge=1, description="Passes over each step's batch")
+    max_tokens_per_micro_batch: int = Field(
+        16384, ge=64, description="Tokens of one forward and backward pass"
+    )
+    cliprange_value: float = Field(
+        0.5,
+        gt=0,
+        description="Values move at most this far from the rollout's before their loss is clipped",
+    )
     lora: CriticLoRAConfig = CriticLoRAConfig()
     parallel: ParallelConfig | None = Field(None, description="None: as the actor's")
 
@@ -116,9 +128,14 @@ class RolloutConfig(Section):
     )
     options: Options = Field({}, description="Options of an engine of your own, by name")
     n: int = Field(8, ge=1, description="Completions a prompt")
-    temperature: float = Field(1.0, gt=0)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature")
+    top_k: int = Field(0, ge=0, description="Sample among this many likeliest tokens; 0: all")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Sample among the likeliest tokens that sum to this probability",
+    )
     tensor_parallel_size: int = Field(
         1,
         ge=1,
@@ -153,7 +170,7 @@ class RolloutConfig(Section):
 class TrainerConfig(Section):
     """The RL loop."""
 
-    total_training_steps: int = Field(80, ge=1)
+    total_training_steps: int = Field(80, ge=1, description="Steps of RL")
     train_batch_size: int = Field(128, ge=1, description="Prompts a step")
     test_freq: int = Field(20, ge=1, description="Steps between greedy validations")
     mode: str = Field(

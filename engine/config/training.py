@@ -15,14 +15,16 @@ class OptimConfig(Section):
     """AdamW with a warm-up and a schedule."""
 
     lr: float = Field(1e-3, gt=0, description="Peak learning rate")
-    weight_decay: float = Field(0.01, ge=0)
+    weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled weight decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the gradient's mean")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the gradient's square")
     warmup_ratio: float = Field(0.05, ge=0, lt=1, description="Share of the steps spent warming up")
     warmup_steps: int | None = Field(
         None, ge=0, description="Steps of the run spent warming up; none: by warmup_ratio"
     )
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after the warm-up"
+    )
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Where the schedule ends, over lr")
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm")
 
@@ -32,10 +34,12 @@ class OfflineConfig(Section):
 
     section: ClassVar[str] = "offline"  # its name in messages, metrics and checkpoints
 
-    epochs: float = Field(1.0, gt=0)
+    epochs: float = Field(1.0, gt=0, description="Passes over the training rows")
     max_steps: int = Field(0, ge=0, description="Stop after so many steps; 0: by epochs")
     train_batch_size: int = Field(32, ge=1, description="Rows an optimizer step")
-    max_tokens_per_micro_batch: int = Field(8192, ge=64)
+    max_tokens_per_micro_batch: int = Field(
+        8192, ge=64, description="Tokens of one forward and backward pass"
+    )
     validate_every: int = Field(200, ge=1, description="Steps between validation losses")
     optim: OptimConfig = OptimConfig()
     threads: int = Field(0, ge=0, description="CPU threads; 0: all cores")
@@ -84,7 +88,7 @@ class SFTConfig(OfflineConfig):
         False,
         description="No warm start: RL begins with model.path as it is, e.g. an instruct one",
     )
-    epochs: float = Field(5.0, gt=0)
+    epochs: float = Field(5.0, gt=0, description="Passes over the training rows")
     optim: OptimConfig = OptimConfig(lr=2e-3, schedule="cosine")
 
 
