@@ -1,0 +1,35 @@
+"""What the site has beside the pages of this folder: the references, made from the sources."""
+
+from __future__ import annotations
+
+import re
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+import engine
+from engine.config.reference import markdown
+
+OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]*\)")  # a link to a file of the repository
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the configuration's reference and that of the public Python names."""
+    files.append(File.generated(config, "configuration.md", content=markdown()))
+    files.append(File.generated(config, "api.md", content=api()))
+    return files
+
+
+def on_page_markdown(text: str, **_: object) -> str:
+    """Files of the repository that are no pages are named without a link."""
+    return OUTSIDE.sub(r"\1", text)
+
+
+def api() -> str:
+    """The public names of `engine`, each with its docstring."""
+    parts = ["# Python API", "", "All of these can be imported from `engine`.", ""]
+    for name in engine.__all__:
+        value = getattr(engine, name)
+        if callable(value):
+            parts += [f"::: {value.__module__}.{value.__qualname__}", ""]
+    return "\n".join(parts)
