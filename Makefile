@@ -11,7 +11,7 @@ PRETRAINED := outputs/models/SmolLM2-135M-Instruct
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env rlhf gsm8k pretrained rlhf-pretrained test test-slow gpu-check bench-quick lint format register package clean-cache clean
+.PHONY: help env rlhf gsm8k pretrained rlhf-pretrained test test-slow gpu-check bench-quick docs lint format register package clean-cache clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 18
@@ -48,6 +48,9 @@ gpu-check: env  ## on a machine with a GPU: measure and check what needs one, be
 
 bench-quick: env  ## compare speed ratios to TRL and transformers with the stored ones (below 3 minutes)
 	@$(BIN)/python benchmarks/quick.py
+
+docs: env  ## build the documentation as a site, every link checked (outputs/site)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "outputs/site/index.html"
 
 lint: env  ## check style and types only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

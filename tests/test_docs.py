@@ -6,10 +6,14 @@ import ast
 import asyncio
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import engine
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -138,3 +142,14 @@ def test_the_environment_and_the_tool_of_the_page_play() -> None:
     call = Action("", tool_calls=(ToolCall("word_length", {"word": "lemon"}),))
     _, said = asyncio.run(play("tools", {"tools": ["word_length"]}, call))
     assert said.messages[0]["content"] == "5"
+
+
+@pytest.mark.slow
+def test_the_site_is_built_with_every_link_checked(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "total_training_steps" in (tmp_path / "configuration.html").read_text()
+    api = (tmp_path / "api.html").read_text()
+    assert [name for name in engine.__all__ if f">{name}<" not in api] == []
+    assert "<blockquote>" not in api  # an example that Markdown has taken for a quotation

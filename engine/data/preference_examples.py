@@ -81,7 +81,8 @@ def read_preferences(
     `config` names columns and templates. Examples of more than `max_length` tokens (0: any) are an
     error, or left out with `too_long="drop"`. Raises DataError, in a sentence, for bad rows.
 
-    >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
+    Examples:
+        >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
     """
     config = config or RowsConfig()
     tokenizer = with_template_variables(tokenizer, config.apply_chat_template_kwargs)

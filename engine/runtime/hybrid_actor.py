@@ -48,10 +48,11 @@ class HybridActor(nn.Module):
     Parameters, buffers, their names and `state_dict` are the policy's; what an `nn.Module` has not
     (`config`, `save_pretrained`, …) is the policy's too.
 
-    >>> actor = HybridActor.from_pretrained(path, hybrid_config={"tp_size": 1})
-    >>> sequences = actor.generate(input_ids=ids, attention_mask=mask, max_new_tokens=32)
-    >>> actor.train()
-    >>> actor(input_ids=sequences, labels=sequences).loss.backward()
+    Examples:
+        >>> actor = HybridActor.from_pretrained(path, hybrid_config={"tp_size": 1})
+        >>> sequences = actor.generate(input_ids=ids, attention_mask=mask, max_new_tokens=32)
+        >>> actor.train()
+        >>> actor(input_ids=sequences, labels=sequences).loss.backward()
     """
 
     policy: PreTrainedModel

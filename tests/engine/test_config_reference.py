@@ -1,4 +1,4 @@
-"""The configuration's reference: complete, true to the defaults, and a schema that editors can use."""
+"""The reference of all settings: complete, true to the defaults; and the schema for editors."""
 
 from __future__ import annotations
 
