@@ -85,6 +85,7 @@ COLUMNS: dict[str, str] = {
     "episode_error": 'why its environment failed, or ""',
     "episode_info": "what its environment said beside the episode",
     "episode_turns": "turns of the policy",
+    "episode_turn_spans": "of the turns in a row: where they lie, and their calls",
     "episode_reward": "sum of the environment's rewards",
     "environment_seconds": "that the episode waited for its environment",
     "completions": "argument of reward functions",

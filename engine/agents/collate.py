@@ -70,7 +70,25 @@ def collate_episodes(
         "episode_error": [episode.error for _, episode, _ in pairs],
         "episode_info": [episode.info for _, episode, _ in pairs],
         "episode_turns": [episode.transcript.turns for _, episode, _ in pairs],  # type: ignore[union-attr]
+        "episode_turn_spans": [turn_spans(episode, one) for _, episode, one in pairs],
         "episode_reward": [sum(episode.turn_rewards) for _, episode, _ in pairs],
         "environment_seconds": [episode.environment_seconds for _, episode, _ in pairs],
     }
     return batch | Batch(fields, columns)
+
+
+def turn_spans(episode: Episode, sequence: TrainingSequence) -> list[dict[str, Any]]:
+    """Where each turn of a row lies among its response tokens, and what its calls were read as.
+
+    E.g. [{"start": 0, "stop": 9, "calls": [("add", {"a": 1})], "malformed": []}].
+    """
+    actions = episode.actions[sequence.first_turn :]
+    return [
+        {
+            "start": start,
+            "stop": stop,
+            "calls": [(call.name, dict(call.arguments)) for call in action.tool_calls],
+            "malformed": list(action.malformed),
+        }
+        for (start, stop), action in zip(sequence.turns, actions, strict=False)
+    ]

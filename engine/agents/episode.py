@@ -105,6 +105,7 @@ class Episode:
     fallback_prompt: list[int]  # of the row; for an episode that fails before it has one
     tools: Sequence[Mapping[str, Any]] = ()
     messages: list[Message] = field(default_factory=list)
+    actions: list[Action] = field(default_factory=list)  # one a turn
     transcript: Transcript | None = None
     end: End | None = None
     error: str = ""  # why it failed
@@ -167,6 +168,7 @@ class Episode:
         self.transcript.add_turn(ids, completion.log_probs, versions)
         self.truncated = completion.finish_reason == "length"
         action = self.tokenizer.action(ids)
+        self.actions.append(action)
         self.messages.append({"role": "assistant", "content": action.text})
         return action
 

@@ -23,6 +23,7 @@ class TrainingSequence:
     log_probs: list[float] = field(default_factory=list)  # 0 where not sampled
     versions: list[int] = field(default_factory=list)  # of the policy; the turn's before, else
     rewards: list[float] = field(default_factory=list)  # on the last sampled token of each turn
+    turns: list[tuple[int, int]] = field(default_factory=list)  # its first and last token + 1, each
 
     @property
     def ids(self) -> list[int]:
@@ -88,7 +89,9 @@ class Transcript:
                 f"turn {self.turns} has {sizes[0]} tokens, {sizes[1]} log-probs and {sizes[2]} "
                 "versions; give one of each a token, and at least one"
             )
-        self.sequences[-1].add(token_ids, log_probs, versions)
+        sequence = self.sequences[-1]
+        sequence.turns.append((len(sequence.token_ids), len(sequence.token_ids) + len(token_ids)))
+        sequence.add(token_ids, log_probs, versions)
         self.turns += 1
         self.sampled_tokens += len(token_ids)
 

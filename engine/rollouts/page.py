@@ -21,7 +21,8 @@ def render_page(data: PageData, title: str) -> str:
     """Return the page; title: which run it is of."""
     css = html_templates.asset(__package__, "rollouts.css")
     script = Markup("").join(
-        html_templates.asset(__package__, name) for name in ("curves.js", "rollouts.js")
+        html_templates.asset(__package__, name)
+        for name in ("curves.js", "episodes.js", "rollouts.js")
     )
     return (
         _templates()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from engine.rollouts.files import Metrics, SampleName
 
 MOST_TOKENS = 300_000  # of a page
 MOST_TOKENS_A_ROW = 1024
+MOST_TOKENS_AN_EPISODE = 4096
 MOST_POINTS = 400  # of a curve
 # Characters with a meaning in HTML or JavaScript; in JSON's strings they have escapes.
 _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
@@ -103,7 +104,8 @@ def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
     components = [c for c in table.column_names if c.startswith(COMPONENT)]
     rows, tokens = [], 0
     for row in table.to_pylist():
-        texts = [str(printable(text)) for text in row["tokens"][:MOST_TOKENS_A_ROW]]
+        most = MOST_TOKENS_AN_EPISODE if row.get("turns") is not None else MOST_TOKENS_A_ROW
+        texts = [str(printable(text)) for text in row["tokens"][:most]]
         tokens += len(texts)
         rows.append(
             {
@@ -123,7 +125,9 @@ def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
                 "length": len(row["tokens"]),
                 "tokens": [vocabulary.setdefault(text, len(vocabulary)) for text in texts],
             }
-            | {column: _values(row[column]) for column in TOKEN_VALUES}
+            | {column: _values(row[column], most) for column in TOKEN_VALUES}
+            | _versions(row)
+            | _episode(row)
         )
     sample = {
         "step": name.step,
@@ -135,11 +139,47 @@ def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
     return _json(sample), tokens
 
 
-def _values(values: Sequence[float] | None) -> float | list[float | None] | None:
+def _versions(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Policy versions by token where they are mixed, each with the token that it begins at."""
+    versions = row.get("token_versions") or []
+    begins = [i for i, one in enumerate(versions) if not i or one != versions[i - 1]]
+    return {"versions": [[i, versions[i]] for i in begins]} if begins else {}
+
+
+def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row of an episode has beside a completion: its turns, and how the episode went."""
+    if row.get("turns") is None:
+        return {}
+    turns = [
+        {
+            "start": turn["start"],
+            "stop": turn["stop"],
+            "reward": _number(turn["reward"]),
+            "untrained": [i for i in range(turn["start"], turn["stop"]) if not row["trained"][i]],
+            "calls": [
+                [printable(call["name"]), printable(call["arguments"])] for call in turn["calls"]
+            ],
+            "malformed": [printable(sentence) for sentence in turn["malformed"]],
+        }
+        for turn in row["turns"]
+    ]
+    return {
+        "turns": turns,
+        "firstTurn": row["first_turn"],
+        "allTurns": row["episode_turns"],
+        "given": _number(row["episode_reward"]),
+        "end": row["end"],
+        "fault": printable(row["episode_error"]),
+        "info": printable(row["episode_info"]),
+        "seconds": _number(row["environment_seconds"]),
+    }
+
+
+def _values(values: Sequence[float] | None, most: int) -> float | list[float | None] | None:
     """A value a token, rounded to three places; one number where all are the same."""
     if values is None:
         return None
-    shown = np.round(np.asarray(values[:MOST_TOKENS_A_ROW], dtype=np.float64), 3)
+    shown = np.round(np.asarray(values[:most], dtype=np.float64), 3)
     if not np.isfinite(shown).all():
         return [float(v) if math.isfinite(v) else None for v in shown]
     if len(shown) and (shown == shown[0]).all():

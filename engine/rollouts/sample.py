@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from torch import Tensor
 
 from engine.batch import Batch
 from engine.rollouts.columns import COMPONENT, SCHEMA, TOKEN_VALUES
@@ -21,18 +22,29 @@ from engine.rollouts.token_texts import TokenTexts
 LONGEST_PROMPT = 20_000  # characters of it that are recorded
 _TENSORS = (
     "attention_mask",
+    "first_turn",
+    "environment_rewards",
     "group_ids",
     "policy_version",
     "responses",
     "reward_components",
     "token_level_rewards",
     "token_level_scores",
+    "token_versions",
     "truncated",
     *TOKEN_VALUES,
 )
+_OF_EPISODES = ("prompts", "response_mask")
 _COLUMNS = (
     "completion",
     "data_source",
+    "environment_seconds",
+    "episode_end",
+    "episode_error",
+    "episode_info",
+    "episode_reward",
+    "episode_turn_spans",
+    "episode_turns",
     "ground_truth",
     "has_format",
     "prompt",
@@ -40,6 +52,9 @@ _COLUMNS = (
     "reward_correct",
     "reward_error_cause",
 )
+
+
+_SPANS = "episode_turn_spans"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +79,8 @@ def pick(batch: Batch, step: int, split: str, most: int) -> Sample:
     prompts = batch.columns["prompt"]
     ranks = {group: (_rank(prompts[row]), row) for group, row in first.items()}
     order = sorted(range(len(ids)), key=lambda row: (ranks[ids[row]], row))
-    names = [name for name in (*_TENSORS, *_COLUMNS) if name in batch]
+    wanted = (*_TENSORS, *_COLUMNS, *(_OF_EPISODES if _SPANS in batch else ()))
+    names = [name for name in wanted if name in batch]
     return Sample(step, split, batch.select(names).rows(order[:most]))
 
 
@@ -79,7 +95,7 @@ def as_table(sample: Sample, texts: TokenTexts) -> pa.Table:
         "split": [sample.split] * count,
         "group": rows["group_ids"].tolist(),
         "data_source": _texts(rows, "data_source"),
-        "prompt": [prompt_text(p)[:LONGEST_PROMPT] for p in rows.columns["prompt"]],
+        "prompt": [text[:LONGEST_PROMPT] for text in _prompts(rows, texts)],
         "ground_truth": _texts(rows, "ground_truth"),
         "completion": _texts(rows, "completion"),
         "reward": _sums(rows, "token_level_scores"),
@@ -95,10 +111,71 @@ def as_table(sample: Sample, texts: TokenTexts) -> pa.Table:
     for name in TOKEN_VALUES:
         known = name in rows
         columns[name] = _ragged(rows[name].numpy(), lengths) if known else [None] * count
+    columns["token_versions"] = _mixed_versions(rows, lengths)
+    columns |= _episode_columns(rows, lengths)
     table = pa.table(columns, schema=SCHEMA)
     for name, values in _components(rows):
         table = table.append_column(COMPONENT + name, pa.array(values, pa.float32()))
     return table
+
+
+def _prompts(rows: Batch, texts: TokenTexts) -> list[str]:
+    """What completions go on from: the row's messages, or the very ids that an episode began with.
+
+    An environment may have written those.
+    """
+    if _SPANS not in rows:
+        return [prompt_text(messages) for messages in rows.columns["prompt"]]
+    prompts, mask = rows["prompts"], rows["attention_mask"].bool()
+    kept = mask[:, : prompts.shape[1]]
+    return [
+        _text("".join(texts(ids[own].tolist()))) for ids, own in zip(prompts, kept, strict=True)
+    ]
+
+
+def _mixed_versions(rows: Batch, lengths: Sequence[int]) -> list[Any]:
+    """Policy versions by token of the rows that have more than one."""
+    if "token_versions" not in rows:
+        return [None] * len(rows)
+    each = _ragged(rows["token_versions"].numpy(), lengths)
+    return [one if len(set(one)) > 1 else None for one in each]
+
+
+def _episode_columns(rows: Batch, lengths: Sequence[int]) -> dict[str, list[Any]]:
+    """The columns of rows of episodes; null for those of single completions."""
+    names = ("trained", "turns", "first_turn", "episode_turns", "episode_reward", "end",
+             "episode_error", "episode_info", "environment_seconds")  # fmt: skip
+    if _SPANS not in rows:
+        return {name: [None] * len(rows) for name in names}
+    given, own = rows["environment_rewards"], rows.columns
+    return {
+        "trained": _ragged(rows["response_mask"].bool().numpy(), lengths),
+        "turns": [
+            [_turn(turn, given[row]) for turn in turns] for row, turns in enumerate(own[_SPANS])
+        ],
+        "first_turn": rows["first_turn"].tolist() if "first_turn" in rows else [0] * len(rows),
+        "episode_turns": [int(value) for value in own["episode_turns"]],
+        "episode_reward": [float(value) for value in own["episode_reward"]],
+        "end": _texts(rows, "episode_end"),
+        "episode_error": _texts(rows, "episode_error"),
+        "episode_info": _texts(rows, "episode_info"),
+        "environment_seconds": [float(value) for value in own["environment_seconds"]],
+    }
+
+
+def _turn(turn: dict[str, Any], rewards: Tensor) -> dict[str, Any]:
+    """A turn of `TURN`, from an entry of `turn_spans`; `rewards` [R] are the environment's."""
+    start, stop = turn["start"], turn["stop"]
+    return {
+        "start": start,
+        "stop": stop,
+        "reward": float(rewards[start:stop].sum()),
+        "calls": [
+            {"name": _text(name), "arguments": _text(arguments)}
+            for name, arguments in turn["calls"]
+        ],
+        "malformed": [_text(sentence) for sentence in turn["malformed"]],
+    }
 
 
 def prompt_text(messages: Sequence[dict[str, Any]]) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from engine.agents.protocol import Action, Observation
+from engine.agents.call_parsers import ParsedTurn, register_call_parser
+from engine.agents.protocol import Action, Observation, ToolCall
 from engine.agents.registry import register_environment
 
 
@@ -98,3 +99,27 @@ class SavedGame(DigitGame):
         if self.log:
             with Path(self.log).open("a") as file:
                 file.write(f"{what} {self.name} {self.turn}\n")
+
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+class HostileGame(DigitGame):
+    """A digit game with a tool, whose answers are markup; `digit_calls` reads what it is told."""
+
+    def tools(self) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": "digits", "parameters": {}}}]
+
+    async def step(self, action: Action) -> Observation:
+        seen = await super().step(action)
+        told = {"role": "user", "content": f"{HOSTILE} {self.turn}"}
+        return Observation((told,), seen.reward, seen.done, {"note": HOSTILE, **seen.info})
+
+
+@register_call_parser("digit_calls")
+def digit_calls(text: str) -> ParsedTurn:
+    """A call where a turn has digits; else one that can't be read, in the turn's own words."""
+    found = "".join(c for c in text if c.isdigit())
+    if found:
+        return ParsedTurn(text, (ToolCall("<b>digits</b>", {"found": found}),))
+    return ParsedTurn(text, (), (f"no digits in {text!r} <i>at all</i>",))

@@ -5,20 +5,22 @@
   const data = JSON.parse(find("script.data").textContent);
   const form = find("form.tools");
   const fields = form.elements;
-  const { make, short, figures } = root.rollouts;
+  const { make, short, figures, prepare, episode, episodeFacts, aboutToken } = root.rollouts;
   const FIRST_CARDS = 24;
   const gap = (row, i) => minus(at(row.old_log_probs, i), at(row.rollout_log_probs, i));
   // What tokens can be coloured by: a value, and what it means.
+  // Tokens that an environment wrote have none.
+  const own = (value) => (row, i) => row.sampled && !row.sampled[i] ? null : value(row, i);
   const COLOURS = {
-    advantage: ["advantage", (row, i) => at(row.advantages, i), "blue: made likelier"],
-    gap: ["trainer − rollout log-prob", gap, "log-prob by the trainer less that of sampling"],
+    advantage: ["advantage", own((row, i) => at(row.advantages, i)), "blue: made likelier"],
+    gap: ["trainer − rollout log-prob", own(gap), "log-prob by the trainer less that of sampling"],
     reference: [
       "policy − reference log-prob",
-      (row, i) => minus(policy(row, i), at(row.ref_log_probs, i)),
+      own((row, i) => minus(policy(row, i), at(row.ref_log_probs, i))),
       "log-prob by the policy less that of the frozen reference",
     ],
-    surprise: ["log-prob", policy, "orange: unlikely tokens"],
-    value: ["critic's value", (row, i) => at(row.values, i), "expected return from here"],
+    surprise: ["log-prob", own(policy), "orange: unlikely tokens"],
+    value: ["critic's value", own((row, i) => at(row.values, i)), "expected return from here"],
     none: ["nothing", () => null, ""],
   };
 
@@ -114,11 +116,20 @@
     if (row.shaped !== null && Math.abs(row.shaped - row.reward) > 1e-6) {
       add(`shaped ${short(row.shaped)}`);
     }
-    const advantage = Array.isArray(row.advantages) ? mean(row.advantages) : row.advantages;
+    const sampled = (_, i) => !row.sampled || row.sampled[i];
+    const every = row.advantages;
+    const advantage = Array.isArray(every) ? mean(every.filter(sampled)) : every;
     if (advantage !== null) {
       add(`advantage ${short(advantage)}`);
     }
     add(`${row.length} tokens`);
+    if (row.versions) {
+      const versions = [...new Set(row.versions.map(([, version]) => version))];
+      add(`policy versions ${versions.join(", ")}`);
+    }
+    if (row.turns) {
+      episodeFacts(row).forEach(([text, className]) => add(text, className));
+    }
     if (row.truncated) {
       add("cut at the limit", "bad");
     }
@@ -128,14 +139,17 @@
     return box;
   }
 
-  function answer(sample, row, value, full) {
+  // The tokens from `from` to `to`, as far as the page has them.
+  function answer(sample, row, value, full, from, to) {
     const box = make("div", "answer");
-    row.tokens.forEach((token, i) => {
+    row.tokens.slice(from, to).forEach((token, place) => {
       const text = sample.vocabulary[token];
       if (!text) {
         return; // the rest of a character that stands before
       }
-      const span = make("span", "", text.replace(/\n/g, "↵\n"));
+      const i = from + place;
+      const left = row.sampled && row.sampled[i] && !row.trained[i];
+      const span = make("span", left ? "untrained" : "", text.replace(/\n/g, "↵\n"));
       const size = value(row, i);
       if (typeof size === "number" && full > 0) {
         const strength = Math.min(1, Math.abs(size) / full) * 0.55;
@@ -145,8 +159,9 @@
       span.dataset.token = i;
       box.append(span);
     });
-    if (row.length > row.tokens.length) {
-      const more = `… ${row.length - row.tokens.length} more tokens in the Parquet file`;
+    const hidden = to - Math.max(from, row.tokens.length);
+    if (hidden > 0) {
+      const more = `… ${hidden} more tokens in the Parquet file`;
       box.append(make("em", "soft", more));
     }
     box.addEventListener("click", (event) => {
@@ -164,8 +179,9 @@
     root.querySelectorAll(".chosen").forEach((one) => one.classList.remove("chosen"));
     span.classList.add("chosen");
     const facts = [`token ${i + 1}: ${JSON.stringify(sample.vocabulary[row.tokens[i]])}`];
+    const foreign = row.sampled && !row.sampled[i];
     const add = (name, value) => {
-      if (typeof value === "number") {
+      if (typeof value === "number" && !foreign) {
         facts.push(`${name} ${short(value)}`);
       }
     };
@@ -175,6 +191,7 @@
     add("gap", gap(row, i));
     add("by the reference", at(row.ref_log_probs, i));
     add("value", at(row.values, i));
+    facts.push(...aboutToken(row, i));
     const foot = find("p.token");
     foot.textContent = facts.join(" · ");
     foot.hidden = false;
@@ -190,7 +207,8 @@
         box.append(make("p", "soft", facts.join(" · ")));
       }
     }
-    box.append(answer(sample, row, value, full), badges(row));
+    const tokens = (from, to) => answer(sample, row, value, full, from, to);
+    box.append(row.turns ? episode(row, tokens) : tokens(0, row.length), badges(row));
     return box;
   }
 
@@ -286,6 +304,7 @@
     find(".steps").append(make("p", "banner", "There is no sample yet."));
     return;
   }
+  data.samples.forEach((sample) => sample.rows.forEach(prepare));
   const names = data.samples.map(key);
   const title = (name) => name.replace("train ", "").replace(/^validation (.*)/, "$1 (validation)");
   names.forEach((name) => fields.step.append(new Option(title(name), name)));
