@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from engine.agents.episode import Episode
+from engine.agents.protocol import Action
 from engine.agents.transcript import TrainingSequence
 from engine.batch import Batch
 from engine.data.collate import collate_completions, pad
@@ -83,6 +84,7 @@ def turn_spans(episode: Episode, sequence: TrainingSequence) -> list[dict[str, A
     E.g. [{"start": 0, "stop": 9, "calls": [("add", {"a": 1})], "malformed": []}].
     """
     actions = episode.actions[sequence.first_turn :]
+    unread = [Action("")] * (len(sequence.turns) - len(actions))  # where the parser failed
     return [
         {
             "start": start,
@@ -90,5 +92,5 @@ def turn_spans(episode: Episode, sequence: TrainingSequence) -> list[dict[str, A
             "calls": [(call.name, dict(call.arguments)) for call in action.tool_calls],
             "malformed": list(action.malformed),
         }
-        for (start, stop), action in zip(sequence.turns, actions, strict=False)
+        for (start, stop), action in zip(sequence.turns, [*actions, *unread], strict=False)
     ]

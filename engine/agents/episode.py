@@ -105,7 +105,7 @@ class Episode:
     fallback_prompt: list[int]  # of the row; for an episode that fails before it has one
     tools: Sequence[Mapping[str, Any]] = ()
     messages: list[Message] = field(default_factory=list)
-    actions: list[Action] = field(default_factory=list)  # one a turn
+    actions: list[Action] = field(default_factory=list)  # one a turn that could be read
     transcript: Transcript | None = None
     end: End | None = None
     error: str = ""  # why it failed
@@ -134,6 +134,7 @@ class Episode:
     def begin_again(self) -> None:
         """Forget all of it: it is begun from its row."""
         self.transcript, self.messages, self.info, self.turn_rewards = None, [], {}, []
+        self.actions = []
 
     def next_turn(self, now: float) -> TurnRequest | None:
         """The turn to sample at `now`, of time.monotonic; None, with `end` set, if none may be."""

@@ -90,6 +90,9 @@ def load_episode(episode: Episode, tree: EpisodeTree) -> SavedTurn | None:
     transcript.sequences = sequences
     transcript.turns, transcript.sampled_tokens = told["turns"], told["sampled_tokens"]
     episode.transcript = transcript
+    if episode.end != "failed":
+        sampled = [one.token_ids[start:stop] for one in sequences for start, stop in one.turns]
+        episode.actions = [episode.tokenizer.action(ids) for ids in sampled]
     if episode.end is not None:
         return None
     turn = [tree["turn"][name].tolist() for name in _TURN]
@@ -110,12 +113,16 @@ def token_versions(trees: Sequence[EpisodeTree]) -> set[int]:
 def _sequence_tree(one: TrainingSequence) -> dict[str, Any]:
     columns = {name: torch.tensor(getattr(one, name), dtype=d) for name, d in _COLUMNS.items()}
     prompt = torch.tensor(one.prompt_ids, dtype=torch.int32)
-    return columns | {"prompt_ids": prompt, "first_turn": one.first_turn}
+    turns = torch.tensor(one.turns, dtype=torch.int32).view(-1, 2)
+    return columns | {"prompt_ids": prompt, "first_turn": one.first_turn, "turns": turns}
 
 
 def _sequence(tree: dict[str, Any]) -> TrainingSequence:
     columns = {name: tree[name].tolist() for name in _COLUMNS}
-    return TrainingSequence(tree["prompt_ids"].tolist(), int(tree["first_turn"]), **columns)
+    turns = [(start, stop) for start, stop in tree["turns"].tolist()]
+    return TrainingSequence(
+        tree["prompt_ids"].tolist(), int(tree["first_turn"]), turns=turns, **columns
+    )
 
 
 def _plain(value: object) -> object:

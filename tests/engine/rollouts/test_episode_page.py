@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +13,16 @@ import pandas as pd
 import pytest
 import torch
 from browser import Page, browser, find_chromium
-from digit_games import HOSTILE
+from digit_games import HOSTILE, digit_calls
+from step_batches import tokenizer
 from tiny_engine import TINY_MODEL, arithmetic_rows, write_tiny_folder
 
+from engine.agents.call_parsers import parsed_action
+from engine.agents.collate import turn_spans
+from engine.agents.episode import Episode, EpisodeTokenizer
+from engine.agents.protocol import Action, ToolCall
+from engine.agents.saved_episode import load_episode, save_episode
+from engine.agents.transcript import Transcript
 from engine.batch import Batch
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
@@ -213,11 +221,6 @@ def test_nothing_stands_outside_of_the_window(page: Page, played: Played, width:
 
 
 def test_rows_of_one_episode_have_their_own_turns() -> None:
-    from engine.agents.collate import turn_spans
-    from engine.agents.episode import Episode
-    from engine.agents.protocol import Action, ToolCall
-    from engine.agents.transcript import Transcript
-
     transcript = Transcript([1, 2])
     actions = [Action("a"), Action("b", tool_calls=(ToolCall("add", {"a": 1}),)), Action("c")]
     transcript.add_turn([5, 6], [-1.0, -1.0], [0, 0])
@@ -231,4 +234,12 @@ def test_rows_of_one_episode_have_their_own_turns() -> None:
     assert [turn["calls"] for turn in whole] == [[], [("add", {"a": 1})]]
     assert [(turn["start"], turn["stop"]) for turn in branch] == [(0, 2)]
     assert branch[0]["calls"] == []
+    transcript.add_reward(1.0)
+    tree = save_episode(episode)
+    reader = EpisodeTokenizer(tokenizer(), (), partial(parsed_action, digit_calls))
+    again = Episode(0, 0, 0, reader, None, [])  # type: ignore[arg-type]
+    assert load_episode(again, tree) is not None
+    assert again.transcript is not None
+    assert [one.turns for one in again.transcript.sequences] == [[(0, 2), (3, 4)], [(0, 2)]]
+    assert len(again.actions) == 3, "read again from the ids that were saved"
     assert torch.tensor(transcript.finished()[0].sampled).tolist() == [True, True, False, True]
