@@ -73,7 +73,7 @@ FIELDS: dict[str, Field] = {
     "episode_ids": Field("B", torch.long, "rows with one id go on from each other: one episode"),
     "first_turn": Field("B", torch.long, "number, within the episode, of the row's first turn"),
     "continues": Field("B", torch.bool, "the row's episode goes on in the next row"),
-    "episode_failed": Field("B", torch.bool, "the environment failed: the row is not learned from"),
+    "episode_failed": Field("B", torch.bool, "it failed, or a limit dropped it: not learned from"),
     "truncated": Field("B", torch.bool, "the completion hit the length limit before its end token"),
 }
 

@@ -18,8 +18,9 @@ from engine.rollout.protocol import Completion
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-End = Literal["done", "turns", "tokens", "seconds", "failed"]
-"""done: the environment said so; failed: it gave no answer; else the limit that was reached."""
+End = Literal["done", "turns", "tokens", "seconds", "turn_seconds", "failed"]
+"""done: the environment said so; failed: it gave no answer; else the limit that was reached, of
+the episode or (turn_seconds) of its last turn."""
 History = Literal["append", "branches"]
 """append: what was sampled stays as it is. branches: where the chat template writes earlier turns
 otherwise (thoughts left out), the episode goes on from what it writes, as a sequence of its own."""
@@ -40,6 +41,8 @@ class EpisodeLimits:
     max_turn_length: int | None = None  # tokens of one turn; None: what is left of the response
     max_turns: int | None = None  # turns of the policy; None: no limit
     seconds: float = 600.0  # from the first call of the environment on
+    turn_seconds: float | None = None  # that sampling a turn may take; None: no limit
+    drop: bool = False  # an episode that a limit ends is not learned from
 
 
 class EpisodeTokenizer:
@@ -114,7 +117,8 @@ class Episode:
     started: float = 0.0  # of time.monotonic
     environment_seconds: float = 0.0  # waited for
     truncated: bool = False  # its last turn was cut, or a limit ended it
-    dropped: bool = False  # it failed, and is not learned from
+    dropped: bool = False  # it failed, or a limit ended it, and is not learned from
+    cut: bool = False  # its turn has taken too long
 
     @property
     def latest_turn(self) -> Hashable | None:
@@ -152,8 +156,10 @@ class Episode:
             self.end = "tokens"
         elif now - self.started > limits.seconds:
             self.end = "seconds"
+        elif self.cut:
+            self.end = "turn_seconds"
         if self.end is not None:
-            self.truncated = True
+            self.truncated, self.dropped = True, limits.drop
             return None
         if limits.max_turn_length is not None:
             left = min(left, limits.max_turn_length)
@@ -168,6 +174,7 @@ class Episode:
         versions = completion.token_versions or [completion.policy_version] * len(ids)
         self.transcript.add_turn(ids, completion.log_probs, versions)
         self.truncated = completion.finish_reason == "length"
+        self.cut = self.cut and self.truncated
         action = self.tokenizer.action(ids)
         self.actions.append(action)
         self.messages.append({"role": "assistant", "content": action.text})

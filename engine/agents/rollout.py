@@ -40,7 +40,7 @@ class _Playing:
     row: Row
     seat: OpenEpisode
     resumed: SavedTurn | None = None  # until its environment has the state that was saved
-    asked: float | None = None  # when its environment was, of time.monotonic; None: it has answered
+    submitted: float = 0.0  # when its turn was, of time.monotonic
 
 
 Answer = tuple[_Playing, Future[Any]]
@@ -159,14 +159,26 @@ class EpisodePlayer:
 
     def _decode(self) -> None:
         """Decode a token of each turn; what ended goes to its environment."""
+        self._cut_slow()
         for done in self._stream.step():
             one = self._sampling.pop(done.key)
             with self._faults_of(one):
                 action = one.episode.add_turn(done.completion)
                 self._ask(one, one.seat.step(action))
 
+    def _cut_slow(self) -> None:
+        """Let turns end that take longer than they may."""
+        now = time.monotonic()
+        for key, one in self._sampling.items():  # the oldest first
+            most = one.episode.limits.turn_seconds
+            if most is None or now - one.submitted <= most:
+                return
+            if not one.episode.cut:
+                one.episode.cut = True
+                self._stream.cut(key)
+
     def _ask(self, one: _Playing, call: Future[Any]) -> None:
-        begun = one.asked = self._heard = time.monotonic()
+        begun = self._heard = time.monotonic()
 
         def answered(answer: Future[Any]) -> None:
             one.episode.environment_seconds += time.monotonic() - begun
@@ -178,7 +190,6 @@ class EpisodePlayer:
         """Take what environments answered; without anything to decode (`idle`), wait for it."""
         found = list(self._arriving(wait_s, idle or not self._sampling))
         for one, answer in sorted(found, key=lambda a: (a[0].episode.key, a[0].episode.index)):
-            one.asked = None
             if id(one.episode) in self._open:
                 self._take_answer(one, answer)
 
@@ -235,6 +246,7 @@ class EpisodePlayer:
             after=turn.after,
         )
         self._sampling[turn.key] = one
+        one.submitted = time.monotonic()
 
     @contextmanager
     def _faults_of(self, one: _Playing) -> Iterator[None]:

@@ -52,7 +52,17 @@ class AgentConfig(Section):
     timeout_s: float = Field(
         600.0, gt=0, description="Of an episode: no turn begins later than that"
     )
+    turn_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="Of one turn: it is cut there, and the last of its episode; null: no limit",
+    )
     call_timeout_s: float = Field(60.0, gt=0, description="Deadline for one answer")
+    on_limit: Literal["score", "drop"] = Field(
+        "score",
+        description="An episode that a limit of turns, tokens or seconds ends: learn from it as it "
+        "is, or leave it out",
+    )
     on_error: Literal["drop", "score"] = Field(
         "drop", description="An episode whose environment fails: leave it out, or error_reward"
     )
@@ -61,6 +71,13 @@ class AgentConfig(Section):
         "",
         description="Digest of the modules and files that environment and tools name, for the "
         "cache; workflows fill it",
+    )
+
+    save_freq_s: float = Field(
+        60.0,
+        ge=0,
+        description="sync, with checkpoints: seconds between saves of the episodes of a step under "
+        "way; 0: none",
     )
 
     @model_validator(mode="after")

@@ -83,6 +83,7 @@ class EngineCapabilities:
     """What a rollout engine can do; code outside of it asks this, never its name."""
 
     streams: bool = False  # has `stream()` (`RolloutStream`): trainer.mode=async, rollout.parts
+    cuts: bool = False  # its streams have `cut`: rollout.agent.turn_timeout_s
     adapters: bool = False  # decodes a policy with LoRA adapters
     decodes_shards: bool = False  # takes a rank's tensor-parallel shards in place of a model
     loads_shards: bool = False  # takes a sharded policy's shards into parameters of its own

@@ -90,6 +90,13 @@ class RolloutStream(Protocol):
         """No request goes on from that of `key`, which has ended: it needn't be kept."""
         ...
 
+    def cut(self, key: Hashable) -> None:
+        """End the completions of an open request with their next token, as at a length limit.
+
+        Only of engines with the capability `cuts`.
+        """
+        ...
+
     def step(self) -> list[StreamedCompletion]:
         """Admit waiting completions, decode one token of each; return what ended. Never waits."""
         ...

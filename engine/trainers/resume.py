@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 from engine.checkpoint import CheckpointStore, Saver
@@ -31,6 +33,9 @@ MAY_CHANGE = (
     "rl.actor.clip_ratio_c",
     "rl.actor.entropy_coeff",
     "rl.actor.kl_loss_coef",
+    "rl.rollout.agent.save_freq_s",
+    "rl.rollout.agent.num_workers",
+    "rl.rollout.agent.concurrency",
     "rl.critic.optim",
     "rl.critic.cliprange_value",
     "rl.reward.timeout_s",
@@ -55,6 +60,18 @@ def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
     if settings.save_huggingface:
         exporter = BackgroundExporter(store, spec.model_path, settings.step_timeout_s)
     return Saver(store, groups, settings.step_timeout_s, exporter)
+
+
+def save_episodes(folder: str | Path, roles: Roles, spec: RunSpec) -> None:
+    """Have a step's episodes saved beside its checkpoints while they are rolled out, in mode sync;
+    other modes have what they roll out ahead in checkpoints."""
+    if not spec.config.rollout.multi_turn.enable or spec.config.trainer.mode != "sync":
+        return
+    settings = run_settings(spec.config, spec.max_response_length, spec.seed)
+    known = {name: value for name, value in settings.items() if not name.startswith(MAY_CHANGE)}
+    text = json.dumps([known, spec.model_path, spec.dtype, spec.max_model_len], default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    roles["rollout"].save_episodes(str(folder), digest).result()
 
 
 def run_settings(config: RLConfig, max_response_length: int, seed: int) -> dict[str, object]:

@@ -35,7 +35,7 @@ from engine.trainers.layouts import check_layouts
 from engine.trainers.precision import model_dtype
 from engine.trainers.preemption import PreemptionNotice
 from engine.trainers.prompts import PromptStream
-from engine.trainers.resume import MAY_CHANGE, SCORE, make_saver, run_settings
+from engine.trainers.resume import MAY_CHANGE, SCORE, make_saver, run_settings, save_episodes
 from engine.trainers.rl_checks import check_config, check_other_models
 from engine.trainers.rl_setup import (
     RunSpec,
@@ -283,6 +283,8 @@ class RLTrainer:
     ) -> Saver | None:
         """The saver of `fit`; a run at step 0 resumes from the checkpoints that there are."""
         saver = None if checkpoint_dir is None else self.make_saver(checkpoint_dir)
+        if checkpoint_dir is not None:
+            save_episodes(checkpoint_dir, self.roles, self.spec)
         if self.step > 0 or (checkpoint_dir is not None and self.resume(checkpoint_dir)):
             return saver
         resumed = None if resume_from is None else self.resume(resume_from)

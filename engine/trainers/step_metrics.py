@@ -77,8 +77,9 @@ def episode_metrics(batch: Batch, prefix: str) -> dict[str, float]:
         f"{prefix}/observed_tokens": float(response - sampled) / len(turns),
         f"{prefix}/environment_s": float(columns["environment_seconds"].astype(float).mean()),
     }
-    for end in ("done", "turns", "tokens", "seconds", "failed"):
+    for end in ("done", "turns", "tokens", "seconds", "turn_seconds", "failed"):
         metrics[f"{prefix}/end_{end}"] = float((ends == end).mean())
+    metrics[f"{prefix}/dropped"] = float(batch["episode_failed"][rows].float().mean())
     infos = [info for info, end in zip(columns["episode_info"], ends, strict=True) if end == "done"]
     for name in sorted(set.intersection(*map(set, infos)) if infos else ()):
         values = [info[name] for info in infos]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,11 +15,16 @@ from engine.agents.rollout import EpisodePlayer
 from engine.batch import Batch
 from engine.config import AgentConfig
 from engine.data.templates import with_template_variables
+from engine.rollout.partial_groups import with_partial_groups
+from engine.rollout.protocol import SamplingParams
 from engine.rollout.stream import open_stream
-from engine.workers.base import WorkerContext
+from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.episode_groups import EpisodeGroups
 from engine.workers.rollout import RolloutWorker
+from engine.workers.saved_rollout import SavedRollout
 from engine.workers.stream_rollout import StreamRolloutWorker
+
+_STATES_S = 0.2  # of a rollout, for environments to give their states
 
 
 def open_environments(agent: AgentConfig, plugins: tuple[str, ...]) -> Environments:
@@ -59,8 +63,11 @@ class AgentRolloutWorker(RolloutWorker):
             max_turn_length=turns.max_turn_length,
             max_turns=turns.max_assistant_turns,
             seconds=agent.timeout_s,
+            turn_seconds=agent.turn_timeout_s,
+            drop=agent.on_limit == "drop",
         )
         self.environments = open_environments(agent, plugins)
+        self._saved: SavedRollout | None = None
         parser = resolve_call_parser(turns.format)
         self.episodes = EpisodeTokenizer(
             with_template_variables(self.tokenizer, template_variables or {}),
@@ -69,23 +76,45 @@ class AgentRolloutWorker(RolloutWorker):
             turns.history,
         )
 
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def save_episodes(self, folder: str, settings: str) -> None:
+        """Save the episodes of rollouts under way below `folder`, where the checkpoints are.
+
+        The first rollout from now on goes on from what is there, if it is the same. `settings`
+        stands for the run's.
+        """
+        if every_s := self.config.agent.save_freq_s:
+            self._saved = SavedRollout(folder, self._stem(), settings, every_s)
+
     def _sample(self, prompts: Batch, n: int, temperature: float) -> Batch:
-        groups = self._open_groups(n, temperature)
+        saved = self._saved if temperature > 0.0 else None
+        params = self._params(1, temperature)
+        groups = self._open_groups(params, n, retain=saved is not None)
         done: dict[int, Batch] = {}
+        identity = ""
+        begun = prompts
+        if saved is not None:
+            identity = saved.identity(prompts, self.policy.version, params.seed, n)
+            parts = saved.begin(identity)
+            keys = prompts["group_ids"].tolist()
+            begun = with_partial_groups(prompts, [parts.get(key) for key in keys])
         try:
-            groups.submit(prompts)
+            groups.submit(begun)
             while groups.busy:
                 done |= {int(group["group_ids"][0]): group for group in groups.step()}
+                if saved is not None:
+                    saved.save(identity, lambda: groups.partial_groups(_STATES_S))
         finally:
             groups.close()
             self.policy.sleep()
+        if saved is not None:
+            saved.end()
         return Batch.concat([done[key] for key in prompts["group_ids"].tolist()])
 
     def _open_stream(self) -> EpisodeGroups:
-        return self._open_groups(self.config.n, self.config.temperature)
+        return self._open_groups(self._params(1, self.config.temperature), self.config.n)
 
-    def _open_groups(self, n: int, temperature: float) -> EpisodeGroups:
-        params = replace(self._params(1, temperature), max_new_tokens=self.max_response_length)
+    def _open_groups(self, params: SamplingParams, n: int, retain: bool = False) -> EpisodeGroups:
         stream = open_stream(
             self.policy.engine,
             params,
@@ -108,6 +137,7 @@ class AgentRolloutWorker(RolloutWorker):
             n=n,
             pad_token_id=self.tokenizer.pad_token_id,
             branches=self.config.multi_turn.history == "branches",
+            retain=retain,
         )
 
     def _new_episode(self, key: int, index: int, prompt_ids: list[int]) -> Episode:

@@ -12,7 +12,7 @@ from engine.agents.collate import collate_episodes
 from engine.agents.episode import Episode
 from engine.agents.partial_episodes import PartialEpisodes
 from engine.agents.rollout import EpisodePlayer
-from engine.agents.saved_episode import save_episode
+from engine.agents.saved_episode import EpisodeTree, save_episode
 from engine.batch import Batch
 from engine.errors import RolloutError
 from engine.rollout.partial_groups import take_partial_groups
@@ -39,12 +39,16 @@ class EpisodeGroups:
         n: int,
         pad_token_id: int,
         branches: bool,
+        retain: bool = False,
     ) -> None:
+        """With `retain`, groups that were returned are among those that `partial_groups` copies."""
         self._stream, self._player, self._new = stream, player, new_episode
         self._n, self._pad, self._branches = n, pad_token_id, branches
         self._prompts: dict[int, Batch] = {}
         self._episodes: dict[int, list[Episode]] = {}  # by key, then index
         self._left: dict[int, int] = {}  # episodes that have not ended
+        self._retained: dict[int, list[Episode]] | None = {} if retain else None
+        self._trees: dict[int, EpisodeTree] = {}  # by id of the episode: the latest of those saved
 
     @property
     def busy(self) -> int:
@@ -77,17 +81,23 @@ class EpisodeGroups:
             for episode in episodes:
                 self._player.add(episode, _row(prompt), trees.get(episode.index))
 
-    def partial_groups(self) -> dict[int, PartialEpisodes]:
-        """Copies of all unfinished groups, by key; playing continues."""
-        trees = self._player.save(_STATES_S)
-        for episodes in self._episodes.values():
-            for episode in episodes:
-                if episode.end is not None:
-                    trees[id(episode)] = save_episode(episode)
-        return {
-            key: PartialEpisodes([trees[id(one)] for one in episodes if id(one) in trees])
-            for key, episodes in self._episodes.items()
-        }
+    def partial_groups(self, seconds: float = _STATES_S) -> dict[int, PartialEpisodes]:
+        """Copies of all unfinished groups, by key; playing continues.
+
+        An episode whose environment doesn't answer within `seconds` is as it was the last time.
+        """
+        self._trees |= self._player.save(seconds)
+        groups = self._episodes | (self._retained or {})
+        found: dict[int, PartialEpisodes] = {}
+        for key, episodes in groups.items():
+            trees = []
+            for one in episodes:
+                if one.end is not None:
+                    self._trees[id(one)] = save_episode(one)
+                if id(one) in self._trees:
+                    trees.append(self._trees[id(one)])
+            found[key] = PartialEpisodes(trees)
+        return found
 
     def step(self) -> list[Batch]:
         """Decode a token of each turn, or wait a moment for environments; return the groups that
@@ -110,9 +120,15 @@ class EpisodeGroups:
 
     def _batch(self, key: int) -> Batch:
         del self._left[key]
+        episodes = self._episodes.pop(key)
+        if self._retained is not None:
+            self._retained[key] = episodes
+        else:
+            for episode in episodes:
+                self._trees.pop(id(episode), None)
         return collate_episodes(
             self._prompts.pop(key),
-            self._episodes.pop(key),
+            episodes,
             pad_token_id=self._pad,
             version=self.version,
             branches=self._branches,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -67,16 +68,14 @@ class SometimesFaulty(DigitGame):
         return answer
 
 
-@register_environment("saved_game")
-class SavedGame(DigitGame):
-    """A digit game that can be saved between turns; it notes what all games were asked."""
+@register_environment("noted_game")
+class NotedGame(DigitGame):
+    """A digit game that notes what all games were asked, in the file NOTED_GAMES too."""
 
     resets: ClassVar[list[str]] = []
     steps: ClassVar[int] = 0
 
-    def __init__(self, *, turns: int = 3, delay: float = 0.0, log: str = "") -> None:
-        super().__init__(turns=turns, delay=delay)
-        self.log, self.name = log, ""
+    name = ""
 
     async def reset(self, row: Mapping[str, Any]) -> Observation:
         self.name = row["prompt"][0]["content"]
@@ -85,20 +84,25 @@ class SavedGame(DigitGame):
         return await super().reset(row)
 
     async def step(self, action: Action) -> Observation:
-        type(self).steps += 1
+        NotedGame.steps += 1
         self.note("step")
         return await super().step(action)
+
+    def note(self, what: str) -> None:
+        if path := os.environ.get("NOTED_GAMES"):
+            with Path(path).open("a") as file:
+                file.write(f"{what} {self.name} {self.turn}\n")
+
+
+@register_environment("saved_game")
+class SavedGame(NotedGame):
+    """A noted game that can be saved between turns."""
 
     def get_state(self) -> dict[str, Any]:
         return {"turn": self.turn, "name": self.name}
 
     def set_state(self, state: dict[str, Any]) -> None:
         self.turn, self.name = state["turn"], state["name"]
-
-    def note(self, what: str) -> None:
-        if self.log:
-            with Path(self.log).open("a") as file:
-                file.write(f"{what} {self.name} {self.turn}\n")
 
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"

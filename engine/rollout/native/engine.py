@@ -38,7 +38,9 @@ _SETTINGS = frozenset(
 
 @register_engine(
     "native",
-    EngineCapabilities(streams=True, adapters=True, decodes_shards=True, settings=_SETTINGS),
+    EngineCapabilities(
+        streams=True, cuts=True, adapters=True, decodes_shards=True, settings=_SETTINGS
+    ),
     options=lambda config: {
         "cuda_graphs": config.cuda_graphs,
         "routed_experts": config.enable_rollout_routing_replay,

@@ -33,6 +33,7 @@ class Request:
     unfinished: int  # completions that have not ended
     waiting: list[PartialCompletion]  # by completion_index
     after: Hashable | None = None  # key of the request whose sequence the prompt begins with
+    cut: bool = False  # its completions end with their next token
 
     def partial(self) -> PartialRequest:
         """The completions that wait, for the caller to keep."""
@@ -107,7 +108,9 @@ class SequenceTable:
         indices = column([part.completion_index for _, part in members])
         self.keys[index] = noise_keys(self._params.seed, prompts, indices)
         self.prompt_lengths[index] = column([len(request.prompt_ids) for request, _ in members])
-        self._limits[index] = column([request.max_tokens for request, _ in members])
+        self._limits[index] = column(
+            [len(part.token_ids) + 1 if r.cut else r.max_tokens for r, part in members]
+        )
         self._lengths[index] = column([len(part.token_ids) for _, part in members])
         self._stopped[index] = False
         for row, (_, part) in zip(rows, members, strict=True):
@@ -121,6 +124,12 @@ class SequenceTable:
             self._owners[row] = request, part.completion_index
         del self._free[-len(members) :]
         return rows
+
+    def cut(self, request: Request) -> None:
+        """Let the request's sequences end with their next token."""
+        rows = [row for row in self._unended() if self._owners[row][0] is request]
+        index = torch.tensor(rows, dtype=torch.long, device=self.device)
+        self._limits[index] = self._lengths[index] + 1
 
     def owner(self, row: int) -> Request:
         """The request of a sequence."""

@@ -160,6 +160,13 @@ class NativeStream:
         if self._kept is not None:
             self._kept.drop(key)
 
+    def cut(self, key: Hashable) -> None:
+        """End the completions of an open request with their next token, as at a length limit."""
+        request = self._open.get(key)
+        if request is not None:
+            request.cut = True
+            self._table.cut(request)
+
     def step(self) -> list[StreamedCompletion]:
         """Admit waiting completions where slots are free, then decode one token of every sequence.
 

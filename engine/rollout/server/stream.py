@@ -137,6 +137,9 @@ class ServerStream:
     def forget(self, key: Hashable) -> None:
         """Nothing: servers drop what they keep when its room is needed."""
 
+    def cut(self, key: Hashable) -> None:
+        """Nothing: a server answers whole completions."""
+
     def step(self) -> list[StreamedCompletion]:
         """Send what there is room for; return what was answered, after a moment at most."""
         self._check_open()

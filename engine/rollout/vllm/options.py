@@ -45,6 +45,7 @@ def capabilities(config: RolloutConfig) -> EngineCapabilities:
     level = config.vllm.sleep
     return EngineCapabilities(
         streams=True,
+        cuts=True,
         adapters=True,
         exclusive=True,
         loads_shards=True,

@@ -9,6 +9,7 @@ resumed, on its length then.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -71,6 +72,7 @@ class VllmStream:
         self._engine, self._requests, self._options = engine, requests, options
         self._vocabulary, self._params, self._model = vocabulary, params, model
         self._open: dict[str, _Open] = {}  # by vLLM's id
+        self._cut: set[Hashable] = set()  # keys of requests that end with their next token
         self._submitted = 0
         self._closed = False
 
@@ -133,6 +135,11 @@ class VllmStream:
     def forget(self, key: Hashable) -> None:
         """Nothing: vLLM drops what it keeps when its room is needed."""
 
+    def cut(self, key: Hashable) -> None:
+        """End the completions of an open request with their next token, as at a length limit."""
+        if any(one.key == key for one in self._open.values()):
+            self._cut.add(key)
+
     def step(self) -> list[StreamedCompletion]:
         """Let vLLM make a step; return the completions that ended. Raises RolloutError as
         `VllmEngine.generate` does."""
@@ -154,6 +161,27 @@ class VllmStream:
             done = self._requests.completion(one.number, output, version, self.stats)
             whole = _whole(one.before, done, token_versions(output))
             ended.append(StreamedCompletion(one.key, one.before.completion_index, whole))
+        return ended + (self._end_cut() if self._cut else [])
+
+    def _end_cut(self) -> list[StreamedCompletion]:
+        """Take out the completions that are cut, once they have a token."""
+        ended, now = [], self._requests.unfinished()
+        for id, one in list(self._open.items()):
+            so_far = now.get(id)
+            if one.key not in self._cut or so_far is None or not so_far.token_ids:
+                continue
+            if any(map(math.isnan, so_far.log_probs)):
+                continue  # it ends by itself, with the error that says why
+            self._requests.abort([id])
+            del self._open[id]
+            self.stats.generated_tokens += len(so_far.token_ids)
+            oldest = min(so_far.versions)
+            done = Completion(
+                one.number, so_far.token_ids, so_far.log_probs, "length", oldest, so_far.versions
+            )
+            whole = _whole(one.before, done, so_far.versions)
+            ended.append(StreamedCompletion(one.key, one.before.completion_index, whole))
+        self._cut &= {one.key for one in self._open.values()}
         return ended
 
     def update_weights(self, model: nn.Module | None, version: int) -> None:
@@ -188,6 +216,7 @@ class VllmStream:
             self._requests.abort(list(self._open))
         self._closed = True
         self._open.clear()
+        self._cut.clear()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -217,6 +217,16 @@ def test_branches_are_rows_of_one_episode(tiny_folder: Path, tmp_path: Path) -> 
             "set it to 1, or rollout.vllm.in_process=false",
         ),
         ({"rollout": {"parts": 2}}, "rollout.parts=2"),
+        (
+            {
+                "rollout": {
+                    "engine": "server",
+                    "server": {"url": "http://127.0.0.1:1"},
+                    "agent": {"turn_timeout_s": 1.0},
+                }
+            },
+            "turn_timeout_s with rollout.engine=server",
+        ),
         ({"rollout": {"agent": {"environment": "digit_games:Nothing"}}}, "Nothing"),
         ({"rollout": {"agent": {"environment": ""}}}, "rollout.agent.environment"),
         ({"reward": {"overlong_buffer": {"enable": True}}}, "overlong_buffer"),

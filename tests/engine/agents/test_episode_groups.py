@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from digit_games import DigitGame, SavedGame
+from digit_games import DigitGame, NotedGame, SavedGame
 from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -161,7 +161,7 @@ def test_episodes_go_on_in_another_process_from_their_checkpoint(hall: Hall, ste
     whole.submit(hall.prompts([0, 1, 2, 3]))
     expected = finish(whole, {})
     SavedGame.resets.clear()
-    SavedGame.steps = 0
+    NotedGame.steps = 0
     first = hall.groups(SavedGame, width=5)
     first.submit(hall.prompts([0, 1, 2, 3]))
     found: dict[int, Batch] = {}
@@ -176,7 +176,7 @@ def test_episodes_go_on_in_another_process_from_their_checkpoint(hall: Hall, ste
     values, tensors = extract_tensors({str(key): one.tree() for key, one in partial.items()})
     trees = insert_tensors(values, tensors)
     second = hall.groups(SavedGame)
-    asked = SavedGame.steps
+    asked = NotedGame.steps
     if partial:
         keys = sorted(partial)
         restored = [PartialEpisodes.from_tree(trees[str(key)]) for key in keys]
@@ -184,7 +184,7 @@ def test_episodes_go_on_in_another_process_from_their_checkpoint(hall: Hall, ste
     assert_same(finish(second, dict(found)), expected)
     assert len(SavedGame.resets) == len(ROWS) * N  # none was begun twice
     turns = sum(int(group.columns["episode_turns"].sum()) for group in expected.values())
-    assert SavedGame.steps == turns
+    assert NotedGame.steps == turns
     assert asked <= turns
     first.close()
 

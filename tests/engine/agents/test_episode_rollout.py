@@ -28,6 +28,7 @@ from engine.data.collate import collate_prompts
 from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.rollout.native import NativeEngine
+from engine.rollout.native.stream import NativeStream
 from engine.rollout.protocol import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -167,6 +168,39 @@ def test_limits_end_episodes_and_lose_no_reward(table: Table) -> None:
             assert len(episode.turn_rewards) == episode.transcript.turns
     assert {episode.transcript.turns for episode in by_turns if episode.transcript} == {2}
     assert {episode.transcript.turns for episode in by_time if episode.transcript} == {1}
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_turn_that_takes_too_long_is_cut_and_is_the_last(
+    table: Table, monkeypatch: pytest.MonkeyPatch, drop: bool
+) -> None:
+    free = table.play(lambda: DigitGame(turns=9), max_turn_length=12)
+    whole = [episode.transcript.sequences[0].token_ids for episode in free if episode.transcript]
+    step = NativeStream.step
+
+    def slowly(stream: NativeStream) -> Any:
+        time.sleep(0.02)
+        return step(stream)
+
+    monkeypatch.setattr(NativeStream, "step", slowly)
+    for width in (16, 2):  # with and without those that wait for a slot
+        episodes = table.play(
+            lambda: DigitGame(turns=9),
+            width=width,
+            max_turn_length=12,
+            turn_seconds=0.05,
+            drop=drop,
+        )
+        for episode, tokens in zip(episodes, whole, strict=True):
+            assert episode.transcript is not None
+            [one] = episode.transcript.finished()
+            assert one.token_ids == tokens[: len(one.token_ids)]
+            assert sum(one.rewards) == pytest.approx(sum(episode.turn_rewards))
+            assert len(episode.turn_rewards) == episode.transcript.turns
+            if episode.end == "turn_seconds":
+                assert (episode.truncated, episode.dropped) == (True, drop)
+                assert len(one.token_ids) < len(tokens)
+        assert sum(episode.end == "turn_seconds" for episode in episodes) >= 4
 
 
 @pytest.mark.parametrize("fault", ["raise", "hang", "lie", "nonsense"])

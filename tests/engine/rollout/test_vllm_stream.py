@@ -106,6 +106,31 @@ def test_a_stream_keeps_its_promises(engine: VllmEngine) -> None:
     assert len(engine.generate([[5, 6]], params)) == 3
 
 
+def test_a_request_that_is_cut_ends_with_its_next_token() -> None:
+    engine = create_engine("vllm", build("qwen2"), **SIZES)
+    assert isinstance(engine, VllmEngine)
+    params = replace(with_n(2), stop_token_ids=())
+    done = engine.generate(list(PROMPTS.values()), params)
+    stream = engine.stream(params)
+    for key, prompt in PROMPTS.items():
+        stream.submit(key, prompt)
+    found: Found = {}
+    for _ in range(5):
+        gather(found, stream.step())
+    stream.cut(1)
+    stream.cut(6)  # waits for a place
+    drain(stream, found)
+    assert len(found) == 14
+    for (key, index), completion in found.items():
+        whole = done[2 * int(str(key)) + index]
+        size = len(completion.token_ids)
+        assert completion.token_ids == whole.token_ids[:size]
+        assert completion.finish_reason == "length"
+        assert size == len(completion.log_probs) == len(completion.token_versions or ())
+        assert 1 <= size <= 8 if key in (1, 6) else size == 24
+    engine.close()
+
+
 def test_a_returning_request_computes_what_follows_its_full_blocks() -> None:
     engine = create_engine("vllm", build("qwen2"), **SIZES)
     assert isinstance(engine, VllmEngine)
