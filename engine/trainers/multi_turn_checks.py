@@ -53,8 +53,6 @@ def _refused(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
         setting = f"rollout.agent.turn_timeout_s with rollout.engine={rollout.engine}"
         wanted = "it answers whole turns: limit them by rollout.multi_turn.max_turn_length"
         yield setting, wanted
-    if rollout.parts > 1:
-        yield f"rollout.parts={rollout.parts}", "leave it at 1"
     if rollout.enable_rollout_routing_replay:
         yield "rollout.enable_rollout_routing_replay", "remove it"
     if config.reward.overlong_buffer.enable:

@@ -120,6 +120,19 @@ def test_an_outcome_and_the_environments_rewards_are_both_learned_from(tiny_fold
     assert bool((elsewhere == 0).all())
 
 
+def test_parts_that_are_over_are_scored_while_others_play(tiny_folder: Path) -> None:
+    rows: list[list[Any]] = []
+    for parts in (1, 2):
+        config = settings(rollout={"parts": parts}, trainer={"total_training_steps": 1})
+        history, [batch, _] = run(tiny_folder, config)
+        assert history[0]["episode/turns_mean"] == 3
+        scores, groups = batch["token_level_scores"].sum(1).tolist(), batch["group_ids"].tolist()
+        sampled = batch["response_mask"].bool()
+        own = [row[m].tolist() for row, m in zip(batch["responses"], sampled, strict=True)]
+        rows.append(sorted(zip(groups, own, scores, strict=True)))
+    assert rows[0] == rows[1]
+
+
 def test_failed_episodes_are_not_learned_from(tiny_folder: Path) -> None:
     spec = {"name": "digit_games:SometimesFaulty"}
     history, batches = run(tiny_folder, settings(rollout={"agent": {"environment": spec}}))
@@ -216,7 +229,6 @@ def test_branches_are_rows_of_one_episode(tiny_folder: Path, tmp_path: Path) -> 
             {"rollout": {"engine": "vllm", "tensor_parallel_size": 2}},
             "set it to 1, or rollout.vllm.in_process=false",
         ),
-        ({"rollout": {"parts": 2}}, "rollout.parts=2"),
         (
             {
                 "rollout": {
