@@ -22,6 +22,7 @@ from engine.models.packing import (
     packed_size,
     packing_of,
     same_prompts,
+    worthwhile_tree,
 )
 
 
@@ -111,12 +112,14 @@ def pack(
     if not packing or seqs.lengths is None or seqs.prompts is None:
         return None
     lengths = torch.maximum(seqs.lengths - 1, seqs.prompts)
+    tree = worthwhile_tree(seqs.input_ids, lengths.tolist(), seqs.prompts)
     if packing == "auto":
         groups = same_prompts(seqs.input_ids, seqs.prompts)
         tokens = packed_size(groups, lengths.tolist(), seqs.prompts.tolist())
+        tokens = tokens if tree is None else tree.size(lengths.tolist())
         if not is_worthwhile(packing, tokens, seqs.input_ids.numel()):
             return None
     device = next(model.parameters()).device
     ids, prompts = seqs.input_ids.to(device), seqs.prompts.to(device)
     recurring = device.type == "cpu"
-    return pack_rows(ids, lengths.to(device), prompts, multiple, recurring=recurring)
+    return pack_rows(ids, lengths.to(device), prompts, multiple, tree=tree, recurring=recurring)

@@ -30,11 +30,11 @@ _TOGETHER = 64  # queries of several segments that are computed with a mask (≤
 class Segments:
     """S runs of a packed sequence's T tokens, in order, each of one row.
 
-    A token sees its segment up to itself and, before that, all of the segment's prefix: the prompt
-    that its row shares with others.
+    A token sees its segment up to itself and, before that, all of the segment's prefix: what its
+    row shares with others, a prompt or several pieces of a tree.
     """
 
-    runs: tuple[Run, ...]  # first and last + 1 of prefix, and of segment
+    runs: tuple[Run, ...]
     starts: Tensor  # [S + 1] int32; where each segment begins, and T
     key_starts: Tensor  # [S + 1] int32; where they begin with their prefixes before them
     keys: Tensor | None  # [K] long; the tokens in that order; None: there are no prefixes
@@ -51,14 +51,21 @@ class Segments:
                 runs.append((at, at, at, at := at + prefix))
             for size in sizes:
                 runs.append((begin, begin + prefix, at, at := at + size))
-        seen = [b - a + d - c for a, b, c, d in runs]
-        keys = [np.arange(*ends) for a, b, c, d in runs for ends in ((a, b), (c, d))]
+        return cls.of_runs(runs, device)
+
+    @classmethod
+    def of_runs(cls, runs: Sequence[Run], device: torch.device) -> Segments:
+        """Of runs that follow each other."""
+        parts = [list(zip(run[::2], run[1::2], strict=True)) for run in runs]
+        seen = [sum(stop - start for start, stop in each) for each in parts]
+        keys = [np.arange(*ends) for each in parts for ends in each]
+        last = runs[-1][-1]
         return cls(
             tuple(runs),
-            torch.tensor([*(c for _, _, c, _ in runs), at], dtype=torch.int32, device=device),
+            torch.tensor([*(run[-2] for run in runs), last], dtype=torch.int32, device=device),
             torch.tensor([0, *itertools.accumulate(seen)], dtype=torch.int32, device=device),
-            torch.from_numpy(np.concatenate(keys)).to(device) if sum(seen) > at else None,
-            max(d - c for _, _, c, d in runs),
+            torch.from_numpy(np.concatenate(keys)).to(device) if sum(seen) > last else None,
+            max(run[-1] - run[-2] for run in runs),
             max(seen),
         )
 
@@ -165,8 +172,7 @@ class _Attention(torch.autograd.Function):
 class _Block:
     """Queries that are computed together, and their keys: a prefix, and what follows it."""
 
-    prefix: slice
-    start: int  # the first key after the prefix
+    seen: tuple[slice, ...]  # the keys, in order; the last ones end with the queries
     first: int  # the first query
     stop: int  # the last query and key, and 1
     unseen: Tensor  # bool [n, n]; which of the last n keys, its own tokens, a query doesn't see
@@ -177,44 +183,56 @@ class _Block:
 
     def keys(self, tokens: Tensor) -> Tensor:
         """Of [heads, T, d] those of the keys; a view where all are neighbours."""
-        if self.prefix.stop in (self.prefix.start, self.start):
-            begin = self.start - (self.prefix.stop - self.prefix.start)
-            return tokens[:, begin : self.stop]
-        return torch.cat([tokens[:, self.prefix], tokens[:, self.start : self.stop]], 1)
+        if len(self.seen) == 1:
+            return tokens[:, self.seen[0]]
+        return torch.cat([tokens[:, keys] for keys in self.seen], 1)
 
     def add(self, total: Tensor, of_keys: Tensor) -> None:
         """Add gradients of the keys to `total` [heads, T, d]."""
-        shared = self.prefix.stop - self.prefix.start
-        total[:, self.prefix] += of_keys[:, :shared]
-        total[:, self.start : self.stop] += of_keys[:, shared:]
+        parts = of_keys.split([keys.stop - keys.start for keys in self.seen], 1)
+        for keys, part in zip(self.seen, parts, strict=True):
+            total[:, keys] += part
 
 
 @functools.lru_cache(maxsize=4)
 def _blocks(runs: tuple[Run, ...], device: torch.device) -> list[_Block]:
     """Neighbouring short segments of one prefix are one block, a long one is several."""
     blocks = []
-    for (a, b), neighbours in itertools.groupby(runs, _prefix):
+    for prefix, neighbours in itertools.groupby(runs, _prefix):
         for segments in _clusters(neighbours):
-            sizes = [stop - start for _, _, start, stop in segments]
-            start = segments[0][2]
+            sizes = [run[-1] - run[-2] for run in segments]
+            start = segments[0][-2]
             end = start + sum(sizes)
             for first in range(start, end, _BLOCK):
                 stop = min(end, first + _BLOCK)
                 own = sizes if len(sizes) > 1 else [stop - first]
                 unseen = torch.block_diag(*(torch.ones(n, n).tril_() for n in own)) == 0
-                blocks.append(_Block(slice(a, b), start, first, stop, unseen.to(device)))
+                seen = _joined([*prefix, (start, stop)])
+                blocks.append(_Block(seen, first, stop, unseen.to(device)))
     return blocks
 
 
-def _prefix(run: Run) -> tuple[int, int]:
-    return run[:2] if run[0] < run[1] else (0, 0)
+def _prefix(run: Run) -> list[tuple[int, int]]:
+    ends = zip(run[:-2:2], run[1:-2:2], strict=True)
+    return [(start, stop) for start, stop in ends if start < stop]
+
+
+def _joined(parts: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+    """Parts of the sequence, neighbours as one."""
+    found = [parts[0]]
+    for start, stop in parts[1:]:
+        if start == found[-1][1]:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(slice(*one) for one in found)
 
 
 def _clusters(runs: Iterable[Run]) -> list[list[Run]]:
     """Neighbours of at most `_TOGETHER` tokens in all; a longer one is alone."""
     clusters: list[list[Run]] = []
     for run in runs:
-        if clusters and run[3] - clusters[-1][0][2] <= _TOGETHER:
+        if clusters and run[-1] - clusters[-1][0][-2] <= _TOGETHER:
             clusters[-1].append(run)
         else:
             clusters.append([run])

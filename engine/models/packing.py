@@ -24,7 +24,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from engine.errors import ConfigError, DataError
 from engine.models.critic import CriticModel
 from engine.models.packed_attention import Segments, packed_attention
+from engine.models.prefix_tree import PrefixTree, prefix_tree, prompt_tree
 from engine.models.products import recurring_size
+from engine.models.row_attention import Run
 
 Packing = bool | Literal["auto"]  # auto: where it saves enough
 WORTHWHILE = 0.95  # of the padded positions; auto packs rows of no more tokens than that
@@ -54,13 +56,15 @@ def pack_rows(
     prompts: Tensor | None = None,
     multiple: int = 1,
     *,
+    tree: PrefixTree | None = None,
     recurring: bool = False,
 ) -> PackedRows:
     """Pack left-aligned rows `ids` [B, L] of `lengths` [B] tokens each, padding last.
 
-    Rows whose first `prompts` [B] tokens are the same have those in common; None: no row has. A row
-    of id 0 fills T up to a multiple of `multiple`; with `recurring`, to a `recurring_size` first.
-    Raises DataError for a row without tokens, or with fewer than its prompt's.
+    Rows whose first `prompts` [B] tokens are the same have those in common (None: no row has), or,
+    with a `tree` of these rows, whatever they share in it. A row of id 0 fills T up to a multiple
+    of `multiple`; with `recurring`, to a `recurring_size` first. Raises DataError for a row without
+    tokens, or with fewer than its prompt's.
     """
     ends, width = lengths.tolist(), ids.shape[1]
     if min(ends) < 1 or max(ends) > width:
@@ -68,38 +72,50 @@ def pack_rows(
             f"rows to pack have {min(ends)} to {max(ends)} tokens in {width} "
             "columns; give each row at least one token, and none more than there are columns"
         )
-    groups = [[row] for row in range(len(ids))]
-    shared = [0] * len(ids)
-    if prompts is not None:
-        shared = prompts.tolist()
-        if any(p > end for p, end in zip(shared, ends, strict=True)):
-            raise DataError("a row to pack is shorter than its prompt; give the whole prompt")
-        groups = same_prompts(ids, prompts)
+    if prompts is not None and bool((prompts > lengths).any()):
+        raise DataError("a row to pack is shorter than its prompt; give the whole prompt")
+    if tree is None:
+        alone = [[row] for row in range(len(ids))]
+        groups = alone if prompts is None else same_prompts(ids, prompts)
+        tree = prompt_tree(groups, ends if prompts is None else prompts.tolist())
     places = np.zeros(ids.shape, dtype=np.int64)
     source: list[np.ndarray] = []  # columns of `ids`, flat
-    sizes: list[tuple[int, list[int]]] = []
-    at = 0
-    for group in groups:
-        common = shared[group[0]] if len(group) > 1 else 0
-        parts = [(row, common, ends[row]) for row in group if ends[row] > common]
-        for row, start, stop in [(group[0], 0, common), *parts]:
+    runs: list[Run] = []
+    path: list[tuple[int, int, int]] = []  # pieces before: a column's end, first and last + 1 here
+    at = before = 0
+    for (row, pieces), shared in zip(tree.pieces(ends), tree.shared, strict=True):
+        places[row, :shared] = places[before, :shared]
+        path = [piece for piece in path if piece[0] <= shared]
+        before = row
+        for start, stop in pieces:
             source.append(np.arange(row * width + start, row * width + stop))
+            runs.append((*_prefix(path, at), at, at + stop - start))
+            path.append((stop, at, at + stop - start))
             places[row, start:stop] = np.arange(at, at := at + stop - start)
-        places[group, :common] = places[group[0], :common]
-        sizes.append((common, [stop - start for _, start, stop in parts]))
     flat = torch.from_numpy(np.concatenate(source)).to(ids.device)
     tokens, positions = ids.flatten()[flat], flat % width
     size = recurring_size(at) if recurring else at
     if missing := size + -size % multiple - at:
-        sizes.append((0, [missing]))
+        runs.append((at, at, at, at + missing))
         tokens = F.pad(tokens, (0, missing))
         positions = torch.cat([positions, torch.arange(missing, device=ids.device)])
     return PackedRows(
         tokens[None],
         positions[None],
         torch.from_numpy(places).to(ids.device),
-        Segments.of(sizes, ids.device),
+        Segments.of_runs(runs, ids.device),
     )
+
+
+def _prefix(path: Sequence[tuple[int, int, int]], at: int) -> list[int]:
+    """First and last + 1 of the parts of a prefix, neighbours as one; an empty one `at`."""
+    ends: list[int] = []
+    for _, start, stop in path:
+        if ends and ends[-1] == start:
+            ends[-1] = stop
+        else:
+            ends += [start, stop]
+    return ends or [at, at]
 
 
 def same_prompts(ids: Tensor, prompts: Tensor) -> list[list[int]]:
@@ -118,6 +134,16 @@ def packed_size(
 ) -> int:
     """Tokens of packed rows that make up those groups."""
     return sum(lengths) - sum((len(group) - 1) * prompts[group[0]] for group in groups)
+
+
+def worthwhile_tree(ids: Tensor, lengths: Sequence[int], prompts: Tensor) -> PrefixTree | None:
+    """The tree of left-aligned rows, where it has fewer tokens than common prompts alone leave.
+
+    So has one of an episode's branches, and of prompts with a long beginning in common.
+    """
+    shares = packed_size(same_prompts(ids, prompts), lengths, prompts.tolist())
+    tree = prefix_tree(ids, lengths, prompts.tolist())
+    return tree if tree.size(lengths) <= WORTHWHILE * shares else None
 
 
 def is_worthwhile(packing: Packing, tokens: int, positions: int) -> bool:

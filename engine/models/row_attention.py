@@ -20,7 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from engine.algorithms.masked import at_least_float
 
-Run = tuple[int, int, int, int]  # first and last + 1 of a segment's prefix, and of the segment
+Run = tuple[int, ...]
+"""First and last + 1 of each part of a segment's prefix (one, which may be empty, or those of a
+tree), and of the segment: (0, 9, 9, 20)."""
 
 _LONGEST = 256  # tokens of a row, or of rows with their prompt
 _MASKED = 2.5  # times the scores that rows with one prompt need may be computed
@@ -133,12 +135,23 @@ def _similar(every: Sequence[_Row]) -> Iterator[list[_Row]]:
 @functools.lru_cache(maxsize=4)
 def takes_rows(runs: tuple[Run, ...], device: torch.device) -> bool:
     """Whether `row_attention` computes these rows in less time than a pass over them would."""
-    if device.type != "cpu":
+    if device.type != "cpu" or _is_tree(runs):
         return False
     rows = _rows_of(runs)
     if any(row.length > _LONGEST for row in rows):
         return False
     return sum(row.length**2 for row in rows) <= _MASKED * sum(row.needed for row in rows)
+
+
+def _is_tree(runs: Sequence[Run]) -> bool:
+    """Whether a segment has more before it than the first one of its group."""
+    prompt: Run = (0, 0)
+    for run in runs:
+        if run[0] == run[1]:
+            prompt = run[-2:]
+        elif run[:-2] != prompt:
+            return True
+    return False
 
 
 def row_attention(

@@ -8,9 +8,19 @@ import torch
 from torch import Tensor
 
 from engine.batch import FIELDS, Batch
-from engine.data.bucketing import shared_prompt_batches, token_budget_batches
+from engine.data.bucketing import (
+    prefix_tree_batches,
+    shared_prompt_batches,
+    token_budget_batches,
+)
 from engine.models.alignment import left_align
-from engine.models.packing import Packing, is_worthwhile, packed_size, same_prompts
+from engine.models.packing import (
+    Packing,
+    is_worthwhile,
+    packed_size,
+    same_prompts,
+    worthwhile_tree,
+)
 
 
 def micro_batches(
@@ -19,8 +29,9 @@ def micro_batches(
     """Cut a batch into runs of rows, each within the token budget.
 
     Padded rows are of similar length; with packing, where it is worthwhile, rows that share a
-    prompt stay together as far as the budget allows, and the prompt counts once. Yields row numbers
-    `[b]` and those rows, their prompt and response columns trimmed to the longest of them.
+    prompt, or more, stay together as far as the budget allows, and what they share counts once.
+    Yields row numbers `[b]` and those rows, their prompt and response columns trimmed to the
+    longest of them.
     """
     for index in _cut(batch, max_tokens, packing):
         rows = torch.tensor(index)
@@ -34,9 +45,13 @@ def _cut(batch: Batch, max_tokens: int, packing: Packing) -> list[list[int]]:
     if not packing or not lengths:
         return padded
     prompts = mask[:, : mask.shape[1] - width].sum(1)
-    groups = same_prompts(left_align(batch).input_ids, prompts)
-    tokens = packed_size(groups, lengths, prompts.tolist())
+    ids = left_align(batch).input_ids
     positions = sum(len(rows) * max(lengths[i] for i in rows) for rows in padded)
+    tree = worthwhile_tree(ids, lengths, prompts)
+    if tree is not None and is_worthwhile(packing, tree.size(lengths), positions):
+        return prefix_tree_batches(tree.order, tree.shared, lengths, max_tokens)
+    groups = same_prompts(ids, prompts)
+    tokens = packed_size(groups, lengths, prompts.tolist())
     if not is_worthwhile(packing, tokens, positions):
         return padded
     return shared_prompt_batches(groups, lengths, prompts.tolist(), max_tokens)

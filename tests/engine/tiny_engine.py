@@ -130,6 +130,25 @@ def shared_prompts_batch(sizes: Sequence[int] = (4, 1, 3, 2), seed: int = 0) -> 
     return with_training_fields(completions_batch(shared, responses), seed)
 
 
+def branches_batch(turns: int = 3, members: int = 4, seed: int = 0) -> Batch:
+    """Episodes of one prompt whose turns are a row each: earlier ones without their thoughts."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, VOCABULARY, (count,), generator=draw).tolist()
+
+    question = tokens(17)
+    prompts, responses = [], []
+    for _ in range(members):
+        told = list(question)
+        for _ in range(turns):
+            thought, answer = tokens(3), tokens(3)
+            prompts.append(list(told))
+            responses.append(thought + answer)
+            told += answer + tokens(14)
+    return with_training_fields(completions_batch(prompts, responses), seed)
+
+
 def with_training_fields(batch: Batch, seed: int) -> Batch:
     draw = torch.Generator().manual_seed(seed + 1)
     mask = batch["response_mask"]

@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
 from thorough import and_slow
-from tiny_engine import fill_value_head, save_family, shared_prompts_batch, tiny_model
+from tiny_engine import (
+    branches_batch,
+    fill_value_head,
+    save_family,
+    shared_prompts_batch,
+    tiny_model,
+)
 from torch import Tensor, nn
 
 from engine.algorithms import losses
@@ -108,6 +114,16 @@ def test_so_it_has_with(folder: Path, changes: dict[str, Any]) -> None:
             worker.context.process.reference = reference
         grads.append(actor_gradient(worker, batch)[0])
     assert_same(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("budget", [90, 10_000])
+def test_branches_of_episodes_have_the_padded_rows_gradient(folder: Path, budget: int) -> None:
+    changes = {"max_tokens_per_micro_batch": budget}
+    batch = branches_batch()
+    padded, positions = actor_gradient(actor(folder, False, **changes), batch)
+    packed, tokens = actor_gradient(actor(folder, "auto", **changes), batch)
+    assert_same(packed, padded)
+    assert tokens < (0.45 if budget > 90 else 0.8) * positions
 
 
 def test_pairs_have_the_padded_rows_gradient(folder: Path) -> None:

@@ -1,0 +1,84 @@
+"""Rows as a tree of common beginnings: a group's prompt, and the turns that branches share.
+
+    P ─┬─ a ─┬─ r1          rows  P a r1,  P a b r2,  P c r3
+       │     └─ b ── r2
+       └─ c ── r3           each piece is computed once
+
+Integers alone; `packing` lays the tree out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+LEAST = 16  # tokens of a common beginning that is worth a piece of its own
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """B rows in an order in which those that begin alike are neighbours.
+
+    `shared[i]` are the tokens that row `order[i]` has in common with the one before it, and that
+    are computed with that one.
+    """
+
+    order: tuple[int, ...]
+    shared: tuple[int, ...]
+
+    def size(self, lengths: Sequence[int]) -> int:
+        """Tokens of the tree, of rows of those lengths."""
+        return sum(lengths) - sum(self.shared)
+
+    def pieces(self, lengths: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """Each row in order, and its pieces after what it shares: (first, last token + 1) each."""
+        for place, row in enumerate(self.order):
+            cuts = {self.shared[place], lengths[row]}
+            lowest = lengths[row]
+            for later in range(place + 1, len(self.order)):
+                depth = self.shared[later]  # where that row leaves this one's tokens
+                if depth <= self.shared[place]:
+                    break
+                if depth < lowest:
+                    lowest = depth
+                    cuts.add(depth)
+            yield row, list(itertools.pairwise(sorted(cuts)))
+
+
+def prompt_tree(groups: Sequence[Sequence[int]], prompts: Sequence[int]) -> PrefixTree:
+    """Groups of rows that have their prompts, of `prompts` [B] tokens, in common and no more."""
+    shared = [prompts[row] if place else 0 for group in groups for place, row in enumerate(group)]
+    return PrefixTree(tuple(itertools.chain(*groups)), tuple(shared))
+
+
+def prefix_tree(
+    ids: Tensor, lengths: Sequence[int], prompts: Sequence[int], least: int = LEAST
+) -> PrefixTree:
+    """The tree of left-aligned rows `ids` [B, L] long of `lengths` [B] tokens each.
+
+    Rows with one prompt (of `prompts` [B] tokens) share at least that; other common beginnings
+    count from `least` tokens on.
+    """
+    rows = [row[:end] for row, end in zip(ids.cpu().numpy(), lengths, strict=True)]
+    order = sorted(range(len(rows)), key=lambda i: rows[i].tobytes())
+    shared, depths = [0], [0]  # depths: where the pieces of the row before end
+    for before, row in itertools.pairwise(order):
+        common = _common(rows[before], rows[row])
+        same = prompts[before] == prompts[row] <= common
+        while depths[-1] > common:
+            depths.pop()
+        if common - depths[-1] >= least or (same and depths[-1] < prompts[row]):
+            depths.append(common)
+        shared.append(depths[-1])
+    return PrefixTree(tuple(order), tuple(shared[: len(order)]))
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens two rows begin with in common."""
+    size = min(len(a), len(b))
+    differ = np.flatnonzero(a[:size] != b[:size])
+    return int(differ[0]) if len(differ) else size
