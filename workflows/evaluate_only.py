@@ -32,7 +32,7 @@ def evaluate_only(
     """Evaluate a model against another one.
 
     Args:
-        config: Settings as JSON or a YAML file; see engine/config/ for all of them.
+        config: Settings: a YAML or JSON file, preset:NAME, or JSON text.
         source: Data source, arithmetic, gsm8k or files; empty: as in config.
         path: File, folder, s3:// prefix or hub id of the data; empty: as in config.
         model: The start model of the run whose problems these are; empty: as in config.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import rich_click as click
@@ -130,6 +129,5 @@ def notification_addresses() -> list[str]:
 
 
 def settings(name: str) -> RLHFConfig:
-    """The settings in `workflows/configs/<name>.yaml`."""
-    path = Path(__file__).parent / "configs" / f"{name}.yaml"
-    return RLHFConfig.model_validate(load_config(path).model_dump())
+    """The settings of a preset."""
+    return RLHFConfig.model_validate(load_config(f"preset:{name}").model_dump())

@@ -44,7 +44,7 @@ def preference(
     """Warm-start a model (unless `sft.skip`), train it on preferences, promote it if it is better.
 
     Args:
-        config: Settings as JSON or a YAML file; see engine/config/ for all of them.
+        config: Settings: a YAML or JSON file, preset:NAME, or JSON text.
         source: Data source of the problems, arithmetic, gsm8k or files; empty: as in config.
         path: File, folder, s3:// prefix or hub id of the problems; empty: as in config.
         model: Hugging Face model folder to start from; empty: as in config.
@@ -99,7 +99,7 @@ def reward_model(
     """Train a reward model on preferences; RL takes its folder as a reward.
 
     Args:
-        config: Settings as JSON or a YAML file; see engine/config/ for all of them.
+        config: Settings: a YAML or JSON file, preset:NAME, or JSON text.
         source: Data source of the problems, arithmetic, gsm8k or files; empty: as in config.
         path: File, folder, s3:// prefix or hub id of the problems; empty: as in config.
         model: Hugging Face model folder to start from; empty: as in config.
@@ -141,7 +141,7 @@ def classic_rlhf(
     """Warm start, reward model, PPO by it with a critic that starts from it, and promotion.
 
     Args:
-        config: Settings as JSON or a YAML file; see engine/config/ for all of them.
+        config: Settings: a YAML or JSON file, preset:NAME, or JSON text.
             rl.reward is the true reward: it ranks rollouts where no preferences are given, and
             shows how far the reward model is over-optimised.
         source: Data source of the problems, arithmetic, gsm8k or files; empty: as in config.
@@ -196,7 +196,7 @@ def make_pairs(
     """Let a policy write pairs: the best and the worst of its completions, by a reward.
 
     Args:
-        config: Settings as JSON or a YAML file; see engine/config/ for all of them.
+        config: Settings: a YAML or JSON file, preset:NAME, or JSON text.
         source: Data source of the problems, arithmetic, gsm8k or files; empty: as in config.
         path: File, folder, s3:// prefix or hub id of the problems; empty: as in config.
         model: The start model of the run whose problems these are; empty: as in config.

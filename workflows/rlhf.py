@@ -29,7 +29,7 @@ def rlhf(
     """Warm-start a model (unless `sft.skip`), improve it by RL, and promote it if it is better.
 
     Args:
-        config: Settings as JSON or a YAML file; see engine/config/ for all of them.
+        config: Settings: a YAML or JSON file, preset:NAME, or JSON text.
         source: Data source, arithmetic, gsm8k or files; empty: as in config.
         path: File, folder, s3:// prefix or hub id of the data; empty: as in config.
         model: Hugging Face model folder to start from; empty: as in config.

@@ -27,7 +27,7 @@ from engine.config.distillation import DistillationConfig, TeacherConfig
 from engine.config.gpus import GpuKindConfig
 from engine.config.pairs import PairsConfig
 from engine.config.parallel import ParallelConfig, PoolConfig
-from engine.config.parse import digest, explain, load_config, parse_config
+from engine.config.parse import config_path, digest, explain, load_config, parse_config
 from engine.config.pipeline import EvaluateConfig, LMEvalConfig, PipelineConfig
 from engine.config.promotion import ContaminationConfig, GuardConfig, PromoteConfig
 from engine.config.retrain import RetrainConfig
@@ -100,6 +100,7 @@ __all__ = [
     "TrackingConfig",
     "TrainerConfig",
     "VllmConfig",
+    "config_path",
     "digest",
     "explain",
     "load_config",

@@ -14,6 +14,24 @@ from engine.config.pipeline import PipelineConfig
 from engine.errors import ConfigError
 from engine.redaction import presentable
 
+PRESETS = Path(__file__).parent / "presets"
+PRESET = "preset:"
+
+
+def config_path(given: str | Path) -> Path:
+    """The file that is meant: a path, or a shipped one as `preset:NAME`.
+
+    Raises ConfigError for an unknown preset, with the names there are.
+    """
+    text = str(given)
+    if not text.startswith(PRESET):
+        return Path(text).expanduser()
+    names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    name = text.removeprefix(PRESET)
+    if name not in names:
+        raise ConfigError(f"config {text}: there is no such preset; give one of {', '.join(names)}")
+    return PRESETS / f"{name}.yaml"
+
 
 def digest(section: BaseModel) -> str:
     """Return the SHA-256 (hex) of a section's values, whatever the order of its keys."""
@@ -30,9 +48,13 @@ def parse_config(values: dict[str, Any]) -> PipelineConfig:
 
 
 def load_config(path: str | Path) -> PipelineConfig:
-    """Read a YAML or JSON file; raise ConfigError when it is missing, malformed or wrong."""
+    """Read a YAML or JSON file, or `preset:NAME`.
+
+    Raises ConfigError when it is missing, malformed or wrong.
+    """
+    file = config_path(path)
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        values = yaml.safe_load(file.read_text())
     except FileNotFoundError:
         raise ConfigError(
             f"config file {path} does not exist; give the path of a YAML file"

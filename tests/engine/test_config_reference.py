@@ -14,7 +14,7 @@ from engine.config import PipelineConfig
 from engine.config.reference import markdown, sections
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "workflows" / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "engine" / "config" / "presets").glob("*.yaml"))
 SETTINGS = [setting for _, _, settings in sections(PipelineConfig) for setting in settings]
 
 

@@ -47,3 +47,10 @@ def test_two_faults_are_both_named() -> None:
         RLHFConfig.model_validate_json('{"sed": 1, "data": {"test_size": 0}}')
     assert "'sed'" in str(caught.value)
     assert "data.test_size=0" in str(caught.value)
+
+
+def test_a_preset_by_its_name() -> None:
+    config = RLHFConfig.model_validate(read_settings("preset:gsm8k-7b-8gpu"))
+    assert config.model.path == "Qwen/Qwen2.5-7B-Instruct"
+    with pytest.raises(click.UsageError, match="preset:nope.*there is no such preset.*ppo"):
+        read_settings("preset:nope")

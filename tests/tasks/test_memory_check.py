@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from engine.config import LoRAConfig, ParallelConfig, parse_config
+from engine.config import LoRAConfig, ParallelConfig, load_config, parse_config
 from engine.config.pipeline import PipelineConfig
 from engine.errors import PlacementError
 from engine.parallel.layout import Layout
@@ -22,7 +21,6 @@ from tasks.memory_check import check_memory, cluster
 from tasks.placement import apply_profile
 from tasks.profiles import PROFILES, read_profile
 
-ROOT = Path(__file__).parents[2]
 SHAPES: dict[str, dict[str, Any]] = {
     "7B": {
         "model_type": "qwen2",
@@ -53,9 +51,16 @@ def folder(tmp_path: Path, size: str) -> str:
 
 def documented(path: str, profile: str, **model: Any) -> PipelineConfig:
     """`rlhf_full --model PATH --profile PROFILE`."""
-    values = yaml.safe_load((ROOT / "workflows/configs/full.yaml").read_text())
+    values = load_config("preset:full").model_dump(exclude_unset=True)
     values["model"] = {"path": path, **model}
     return apply_profile(parse_config(values), PROFILES[profile])
+
+
+@pytest.mark.parametrize("profile", ["8xA100", "2x8xH100"])
+def test_the_preset_for_7b_fits_eight_gpus(tmp_path: Path, profile: str) -> None:
+    values = load_config("preset:gsm8k-7b-8gpu").model_dump()
+    values["model"]["path"] = folder(tmp_path, "7B")
+    check_memory(apply_profile(parse_config(values), PROFILES[profile]), PROFILES[profile])
 
 
 def test_7b_fits_two_nodes_of_eight_80_gb_gpus_in_every_stage(tmp_path: Path) -> None:

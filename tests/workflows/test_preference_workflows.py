@@ -48,6 +48,7 @@ def test_help_lists_the_workflows_and_their_inputs(place: Place) -> None:
     said = " ".join(place.invoke("run", FILE, "classic_rlhf", "--help").text.split())
     assert "Pairs: file, folder" in said
     assert "rl.reward is the true reward" in said
+    assert "$defs" not in said  # the JSON schema of all settings
 
 
 @pytest.mark.slow

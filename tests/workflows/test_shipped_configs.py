@@ -1,4 +1,4 @@
-"""Every configuration in workflows/configs is valid and changes something."""
+"""Every configuration in engine/config/presets is valid and changes something."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flyte_runs import REPOSITORY
 from engine.config import PipelineConfig, load_config
 from engine.trainers.rl_checks import check_config
 
-SHIPPED = sorted((REPOSITORY / "workflows" / "configs").glob("*.yaml"))
+SHIPPED = sorted((REPOSITORY / "engine" / "config" / "presets").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
