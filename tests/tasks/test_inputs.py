@@ -52,5 +52,5 @@ def test_two_faults_are_both_named() -> None:
 def test_a_preset_by_its_name() -> None:
     config = RLHFConfig.model_validate(read_settings("preset:gsm8k-7b-8gpu"))
     assert config.model.path == "Qwen/Qwen2.5-7B-Instruct"
-    with pytest.raises(click.UsageError, match="preset:nope.*there is no such preset.*ppo"):
+    with pytest.raises(click.UsageError, match=r"preset:nope.*no such preset.*ppo"):
         read_settings("preset:nope")
