@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-#include "vectors.h"
+#include "model.h"
 
 // RMSNorm of x [size] times w, to out.
 INLINE void norm(const bf16 *x, const bf16 *w, int64_t size, double eps, bf16 *out) {
@@ -18,11 +18,9 @@ INLINE void norm(const bf16 *x, const bf16 *w, int64_t size, double eps, bf16 *o
     for (int64_t i = c; i < size; i++) sum += single(x[i]) * single(x[i]);
     __m512 scale = _mm512_set1_ps(1.0f / sqrtf(sum / (float)size + (float)eps));
     for (c = 0; c < size; c += 16) {
-        __mmask16 left = size - c < 16 ? (__mmask16)((1u << (size - c)) - 1) : 0xFFFF;
-        __m512 v = widened(_mm256_maskz_loadu_epi16(left, x + c));
-        __m512 g = widened(_mm256_maskz_loadu_epi16(left, w + c));
-        __m512 y = _mm512_mul_ps(g, rounded(_mm512_mul_ps(v, scale)));
-        _mm256_mask_storeu_epi16(out + c, left, narrowed(y));
+        __mmask16 left = lanes(c, size);
+        __m512 v = load_lanes(left, x + c), g = load_lanes(left, w + c);
+        store_lanes(out + c, left, _mm512_mul_ps(g, rounded(_mm512_mul_ps(v, scale))));
     }
 }
 

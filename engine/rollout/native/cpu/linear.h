@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "model.h"
 
 // x[i]·w[j] of four rows each, [in] long, at lane 4i + j.
 INLINE __m512 products(const bf16 *const x[4], const bf16 *const w[4], int64_t in) {

@@ -2,9 +2,7 @@
 
 #pragma once
 
-#include <stdint.h>
-
-typedef uint16_t bf16;
+#include "vectors.h"
 
 typedef struct {  // matrices [out, in]; biases [out], NULL where there are none
     const bf16 *q, *q_bias, *k, *k_bias, *v, *v_bias, *o, *o_bias;

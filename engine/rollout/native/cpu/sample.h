@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-#include "vectors.h"
+#include "model.h"
 
 #define BLOCK 256  // tokens whose probabilities are summed first
 

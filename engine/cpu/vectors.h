@@ -1,11 +1,12 @@
-// Vectors of sixteen numbers: bfloat16 in and out, sums, exponentials.
+// Vectors of sixteen numbers: bfloat16 in and out, sums, exponentials (AVX512-BF16).
 
 #pragma once
 
 #include <immintrin.h>
+#include <stdint.h>
 #include <string.h>
 
-#include "model.h"
+typedef uint16_t bf16;
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -22,6 +23,19 @@ INLINE __m512 rounded(__m512 v) { return widened(narrowed(v)); }
 INLINE __m512 load16(const bf16 *p) { return widened(_mm256_loadu_si256((const __m256i *)p)); }
 
 INLINE void store16(bf16 *p, __m512 v) { _mm256_storeu_si256((__m256i *)p, narrowed(v)); }
+
+// The lanes of what is left of a row from `at` on, up to sixteen.
+INLINE __mmask16 lanes(int64_t at, int64_t end) {
+    return end - at < 16 ? (__mmask16)((1u << (end - at)) - 1) : 0xFFFF;
+}
+
+INLINE __m512 load_lanes(__mmask16 m, const bf16 *p) {
+    return widened(_mm256_maskz_loadu_epi16(m, p));
+}
+
+INLINE void store_lanes(bf16 *p, __mmask16 m, __m512 v) {
+    _mm256_mask_storeu_epi16(p, m, narrowed(v));
+}
 
 INLINE __m512bh pairs(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
 
