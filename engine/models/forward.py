@@ -21,9 +21,11 @@ from engine.batch import Batch
 from engine.models.alignment import Sequences, left_align, pack
 from engine.models.chunked_head import chunked_statistics, takes_chunks
 from engine.models.critic import CriticModel
+from engine.models.fused import takes_rows_read
 from engine.models.lora import BaseModelView
 from engine.models.packing import PackedRows, packed_forward
 from engine.models.routing import open_routing
+from engine.models.rows_read import RowsRead
 from engine.models.token_statistics import TokenStatistics, token_statistics
 from engine.models.vocabulary_head import Head, vocabulary_head
 
@@ -153,10 +155,17 @@ def _packed(model: nn.Module, seqs: Sequences) -> PackedRows | None:
 
 
 def _packed_states(model: nn.Module, rows: PackedRows, seqs: Sequences) -> Tensor:
-    whole: Any = model
-    hidden: Tensor = packed_forward(whole.base_model, rows).last_hidden_state
-    seqs = seqs.to(hidden.device)
-    return hidden[0].index_select(0, rows.index(seqs.rows, seqs.positions))
+    body: Any = model.base_model
+    seqs = seqs.to(rows.places.device)
+    index = rows.index(seqs.rows, seqs.positions)
+    if takes_rows_read(model):
+        different, place = index.unique(return_inverse=True)  # a prompt's end has several readers
+        shared = len(different) < len(index)
+        read = RowsRead.at(different if shared else index)
+        states: Tensor = packed_forward(body, rows, read=read).last_hidden_state[0]
+        return states.index_select(0, place) if shared else states[: len(index)]
+    hidden: Tensor = packed_forward(body, rows).last_hidden_state
+    return hidden[0].index_select(0, index)
 
 
 def response_logits(head: Head, hidden: Tensor, seqs: Sequences) -> Tensor:

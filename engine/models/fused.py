@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine.models.fused_functions import gated_mlp, linears, rms_norm, rotate, silu_product
+from engine.models import cpu_kernels
+from engine.models.fused_functions import (
+    add_norm,
+    gated_mlp,
+    linears,
+    rms_norm,
+    rotate,
+    silu_product,
+)
+from engine.models.rows_read import RowsRead
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +56,11 @@ def apply_fused(model: Any) -> bool:
     for module in _parts(layers, _body(model)):
         _fuse(module)
     return True
+
+
+def gains_by_fusion(dtype: torch.dtype) -> bool:
+    """Whether weights of `dtype` are trained in less time: float32, or where loops are compiled."""
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_kernels.library() is not None)
 
 
 def remove_fused(model: Any) -> None:
@@ -85,14 +99,16 @@ def _body(model: Any) -> Any:
 
 
 def _parts(layers: list[Any], body: Any) -> list[nn.Module]:
-    """Norms, attentions and MLPs."""
+    """Norms, attentions, MLPs and the layers themselves."""
     norms = [m for m in body.modules() if type(m).__name__.endswith("RMSNorm")]
-    return [*norms, *(part for layer in layers for part in (layer.self_attn, layer.mlp))]
+    return [*norms, *(part for layer in layers for part in (layer.self_attn, layer.mlp, layer))]
 
 
 def _fuse(module: Any) -> None:
     if type(module).__name__.endswith("RMSNorm"):
         module.forward = _Fused(module, _norm_forward)
+    elif hasattr(module, "self_attn"):
+        module.forward = _Fused(module, _layer_forward)
     elif hasattr(module, "gate_proj"):
         module.forward = _Fused(module, _mlp_forward)
     else:
@@ -111,6 +127,36 @@ def _is_gated(mlp: Any) -> bool:
     names = ("gate_proj", "up_proj", "down_proj")
     silu = type(getattr(mlp, "act_fn", None)).__name__ in ("SiLUActivation", "SiLU")
     return silu and all(hasattr(mlp, name) for name in names)
+
+
+def takes_rows_read(model: Any) -> bool:
+    """Whether `model`'s last layer can leave out tokens whose outputs nobody reads.
+
+    Its forward then takes `read`, a `RowsRead`, and the last hidden states are those of its rows.
+    """
+    layers = _body(model).layers if hasattr(_body(model), "layers") else []
+    return bool(layers) and _is_fused(layers[-1]) and not torch.is_autocast_enabled("cpu")
+
+
+def _layer_forward(
+    module: Any,
+    plain: Callable[..., Any],
+    hidden_states: Tensor,
+    *args: Any,
+    read: RowsRead | None = None,
+    **kwargs: Any,
+) -> Any:
+    attention, norms = module.self_attn, (module.input_layernorm, module.post_attention_layernorm)
+    if attention.layer_idx < attention.config.num_hidden_layers - 1:
+        read = None
+    if args or any(norm._forward_hooks or norm._forward_pre_hooks for norm in norms):
+        out = plain(hidden_states, *args, **kwargs)
+        return out if read is None else read.of(out)
+    residual, normed = add_norm(hidden_states, None, norms[0])
+    attended, _ = attention(hidden_states=normed, read=read, **kwargs)
+    residual = residual if read is None else read.of(residual)
+    residual, normed = add_norm(residual, attended, norms[1])
+    return residual + module.mlp(normed)
 
 
 def _norm_forward(module: Any, plain: Callable[..., Any], hidden_states: Tensor) -> Any:
@@ -134,18 +180,20 @@ def _attention_forward(
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
+    read: RowsRead | None = None,
     **kwargs: Any,
 ) -> Any:
-    """As the module's own, which decodes with a cache by itself."""
+    """As the module's own, which decodes with a cache by itself; outputs are those of `read`."""
     cos, sin = position_embeddings
     if past_key_values is not None or cos.shape[-1] != module.head_dim:
-        return plain(
+        out, weights = plain(
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             **kwargs,
         )
+        return (out if read is None else read.of(out)), weights
     shape = hidden_states.shape[:-1]
     projections = [module.q_proj, module.k_proj, module.v_proj]
     query, key, value = (
@@ -172,7 +220,8 @@ def _attention_forward(
         ),
         **kwargs,
     )
-    (out,) = _project(out.reshape(*shape, -1), [module.o_proj])
+    out = out.reshape(*shape, -1)
+    (out,) = _project(out if read is None else read.of(out), [module.o_proj])
     return out, weights
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.models import cpu_kernels
 from engine.models.products import input_gradient, linear, weight_gradient
 
 _CHUNK_ELEMENTS = 1 << 18  # whose float32 intermediates stay in a core's cache
@@ -25,6 +26,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight · x / √(mean(x²) + eps) over the last axis, of one dtype, normalised in float32."""
     out: Tensor = _RMSNorm.apply(x, weight, eps)
     return out
+
+
+def add_norm(x: Tensor, plus: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """x + plus, and what the module `norm` makes of it.
+
+    Where loops are compiled, the sum and its gradient are part of the norm's.
+    """
+    plus = None if plus is None else plus.contiguous()
+    if cpu_kernels.takes(x, norm.weight):
+        out: tuple[Tensor, Tensor] = _AddNorm.apply(x, plus, norm.weight, norm.variance_epsilon)
+        return out
+    total = x if plus is None else x + plus
+    return total, norm(total)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,6 +71,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if cpu_kernels.takes(x, weight):
+            _, out, scale = cpu_kernels.norm(x, weight, eps)
+            ctx.save_for_backward(x, weight, scale)
+            return out
         rows = x.reshape(-1, x.shape[-1])
         out = torch.empty_like(rows)
         scale = torch.empty(len(rows), 1, dtype=_wide(rows[:0]).dtype, device=x.device)
@@ -76,6 +94,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
+        if cpu_kernels.takes(x, weight):
+            return *cpu_kernels.norm_gradients(x, weight, scale, gradients[0].contiguous()), None
         width = x.shape[-1]
         rows, above = x.reshape(-1, width), gradients[0].reshape(-1, width)
         to_weight = ctx.needs_input_grad[1]
@@ -94,12 +114,35 @@ class _RMSNorm(torch.autograd.Function):
         return grad.view(x.shape), of_weight.to(weight.dtype) if to_weight else None, None
 
 
+class _AddNorm(torch.autograd.Function):
+    """As _RMSNorm, of a residual stream."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, plus: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total, out, scale = cpu_kernels.norm(x, weight, eps, plus)
+        ctx.save_for_backward(total, weight, scale)
+        ctx.two = plus is not None
+        return total, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        of_total, of_out = (gradient.contiguous() for gradient in gradients)
+        x, weight, scale = ctx.saved_tensors
+        of_x, of_weight = cpu_kernels.norm_gradients(x, weight, scale, of_out, of_total)
+        return of_x, of_x if ctx.two else None, of_weight, None
+
+
 class _Rotate(torch.autograd.Function):
     """The gradient is rotated back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
+        if cpu_kernels.takes(x, cos, sin):
+            return cpu_kernels.rotate(x, cos, sin)
         half = x.shape[-1] // 2
         out = torch.mul(x, cos)
         out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1.0)
@@ -110,6 +153,8 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (cos, sin), above = ctx.saved_tensors, gradients[0]
+        if cpu_kernels.takes(cos, sin) and above.dtype == torch.bfloat16:
+            return cpu_kernels.rotate(above.contiguous(), cos, sin, back=True), None, None
         half = above.shape[-1] // 2
         out = torch.mul(above, cos, out=above.new_empty(above.shape))  # contiguous
         out[..., :half].addcmul_(above[..., half:], sin[..., half:])
@@ -139,7 +184,7 @@ class _Linears(torch.autograd.Function):
                 of_x = input_gradient(above, weight, of_x)
             to_weight, to_bias = ctx.needs_input_grad[1 + 2 * index : 3 + 2 * index]
             out.append(weight_gradient(above, rows) if to_weight else None)
-            out.append(above.sum(0) if to_bias else None)
+            out.append(_column_sums(above) if to_bias else None)
         return (None if of_x is None else of_x.view(x.shape), *out)
 
 
@@ -149,13 +194,16 @@ class _SiluProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return _gated(gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         above = gradients[0]
+        if cpu_kernels.takes(gate, up):
+            above = above.clone(memory_format=torch.contiguous_format)
+            return cpu_kernels.silu_product_gradients(gate, up, above, product=False)[:2]
         of_up = F.silu(gate).mul_(above)
         return _silu_gradient(above * up, gate), of_up
 
@@ -168,7 +216,7 @@ class _GatedMLP(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         gated, raised = linear(rows, gate), linear(rows, up)
         ctx.save_for_backward(x, gate, up, down, gated, raised)
-        out = linear(F.silu(gated).mul_(raised), down)
+        out = linear(_gated(gated, raised), down)
         return out.view(*x.shape[:-1], down.shape[0])
 
     @staticmethod
@@ -178,11 +226,9 @@ class _GatedMLP(torch.autograd.Function):
         to_x, to_gate, to_up, to_down = ctx.needs_input_grad
         rows = x.reshape(-1, x.shape[-1])
         above = gradients[0].reshape(-1, down.shape[0])
-        silu = F.silu(gated)
-        of_down = weight_gradient(above, silu * raised) if to_down else None
         of_product = input_gradient(above, down)
-        of_raised = silu.mul_(of_product)
-        of_gated = _silu_gradient(of_product.mul_(raised), gated)
+        of_gated, of_raised, product = _gated_gradients(gated, raised, of_product, to_down)
+        of_down = None if product is None else weight_gradient(above, product)
         of_x: Tensor | None = None
         if to_x:
             of_x = input_gradient(of_raised, up, input_gradient(of_gated, gate)).view(x.shape)
@@ -192,6 +238,29 @@ class _GatedMLP(torch.autograd.Function):
             weight_gradient(of_raised, rows) if to_up else None,
             of_down,
         )
+
+
+def _column_sums(above: Tensor) -> Tensor:
+    return cpu_kernels.column_sums(above) if cpu_kernels.takes(above) else above.sum(0)
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    if cpu_kernels.takes(gate, up):
+        return cpu_kernels.silu_product(gate, up)
+    return F.silu(gate).mul_(up)
+
+
+def _gated_gradients(
+    gate: Tensor, up: Tensor, above: Tensor, product: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of gate and up, in the memory of `above`; and, where asked for, silu(gate) · up."""
+    if cpu_kernels.takes(gate, up, above):
+        return cpu_kernels.silu_product_gradients(gate, up, above, product=product)
+    silu = F.silu(gate)
+    out = silu * up if product else None
+    of_up = silu.mul_(above)
+    return _silu_gradient(above.mul_(up), gate), of_up, out
 
 
 def _silu_gradient(above: Tensor, gate: Tensor) -> Tensor:

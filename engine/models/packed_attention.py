@@ -1,7 +1,8 @@
 """Causal attention over packed rows: each token sees its own row's, a shared prompt among them.
 
 On CUDA in half precision it is torch's variable-length flash kernel. Elsewhere (CPU, ROCm, float32)
-it is a pass over the rows that keeps no scores; of short rows, on the CPU, `row_attention`.
+it is a pass over the rows that keeps no scores; on the CPU `compiled_attention` of bfloat16, and
+`row_attention` of other short rows.
 `packing` lays the rows out.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.algorithms.masked import at_least_float
+from engine.models.compiled_attention import compiled_attention, takes_compiled
 from engine.models.row_attention import Run, row_attention, takes_rows
 
 _BLOCK = 256  # queries whose scores exist at a time
@@ -87,6 +89,8 @@ def packed_attention(
     query, key, value = _cast(query, key, value)
     if dropout:
         return _by_segment(query, key, value, segments, scale, dropout)
+    if takes_compiled(query, key, value, segments.runs):
+        return compiled_attention(query, key, value, segments.runs, scale)
     if takes_rows(segments.runs, query.device):
         return row_attention(query, key, value, segments.runs, scale)
     if not _has_kernel(query):

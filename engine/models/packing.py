@@ -195,10 +195,10 @@ def packing_of(model: Any) -> Packing:
     return found
 
 
-def packed_forward(module: nn.Module, rows: PackedRows) -> Any:
+def packed_forward(module: nn.Module, rows: PackedRows, **options: Any) -> Any:
     """What `module`, a model or its body, gives for packed rows: outputs of [1, T, …].
 
-    After `apply_packing` only.
+    After `apply_packing` only. `options` are more arguments of its own.
     """
     return module(
         input_ids=rows.input_ids,
@@ -207,6 +207,7 @@ def packed_forward(module: nn.Module, rows: PackedRows) -> Any:
         attention_mask=rows.input_ids.new_zeros(1, 1, 1, 1),
         use_cache=False,
         segments=rows.segments,
+        **options,
     )
 
 

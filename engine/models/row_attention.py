@@ -135,7 +135,7 @@ def _similar(every: Sequence[_Row]) -> Iterator[list[_Row]]:
 @functools.lru_cache(maxsize=4)
 def takes_rows(runs: tuple[Run, ...], device: torch.device) -> bool:
     """Whether `row_attention` computes these rows in less time than a pass over them would."""
-    if device.type != "cpu" or _is_tree(runs):
+    if device.type != "cpu" or is_tree(runs):
         return False
     rows = _rows_of(runs)
     if any(row.length > _LONGEST for row in rows):
@@ -143,7 +143,7 @@ def takes_rows(runs: tuple[Run, ...], device: torch.device) -> bool:
     return sum(row.length**2 for row in rows) <= _MASKED * sum(row.needed for row in rows)
 
 
-def _is_tree(runs: Sequence[Run]) -> bool:
+def is_tree(runs: Sequence[Run]) -> bool:
     """Whether a segment has more before it than the first one of its group."""
     prompt: Run = (0, 0)
     for run in runs:

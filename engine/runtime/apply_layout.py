@@ -13,7 +13,7 @@ from torch import nn
 
 from engine.config import ParallelConfig
 from engine.models.critic import CriticModel
-from engine.models.fused import apply_fused
+from engine.models.fused import apply_fused, gains_by_fusion
 from engine.models.packing import packing_of, set_packing
 from engine.models.unloaded import UnloadedModel
 from engine.models.vocabulary_head import require_vocabulary_head
@@ -47,7 +47,7 @@ def apply_layout(
         set_packing(module, packing)
     if unloaded is not None and whole:
         load_shards(module, unloaded, device, device)
-    if whole and floating_dtype(module) == torch.float32:  # bfloat16 gains nothing
+    if whole and gains_by_fusion(floating_dtype(module)):
         apply_fused(module)
     layers = decoder_layers(module) if shards or config.activation_checkpointing else []
     if ranks.size("tp") > 1:

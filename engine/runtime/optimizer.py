@@ -20,6 +20,7 @@ from engine.errors import CheckpointError, DivergedError
 from engine.parallel import fsdp, gradients
 from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
+from engine.runtime.compiled_adamw import CompiledAdamW, takes_masters
 from engine.runtime.loss_scale import LossScale
 from engine.runtime.master_weights import (
     accumulate_in_float32,
@@ -67,13 +68,17 @@ class Optimizer:
         groups: list[dict[str, Any]] = [{"params": matrices}] if matrices else []
         if vectors:
             groups.append({"params": vectors, "weight_decay": 0.0})
-        self._adam = torch.optim.AdamW(
-            groups,
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        options: dict[str, Any] = {
+            "lr": config.lr,
+            "betas": (config.beta1, config.beta2),
+            "weight_decay": config.weight_decay,
+            "fused": True,
+        }
+        working = {self._stored[name]: self._named[name] for name in self._with_master}
+        self._compiled: CompiledAdamW | None = None
+        if takes_masters(working, len(self._named)):
+            self._compiled = CompiledAdamW(groups, working, **options)
+        self._adam = self._compiled or torch.optim.AdamW(groups, **options)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._adam, lambda step: learning_rate_factor(step, total_steps, config)
         )
@@ -138,7 +143,13 @@ class Optimizer:
 
     def _clip_gradients(self) -> float:
         if self._ranks is None or self._ranks.mesh is None:
-            return float(nn.utils.clip_grad_norm_(self.parameters, self._clip))
+            if self._compiled is None:
+                return float(nn.utils.clip_grad_norm_(self.parameters, self._clip))
+            norm = float(
+                nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+            )
+            self._compiled.factor = min(1.0, self._clip / (norm + 1e-6))
+            return norm
         return gradients.clip_grad_norm(
             self.parameters, self._ranks, self._clip, self._tied_duplicates
         )
@@ -181,6 +192,8 @@ class Optimizer:
 
     def _write(self, names: Sequence[str]) -> None:
         """Round the masters `names` into the working weights."""
+        if self._compiled is not None:
+            return  # it has
         write_working_weights(
             [self._named[name] for name in names], [self._stored[name] for name in names]
         )

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engine import VOCABULARY, completions_batch, random_completions, tiny_model
+from tiny_engine import (
+    VOCABULARY,
+    completions_batch,
+    random_completions,
+    shared_prompts_batch,
+    tiny_model,
+)
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -20,6 +26,7 @@ from engine.models.forward import token_outputs
 from engine.models.fused import apply_fused, remove_fused
 from engine.models.fused_functions import gated_mlp, linears, rms_norm, rotate, silu_product
 from engine.models.packing import apply_packing
+from engine.models.products import recurring_size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ["llama", "qwen2", "qwen3"]
@@ -97,17 +104,43 @@ def test_log_probs_and_gradients_are_transformers_own(
         assert torch.equal(again[name], value), name
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_as_near_to_float32_as_transformers(family: str) -> None:
-    batch = completions_batch(*random_completions(6))
+def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, packed: bool) -> None:
+    batch = shared_prompts_batch()
     model = model_of(family, torch.bfloat16)
     exact = outputs_and_gradients(copy.deepcopy(model).float(), batch)
     plain = outputs_and_gradients(model, batch)
+    if packed:
+        apply_packing(model)
     assert apply_fused(model)
     got = outputs_and_gradients(model, batch)
     for name, true in exact.items():
         error = (plain[name].float() - true).norm()
         assert (got[name].float() - true).norm() <= 1.3 * error + 0.01 * true.norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_layer_leaves_out_tokens_that_nobody_reads(dtype: torch.dtype) -> None:
+    """A prompt's end that several completions follow is computed once, and its gradients add up."""
+    model, batch = model_of("qwen2", dtype), shared_prompts_batch()
+    apply_packing(model)
+    assert apply_fused(model)
+    body: Any = model.base_model
+    sizes: list[int] = []
+    norm = body.norm.register_forward_hook(lambda module, args, out: sizes.append(out.shape[1]))
+    got = outputs_and_gradients(model, batch)
+    norm.remove()
+    shared = (
+        2 + 2 + 1
+    )  # prompts' ends that are read again: of 4 (one has no response), 3 and 2 rows
+    assert sizes == [recurring_size(int(batch["response_mask"].sum()) - shared)]
+    wanted = outputs_and_gradients(model_of("qwen2", dtype), batch)
+    tolerance = (
+        {"atol": 3e-5, "rtol": 1e-3} if dtype == torch.float32 else {"atol": 0.2, "rtol": 0.1}
+    )
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, **tolerance, msg=name)
 
 
 def test_adapters_run_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

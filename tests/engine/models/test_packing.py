@@ -252,17 +252,24 @@ def test_completions_of_a_prompt_do_not_see_each_other() -> None:
 def test_under_autocast_attention_takes_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotated queries and keys are wider than values there; the kernel takes one dtype."""
     model, ids, dtypes = tiny_model("qwen2"), rows(), []
-    where, attend = ids.nonzero(as_tuple=True), packed_attention.row_attention
+    where = ids.nonzero(as_tuple=True)
 
-    def watched(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
-        dtypes.append({query.dtype, key.dtype, value.dtype})
-        return attend(query, key, value, *options)
+    def watch(name: str) -> None:
+        attend = getattr(packed_attention, name)
+
+        def watched(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
+            dtypes.append({query.dtype, key.dtype, value.dtype})
+            found: Tensor = attend(query, key, value, *options)
+            return found
+
+        monkeypatch.setattr(packed_attention, name, watched)
 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         wanted = padded(model, ids)[where]
         apply_packing(model)
         packed = pack_rows(ids, LENGTHS)
-        monkeypatch.setattr(packed_attention, "row_attention", watched)
+        watch("row_attention")
+        watch("compiled_attention")  # where it is compiled
         got = hidden_states(model, packed)[0, packed.index(*where)]
     assert (got - wanted).norm() / wanted.norm() < 0.02
     assert dtypes == [{torch.bfloat16}] * 2

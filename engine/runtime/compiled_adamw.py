@@ -1,0 +1,70 @@
+"""AdamW of float32 masters as one compiled pass over each: `cpu/adamw.h` of `engine.models`.
+
+The pass scales the gradient and writes the rounded weights, which are passes of their own
+otherwise. Its state is that of torch's AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from engine.models import cpu_kernels
+from engine.parallel.module_shards import local_tensor
+
+
+class CompiledAdamW(torch.optim.AdamW):
+    """Updates masters and, with them, the bfloat16 parameters that they are masters of."""
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        working: Mapping[Tensor, nn.Parameter],
+        **options: Any,
+    ) -> None:
+        """`working`: the parameter of each master in `groups`; see `takes_masters`."""
+        super().__init__(groups, **options)
+        self._working = working
+        self.factor = 1.0  # of the next step's gradients
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every master that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for master in group["params"]:
+                if master.grad is not None:
+                    self._update(master, group)
+
+    def _update(self, master: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(master)
+            state["exp_avg_sq"] = torch.zeros_like(master)
+        state["step"] += 1
+        step, (beta1, beta2) = float(state["step"]), group["betas"]
+        settings = cpu_kernels.AdamSettings(
+            self.factor, group["lr"], beta1, beta2, group["eps"], group["weight_decay"],
+            1 - beta1**step, 1 - beta2**step,
+        )  # fmt: skip
+        assert master.grad is not None
+        gradient = master.grad.float().contiguous()
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        parameter = self._working[master]
+        cpu_kernels.adamw(settings, gradient, master, *moments, local_tensor(parameter))
+        increment_version(parameter)
+
+
+def takes_masters(working: Mapping[Tensor, nn.Parameter], count: int) -> bool:
+    """Whether all `count` trained tensors are masters that the compiled pass can update."""
+    return (
+        len(working) == count
+        and all(m.device.type == "cpu" and m.is_contiguous() for m in working)
+        and all(p.numel() == 0 or cpu_kernels.takes(local_tensor(p)) for p in working.values())
+        and cpu_kernels.library() is not None
+    )

@@ -1,0 +1,171 @@
+"""The compiled loops of training: PyTorch's numbers but for rounding, whatever the sizes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.config import OptimConfig
+from engine.models import cpu_kernels
+from engine.models.compiled_attention import compiled_attention, takes_compiled
+from engine.models.packed_attention import Segments, _by_segment
+from engine.runtime import optimizer as optimizers
+from engine.runtime.optimizer import Optimizer
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(cpu_kernels.library() is None, reason="no AVX512-BF16, or no C compiler"),
+]
+ROUNDING = 2**-8  # of bfloat16, and half of it once more
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def near(got: Tensor | None, wanted: Tensor) -> None:
+    """Every element within rounding, beside the largest ones."""
+    assert got is not None
+    wanted = wanted.detach()
+    error = (got.float() - wanted).abs()
+    assert (error <= 2 * ROUNDING * wanted.abs() + 1e-3 * wanted.abs().max()).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("width", [3, 32, 330])
+def test_elementwise_loops_are_torch_s(width: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    x, plus, above = (randn(5, width, seed=seed) for seed in range(3))
+    weight = (1 + 0.1 * randn(width, seed=3)).bfloat16()
+    total, out, scale = cpu_kernels.norm(x, weight, 1e-5, plus)
+    assert torch.equal(total, x + plus)
+    of_x, of_weight = cpu_kernels.norm_gradients(total, weight, scale, above, plus)
+    y, w = (t.float().requires_grad_() for t in (total, weight))
+    wanted = F.rms_norm(y, (width,), w, 1e-5)
+    wanted.backward(above.float())
+    assert y.grad is not None
+    assert w.grad is not None
+    near(out, wanted)
+    near(of_x, y.grad + plus.float())
+    near(of_weight, w.grad)
+    near(cpu_kernels.column_sums(x), x.float().sum(0))
+
+    gate, up = ((3 * t).float().requires_grad_() for t in (x, plus))
+    product = F.silu(gate) * up
+    product.backward(above.float())
+    halves = gate.detach().bfloat16(), up.detach().bfloat16()
+    near(cpu_kernels.silu_product(*halves), product)
+    found = cpu_kernels.silu_product_gradients(*halves, above.clone(), product=True)
+    assert gate.grad is not None
+    assert up.grad is not None
+    for got, exact in zip(found, (gate.grad, up.grad, product), strict=True):
+        near(got, exact)
+
+
+def test_a_gate_may_be_of_any_size() -> None:
+    gate = torch.tensor([-1e30, -200.0, -88.0, -20.0, 0.0, 88.0, 200.0, 1e30]).bfloat16()
+    up = torch.ones_like(gate)
+    assert torch.equal(cpu_kernels.silu_product(gate, up)[3:], F.silu(gate)[3:])
+    assert cpu_kernels.silu_product(gate, up)[:3].abs().max() < 1e-6
+    nan = torch.full_like(gate, float("nan"))
+    assert cpu_kernels.silu_product(nan, up).isnan().all()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("d", [12, 64])
+def test_rotary_positions_and_their_gradient(d: int, batch: int) -> None:
+    x, above = randn(2, 5, 3, d), randn(2, 5, 3, d, seed=1)
+    cos, sin = (randn(batch, 5, 1, d, seed=seed) for seed in (2, 3))
+    y = x.float().requires_grad_()
+    a, b = y.chunk(2, -1)
+    wanted = y * cos.float() + torch.cat([-b, a], -1) * sin.float()
+    wanted.backward(above.float())
+    assert y.grad is not None
+    near(cpu_kernels.rotate(x, cos, sin), wanted)
+    near(cpu_kernels.rotate(above, cos, sin, back=True), y.grad)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "groups"),
+    [
+        (5, 1, 64, [(0, [40])] * 3),
+        (4, 2, 32, [(9, [5, 60, 1]), (0, [77]), (50, [26] * 3)]),
+        (6, 3, 12, [(3, [4, 5]), (0, [1]), (100, [130, 7])]),
+        (2, 2, 80, [(0, [97]), (0, [48]), (17, [49, 50, 96])]),
+        (1, 1, 64, [(48, []), (0, [300])]),
+    ],
+)
+def test_attention_and_its_gradient_are_torch_s(
+    heads: int, kv_heads: int, d: int, groups: list[tuple[int, list[int]]]
+) -> None:
+    segments = Segments.of(groups, torch.device("cpu"))
+    tokens = segments.runs[-1][3]
+    shapes = [(1, tokens, count, d) for count in (heads, kv_heads, kv_heads)]
+    every = [(2 * randn(*s, seed=i)).transpose(1, 2) for i, s in enumerate(shapes)]
+    above = randn(1, tokens, heads, d, seed=9)
+    assert takes_compiled(every[0], every[1], every[2], segments.runs)
+    ours = [t.detach().requires_grad_() for t in every]
+    exact = [t.detach().float().requires_grad_() for t in every]
+    got = compiled_attention(ours[0], ours[1], ours[2], segments.runs, 0.2)
+    got.backward(above)
+    wanted = _by_segment(exact[0], exact[1], exact[2], segments, 0.2)
+    wanted.backward(above.float())
+    for found, true in zip([got, *ours], [wanted, *exact], strict=True):
+        found, true = (found, true) if found is got else (found.grad, true.grad)
+        assert (found.float() - true).norm() < 0.003 * true.norm()
+        assert (found.float() - true).abs().max() < 0.02 * true.abs().max()
+
+
+def test_long_rows_trees_and_few_rows_go_another_way() -> None:
+    cpu = torch.device("cpu")
+
+    def takes(
+        groups: list[tuple[int, list[int]]] | Segments, dtype: torch.dtype = torch.bfloat16
+    ) -> bool:
+        segments = groups if isinstance(groups, Segments) else Segments.of(groups, cpu)
+        one = torch.zeros(1, 1, segments.runs[-1][3], 16, dtype=dtype)
+        return takes_compiled(one, one, one, segments.runs)
+
+    assert takes([(4, [1020])])
+    assert not takes([(4, [1021])])
+    assert not takes([(4, [7])], torch.float32)
+    assert takes(Segments.of_runs([(0, 0, 0, 4), (0, 4, 4, 9)], cpu))
+    assert not takes(Segments.of_runs([(0, 0, 0, 4), (0, 4, 4, 9), (0, 9, 9, 12)], cpu))
+    assert not takes(Segments.of_runs([(0, 0, 0, 4), (0, 3, 4, 9), (0, 3, 7, 9, 9, 12)], cpu))
+    torch.set_num_threads(2)
+    assert not takes([(4, [7, 8])]), "one thread would have all of it"
+
+
+@pytest.mark.parametrize("clip", [1e9, 0.5])
+def test_adamw_is_torch_s(clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments, masters and their rounding, over steps of large and small gradients."""
+    torch.manual_seed(0)
+    shape = nn.Sequential(nn.Linear(37, 11), nn.Linear(11, 300)).bfloat16()
+    config = OptimConfig(lr=1e-2, weight_decay=0.1, grad_clip=clip, warmup_ratio=0.5)
+    models, made = [copy.deepcopy(shape), copy.deepcopy(shape)], []
+    for model, compiled in zip(models, (True, False), strict=True):
+        with monkeypatch.context() as patch:
+            if not compiled:
+                patch.setattr(optimizers, "takes_masters", lambda *args: False)
+            made.append(Optimizer(model, config, 10))
+    for step in range(6):
+        norms = []
+        for model, one in zip(models, made, strict=True):
+            versions = [p._version for p in model.parameters()]
+            for i, p in enumerate(model.parameters()):
+                draw = torch.Generator().manual_seed(10 * step + i)
+                p.grad = torch.randn(p.shape, generator=draw) * 10.0 ** (i - step)
+            norms.append(one.step())
+            assert all(p._version > v for p, v in zip(model.parameters(), versions, strict=True))
+        assert norms[0] == norms[1]
+    ours, theirs = (one.state_dict()["moments"] for one in made)
+    for name, state in theirs.items():
+        assert ours[name].keys() == state.keys()
+        for key, value in state.items():
+            torch.testing.assert_close(ours[name][key], value, rtol=1e-5, atol=1e-7)
+        weight = models[0].get_parameter(name)
+        assert torch.equal(weight, ours[name]["master"].bfloat16())
