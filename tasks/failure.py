@@ -58,6 +58,20 @@ def rlhf_failed(
 
 
 @task(**OPTIONS)
+def agents_failed(
+    config: RLHFConfig,
+    source: str,
+    path: str,
+    model: str,
+    seed: int,
+    profile: str,
+    err: FlyteError | None = None,
+) -> None:
+    """Record why `agents` failed."""
+    record_failure("agents", config, err)
+
+
+@task(**OPTIONS)
 def preference_failed(
     config: RLHFConfig,
     source: str,

@@ -37,7 +37,7 @@ from tasks.profiles import LAPTOP, Profile, read_profile
 from tasks.ray_cluster import require_shared_home
 from tasks.stage import library_versions
 
-BY_RL = ("rlhf", "classic_rlhf")  # workflows with a warm start and RL
+BY_RL = ("rlhf", "agents", "classic_rlhf")  # workflows with a warm start and RL
 
 
 class Plan(NamedTuple):
@@ -133,6 +133,8 @@ def prepare(
         echo(f"plan: results that were deleted from the disk are made again ({evicted})")
     machines = read_profile(profile)
     named = with_overrides(config, source, path, model, seed)
+    if workflow == "agents":
+        require_environment(named)
     data_digest = check_names(named)
     merged = pin_model_commit(apply_profile(named, machines))
     if workflow != "evaluate_only":
@@ -159,6 +161,17 @@ def with_overrides(config: RLHFConfig, source: str, path: str, model: str, seed:
         return RLHFConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(error)) from None
+
+
+def require_environment(config: RLHFConfig) -> None:
+    """Raise ConfigError for settings without episodes."""
+    from engine.errors import ConfigError
+
+    if not config.rl.rollout.multi_turn.enable:
+        raise ConfigError(
+            "the workflow agents plays episodes, and rl.rollout.multi_turn.enable is false; set it "
+            "with rl.rollout.agent.environment.name, or run workflows/rlhf.py"
+        )
 
 
 def rl_lora(model: ModelConfig) -> LoRAConfig:

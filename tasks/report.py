@@ -203,13 +203,22 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
         or f"mlflow ui --backend-store-uri {facts['mlflow']['tracking_uri']}",
         "lineage": f"python -m engine.lineage {display_path(folders[POLICY])}",
     }
+    episodes = episode_lines(folders["evaluation"])
     what = "Preference run " if facts["trained_by"] == "preference" else "RLHF run "
+    what = "Agents run " if episodes else what
     table(what + facts["run_id"], [{"": k, "result": v} for k, v in rows.items()])
-    for line in learned_lines(folders):
+    for line in (*episodes, *learned_lines(folders)):
         echo(line)
     echo(f"promotion: {decision['reason']}")  # too long for a table's column
     if max(facts["pass_at_1"].values()) < NEAR_ZERO:
         echo(near_zero_advice(facts["start_model"]))
+
+
+def episode_lines(evaluation: Path) -> list[str]:
+    """Turns, returns and calls of both models on the split `test`, where they played episodes."""
+    from engine.evaluation.sets import read_sets
+
+    return [f"episodes: {one.line()}" for one in read_sets(evaluation)[0].comparison.episodes]
 
 
 def learned_lines(folders: dict[str, Path]) -> list[str]:

@@ -6,6 +6,7 @@ pyflyte run --remote workflows/launch_plans.py rlhf_full --model Qwen/Qwen2.5-7B
 
 from flytekit import CronSchedule, WorkflowExecutionPhase
 
+from workflows.agents import agents
 from workflows.evaluate_only import evaluate_only as evaluate_only_workflow
 from workflows.launching import FAILED, launch_plan, settings
 from workflows.preference import classic_rlhf, preference, reward_model
@@ -63,6 +64,27 @@ classic_rlhf_full = launch_plan(
     default_inputs={**FULL, "config": settings("classic_rlhf_full"), "profile": "8xA100"},
     fixed_inputs={"source": "gsm8k"},
     notify_on=TERMINAL_PHASES,
+)
+
+agents_guessing = launch_plan(
+    agents,
+    "agents_guessing",
+    default_inputs={"config": settings("guessing_agent")},
+    fixed_inputs={"source": "guessing", "path": ""},
+)
+
+agents_calculator = launch_plan(
+    agents,
+    "agents_calculator",
+    default_inputs={"config": settings("calculator_agent")},
+    fixed_inputs={"source": "products", "path": ""},
+)
+
+agents_python = launch_plan(
+    agents,
+    "agents_python",
+    default_inputs={"config": settings("python_agent")},
+    fixed_inputs={"source": "python_tasks", "path": ""},
 )
 
 # The problems of rlhf_full: the same settings give the same dataset.

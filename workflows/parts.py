@@ -7,6 +7,7 @@ from tasks.pairs import pairs
 from tasks.preprocess import preprocess
 from tasks.report import report
 from tasks.reward_model_training import reward_model_training
+from tasks.rl import rl
 from tasks.sft import sft
 from workflows.approval import gate
 
@@ -34,6 +35,21 @@ def make_warm_start(p: Any, dataset: Any) -> Any:
         start_digest=p.start_digest,
         config=p.sft,
         seed=p.seed,
+    )
+
+
+def improve_by_rl(p: Any, dataset: Any, warm_start: Any) -> Any:
+    """The policy that RL makes of the warm start."""
+    return rl(
+        p.profile,
+        run=p.run,
+        dataset=dataset,
+        warm_start=warm_start,
+        data=p.data,
+        config=p.rl,
+        lora=p.lora,
+        seed=p.seed,
+        dtype=p.rl_dtype,
     )
 
 

@@ -13,8 +13,12 @@ from flytekit.types.file import FlyteFile
 from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.inputs import RLHFConfig
 from tasks.plan import plan
-from tasks.rl import rl
-from workflows.parts import evaluate_and_promote, make_warm_start, prepare_dataset
+from workflows.parts import (
+    evaluate_and_promote,
+    improve_by_rl,
+    make_warm_start,
+    prepare_dataset,
+)
 
 
 @workflow(on_failure=failure.rlhf_failed)
@@ -42,15 +46,5 @@ def rlhf(
     p = plan(config=config, source=source, path=path, model=model, seed=seed, profile=profile)
     dataset = prepare_dataset(p)
     warm_start = make_warm_start(p, dataset)
-    policy = rl(
-        p.profile,
-        run=p.run,
-        dataset=dataset,
-        warm_start=warm_start,
-        data=p.data,
-        config=p.rl,
-        lora=p.lora,
-        seed=p.seed,
-        dtype=p.rl_dtype,
-    )
+    policy = improve_by_rl(p, dataset, warm_start)
     return evaluate_and_promote(p, dataset, warm_start, policy)

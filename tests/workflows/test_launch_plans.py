@@ -26,9 +26,15 @@ from workflows.rlhf import rlhf
 
 FILE = str(REPOSITORY / "workflows" / "launch_plans.py")
 ON_PREFERENCES = ("preference_full", "reward_model_full", "classic_rlhf_full")
+OF_AGENTS = {
+    "agents_guessing": "guessing",
+    "agents_calculator": "products",
+    "agents_python": "python_tasks",
+}
 OURS = (
     "rlhf_smoke",
     "rlhf_full",
+    *OF_AGENTS,
     *ON_PREFERENCES,
     "nightly_retraining",
     "evaluate_only",
@@ -42,6 +48,7 @@ WORKFLOW = {
     "promote": "workflows.promote_only.promote_only",
     "nightly_retraining": "workflows.retraining.retraining",
     "rollback": "workflows.rollback.rollback",
+    **dict.fromkeys(OF_AGENTS, "workflows.agents.agents"),
     **{name: f"workflows.preference.{name.removesuffix('_full')}" for name in ON_PREFERENCES},
 }
 
@@ -94,6 +101,16 @@ def test_the_full_run_can_be_changed_but_for_its_source(registered: Registered, 
     assert native(defaults["profile"].default, str) == "8xA100"
     assert native(defaults["path"].default, str) == "openai/gsm8k"
     assert not any(parameter.required for parameter in defaults.values())
+
+
+@pytest.mark.parametrize(("name", "source"), OF_AGENTS.items())
+def test_a_plan_of_agents_is_a_recipe(registered: Registered, name: str, source: str) -> None:
+    spec = registered.launch_plan(name)
+    assert native(spec.fixed_inputs.literals["source"], str) == source
+    config = native(spec.default_inputs.parameters["config"].default, RLHFConfig)
+    assert config == settings(f"{name.removeprefix('agents_')}_agent")
+    assert config.data.source == source
+    assert config.rl.rollout.multi_turn.enable
 
 
 def test_promotion_needs_its_artifacts(registered: Registered) -> None:

@@ -21,6 +21,7 @@ STAGES = {f"{name}_stage" for name in ON_MACHINES}
 CACHED = {"preprocess", "ingest", *STAGES} - {"promote_stage"}
 OF_PREFERENCES = ("preference", "reward_model", "classic_rlhf", "make_pairs")  # workflows
 HANDLERS = {"rlhf_failed", "evaluate_only_failed", "promote_only_failed", "retraining_failed"}
+HANDLERS |= {"agents_failed"}
 HANDLERS |= {f"{name}_failed" for name in OF_PREFERENCES}
 AROUND = {
     *("plan", "report", "fetch", "open_promotion", "finalize", "trigger_retraining"),
@@ -130,6 +131,15 @@ def test_the_interface_of_the_workflow(packaged: dict[str, Any]) -> None:
     assert workflow.failure_node.task_node.reference_id.name == "tasks.failure.rlhf_failed"
     defaults = packaged["LaunchPlan:rlhf"].spec.default_inputs.parameters
     assert not any(parameter.required for parameter in defaults.values())
+
+
+def test_agents_has_the_stages_of_rlhf(packaged: dict[str, Any]) -> None:
+    both = [packaged[f"WorkflowSpec:{name}"].template for name in ("agents", "rlhf")]
+    nodes = [[node.metadata.name for node in one.nodes] for one in both]
+    assert nodes[0] == nodes[1]
+    assert all(one.description for one in both[0].interface.inputs.variables.values())
+    handler = both[0].failure_node.task_node.reference_id.name
+    assert handler == "tasks.failure.agents_failed"
 
 
 def test_the_workflows_of_preferences(packaged: dict[str, Any]) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from engine.agents.environments.tools import ToolEnvironment
-from engine.agents.protocol import Action, Message, Observation, ToolCall
+from engine.agents.protocol import Action, Observation
 from engine.agents.registry import register_environment
 from engine.errors import ConfigError
 from engine.rewards.answer_match import extract_answer, normalise_number
-
-_FORM = 'Give the answer in the last line as "#### number".'
 
 
 @register_environment("arithmetic")
@@ -65,35 +62,3 @@ def truth_of(row: Mapping[str, Any]) -> Any:
     if not isinstance(model, Mapping) or "ground_truth" not in model:
         raise ConfigError("the environment reads reward_model.ground_truth, which a row lacks")
     return model["ground_truth"]
-
-
-def arithmetic_rows(
-    count: int, seed: int = 0, digits: tuple[int, int] = (3, 5), split: str = "train"
-) -> list[dict[str, Any]]:
-    """Rows of RL data: the product of two numbers of `digits` (from, to) digits each."""
-    draw = random.Random(f"{split} {seed}")
-    rows = []
-    for place in range(count):
-        a, b = (draw.randrange(10 ** (n - 1), 10**n) for n in (draw.randint(*digits) for _ in "ab"))
-        question = f"What is {a} * {b}? {_FORM}"
-        rows.append(
-            {
-                "data_source": "arithmetic",
-                "prompt": [{"role": "user", "content": question}],
-                "ability": "math",
-                "reward_model": {"style": "rule", "ground_truth": str(a * b)},
-                "extra_info": {"split": split, "index": place, "expression": f"{a} * {b}"},
-            }
-        )
-    return rows
-
-
-def arithmetic_demonstration(row: Mapping[str, Any]) -> list[Message]:
-    """The turns of a right episode after the prompt, for a warm start: call, result, answer."""
-    call = ToolCall("calculator", {"expression": row["extra_info"]["expression"]}, "call_0")
-    truth = str(truth_of(row))
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [call.message()]},
-        {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": truth},
-        {"role": "assistant", "content": f"#### {truth}"},
-    ]

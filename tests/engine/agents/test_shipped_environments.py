@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from engine.agents import Observation, is_resumable, make_environment
 from engine.agents.call_parsers import parsed_action, resolve_call_parser
-from engine.agents.environments.arithmetic import arithmetic_demonstration, arithmetic_rows
-from engine.agents.environments.guessing import guessing_demonstration, guessing_rows
+from engine.data.guessing import guessing_demonstration, guessing_row
+from engine.data.products import Habits, product_demonstration, product_row
+from engine.data.python_tasks import KINDS, program_text, python_demonstration, python_row
 from engine.errors import EngineError
 
 
@@ -34,52 +36,66 @@ def played(environment: Any, row: Mapping[str, Any], texts: list[str]) -> list[O
 
 
 def test_arithmetic_is_answered_with_the_calculator() -> None:
-    row = arithmetic_rows(3, digits=(4, 4))[2]
-    assert row == arithmetic_rows(3, digits=(4, 4))[2]
-    assert row != arithmetic_rows(3, digits=(4, 4), split="test")[2]
-    call, result, answer = arithmetic_demonstration(row)
-    arguments = call["tool_calls"][0]["function"]["arguments"]
-    expression = arguments["expression"]
-    assert expression in row["prompt"][0]["content"]
-    text = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
+    row = product_row(482, 937, "train", 0)
+    call, result, answer = product_demonstration(row)
     environment = make_environment("arithmetic", {"error_penalty": 0.25})
-    seen = played(
-        environment, row, ["<tool_call>{</tool_call>", text % expression, answer["content"]]
-    )
+    texts = ["<tool_call>{</tool_call>", call["content"], answer["content"]]
+    seen = played(environment, row, texts)
     assert [one.reward for one in seen] == [-0.25, 0.0, 1.0]
-    assert (
-        seen[1].messages[0]["content"] == result["content"] == row["reward_model"]["ground_truth"]
-    )
+    assert seen[1].messages[0]["content"] == result["content"] == "451634"
     assert seen[2].info == {"calls": 2, "called": True, "correct": True}
     (wrong,) = played(environment, row, ["#### 1"])
     assert (wrong.reward, wrong.done, wrong.info["called"]) == (0.0, True, False)
 
 
+@pytest.mark.parametrize("habit", ["calls", "slips", "malformed", "head"])
+def test_habits_of_who_calculates_are_what_the_environment_says(habit: str) -> None:
+    shares = {"calls": 0.0, "slips": 0.0, "malformed": 0.0} | {habit: 1.0}
+    habits = Habits(**{name: shares[name] for name in ("calls", "slips", "malformed")})
+    row = product_row(482, 937, "train", 0)
+    for seed in range(5):
+        turns = product_demonstration(row, random.Random(seed), habits)
+        said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+        told = [turn["content"] for turn in turns if turn["role"] == "tool"]
+        seen = played(make_environment("arithmetic"), row, said)
+        if habit == "malformed":
+            assert seen[0].messages[0]["content"].startswith("error: the call")
+            continue
+        assert [one.messages[0]["content"] for one in seen[:-1]] == told
+        assert seen[-1].done
+        assert seen[-1].reward == float(habit == "calls")
+        assert seen[-1].info["called"] is (habit != "head")
+
+
 def test_a_number_is_guessed_by_bisection() -> None:
     environment = make_environment("guessing", {"max_turns": 8})
-    for row in guessing_rows(20, high=100):
-        turns = guessing_demonstration(row)
-        guesses = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-        answers = [turn["content"] for turn in turns if turn["role"] == "user"]
-        seen = played(environment, row, guesses)
-        assert [one.messages[0]["content"] for one in seen[:-1]] == answers
-        assert (seen[-1].reward, seen[-1].info["solved"]) == (1.0, True)
-        assert len(seen) == len(guesses) <= 7
+    for secret in range(1, 101, 5):
+        row = guessing_row("Ada", 1, 100, secret, "train", 0)
+        for draw in (None, random.Random(secret)):
+            turns = guessing_demonstration(row, draw, 0.5, max_turns=8)
+            guesses = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+            answers = [turn["content"] for turn in turns if turn["role"] == "user"]
+            seen = played(environment, row, guesses)
+            assert [one.messages[0]["content"] for one in seen[:-1]] == answers
+            assert len(seen) == len(guesses) <= 8
+            if draw is None:
+                assert (seen[-1].reward, seen[-1].info["solved"]) == (1.0, True)
+                assert seen[-1].info["success"] is True
+                assert len(seen) <= 7
 
 
 def test_guessing_without_a_plan_earns_less() -> None:
     environment = make_environment("guessing", {"max_turns": 9, "turn_cost": 0.25})
-    row = guessing_rows(1)[0] | {"reward_model": {"ground_truth": "50"}}
+    row = guessing_row("Ada", 1, 100, 50, "train", 0)
     seen = played(environment, row, ["1"] * 8 + ["I say 50"])
     assert [one.messages[0]["content"] for one in seen[:-1]] == ["higher"] * 8
     assert (seen[-1].reward, seen[-1].info["turns"]) == (0.5, 9)  # bisection needs 7
+    assert (seen[-1].info["solved"], seen[-1].info["success"]) == (True, False)
     seen = played(environment, row, ["what?"] + ["99"] * 8)
     assert seen[0].messages[0]["content"] == "Give a number from 1 to 100."
     assert (seen[-1].reward, seen[-1].done, seen[-1].info["solved"]) == (0.0, True, False)
     with pytest.raises(EngineError, match=r"extra_info\.low"):
         asyncio.run(environment.reset({}))
-    turns = guessing_demonstration(row, seed=1)
-    assert turns[-1]["content"] == "50"
 
 
 def test_a_program_is_corrected_by_what_its_tests_say() -> None:
@@ -102,3 +118,22 @@ def test_a_program_is_corrected_by_what_its_tests_say() -> None:
     assert (seen_once.reward, seen_once.done) == (0.0, True)
     with pytest.raises(EngineError, match=r"reward_model\.ground_truth"):
         asyncio.run(environment.reset({}))
+
+
+def test_programs_of_the_demonstrations_get_the_answers_that_they_show() -> None:
+    environment = make_environment("python_tasks", {"max_turns": 2, "partial": False})
+    draw = random.Random(0)
+    corrected = 0
+    for first in KINDS:
+        task = ((first, 3), ("multiply by", 4))
+        row = python_row(task, "train", 0)
+        (right,) = played(environment, row, [program_text(task)])
+        assert (right.reward, right.done) == (1.0, True)
+        turns = python_demonstration(task, draw, 1.0, 1.0, 1.0)
+        said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+        told = [turn["content"] for turn in turns if turn["role"] == "user"]
+        seen = played(environment, row, said)
+        assert [one.messages[0]["content"] for one in seen[:-1]] == told
+        assert seen[-1].reward == 1.0
+        corrected += len(told)
+    assert corrected == 3  # "multiply by 3, then by 4" can't go wrong
