@@ -43,7 +43,14 @@ def _run(arguments: Sequence[str]) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for any
     try:
         check_names(resolved.config)
-        from engine.cli.run import run  # torch and ray take seconds; a wrong name needs neither
+        # torch and ray take seconds; a wrong name needs neither
+        if options.dry_run:
+            from engine.cli.dry_run import dry_run
+
+            for line in dry_run(resolved.config, options.gpu):
+                print(line)
+            return 0
+        from engine.cli.run import run
 
         run(resolved.config)
     except EngineError as error:
@@ -66,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-name")
     parser.add_argument("--verl-defaults", action="store_true")
     parser.add_argument("--print-config", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--gpu", default="")
     parser.add_argument("settings", nargs="*")
     return parser
 

@@ -199,6 +199,7 @@ def test_a_room_knows_of_the_others_what_it_needs(room: str) -> None:
             (
                 "engine.trainers.auto_placement",
                 "engine.trainers.memory_check",
+                "engine.trainers.step_estimate",
                 "engine.trainers.workload",
             ),
         ),

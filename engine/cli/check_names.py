@@ -34,6 +34,8 @@ def check_names(config: RunConfig) -> None:
     pin_revision(config.model.path)
     if config.model.trust_remote_code:
         refuse_own_code(config.model.path)
+    if config.run.val_only and not config.data.val_files:
+        raise ConfigError("run.val_only=true has nothing to validate on; give data.val_files")
     if config.run.resume_mode == "resume_path" and not config.rl.trainer.resume_from:
         raise ConfigError(
             "run.resume_mode=resume_path without trainer.resume_from_path; name the checkpoint"

@@ -16,7 +16,7 @@ from engine.config.reference import Setting, as_yaml, sections, summary
 
 WIDTH = 100
 _USAGE = """\
-python -m engine.main_ppo [FILE.yaml] [--verl-defaults] [--print-config] [key=value ...]
+python -m engine.main_ppo [FILE.yaml] [--verl-defaults] [--print-config] [--dry-run] [key=value ...]
 
 Reinforcement learning on your own prompts: from a Hugging Face folder to a better one.
 
@@ -29,6 +29,8 @@ Reinforcement learning on your own prompts: from a Hugging Face folder to a bett
   --verl-defaults  what is not set is as in verl's configuration, not as listed here. So does
                    python -m engine.trainer.main_ppo, for command lines of verl's
   --print-config   print the configuration as --config reads it, and exit
+  --dry-run        check settings and data; print the configuration, batches, placement, and what
+                   memory and time are estimated (for --gpu H100 as well), and exit
   --help           print this, and exit
 
 Keys are verl's where verl has the same thing. Beside them, each setting has this project's own

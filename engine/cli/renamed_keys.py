@@ -1,115 +1,32 @@
 """verl's keys that we have under another name, in another unit, or with other values.
 
-A table, and the converters of its values. Keys with the same name and meaning on both sides
-(`algorithm.gamma`, `data.max_prompt_length`) need no entry. Keys that we don't have are in
-`unsupported_keys`.
+A table; the converters of its values are in `verl_values`. Keys with the same name and meaning on
+both sides (`algorithm.gamma`, `data.max_prompt_length`) need no entry. Keys that we don't have are
+in `unsupported_keys`.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.errors import ConfigError
-
-Convert = Callable[[object, str], object]
-
-NEVER = 10**9  # steps: longer than any run
-
-
-def _same(value: object, key: str) -> object:
-    """As it is."""
-    return value
-
-
-def _text(value: object, key: str) -> str:
-    """A name that YAML may have read as a number or a date."""
-    return str(value)
-
-
-def _path(value: object, key: str) -> str:
-    """A path or name; the shell leaves a ~ that stands after a = as it is."""
-    return os.path.expanduser(str(value))
-
-
-def _paths(value: object, key: str) -> list[object]:
-    """One path, or a list of them."""
-    return [_path(one, key) if isinstance(one, str) else one for one in _listed(value, key)]
-
-
-def _listed(value: object, key: str) -> list[object]:
-    """One value, or a list of them."""
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-_LOGGERS = ("console", "file", "jsonl", "mlflow", "tensorboard", "wandb")
-
-
-def _loggers(value: object, key: str) -> list[object]:
-    """Names of loggers; those that only verl has are rejected with the way out."""
-    names = _listed(value, key)
-    foreign = [name for name in names if name not in _LOGGERS]
-    if foreign:
-        raise ConfigError(
-            f"{key}: {', '.join(map(str, foreign))} is not a logger here; choose from "
-            f"{', '.join(_LOGGERS)}"
-        )
-    return names
-
-
-def _zero_is_off(value: object, key: str) -> object:
-    """verl switches top-k off with -1, we with 0."""
-    return 0 if value == -1 else value
-
-
-def _negative_is_none(value: object, key: str) -> object:
-    """verl's -1 leaves a setting to its default."""
-    return None if isinstance(value, int) and not isinstance(value, bool) and value < 0 else value
-
-
-def _device(value: object, key: str) -> object:
-    """Processors of other vendors are rejected."""
-    if value not in ("auto", "cuda", "cpu"):
-        raise ConfigError(f"{key}={value!r} is not available here; choose cuda, cpu or auto")
-    return value
-
-
-def _never_below_one(value: object, key: str) -> object:
-    """verl's -1 (or 0) steps between two validations: only the first and the last are done."""
-    return NEVER if isinstance(value, int) and value < 1 else value
-
-
-def _pair(value: object, key: str) -> list[object]:
-    """Two numbers, such as AdamW's betas."""
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ConfigError(f"{key}={value!r} must be a list of two numbers, such as [0.9,0.95]")
-    return list(value)
-
-
-def _engine_name(value: object, key: str) -> object:
-    """verl's `hf` decodes with the trainer's own model, as our `native` does."""
-    return "native" if value == "hf" else value
-
-
-def _sleep_level(value: object, key: str) -> int:
-    """verl frees the KV cache and the weights, which the next update loads again."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{key}={value!r} must be true or false")
-    return 2 if value else 0
-
-
-def _group_metric(value: object, key: str) -> object:
-    """What verl's DAPO compares in a group; its sequence scores and `acc` are our raw score."""
-    ours = {"acc": "score", "seq_reward": "score", "seq_final_reward": "reward"}
-    return ours.get(value, value) if isinstance(value, str) else value
-
-
-def _bypass(value: object, key: str) -> str:
-    """Whether the log-probs of sampling stand for the trainer's own."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{key}={value!r} must be true or false")
-    return "rollout" if value else "auto"
+from engine.cli.verl_values import (
+    Convert,
+    bypass,
+    device,
+    engine_name,
+    group_metric,
+    loggers,
+    negative_is_none,
+    never_below_one,
+    pair,
+    path,
+    paths,
+    same,
+    sleep_level,
+    text,
+    zero_is_none,
+    zero_is_off,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +34,7 @@ class Key:
     """Where a key of verl's goes."""
 
     path: str | tuple[str, ...]  # in RunConfig, e.g. "rl.actor.optim.lr"; several: one an item
-    convert: Convert = _same
+    convert: Convert = same
     times: str = ""  # path of a setting that the value is multiplied by, e.g. "rl.rollout.n"
     note: str = ""  # what differs, for --help
 
@@ -200,7 +117,7 @@ VERL: dict[str, Key] = {
     **{f"{_CRITIC}.{name}": Key(f"rl.critic.parallel.{ours}") for name, ours in _PARALLEL.items()},
     **{
         f"{section}.{name}": Key(
-            f"{path}.{ours}", _negative_is_none if name == "fsdp_size" else _same
+            f"{path}.{ours}", negative_is_none if name == "fsdp_size" else same
         )
         for section, path in _FSDP_SECTIONS.items()
         for name, ours in _FSDP.items()
@@ -219,12 +136,12 @@ VERL: dict[str, Key] = {
         "rl.critic.parallel.activation_checkpointing"
     ),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": Key("rl.rollout.tensor_parallel_size"),
-    "data.train_files": Key("data.train_files", _paths),
-    "data.val_files": Key("data.val_files", _paths),
-    "data.prompt_key": Key("data.columns.prompt", _text),
+    "data.train_files": Key("data.train_files", paths),
+    "data.val_files": Key("data.val_files", paths),
+    "data.prompt_key": Key("data.columns.prompt", text),
     "data.train_batch_size": Key("rl.trainer.train_batch_size"),
     "data.seed": Key("seed"),
-    "actor_rollout_ref.model.path": Key("model.path", _path),
+    "actor_rollout_ref.model.path": Key("model.path", path),
     "actor_rollout_ref.model.lora_rank": Key("model.lora.rank"),
     "actor_rollout_ref.model.lora_alpha": Key("model.lora.alpha"),
     "actor_rollout_ref.model.target_modules": Key("model.lora.target_modules"),
@@ -232,24 +149,34 @@ VERL: dict[str, Key] = {
     **{
         f"{role}.optim.{name}": Key(
             f"rl.{ours_role}.optim.{ours}",
-            _negative_is_none if name == "lr_warmup_steps" else _same,
+            negative_is_none if name == "lr_warmup_steps" else same,
         )
         for role, ours_role in ((_ACTOR, "actor"), (_CRITIC, "critic"))
         for name, ours in _OPTIM.items()
     },
     f"{_ACTOR}.optim.betas": Key(
-        ("rl.actor.optim.beta1", "rl.actor.optim.beta2"), _pair, note="two numbers"
+        ("rl.actor.optim.beta1", "rl.actor.optim.beta2"), pair, note="two numbers"
     ),
     f"{_ACTOR}.grad_clip": Key("rl.actor.optim.grad_clip"),
     f"{_ACTOR}.ppo_mini_batch_size": Key("rl.actor.ppo_mini_batch_size", times=_N, note=_PROMPTS),
     f"{_ACTOR}.ppo_max_token_len_per_gpu": Key("rl.actor.max_tokens_per_micro_batch"),
     "actor_rollout_ref.rollout.name": Key(
-        "rl.rollout.engine", _engine_name, note="native (or hf), vllm, server"
+        "rl.rollout.engine", engine_name, note="native (or hf), vllm, server"
     ),
     "actor_rollout_ref.rollout.n": Key(_N),
     "actor_rollout_ref.rollout.temperature": Key("rl.rollout.temperature"),
-    "actor_rollout_ref.rollout.top_k": Key("rl.rollout.top_k", _zero_is_off, note="0 or -1: off"),
+    "actor_rollout_ref.rollout.top_k": Key("rl.rollout.top_k", zero_is_off, note="0 or -1: off"),
     "actor_rollout_ref.rollout.top_p": Key("rl.rollout.top_p"),
+    **{
+        f"{_ROLLOUT}.val_kwargs.{name}": Key(f"rl.rollout.val_kwargs.{name}", convert)
+        for name, convert in (
+            ("do_sample", same),
+            ("n", same),
+            ("temperature", zero_is_none),
+            ("top_k", zero_is_off),
+            ("top_p", same),
+        )
+    },
     "actor_rollout_ref.rollout.enable_rollout_routing_replay": Key(
         "rl.rollout.enable_rollout_routing_replay"
     ),
@@ -261,25 +188,25 @@ VERL: dict[str, Key] = {
     ),
     **{f"{_ROLLOUT}.{name}": Key(f"rl.rollout.vllm.{name}") for name in _VLLM_SAME},
     f"{_ROLLOUT}.free_cache_engine": Key(
-        "rl.rollout.vllm.sleep", _sleep_level, note="true: 2, false: 0"
+        "rl.rollout.vllm.sleep", sleep_level, note="true: 2, false: 0"
     ),
     f"{_ROLLOUT}.cudagraph_capture_sizes": Key(
         "rl.rollout.vllm.engine_kwargs.cudagraph_capture_sizes"
     ),
     f"{_ROLLOUT}.engine_kwargs.vllm": Key("rl.rollout.vllm.engine_kwargs"),
     f"{_CRITIC}.optim.betas": Key(
-        ("rl.critic.optim.beta1", "rl.critic.optim.beta2"), _pair, note="two numbers"
+        ("rl.critic.optim.beta1", "rl.critic.optim.beta2"), pair, note="two numbers"
     ),
-    f"{_CRITIC}.model.path": Key("rl.critic.model_path", _path),
+    f"{_CRITIC}.model.path": Key("rl.critic.model_path", path),
     f"{_CRITIC}.model.lora_rank": Key("rl.critic.lora.rank"),
     f"{_CRITIC}.model.lora_alpha": Key("rl.critic.lora.alpha"),
     f"{_CRITIC}.model.target_modules": Key("rl.critic.lora.target_modules"),
     f"{_CRITIC}.grad_clip": Key("rl.critic.optim.grad_clip"),
     f"{_CRITIC}.ppo_mini_batch_size": Key("rl.critic.ppo_mini_batch_size", times=_N, note=_PROMPTS),
     f"{_CRITIC}.ppo_max_token_len_per_gpu": Key("rl.critic.max_tokens_per_micro_batch"),
-    "algorithm.filter_groups.metric": Key("rl.algorithm.filter_groups.metric", _group_metric),
+    "algorithm.filter_groups.metric": Key("rl.algorithm.filter_groups.metric", group_metric),
     "algorithm.rollout_correction.bypass_mode": Key(
-        "rl.actor.old_log_probs", _bypass, note="true: rollout, false: auto"
+        "rl.actor.old_log_probs", bypass, note="true: rollout, false: auto"
     ),
     **{
         f"{section}.{name}": Key(f"rl.reward.overlong_buffer.{name}")
@@ -292,18 +219,20 @@ VERL: dict[str, Key] = {
     },
     "trainer.n_gpus_per_node": Key("run.n_gpus_per_node"),
     "trainer.nnodes": Key("run.nnodes"),
-    "trainer.device": Key("run.device", _device),
-    "trainer.rollout_data_dir": Key("run.rollout_data_dir", _path),
+    "trainer.device": Key("run.device", device),
+    "trainer.val_only": Key("run.val_only"),
+    "trainer.log_val_generations": Key("run.log_val_generations"),
+    "trainer.rollout_data_dir": Key("run.rollout_data_dir", path),
     "trainer.test_freq": Key(
-        "rl.trainer.test_freq", _never_below_one, note="-1: only first and last"
+        "rl.trainer.test_freq", never_below_one, note="-1: only first and last"
     ),
     "trainer.total_epochs": Key("run.total_epochs"),
     "trainer.val_before_train": Key("run.val_before_train"),
     "trainer.save_freq": Key("run.save_freq"),
     "trainer.resume_mode": Key("run.resume_mode"),
-    "trainer.resume_from_path": Key("rl.trainer.resume_from", _path),
-    "trainer.default_local_dir": Key("run.default_local_dir", _path),
-    "trainer.project_name": Key("run.project_name", _text),
-    "trainer.experiment_name": Key("run.experiment_name", _text),
-    "trainer.logger": Key("run.logger", _loggers),
+    "trainer.resume_from_path": Key("rl.trainer.resume_from", path),
+    "trainer.default_local_dir": Key("run.default_local_dir", path),
+    "trainer.project_name": Key("run.project_name", text),
+    "trainer.experiment_name": Key("run.experiment_name", text),
+    "trainer.logger": Key("run.logger", loggers),
 }

@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.batch import Batch
 from engine.checkpoint import CheckpointStore
 from engine.checkpoint.lock import hold_lock
 from engine.checkpoint.state_dict import StateDict
-from engine.cli.step_line import step_line
+from engine.cli.step_line import printed_completions, step_line
 from engine.config import LoRAConfig, RLConfig
 from engine.console import say
 from engine.controller.ray_session import ray_session
@@ -20,14 +21,15 @@ from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError
 from engine.plugins import import_plugins
+from engine.rollouts.columns import VALIDATION
 from engine.rollouts.files import FOLDER as ROLLOUTS
 from engine.rollouts.writer import RolloutLog
 from engine.tracking.metric_logs import MetricLogs
 from engine.trainers.attempts import run_with_retries
-from engine.trainers.export import write_policy
+from engine.trainers.export import resolve_checkpoint, write_policy
 from engine.trainers.final_model import FinalModel, choose_final_model
 from engine.trainers.resume import SCORE
-from engine.trainers.rl import Metrics, RLTrainer, Row
+from engine.trainers.rl import Metrics, OnRollouts, RLTrainer, Row
 from engine.trainers.rl_setup import resolve_placement
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class RLRun:
     save_freq: int = 0  # steps between model folders; 0: none before the end
     keep_last: bool = False  # a model folder of the last step, too, where another is handed over
     validate_first: bool = False  # before the first step of a new run
+    print_validations: int = 0  # completions of each validation that are printed
     seed: int = 0
     dtype: str = "auto"
     lora: LoRAConfig = field(default_factory=LoRAConfig)
@@ -153,17 +156,7 @@ def train_policy(run: RLRun, log: RunLog) -> TrainedPolicy:
 
     def make() -> RLTrainer:
         run.loader.load_state_dict(start)
-        return RLTrainer(
-            run.model,
-            run.config,
-            run.loader,
-            max_response_length=run.max_response_length,
-            max_model_len=run.max_prompt_length + run.max_response_length,
-            seed=run.seed,
-            dtype=run.dtype,
-            lora=run.lora,
-            validation=run.validation,
-        )
+        return _trainer(run)
 
     def attempt(trainer: RLTrainer) -> None:
         def on_step(step: int, total: int, metrics: Metrics) -> None:
@@ -176,7 +169,7 @@ def train_policy(run: RLRun, log: RunLog) -> TrainedPolicy:
             log.resumed(folder, step)
             rollouts.resumed(step)
 
-        trainer.on_resume, trainer.on_rollouts = on_resume, rollouts.rollouts
+        trainer.on_resume, trainer.on_rollouts = on_resume, _listeners(run, log, rollouts)
         first = run.validation and run.validate_first and not run.config.trainer.resume_from
         if not trainer.resume(run.checkpoints):
             rollouts.resumed(0)
@@ -194,6 +187,45 @@ def train_policy(run: RLRun, log: RunLog) -> TrainedPolicy:
     with hold_lock(run.checkpoints), _rollout_log(run, log) as rollouts:  # before workers start
         run_with_retries(make, attempt, run.checkpoints, run.config.trainer.max_attempts)
     return trained[-1]
+
+
+def validate_policy(run: RLRun, log: RunLog) -> Metrics:
+    """Validate the newest checkpoint, or the start model, and train nothing."""
+    with _rollout_log(run, log) as rollouts, _trainer(run) as trainer:
+        trainer.on_rollouts = _listeners(run, log, rollouts)
+        trainer.on_resume = log.resumed
+        if not trainer.resume(run.checkpoints) and run.config.trainer.resume_from:
+            trainer.load_checkpoint(resolve_checkpoint(run.config.trainer.resume_from))
+        metrics = trainer.validate(run.validation)
+        log.track([{"step": float(trainer.step)} | metrics])
+        rollouts.step_done([*trainer.history, {"step": float(trainer.step)} | metrics])
+    return metrics
+
+
+def _trainer(run: RLRun) -> RLTrainer:
+    return RLTrainer(
+        run.model,
+        run.config,
+        run.loader,
+        max_response_length=run.max_response_length,
+        max_model_len=run.max_prompt_length + run.max_response_length,
+        seed=run.seed,
+        dtype=run.dtype,
+        lora=run.lora,
+        validation=run.validation,
+    )
+
+
+def _listeners(run: RLRun, log: RunLog, rollouts: RolloutLog) -> OnRollouts:
+    """Who is told what was decoded: the files of samples, and the terminal."""
+
+    def told(split: str, step: int, batch: Batch) -> None:
+        rollouts.rollouts(split, step, batch)
+        if split == VALIDATION and run.print_validations:
+            for line in printed_completions(batch, run.print_validations):
+                log.say(line)
+
+    return told
 
 
 def _save_final(run: RLRun, trainer: RLTrainer, log: RunLog) -> tuple[Path, FinalModel]:

@@ -10,7 +10,15 @@ from engine.cli.failures import error_details_file
 from engine.cli.loggers import open_log
 from engine.cli.model_folders import make_output_folder, save_atomically
 from engine.cli.ranks import gpu_pools
-from engine.cli.rl_run import RLRun, RunLog, TrainedPolicy, headline, placed, train_policy
+from engine.cli.rl_run import (
+    RLRun,
+    RunLog,
+    TrainedPolicy,
+    headline,
+    placed,
+    train_policy,
+    validate_policy,
+)
 from engine.cli.settings import RunConfig
 from engine.console import human_time
 from engine.controller.ray_session import require_shared
@@ -23,15 +31,16 @@ from engine.trainers.rl_checks import check_config
 def run(config: RunConfig) -> Path:
     """Train, validate, save; return the folder of the model that the run hands over.
 
-    Raises an EngineError; what is wrong with the input is found before any worker starts, and what
-    it names by `check_names` before this module is loaded.
+    With `run.val_only` it validates alone, and the folder is that of the run. Raises an
+    EngineError; what is wrong with the input is found before any worker starts, and what it names
+    by `check_names` before this module is loaded.
     """
     check_config(config.rl, config.data.max_response_length)
     folder = make_output_folder(config.run.folder())
-    model = _local(config.model.path)
+    model = local_model(config.model.path)
     context = vocabulary_and_context(model)[1]
     prompts = read_prompts(config, load_tokenizer(model), context)
-    config = _with_steps(config, len(prompts.loader))
+    config = with_steps(config, len(prompts.loader))
     resumes = any(checkpoint_folder(config, folder).glob("step_*"))
     with (
         error_details_file(folder),
@@ -72,10 +81,16 @@ def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: R
         save_freq=config.run.save_freq,
         keep_last=True,
         validate_first=config.run.val_before_train,
+        print_validations=config.run.log_val_generations,
         seed=config.seed,
         dtype=config.model.dtype,
         lora=config.model.lora,
     )
+    if config.run.val_only:
+        metrics = validate_policy(run, log)
+        for name, value in metrics.items():
+            log.say(f"  {name:<28} {value:.4f}")
+        return folder
     trained = train_policy(run, log)
     _print_summary(log, trained, time.monotonic() - started)
     return trained.folder
@@ -103,7 +118,7 @@ def _first_to_last(values: list[float]) -> str:
     return f"{values[0]:.3f} → {values[-1]:.3f}"
 
 
-def _with_steps(config: RunConfig, rows: int) -> RunConfig:
+def with_steps(config: RunConfig, rows: int) -> RunConfig:
     """Turn `run.total_epochs`, if given, into steps."""
     if config.run.total_epochs is None:
         return config
@@ -112,7 +127,7 @@ def _with_steps(config: RunConfig, rows: int) -> RunConfig:
     return config.model_copy(update={"rl": config.rl.model_copy(update={"trainer": trainer})})
 
 
-def _local(model: str) -> str:
+def local_model(model: str) -> str:
     """A folder as an absolute path, for workers in other working directories; a hub id as it is."""
     path = Path(model).expanduser()
     return str(path.absolute()) if path.is_dir() else model

@@ -99,6 +99,12 @@ class OutputConfig(RunOutputConfig):
     total_epochs: int | None = Field(
         None, ge=1, description="Times through the data; instead of total_training_steps"
     )
+    val_only: bool = Field(
+        False, description="Validate the newest checkpoint, or model.path, and train nothing"
+    )
+    log_val_generations: int = Field(
+        0, ge=0, description="Completions of each validation that are printed"
+    )
     val_before_train: bool = Field(True, description="Validate before the first step, too")
     save_freq: int = Field(-1, ge=-1, description="Steps between saves; -1: after the last only")
 

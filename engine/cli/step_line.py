@@ -1,10 +1,14 @@
-"""The line that is printed after a step of reinforcement learning."""
+"""The lines that are printed after a step of reinforcement learning, and after a validation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from engine.batch import Batch
 from engine.console import human_time
+from engine.redaction import presentable
+
+_LONGEST = 200  # characters of a text that are printed
 
 # What the line shows of what the algorithm at hand measures, and how.
 _FACTS = (
@@ -16,6 +20,25 @@ _FACTS = (
     ("clip", "actor/pg_clipfrac", "{:.3f}"),
     ("grad", "actor/grad_norm", "{:.2f}"),
 )
+
+
+def printed_completions(batch: Batch, count: int) -> list[str]:
+    """The first `count` completions of a validation with their prompts' ends and scores."""
+    scores: list[float] = batch["token_level_scores"].sum(1).tolist()
+    columns = batch.columns
+    rows = zip(columns["prompt"], columns["completion"], scores, strict=True)
+    return [
+        presentable(
+            f"rl: validation {score:.3f} | {_brief(prompt[-1]['content'])} | {_brief(text)}"
+        )
+        for prompt, text, score in list(rows)[:count]
+    ]
+
+
+def _brief(text: object) -> str:
+    """The end of a text, in one line."""
+    words = " ".join(str(text).split())
+    return words if len(words) <= _LONGEST else f"…{words[-_LONGEST:]}"
 
 
 def step_line(

@@ -42,7 +42,6 @@ _RECOMPUTE = "see actor_rollout_ref.model.enable_gradient_checkpointing"
 _MASTERS = "masters are float32; set model.dtype for the weights that are computed with"
 _KERNELS = "the model's own kernels are used"
 _AS_ACTOR = "the reference is sharded as the actor is"
-_GREEDY = "validation takes one greedy completion a prompt"
 _TEXT = "prompts are text"
 _TURNS = "set actor_rollout_ref.rollout.multi_turn.max_assistant_turns"
 _ENVIRONMENT = "tools and answers are the environment's, see rl.rollout.agent.environment.name"
@@ -149,10 +148,6 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _ignore("actor_rollout_ref.rollout.micro_batch_size*", _MICRO),
     _reject("actor_rollout_ref.rollout.do_sample", "set rollout.temperature", (True,)),
     _reject("actor_rollout_ref.rollout.ignore_eos", "completions end at the end token", (False,)),
-    _reject("actor_rollout_ref.rollout.val_kwargs.temperature", _GREEDY, (0, 0.0)),
-    _reject("actor_rollout_ref.rollout.val_kwargs.n", _GREEDY, (1,)),
-    _reject("actor_rollout_ref.rollout.val_kwargs.do_sample", _GREEDY, (False,)),
-    _ignore("actor_rollout_ref.rollout.val_kwargs.top_*", _GREEDY),
     _reject("actor_rollout_ref.rollout.multi_turn.max_user_turns", _TURNS),
     _reject("actor_rollout_ref.rollout.multi_turn.*_config_path", _ENVIRONMENT),
     _ignore("actor_rollout_ref.rollout.multi_turn.*", _ENVIRONMENT),
@@ -184,9 +179,6 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     # The loop.
     _ignore("trainer.balance_batch", "ranks get equally many rows, in micro-batches cut by tokens"),
     _ignore("trainer.use_*", "there is one trainer"),
-    _reject("trainer.critic_warmup", "critic and policy start together", (0,)),
-    _reject("trainer.val_only", "set trainer.val_before_train=true and one step", (False,)),
-    _ignore("trainer.log_val_generations", _SAMPLES),
     _ignore("trainer.validation_data_dir", _SAMPLES),
     _reject("trainer.default_hdfs_dir", "copy trainer.default_local_dir when the run is over"),
     _reject("trainer.max_actor_ckpt_to_keep", "all saved models are kept"),

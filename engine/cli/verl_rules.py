@@ -52,6 +52,7 @@ CRITIC_DEFAULTS: dict[str, object] = {
 _IDLE = {
     "rl.algorithm.use_kl_in_reward": ("rl.algorithm.kl_ctrl.", "rl.algorithm.kl_penalty"),
     "rl.actor.use_kl_loss": ("rl.actor.kl_loss_coef", "rl.actor.kl_loss_type"),
+    "rl.rollout.val_kwargs.do_sample": ("rl.rollout.val_kwargs.",),
 }
 
 
@@ -70,20 +71,15 @@ def choose_estimator(result: Resolved) -> None:
 
 def drop_idle(result: Resolved) -> None:
     """verl's keys that have no effect in verl either, or tune an engine that doesn't decode."""
-    rl = RunConfig().rl
     chosen = result.overrides.get("rl.rollout.engine")
-    engine = rl.rollout.engine if chosen is None else chosen.value
-    on = {
-        "rl.algorithm.use_kl_in_reward": rl.algorithm.use_kl_in_reward,
-        "rl.actor.use_kl_loss": rl.actor.use_kl_loss,
-    }
+    engine = _default("rl.rollout.engine") if chosen is None else chosen.value
     for path, override in list(result.overrides.items()):
         why = ""
         if engine != "vllm" and path.startswith("rl.rollout.vllm.") and _is_verls(override):
             why = f"{engine} decodes, not vllm; see actor_rollout_ref.rollout.name"
         for switch, idle in _IDLE.items():
             given = result.overrides.get(switch)
-            if path.startswith(idle) and not (on[switch] if given is None else given.value):
+            if path.startswith(idle) and not (_default(switch) if given is None else given.value):
                 why = f"{switch.removeprefix('rl.')} is false"
         if why and not override.key.startswith("rl."):
             if override.value != _default(path):

@@ -120,6 +120,16 @@ class ReferenceConfig(Section):
     )
 
 
+class ValidationSamplingConfig(Section):
+    """How completions of validation rows are decoded."""
+
+    do_sample: bool = Field(False, description="Sample as the next ones say; false: greedily, once")
+    n: int = Field(1, ge=1, description="Completions a row; the score is the mean of all")
+    temperature: float = Field(1.0, gt=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+
+
 class RolloutConfig(Section):
     """How completions are sampled."""
 
@@ -161,6 +171,7 @@ class RolloutConfig(Section):
     cuda_graphs: bool = Field(
         False, description="native on a GPU: replay decode steps of the Llama family as CUDA graphs"
     )
+    val_kwargs: ValidationSamplingConfig = ValidationSamplingConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     agent: AgentConfig = AgentConfig()
     server: ServerConfig = ServerConfig()
@@ -172,7 +183,13 @@ class TrainerConfig(Section):
 
     total_training_steps: int = Field(80, ge=1, description="Steps of RL")
     train_batch_size: int = Field(128, ge=1, description="Prompts a step")
-    test_freq: int = Field(20, ge=1, description="Steps between greedy validations")
+    test_freq: int = Field(20, ge=1, description="Steps between validations")
+    critic_warmup: int = Field(
+        0,
+        ge=0,
+        description="The first step that updates the policy; those before it update the critic "
+        "alone",
+    )
     mode: str = Field(
         "sync",
         description="Rollout source: sync, one_step_off, async, or your own: who waits for whom",

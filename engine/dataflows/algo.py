@@ -61,6 +61,7 @@ class Algo:
         self.needs = needs
         self.more_prompts = more_prompts
         self.metrics: dict[str, float] = {}
+        self.step = 1  # that is computed, from 1; the trainer's
         self._sampled: list[LazyBatch] = []
         self.generator = torch.Generator().manual_seed(seed)
         self.estimator = get_advantage(config.algorithm.adv_estimator)
@@ -73,6 +74,11 @@ class Algo:
             if control.type == "fixed"
             else AdaptiveKL(control.kl_coef, control.target_kl, control.horizon)
         )
+
+    @property
+    def policy_learns(self) -> bool:
+        """Whether this step updates the policy, and not the critic alone (`critic_warmup`)."""
+        return self.step >= self.config.trainer.critic_warmup
 
     def sampled(self, batch: LazyBatch) -> LazyBatch:
         """Keep a rollout of this step with its scores, for `take_sampled`; return it."""

@@ -21,4 +21,6 @@ def ppo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     batch |= roles.critic.values(batch)
     batch = add_log_probs(roles, batch, algo)
     batch |= algo.advantages(batch)
-    return StepResult(batch, [roles.critic.update(batch), roles.actor.update(batch)])
+    critic = roles.critic.update(batch)
+    policy = roles.actor.update(batch) if algo.policy_learns else roles.actor.skip_update()
+    return StepResult(batch, [critic, policy])

@@ -171,6 +171,7 @@ class RLTrainer:
                         self.roles.begin_step(self.step + 1)
                         source.update_weights(self.step)
                         prompts = source.next_prompts()
+                        self.algo.step = self.step + 1
                         result = self.dataflow.step(self.roles, prompts, self.algo)
                         # A step that learns nothing counts as a version of the policy as well.
                         updates = result.updates or [self.roles.actor.skip_update()]
@@ -197,8 +198,10 @@ class RLTrainer:
         return metrics
 
     def validate(self, rows: Sequence[Row]) -> Metrics:
-        """Of greedy completions to the prompts of `rows`: `validation/reward`, their mean, …"""
-        batch = LazyBatch(self.roles.rollout.generate_greedy(self.source.prompts.encode(rows)))
+        """Of completions to the prompts of `rows`, as `rollout.val_kwargs` says (greedy ones):
+        `validation/reward`, their mean, …"""
+        prompts = self.source.prompts.encode(rows)
+        batch = LazyBatch(self.roles.rollout.generate_validation(prompts))
         batch |= self.roles.reward.score(batch)
         self.on_rollouts("validation", self.step, batch.resolve())
         return validation_metrics(batch.resolve())

@@ -36,10 +36,17 @@ def step_metrics(batch: Batch, seconds: float) -> dict[str, float]:
 
 
 def validation_metrics(batch: Batch) -> dict[str, float]:
-    """`validation/reward`, the mean of all completions; `reward_metrics` and `episode_metrics`
-    below `validation/`."""
-    mean = float(completion_scores(batch)[whole_rows(batch)].mean())
-    metrics = {"validation/reward": mean} | reward_metrics(batch, "validation")
+    """`validation/reward`, the mean of all completions; of several a prompt also `reward_best`, the
+    mean over prompts of the best one. `reward_metrics` and `episode_metrics` below `validation/`.
+    """
+    whole = whole_rows(batch)
+    scores, groups = completion_scores(batch)[whole], batch["group_ids"][whole]
+    metrics = {"validation/reward": float(scores.mean())}
+    members = torch.unique(groups, return_inverse=True)[1]
+    if (count := int(members.max()) + 1) < len(scores):
+        best = torch.full((count,), -torch.inf).scatter_reduce(0, members, scores.float(), "amax")
+        metrics["validation/reward_best"] = float(best.mean())
+    metrics |= reward_metrics(batch, "validation")
     return metrics | episode_metrics(batch, "validation/episode")
 
 

@@ -47,6 +47,9 @@ def unused_settings(config: RLConfig, dataflow: Dataflow) -> UnusedSettings:
         why = "without rollout.multi_turn.enable"
         yield from _changed_settings("rollout.multi_turn", config.rollout.multi_turn, why)
         yield from _changed_settings("rollout.agent", config.rollout.agent, why)
+    if not config.rollout.val_kwargs.do_sample:
+        why = "without rollout.val_kwargs.do_sample"
+        yield from _changed_settings("rollout.val_kwargs", config.rollout.val_kwargs, why)
     if not config.trainer.log_rollouts_freq:
         why = "with trainer.log_rollouts_freq=0"
         yield from _changed_settings("trainer", config.trainer, why, ("log_rollouts_rows",))
@@ -95,6 +98,7 @@ def _unused_for_dataflow(config: RLConfig, dataflow: Dataflow) -> UnusedSettings
     if "critic" not in RequiredPasses.of(config, dataflow).roles(dataflow):
         why = f"with dataflow {dataflow.name}, which has no critic"
         yield from _changed_settings("critic", config.critic, why)
+        yield from _changed_settings("trainer", config.trainer, why, ("critic_warmup",))
     if not dataflow.pairs:
         why = f"with dataflow {dataflow.name}, which makes no preference pairs"
         yield from _changed_settings("algorithm.preference", algorithm.preference, why)

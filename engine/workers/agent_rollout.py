@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from engine.rollout.protocol import SamplingParams
 from engine.rollout.stream import open_stream
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.episode_groups import EpisodeGroups
-from engine.workers.rollout import RolloutWorker
+from engine.workers.rollout import Decoding, RolloutWorker
 from engine.workers.saved_rollout import SavedRollout
 from engine.workers.stream_rollout import StreamRolloutWorker
 
@@ -86,9 +87,9 @@ class AgentRolloutWorker(RolloutWorker):
         if every_s := self.config.agent.save_freq_s:
             self._saved = SavedRollout(folder, self._stem(), settings, every_s)
 
-    def _sample(self, prompts: Batch, n: int, temperature: float) -> Batch:
-        saved = self._saved if temperature > 0.0 else None
-        params = self._params(1, temperature)
+    def _sample(self, prompts: Batch, how: Decoding) -> Batch:
+        n, saved = how.n, self._saved if how.draws == "training" else None
+        params = self._params(replace(how, n=1))
         groups = self._open_groups(params, n, retain=saved is not None)
         done: dict[int, Batch] = {}
         identity = ""
@@ -112,7 +113,7 @@ class AgentRolloutWorker(RolloutWorker):
         return Batch.concat([done[key] for key in prompts["group_ids"].tolist()])
 
     def _open_stream(self) -> EpisodeGroups:
-        return self._open_groups(self._params(1, self.config.temperature), self.config.n)
+        return self._open_groups(self._params(replace(self._of_training(), n=1)), self.config.n)
 
     def _open_groups(self, params: SamplingParams, n: int, retain: bool = False) -> EpisodeGroups:
         stream = open_stream(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +26,23 @@ from engine.runtime.sharded_model import process_device
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.group_stream import Groups, GroupStream
 from engine.workers.stateful import StatefulWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How completions are drawn; a temperature of 0 is greedy."""
+
+    n: int
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    # Of training: the next draw of a policy version. Others leave those as they are.
+    draws: Literal["training", "greedy", "validation"] = "training"
+
+
+GREEDY = Decoding(1, 0.0, draws="greedy")
+# Part of a seed: those of training and greedy decoding are as they always were.
+_KIND = {"training": 0, "greedy": 1, "validation": 2}
 
 
 class RolloutWorker(StatefulWorker):
@@ -87,12 +105,21 @@ class RolloutWorker(StatefulWorker):
     @dispatch(Dispatch.DATA_PARALLEL)
     def generate(self, prompts: Batch) -> Batch:
         """Sample `rollout.n` completions a prompt: `[B·n]` rows in the layout of `engine.batch`."""
-        return self._sample(prompts, self.config.n, self.config.temperature)
+        return self._sample(prompts, self._of_training())
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def generate_greedy(self, prompts: Batch) -> Batch:
         """One greedy completion a prompt (validation, ReMax's baseline)."""
-        return self._sample(prompts, 1, 0.0)
+        return self._sample(prompts, GREEDY)
+
+    @dispatch(Dispatch.DATA_PARALLEL)
+    def generate_validation(self, prompts: Batch) -> Batch:
+        """Completions as `rollout.val_kwargs` says: one greedy one a prompt, or samples."""
+        asked = self.config.val_kwargs
+        if not asked.do_sample:
+            return self._sample(prompts, GREEDY)
+        sampling = Decoding(asked.n, asked.temperature, asked.top_k, asked.top_p, "validation")
+        return self._sample(prompts, sampling)
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def begin(self, prompts: Batch) -> Batch:
@@ -128,13 +155,17 @@ class RolloutWorker(StatefulWorker):
     def _open_stream(self) -> Groups:
         return GroupStream(
             self.policy.engine,
-            self._params(self.config.n, self.config.temperature),
+            self._params(self._of_training()),
             self.config,
             max_model_len=self.max_model_len,
             pad_token_id=self.tokenizer.pad_token_id,
         )
 
-    def _params(self, n: int, temperature: float, first_prompt: int = 0) -> SamplingParams:
+    def _of_training(self) -> Decoding:
+        own = self.config
+        return Decoding(own.n, own.temperature, own.top_k, own.top_p)
+
+    def _params(self, how: Decoding, first_prompt: int = 0) -> SamplingParams:
         """Parameters of the next rollout, with a new seed, after synchronising the weights.
 
         `first_prompt` is the index of this rank's first prompt among those of all ranks: samples
@@ -143,22 +174,22 @@ class RolloutWorker(StatefulWorker):
         self.policy.require_synced()
         self.policy.sync_weights()
         version = self.policy.version
-        greedy = temperature == 0.0
         draw = self._draws[1] + 1 if self._draws[0] == version else 0
-        self._draws = self._draws if greedy else (version, draw)
+        if how.draws == "training":
+            self._draws = (version, draw)
         return SamplingParams(
-            n=n,
+            n=how.n,
             max_new_tokens=self.max_response_length,
-            temperature=temperature,
-            top_k=0 if greedy else self.config.top_k,
-            top_p=1.0 if greedy else self.config.top_p,
-            seed=hash((self.seed, version, draw, greedy)) & 0x7FFFFFFF,
+            temperature=how.temperature,
+            top_k=how.top_k,
+            top_p=how.top_p,
+            seed=hash((self.seed, version, draw, _KIND[how.draws])) & 0x7FFFFFFF,
             stop_token_ids=self.stop,
             first_prompt=first_prompt,
         )
 
-    def _sample(self, prompts: Batch, n: int, temperature: float) -> Batch:
-        params = self._params(n, temperature, int(prompts["group_ids"][0]))
+    def _sample(self, prompts: Batch, how: Decoding) -> Batch:
+        params = self._params(how, int(prompts["group_ids"][0]))
         done = self.policy.engine.generate(list(prompts.columns["prompt_ids"]), params)
         self.policy.sleep()
         batch = collate_completions(

@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from engine.cli.help_text import config_text, help_text
-from engine.cli.renamed_keys import NEVER, VERL
+from engine.cli.renamed_keys import VERL
 from engine.cli.resolve import known_keys, own_paths, resolve
 from engine.cli.settings import RunConfig
 from engine.cli.unsupported_keys import UNSUPPORTED
+from engine.cli.verl_values import NEVER
 from engine.errors import ConfigError
 
 
@@ -262,7 +263,6 @@ def test_steps_win_over_epochs_as_in_verl() -> None:
         ("custom_reward_function={path: f.py, reward_kwargs: 3}", ("must be names and values",)),
         ("actor_rollout_ref.rollout.expert_parallel_size=2", ("not available here",)),
         ("trainer.logger=['console','swanlab']", ("trainer.logger: swanlab", "mlflow")),
-        ("trainer.critic_warmup=5", ("trainer.critic_warmup=5",)),
         ("data.truncation=left", ("data.filter_overlong_prompts=true",)),
         ("actor_rollout_ref.actor.optim.lr=abc", ("actor_rollout_ref.actor.optim.lr='abc'",)),
         ("actor.optim.lr=-1", ("actor.optim.lr=-1: Input should be greater than 0",)),

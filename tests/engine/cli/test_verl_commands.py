@@ -6,6 +6,8 @@ name; `$HOME` is as a shell leaves it. Nothing is trained here but in the tests 
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from pathlib import Path
 
@@ -248,6 +250,47 @@ def test_code_of_a_models_folder_is_refused_where_there_is_any(
     assert "never run" in error
 
 
+def test_validation_samples_where_it_is_told_to() -> None:
+    how = "actor_rollout_ref.rollout.val_kwargs"
+    sampled = resolve(None, [f"{how}.do_sample=True", f"{how}.n=4", f"{how}.top_k=-1"])
+    assert sampled.config.rl.rollout.val_kwargs.n == 4
+    greedy = resolve(None, [f"{how}.n=4", f"{how}.temperature=0", f"{how}.do_sample=False"])
+    assert greedy.config == resolve(None, []).config
+    (notice,) = greedy.notices
+    assert f"{how}.n has no effect here: rollout.val_kwargs.do_sample is false" in notice
+
+
+def test_a_dry_run_says_what_would_be_and_starts_nothing(
+    tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pd.DataFrame([row | {"extra_info": None} for row in arithmetic_rows(8)]).to_parquet(
+        tmp_path / "train.parquet"
+    )
+    command = [
+        f"data.train_files={tmp_path / 'train.parquet'}",
+        "data.train_batch_size=8",
+        "data.max_response_length=6",
+        f"actor_rollout_ref.model.path={tiny_folder}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.n=2",
+        "critic.ppo_epochs=1",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_epochs=3",
+        f"trainer.default_local_dir={tmp_path / 'out'}",
+    ]
+    assert main([*command, "--dry-run", "--gpu=H100"]) == 0
+    out = capsys.readouterr().out
+    assert "adv_estimator: gae" in out
+    assert "run       3 steps of 8 of 8 prompts" in out
+    assert "actor        16     8              4  16384 tokens" in out
+    assert "critic       16    16              8  16384 tokens" in out
+    assert "placement ray: actor+rollout+reference+critic, reward" in out
+    assert "actor: 2 rank(s), fsdp=2" in out
+    assert "estimate  for 2 × H100" in out
+    assert "of 80.0 GiB a rank at most" in out
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_the_quickstart_trains_a_critic_and_takes_its_reward_from_a_file(
     tmp_path: Path,
@@ -273,10 +316,24 @@ def test_the_quickstart_trains_a_critic_and_takes_its_reward_from_a_file(
     smaller += [f"custom_reward_function.path={tmp_path / 'own.py'}", "trainer.threads=1"]
     smaller += ["custom_reward_function.name=score", "data.train_max_samples=6"]
     smaller += ["+custom_reward_function.reward_kwargs.weight=0.25", "trainer.device=cpu"]
+    smaller += ["trainer.critic_warmup=2", "trainer.test_freq=1", "trainer.log_val_generations=2"]
+    smaller += [f"actor_rollout_ref.rollout.val_kwargs.{k}" for k in ("do_sample=True", "n=3")]
+    smaller += ["trainer.total_training_steps=2", "data.val_max_samples=5"]
     smaller += [f"trainer.rollout_data_dir={tmp_path / 'seen'}", "trainer.logger=[console,jsonl]"]
     assert verls_main([*shlex.split(text), *smaller]) == 0
     out = capsys.readouterr().out
     assert "rl: gae on local" in out
     assert "6 prompts" in out
     assert (tmp_path / "seen" / "train_000001.parquet").is_file()
-    assert "critic/" in (tmp_path / "out" / "metrics.jsonl").read_text()
+    rows = [json.loads(x) for x in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [any(name.startswith("critic/") for name in row) for row in rows] == [True, True]
+    learned = [any(name.startswith("actor/") for name in row) for row in rows]
+    assert learned == [False, True], "critic_warmup=2: the policy learns from the second step on"
+    assert all(row["validation/reward_best"] >= row["validation/reward"] for row in rows)
+    assert len(pd.read_parquet(tmp_path / "seen" / "validation_000002.parquet")) == 15
+    assert out.count("rl: validation ") == 4
+    assert verls_main([*shlex.split(text), *smaller, "trainer.val_only=True"]) == 0
+    out = capsys.readouterr().out
+    assert "continues from" in out
+    assert re.search(r"validation/reward +[0-9.]+", out)
+    assert "2/2" not in out

@@ -153,6 +153,22 @@ def test_rollout_follows_the_policy_and_says_its_version(tiny_folder: Path) -> N
     )
 
 
+def test_validation_samples_as_told_and_leaves_trainings_draws_as_they_are(
+    tiny_folder: Path,
+) -> None:
+    how = {"val_kwargs": {"do_sample": True, "n": 2, "temperature": 0.7}}
+    alone = policy(tiny_folder)[1].generate(prompts(tiny_folder))
+    _, rollout = policy(tiny_folder, **how)
+    first, second = (rollout.generate_validation(prompts(tiny_folder)) for _ in range(2))
+    assert first["group_ids"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert torch.equal(first["responses"], second["responses"]), "comparable between steps"
+    assert not torch.equal(first["responses"][0], first["responses"][1])
+    trained = rollout.generate(prompts(tiny_folder))
+    assert torch.equal(alone["responses"], trained["responses"])
+    greedy = policy(tiny_folder)[1].generate_validation(prompts(tiny_folder))
+    assert len(greedy) == 3
+
+
 def test_greedy_is_one_completion_a_prompt_and_repeats(tiny_folder: Path) -> None:
     _, rollout = policy(tiny_folder, top_k=2, top_p=0.5)
     first, second = (rollout.generate_greedy(prompts(tiny_folder)) for _ in range(2))
