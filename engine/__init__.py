@@ -19,7 +19,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 skip_optional_imports()
 keep_freed_memory()
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
+    from engine.compat.device_mesh import DeviceMesh
+    from engine.compat.hf_trainer import Trainer
+    from engine.compat.pipeline import DataPipeline
+    from engine.compat.rl_trainer import RLTrainer
     from engine.data.loader import make_rl_data_loader
     from engine.data.preference_examples import read_preferences, read_reward_pairs
     from engine.data.step_examples import read_steps
@@ -28,16 +34,19 @@ if TYPE_CHECKING:
     from engine.trainers.preference import PreferenceTrainer
     from engine.trainers.process_reward import ProcessRewardTrainer
     from engine.trainers.reward_model import RewardModelTrainer
-    from engine.trainers.rl import RLTrainer
     from engine.trainers.sft import SFTTrainer
 
 __all__ = [
+    "DataPipeline",
+    "DeviceMesh",
     "HybridActor",
     "PreferenceTrainer",
     "ProcessRewardTrainer",
     "RLTrainer",
     "RewardModelTrainer",
     "SFTTrainer",
+    "Trainer",
+    "__version__",
     "create_critic_model",
     "make_rl_data_loader",
     "measure_switch_overhead",
@@ -47,12 +56,15 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DataPipeline": "engine.compat.pipeline",
+    "DeviceMesh": "engine.compat.device_mesh",
     "HybridActor": "engine.runtime",
     "PreferenceTrainer": "engine.trainers.preference",
     "ProcessRewardTrainer": "engine.trainers.process_reward",
-    "RLTrainer": "engine.trainers.rl",
+    "RLTrainer": "engine.compat.rl_trainer",
     "RewardModelTrainer": "engine.trainers.reward_model",
     "SFTTrainer": "engine.trainers.sft",
+    "Trainer": "engine.compat.hf_trainer",
     "create_critic_model": "engine.models",
     "make_rl_data_loader": "engine.data.loader",
     "measure_switch_overhead": "engine.runtime",

@@ -22,6 +22,7 @@ from engine.cli.verl_values import (
     path,
     paths,
     same,
+    size_or_auto,
     sleep_level,
     text,
     zero_is_none,
@@ -105,6 +106,15 @@ _FSDP = {
     "fsdp_size": "fsdp",
     "param_offload": "offload_params",
     "optimizer_offload": "offload_optimizer",
+}
+# A section of published configurations: sizes, or auto.
+_PARALLEL_CONFIG = {
+    "tensor_parallel_size": "actor.parallel.tp",
+    "pipeline_parallel_size": "actor.parallel.pp",
+    "sequence_parallel_size": "actor.parallel.sp",
+    "data_parallel_size": "actor.parallel.dp",
+    "fsdp_size": "actor.parallel.fsdp",
+    "rollout_tensor_parallel_size": "rollout.tensor_parallel_size",
 }
 _FSDP_SECTIONS = {
     f"{_ACTOR}.fsdp_config": "rl.actor.parallel",
@@ -216,6 +226,12 @@ VERL: dict[str, Key] = {
             "reward.reward_kwargs.overlong_buffer_cfg",
         )
         for name in ("enable", "len", "penalty_factor")
+    },
+    **{
+        f"parallel_config.{name}": Key(
+            (f"rl.{ours}", "rl.trainer.placement"), size_or_auto, note="or auto"
+        )
+        for name, ours in _PARALLEL_CONFIG.items()
     },
     "trainer.n_gpus_per_node": Key("run.n_gpus_per_node"),
     "trainer.nnodes": Key("run.nnodes"),

@@ -103,10 +103,15 @@ def resolve(
     With `verl_defaults` settings that neither names are verl's, else this project's. Raises
     ConfigError, in the words of the file or the command line.
     """
-    pairs = list(_flatten(read_yaml(file))) if file else []
+    pairs = list(flatten(read_yaml(file))) if file else []
     for argument in arguments:
         key, value = split_argument(argument)
-        pairs.extend(_flatten(value, key))
+        pairs.extend(flatten(value, key))
+    return resolve_pairs(pairs, verl_defaults=verl_defaults)
+
+
+def resolve_pairs(pairs: Sequence[tuple[str, object]], *, verl_defaults: bool = False) -> Resolved:
+    """The configuration of dotted keys and their values, the later ones on top."""
     if verl_defaults:
         pairs = [*_verl_defaults(pairs), *pairs]
     last: dict[str, object] = {}
@@ -175,7 +180,8 @@ def _overrides(target: Key, key: str, value: object) -> Iterator[Override]:
     else:
         items = converted if isinstance(converted, list) else [None] * len(target.path)
         for path, item in zip(target.path, items, strict=True):
-            yield Override(path, item, key)
+            if item is not None or value is None:  # of several, some may be left as they are
+                yield Override(path, item, key)
 
 
 def _verl_key(key: str) -> Key | None:
@@ -258,7 +264,7 @@ def read_yaml(file: Path) -> dict[str, object]:
     return values or {}
 
 
-def _flatten(value: object, key: str = "") -> Iterator[tuple[str, object]]:
+def flatten(value: object, key: str = "") -> Iterator[tuple[str, object]]:
     """Dotted keys of nested sections; a setting that is a mapping stays whole."""
     setting = _verl_key(key) is not None or _own_key(key) is not None
     if value is None and any(known.startswith(f"{key}.") for known in known_keys()):
@@ -269,7 +275,7 @@ def _flatten(value: object, key: str = "") -> Iterator[tuple[str, object]]:
     for name, inner in value.items():
         if name == "_target_":  # verl's YAML names its own classes
             continue
-        yield from _flatten(inner, f"{key}.{name}" if key else str(name))
+        yield from flatten(inner, f"{key}.{name}" if key else str(name))
 
 
 def known_keys() -> set[str]:

@@ -59,7 +59,7 @@ def load_function(
     if keywords:
         _check_keywords(function, path, name, keywords)
         function = _with_keywords(function, keywords)
-    return _each_row(function) if all(p in parameters for p in _VERLS) else function
+    return each_row(function) if all(p in parameters for p in _VERLS) else function
 
 
 def _check_keywords(
@@ -124,7 +124,7 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-def _each_row(function: Callable[..., Any]) -> Callable[..., Any]:
+def each_row(function: Callable[..., Any]) -> Callable[..., Any]:
     """Call verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` by rows."""
 
     def arguments(

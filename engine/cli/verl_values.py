@@ -86,6 +86,11 @@ def pair(value: object, key: str) -> list[object]:
     return list(value)
 
 
+def size_or_auto(value: object, key: str) -> list[object]:
+    """A number of ranks, or `auto`, with which the planner chooses it."""
+    return [None, "auto"] if value == "auto" else [value, None]
+
+
 def engine_name(value: object, key: str) -> object:
     """verl's `hf` decodes with the trainer's own model, as our `native` does."""
     return "native" if value == "hf" else value

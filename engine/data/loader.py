@@ -81,6 +81,10 @@ class PromptLoader:
         """Rows an epoch."""
         return len(self._rows)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows, in the order of the frame."""
+        return [dict(row) for row in self._rows]
+
     @property
     def epoch(self) -> int:
         """The epoch that the next row comes from, from 0; of several sources the least."""

@@ -63,6 +63,12 @@ def head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
     return values.squeeze(-1).float()
 
 
+def output_size(config: Any) -> int:
+    """Columns of a backbone's last hidden state: OPT's may be projected to fewer (350M)."""
+    projected = getattr(config, "word_embed_proj_dim", None)
+    return int(projected if projected is not None else config.hidden_size)
+
+
 def create_critic_model(
     model: PreTrainedModel,
     lora: LoRAConfig | None = None,
@@ -78,7 +84,7 @@ def create_critic_model(
     """
     plain = merged_copy(model) if has_adapters(model) else model
     backbone = copy.deepcopy(plain.base_model)
-    critic = CriticModel(backbone, model.config.get_text_config().hidden_size)
+    critic = CriticModel(backbone, output_size(model.config.get_text_config()))
     if (head := score_head(model)) is not None:
         critic.head.weight.data.copy_(head.detach())
     critic.to(next(backbone.parameters()).dtype).requires_grad_(True)

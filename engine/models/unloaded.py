@@ -27,7 +27,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from engine.config import LoRAConfig
 from engine.errors import ConfigError, ModelError
 from engine.models.classifier_start import is_classifier, load_classifier, score_head
-from engine.models.critic import CriticModel, create_critic_model
+from engine.models.critic import CriticModel, create_critic_model, output_size
 from engine.models.load import (
     adapter_base_path,
     load_model,
@@ -117,7 +117,7 @@ def open_critic_model(
     if (head := score_head(module)) is not None:
         names["head.weight"] = source[id(head)]
     with torch.device("meta"):
-        critic = CriticModel(backbone, module.config.get_text_config().hidden_size)
+        critic = CriticModel(backbone, output_size(module.config.get_text_config()))
     critic.to(next(backbone.parameters()).dtype).requires_grad_(True).eval()
     opened = UnloadedModel(critic, policy.files, names)
     if lora is None or not lora.rank:

@@ -60,15 +60,19 @@ class HybridActor(nn.Module):
 
     def __init__(
         self,
-        policy: PreTrainedModel | UnloadedModel,
+        model: PreTrainedModel | UnloadedModel | None = None,
         hybrid_config: dict[str, Any] | None = None,
         *,
+        policy: PreTrainedModel | UnloadedModel | None = None,
+        contiguous: bool = True,
         tokenizer: PreTrainedTokenizerBase | None = None,
         rollout_engine: str = "native",
         rollout_options: dict[str, Any] | None = None,
     ) -> None:
         """Take a transformers causal LM as it is, and start a rollout engine over it.
 
+        `policy` is another name of `model`. With `contiguous`, weights that are views with gaps in
+        memory are laid out without; what they hold stays.
         On many ranks (torchrun, or an existing default process group) each passes the same policy
         and keeps its shard; `hybrid_config` is as in `HybridConfig`. `rollout_options` are
         those of `engine.rollout.protocol.create_engine`: `max_num_seqs`, `max_model_len`,
@@ -76,7 +80,10 @@ class HybridActor(nn.Module):
         for an impossible layout, and ModelError if the tokenizer has tokens that the model lacks.
         """
         super().__init__()
-        source, policy = policy, policy.module if isinstance(policy, UnloadedModel) else policy
+        source = _one_model(model, policy)
+        policy = source.module if isinstance(source, UnloadedModel) else source
+        if contiguous:
+            _make_contiguous(policy)
         sizes = HybridConfig.of(hybrid_config)
         _check_rollout(rollout_engine, sizes)
         world_size, on_node = init_from_launcher()
@@ -318,6 +325,25 @@ class HybridActor(nn.Module):
             raise problem
 
 
+def _one_model(
+    model: PreTrainedModel | UnloadedModel | None, policy: PreTrainedModel | UnloadedModel | None
+) -> PreTrainedModel | UnloadedModel:
+    """The one that was given; ConfigError for none and for two."""
+    given = [one for one in (model, policy) if one is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            f"HybridActor got {'no model' if not given else 'both model and policy'}; give model, "
+            "a transformers causal LM, or use HybridActor.from_pretrained(path)"
+        )
+    return given[0]
+
+
+def _make_contiguous(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
 def _writes(parameters: Iterable[Tensor]) -> tuple[int, int]:
     """A value that differs once a parameter was replaced, or written where autograd counts."""
     found = list(parameters)
@@ -330,7 +356,7 @@ def _check_rollout(engine: str, sizes: HybridConfig) -> None:
     if sizes.rollout_tp > 1 and not capabilities.decodes_shards:
         raise ConfigError(
             f"rollout_engine={engine!r} decodes an actor's whole model on each rank; set "
-            f"hybrid_config's rollout_tp_size to 1 (it is {sizes.rollout_tp}), or use 'native'"
+            f"hybrid_config's tp_size to 1 (it is {sizes.rollout_tp}), or use 'native'"
         )
 
 

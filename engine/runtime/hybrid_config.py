@@ -17,16 +17,20 @@ _ELSEWHERE = ("pp_size", "sp_size")  # axes without an ordinary forward and back
 class HybridConfig(Section):
     """Sizes of the axes of ranks. `dp_size` and `fsdp_size` follow from the others if left out.
 
-    >>> HybridConfig.of({"tp_size": 2, "fsdp_sharding": "FULL_SHARD"}).layout(4)
+    `tp_size` is that of `generate`; training shards weights by `fsdp_sharding`, and splits
+    matrices where `train_tp_size` says so.
+
+    >>> HybridConfig.of({"train_tp_size": 2, "fsdp_sharding": "FULL_SHARD"}).layout(4)
     Layout(pp=1, dp=1, fsdp=2, sp=1, tp=2)
     """
 
     dp_size: int | None = Field(None, ge=1, description="Copies of the model")
     fsdp_size: int | None = Field(None, ge=1, description="Ranks that share a copy's weights")
-    tp_size: int = Field(1, ge=1, description="Ranks that share each matrix")
-    rollout_tp_size: int | None = Field(
-        None, ge=1, description="Ranks that share each matrix in generate; None: tp_size"
+    tp_size: int | None = Field(
+        None, ge=1, description="Ranks that share each matrix in generate; None: train_tp_size"
     )
+    train_tp_size: int = Field(1, ge=1, description="Ranks that share each matrix in training")
+    rollout_tp_size: int | None = Field(None, ge=1, description="Another name of tp_size")
     fsdp_sharding: Literal["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"] = Field(
         "FULL_SHARD",
         description="Weights sharded over all data ranks, inside each node, or copied to each rank",
@@ -45,26 +49,32 @@ class HybridConfig(Section):
                 f"{', '.join(cls.model_fields)}{hint}"
             )
         try:
-            return cls.model_validate(values)
+            config = cls.model_validate(values)
         except ValidationError as error:
             raise ConfigError(f"hybrid_config: {explain(error)}") from None
+        given = {config.tp_size, config.rollout_tp_size} - {None}
+        if len(given) > 1:
+            raise ConfigError(
+                f"hybrid_config: tp_size={config.tp_size} and rollout_tp_size="
+                f"{config.rollout_tp_size} are both that of generate; training's is train_tp_size"
+            )
+        return config
 
     @property
     def rollout_tp(self) -> int:
         """Ranks that share each matrix while they generate."""
-        return self.rollout_tp_size or self.tp_size
+        return self.tp_size or self.rollout_tp_size or self.train_tp_size
 
     def layout(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
         """The training layout on `world_size` ranks, `ranks_per_node` of them on one machine.
 
         None: all of them are. Raises ConfigError where the sizes don't multiply to `world_size`.
         """
-        if world_size == 1:
-            self._refuse_more_than_one()
-        data_ranks = max(1, world_size // self.tp_size)
-        in_node = max(1, (ranks_per_node or world_size) // self.tp_size)
+        self._require_ranks(world_size)
+        data_ranks = max(1, world_size // self.train_tp_size)
+        in_node = max(1, (ranks_per_node or world_size) // self.train_tp_size)
         dp, fsdp = self._data_axes(data_ranks, in_node)
-        layout = Layout(dp=dp, fsdp=fsdp, tp=self.tp_size)
+        layout = Layout(dp=dp, fsdp=fsdp, tp=self.train_tp_size)
         check_layout(layout, world_size)
         return layout
 
@@ -84,22 +94,24 @@ class HybridConfig(Section):
             kv_heads, self.rollout_tp
         ):
             raise ConfigError(
-                f"hybrid_config's rollout_tp_size={self.rollout_tp} does not share the model's "
+                f"hybrid_config's tp_size={self.rollout_tp} does not share the model's "
                 f"{shape.heads} attention heads and {kv_heads} key heads evenly; choose a divisor"
             )
         return layout
 
-    def _refuse_more_than_one(self) -> None:
-        training = self.tp_size * (self.dp_size or 1) * (self.fsdp_size or 1)
+    def _require_ranks(self, world_size: int) -> None:
+        """Raise ConfigError where the sizes need more ranks than there are."""
+        training = self.train_tp_size * (self.dp_size or 1) * (self.fsdp_size or 1)
         asked = max(training, self.rollout_tp)
-        if asked > 1:
-            names = ("dp_size", "fsdp_size", "tp_size", "rollout_tp_size")
-            used = ", ".join(f"{n}={v}" for n in names if (v := getattr(self, n) or 1) > 1)
-            raise ConfigError(
-                f"hybrid_config's {used} needs {asked} ranks, but this process is alone; run it "
-                f"under torchrun with {asked} processes (torchrun --nproc-per-node {asked} …), or "
-                "leave the sizes out"
-            )
+        if asked <= world_size:
+            return
+        names = ("dp_size", "fsdp_size", "tp_size", "train_tp_size", "rollout_tp_size")
+        used = ", ".join(f"{n}={v}" for n in names if (v := getattr(self, n) or 1) > 1)
+        there = "this process is alone" if world_size == 1 else f"there are {world_size}"
+        raise ConfigError(
+            f"hybrid_config's {used} needs {asked} ranks, but {there}; run it under torchrun with "
+            f"{asked} processes (torchrun --nproc-per-node {asked} …), or leave the sizes out"
+        )
 
     def _data_axes(self, data_ranks: int, in_node: int) -> tuple[int, int]:
         """Copies of the model, and ranks that share one."""

@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.errors import ConfigError
 from engine.runtime.hybrid_actor import HybridActor
 
-Mode = Literal["train", "rollout"]
+Mode = Literal["train", "rollout", "eval"]
 
 
 def measure_switch_overhead(
     actor: HybridActor, mode: Mode = "train", repeats: int = 9
 ) -> dict[str, float]:
-    """Switch `actor` into `mode` `repeats` times and return what one switch costs.
+    """Switch `actor` into `mode` (eval is another name of rollout) `repeats` times and return what
+    one switch costs.
 
     `latency_ms` is the median time until the first token, or the first training forward, can be
     computed; each switch to "rollout" comes after a write to every weight, as an optimizer step
@@ -35,8 +36,9 @@ def measure_switch_overhead(
     Weights keep their bits and the actor its mode; its policy version rises. Raises ConfigError
     for another mode, or fewer than one repeat.
     """
-    if mode not in ("train", "rollout"):
-        raise ConfigError(f"mode={mode!r} is unknown; use 'train' or 'rollout'")
+    if mode not in ("train", "rollout", "eval"):
+        raise ConfigError(f"mode={mode!r} is unknown; use 'train', or 'rollout' ('eval')")
+    mode = "rollout" if mode == "eval" else mode
     if repeats < 1:
         raise ConfigError(f"repeats={repeats} measures nothing; use 1 or more")
     switch: Callable[[], Any] = actor.to_rollout if mode == "rollout" else actor.train

@@ -89,6 +89,13 @@ def test_no_key_is_both_known_and_absent() -> None:
         ("data.train_max_samples=64", "data.train_max_samples", 64),
         ("trainer.rollout_data_dir=/r", "run.rollout_data_dir", "/r"),
         ("trainer.device=cpu", "run.device", "cpu"),
+        ("parallel_config.tensor_parallel_size=auto", "rl.trainer.placement", "auto"),
+        (
+            "parallel_config={tensor_parallel_size: auto, fsdp_size: 2}",
+            "rl.trainer.placement",
+            "auto",
+        ),
+        ("parallel_config={fsdp_size: auto, tensor_parallel_size: 2}", "rl.actor.parallel.tp", 2),
         ("actor_rollout_ref.actor.megatron.context_parallel_size=2", "rl.actor.parallel.sp", 2),
         ("reward.name=my.rewards:mine", "rl.reward.name", "my.rewards:mine"),
         ("reward.weights.answer=0.5", "rl.reward.weights", {"answer": 0.5}),

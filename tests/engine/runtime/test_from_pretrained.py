@@ -37,10 +37,12 @@ def test_an_actor_from_a_folder_is_saved_as_any_model(tiny_folder: Path, tmp_pat
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"tp": 2}, r"no key 'tp'; its keys are dp_size, fsdp_size, tp_size, rollout_tp_size"),
+        ({"tp": 2}, r"no key 'tp'; its keys are dp_size, fsdp_size, tp_size, train_tp_size"),
         ({"tp_size": 0}, "tp_size=0"),
+        ({"tp_size": 4, "fsdp_sharding": "FULL_SHARD"}, "torchrun --nproc-per-node 4"),
+        ({"tp_size": 2, "rollout_tp_size": 1}, "training's is train_tp_size"),
         ({"fsdp_sharding": "SOME"}, "fsdp_sharding='SOME'.*HYBRID_SHARD"),
-        ({"tp_size": 2, "fsdp_size": 2}, "torchrun with 4 processes"),
+        ({"train_tp_size": 2, "fsdp_size": 2}, "torchrun with 4 processes"),
         ({"dp_size": 2, "fsdp_sharding": "HYBRID_SHARD"}, "dp_size=2 needs 2 ranks"),
         ({"rollout_tp_size": 2}, "rollout_tp_size=2 needs 2 ranks"),
     ],

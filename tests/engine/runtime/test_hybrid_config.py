@@ -16,13 +16,14 @@ from engine.runtime import HybridConfig
     ("values", "world_size", "expected"),
     [
         ({}, 4, Layout(fsdp=4)),
-        ({"tp_size": 2}, 8, Layout(fsdp=4, tp=2)),
-        ({"tp_size": 2, "fsdp_sharding": "NO_SHARD"}, 8, Layout(dp=4, tp=2)),
+        ({"tp_size": 4, "fsdp_sharding": "FULL_SHARD"}, 8, Layout(fsdp=8)),
+        ({"train_tp_size": 2}, 8, Layout(fsdp=4, tp=2)),
+        ({"train_tp_size": 2, "fsdp_sharding": "NO_SHARD"}, 8, Layout(dp=4, tp=2)),
         ({"fsdp_sharding": "HYBRID_SHARD"}, 8, Layout(dp=2, fsdp=4)),
-        ({"fsdp_sharding": "HYBRID_SHARD", "tp_size": 2}, 8, Layout(dp=2, fsdp=2, tp=2)),
+        ({"fsdp_sharding": "HYBRID_SHARD", "train_tp_size": 2}, 8, Layout(dp=2, fsdp=2, tp=2)),
         ({"fsdp_sharding": "HYBRID_SHARD", "dp_size": 4}, 8, Layout(dp=4, fsdp=2)),
         ({"fsdp_sharding": "HYBRID_SHARD", "fsdp_size": 8}, 8, Layout(fsdp=8)),
-        ({"tp_size": 2, "rollout_tp_size": 1}, 2, Layout(tp=2)),
+        ({"train_tp_size": 2, "rollout_tp_size": 1}, 2, Layout(tp=2)),
     ],
 )
 def test_sizes_left_out_follow_from_the_ranks(
@@ -34,8 +35,12 @@ def test_sizes_left_out_follow_from_the_ranks(
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"tp_size": 3}, "there are 4"),
+        ({"train_tp_size": 3}, "there are 4"),
         ({"fsdp_size": 2}, "there are 4"),
+        (
+            {"tp_size": 8, "fsdp_sharding": "FULL_SHARD"},
+            r"needs 8 ranks, but there are 4.*torchrun",
+        ),
         ({"dp_size": 2}, "use 'HYBRID_SHARD'"),
         ({"fsdp_size": 2, "fsdp_sharding": "NO_SHARD"}, "does not"),
         ({"rollout_tp_size": 3}, "tp=3 can't be made"),
@@ -50,7 +55,7 @@ def test_generate_needs_heads_that_its_ranks_can_share() -> None:
     config = tiny_model("qwen2").config
     HybridConfig.of({"rollout_tp_size": 4}).check(config, 4)  # a key head is on two ranks
     config.update({"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8})
-    with pytest.raises(ConfigError, match=r"rollout_tp_size=2 .* 6 attention heads and 3 key"):
+    with pytest.raises(ConfigError, match=r"tp_size=2 .* 6 attention heads and 3 key"):
         HybridConfig.of({"rollout_tp_size": 2}).check(config, 4)
     gpt2 = tiny_model("gpt2").config
     assert HybridConfig.of({"fsdp_sharding": "NO_SHARD"}).check(gpt2, 4) == Layout(dp=4)

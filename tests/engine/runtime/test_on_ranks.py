@@ -27,7 +27,7 @@ ROWS = 4
 
 def own_rows(config: dict[str, Any], rank: int, world: int) -> slice:
     """The rows that this rank trains on: ranks that differ in tp have the same ones."""
-    tp = config.get("tp_size", 1)
+    tp = config.get("train_tp_size", 1)
     shares = world // tp
     size = ROWS // shares
     return slice(rank // tp * size, (rank // tp + 1) * size)
@@ -84,15 +84,15 @@ def joined(results: list[dict[str, Any]], name: str) -> torch.Tensor:
 
 CASES: list[tuple[int, dict[str, Any], bool]] = [
     (2, {"fsdp_size": 2, "rollout_tp_size": 2}, False),
-    (2, {"tp_size": 2}, True),
-    (4, {"tp_size": 2, "fsdp_size": 2}, False),
+    (2, {"train_tp_size": 2}, True),
+    (4, {"train_tp_size": 2, "fsdp_size": 2}, False),
     (4, {"fsdp_sharding": "HYBRID_SHARD", "fsdp_size": 2, "rollout_tp_size": 1}, False),
 ]
 MORE: list[tuple[int, dict[str, Any], bool]] = [
     (2, {"fsdp_size": 2, "rollout_tp_size": 1}, False),
-    (2, {"tp_size": 2, "rollout_tp_size": 1}, False),
+    (2, {"train_tp_size": 2, "rollout_tp_size": 1}, False),
     (2, {"fsdp_sharding": "NO_SHARD"}, True),
-    (4, {"tp_size": 2, "fsdp_sharding": "NO_SHARD"}, True),
+    (4, {"train_tp_size": 2, "fsdp_sharding": "NO_SHARD"}, True),
 ]
 
 
@@ -129,12 +129,12 @@ def test_ranks_generate_and_learn_what_one_rank_does(
 def refusal(case: str) -> str:
     """The error that this rank gets."""
     rank = dist.get_rank()
-    config: dict[str, Any] = {"tp_size": 2} if case == "rows" else {}
+    config: dict[str, Any] = {"train_tp_size": 2} if case == "rows" else {}
     model: Any = tiny_model("gpt2" if case == "family" else "qwen2")
     arguments: dict[str, Any] = {"max_new_tokens": 3}
     try:
         if case == "layout":
-            config = {"tp_size": 3}
+            config = {"train_tp_size": 3}
         elif case == "rollout":
             config = {"rollout_tp_size": 3}
         elif case == "adapters":
@@ -162,7 +162,7 @@ def refusal(case: str) -> str:
     ("case", "words"),
     [
         ("layout", ["but there are 2"] * 2),
-        ("rollout", ["tp=3 can't be made of the trainer's fsdp=2"] * 2),
+        ("rollout", ["rollout_tp_size=3 needs 3 ranks, but there are 2"] * 2),
         ("family", ["can't be sharded over ranks"] * 2),
         ("adapters", ["would shard the policy's adapters"] * 2),
         ("engine", ["rollout_engine='vllm' decodes an actor's whole model"] * 2),
@@ -207,7 +207,7 @@ def saved_and_loaded(folder: str, config: dict[str, Any], adapters: bool) -> lis
 
 
 @pytest.mark.parametrize(
-    "config", [{"fsdp_size": 2}, {"tp_size": 2}, {"fsdp_sharding": "NO_SHARD"}]
+    "config", [{"fsdp_size": 2}, {"train_tp_size": 2}, {"fsdp_sharding": "NO_SHARD"}]
 )
 def test_saved_weights_are_whole_and_can_be_loaded_anywhere(
     tmp_path: Path, config: dict[str, Any]

@@ -1,0 +1,1 @@
+"""Published module names: `engine.utils.health_check`."""
