@@ -204,7 +204,7 @@ def test_a_room_knows_of_the_others_what_it_needs(room: str) -> None:
             ),
         ),
         ("promotion", ()),
-        ("health", ()),
+        ("health", ("engine.utils",)),
         ("lineage", ("engine.promotion", "engine.release", "engine.serve")),
         ("release", ("engine.export",)),
         ("rollouts", ("engine.cli",)),
