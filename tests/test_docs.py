@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 import engine
+from engine.config import PipelineConfig
+from engine.config.reference import sections
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -153,3 +155,28 @@ def test_the_site_is_built_with_every_link_checked(tmp_path: Path) -> None:
     api = (tmp_path / "api.html").read_text()
     assert [name for name in engine.__all__ if f">{name}<" not in api] == []
     assert "<blockquote>" not in api  # an example that Markdown has taken for a quotation
+
+
+def test_settings_of_the_page_for_trl_s_users_exist() -> None:
+    known = [(s.path, part) for part, _, own in sections(PipelineConfig) for s in own]
+    names = {name for pair in known for name in pair}
+    page = (DOCS / "from-trl.md").read_text()
+    ours = [row.split(" | ")[1] for row in page.splitlines() if row.startswith("| `")]
+    asked = {name.removesuffix(".*") for cell in ours for name in re.findall(r"`([\w.*]+)`", cell)}
+    assert len(asked) > 40
+    assert asked - names == set()
+
+
+def test_messages_of_the_page_of_errors_are_in_the_sources() -> None:
+    """Each bold quotation is a part of a message of ours; others' messages are named here."""
+    page = (DOCS / "faq.md").read_text()
+    quoted = re.findall(r"`([^`]+)`", " ".join(re.findall(r"\*\*(`.+?`)\*\*", page)))
+    others = {"CUDA out of memory"}
+    sources = "".join(
+        re.sub(r'"\s*\n\s*f?"', "", path.read_text())
+        for folder in ("engine", "tasks")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    plain = re.sub(r"\{[^{}]*\}", "", sources)
+    assert len(quoted) > 15
+    assert [text for text in quoted if text not in plain and text not in others] == []
