@@ -49,6 +49,9 @@ def _refused(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
     if ahead and (tp := config.actor.parallel.tp) > 1:
         wanted = "validation would decode turns on several ranks: set it to 1, or mode=sync"
         yield f"actor.parallel.tp={tp} with trainer.mode={config.trainer.mode}", wanted
+    if own.remote and rollout.server.api == "tgi":
+        wanted = "it takes text, and would read sampled ids as others: use api=openai"
+        yield "rollout.server.api=tgi", wanted
     if rollout.agent.turn_timeout_s is not None and not own.cuts:
         setting = f"rollout.agent.turn_timeout_s with rollout.engine={rollout.engine}"
         wanted = "it answers whole turns: limit them by rollout.multi_turn.max_turn_length"
