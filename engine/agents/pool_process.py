@@ -199,7 +199,8 @@ class EnvironmentProcess:
                 if pending is None:
                     continue
                 if isinstance(message.value, EnvironmentFailure):
-                    self._living.discard(pending.call.episode)
+                    if pending.call.kind != "get_state":  # it goes on
+                        self._living.discard(pending.call.episode)
                     pending.future.set_exception(message.value)
                 else:
                     pending.future.set_result(message.value)

@@ -105,6 +105,13 @@ class SavedGame(NotedGame):
         self.turn, self.name = state["turn"], state["name"]
 
 
+class UnsavableGame(SavedGame):
+    """A game whose state can't be pickled."""
+
+    def get_state(self) -> Any:
+        return lambda: None
+
+
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 

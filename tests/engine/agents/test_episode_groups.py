@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from digit_games import DigitGame, NotedGame, SavedGame
+from digit_games import DigitGame, NotedGame, SavedGame, UnsavableGame
 from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action
-from engine.agents.local_environments import LocalEnvironments, MakeEnvironment
+from engine.agents.local_environments import Environments, LocalEnvironments, MakeEnvironment
 from engine.agents.partial_episodes import PartialEpisodes
+from engine.agents.pool import EnvironmentPool
 from engine.agents.rollout import EpisodePlayer
 from engine.batch import Batch
 from engine.checkpoint.state_dict import extract_tensors, insert_tensors
@@ -47,15 +48,17 @@ class Hall:
 
     def __init__(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
         self.engine, self.tokenizer = NativeEngine(model, max_model_len=64), tokenizer
-        self.opened: list[LocalEnvironments] = []
+        self.opened: list[Environments] = []
 
-    def groups(self, make: MakeEnvironment, *, width: int = 16, n: int = N) -> EpisodeGroups:
+    def groups(
+        self, made: MakeEnvironment | Environments, *, width: int = 16, n: int = N
+    ) -> EpisodeGroups:
         stop = (self.tokenizer.eos_token_id,)
         turns = EpisodeTokenizer(self.tokenizer, stop, plain_action)
         limits = EpisodeLimits(max_response_length=40, max_model_len=64, max_turn_length=5)
         params = SamplingParams(max_new_tokens=40, seed=4, stop_token_ids=stop)
         stream = self.engine.stream(params, max_num_seqs=width, keep_prefixes=True)
-        environments = LocalEnvironments(make, timeout_s=20.0)
+        environments = LocalEnvironments(made, timeout_s=20.0) if callable(made) else made
         self.opened.append(environments)
         return EpisodeGroups(
             stream,
@@ -189,13 +192,11 @@ def test_episodes_go_on_in_another_process_from_their_checkpoint(hall: Hall, ste
     first.close()
 
 
-def test_what_can_t_be_saved_is_begun_again(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_t_be_saved_is_begun_again(hall: Hall) -> None:
     whole = hall.groups(DigitGame)
     whole.submit(hall.prompts([0, 1]))
     expected = finish(whole, {})
-    for make in (DigitGame, SavedGame):
-        if make is SavedGame:  # its state is none: the episode goes on here, and again there
-            monkeypatch.setattr(SavedGame, "get_state", lambda self: lambda: None)
+    for make in (DigitGame, UnsavableGame):
         first = hall.groups(make)
         first.submit(hall.prompts([0, 1]))
         for _ in range(4):
@@ -206,6 +207,29 @@ def test_what_can_t_be_saved_is_begun_again(hall: Hall, monkeypatch: pytest.Monk
         second.submit(with_partial_groups(hall.prompts([0, 1]), [partial[0], partial[1]]))
         assert_same(finish(second, {}), expected)
         assert_same(finish(first, {}), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SavedGame", "UnsavableGame"])
+def test_so_it_is_with_environments_in_processes_of_their_own(hall: Hall, name: str) -> None:
+    whole = hall.groups(DigitGame)
+    whole.submit(hall.prompts([0, 1]))
+    expected = finish(whole, {})
+    with EnvironmentPool(f"digit_games:{name}", processes=1) as pool:
+        first = hall.groups(pool)
+        first.submit(hall.prompts([0, 1]))
+        first.step()
+        for _ in range(4):
+            first.step()
+        partial = first.partial_groups(20.0)
+        saved = N if name == "SavedGame" else 0
+        assert [len(one.episodes) for one in partial.values()] == [saved, saved]
+        second = hall.groups(pool)
+        second.submit(with_partial_groups(hall.prompts([0, 1]), [partial[0], partial[1]]))
+        assert_same(finish(second, {}), expected)
+        assert_same(finish(first, {}), expected)
+        assert pool.failures["raised"] == 2 * N - 2 * saved
+    assert not pool.failures["lost"]
 
 
 def test_completions_of_one_turn_are_no_episodes(hall: Hall) -> None:
