@@ -62,16 +62,21 @@ def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
     return Saver(store, groups, settings.step_timeout_s, exporter)
 
 
-def save_episodes(folder: str | Path, roles: Roles, spec: RunSpec) -> None:
-    """Have a step's episodes saved beside its checkpoints while they are rolled out, in mode sync;
-    other modes have what they roll out ahead in checkpoints."""
+def save_episodes(
+    folder: str | Path, before: str | Path | None, roles: Roles, spec: RunSpec
+) -> None:
+    """Have a step's episodes saved beside its checkpoints while they are rolled out, in mode sync,
+    and go on from there or from `before`, the folder that the run resumes from.
+
+    Other modes have what they roll out ahead in checkpoints.
+    """
     if not spec.config.rollout.multi_turn.enable or spec.config.trainer.mode != "sync":
         return
     settings = run_settings(spec.config, spec.max_response_length, spec.seed)
     known = {name: value for name, value in settings.items() if not name.startswith(MAY_CHANGE)}
     text = json.dumps([known, spec.model_path, spec.dtype, spec.max_model_len], default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    roles["rollout"].save_episodes(str(folder), digest).result()
+    roles["rollout"].save_episodes(str(folder), digest, str(before or "")).result()
 
 
 def run_settings(config: RLConfig, max_response_length: int, seed: int) -> dict[str, object]:

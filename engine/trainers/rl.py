@@ -287,7 +287,7 @@ class RLTrainer:
         """The saver of `fit`; a run at step 0 resumes from the checkpoints that there are."""
         saver = None if checkpoint_dir is None else self.make_saver(checkpoint_dir)
         if checkpoint_dir is not None:
-            save_episodes(checkpoint_dir, self.roles, self.spec)
+            save_episodes(checkpoint_dir, resume_from, self.roles, self.spec)
         if self.step > 0 or (checkpoint_dir is not None and self.resume(checkpoint_dir)):
             return saver
         resumed = None if resume_from is None else self.resume(resume_from)

@@ -78,14 +78,14 @@ class AgentRolloutWorker(RolloutWorker):
         )
 
     @dispatch(Dispatch.ONE_TO_ALL)
-    def save_episodes(self, folder: str, settings: str) -> None:
+    def save_episodes(self, folder: str, settings: str, before: str = "") -> None:
         """Save the episodes of rollouts under way below `folder`, where the checkpoints are.
 
-        The first rollout from now on goes on from what is there, if it is the same. `settings`
-        stands for the run's.
+        The first rollout from now on goes on from what is there, or in `before`, if it is the same.
+        `settings` stands for the run's.
         """
         if every_s := self.config.agent.save_freq_s:
-            self._saved = SavedRollout(folder, self._stem(), settings, every_s)
+            self._saved = SavedRollout(folder, self._stem(), settings, every_s, before)
 
     def _sample(self, prompts: Batch, how: Decoding) -> Batch:
         n, saved = how.n, self._saved if how.draws == "training" else None

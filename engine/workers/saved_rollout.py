@@ -33,10 +33,15 @@ Groups = Mapping[int, PartialEpisodes]  # by key of their prompt
 class SavedRollout:
     """One rank's file, e.g. "rollout-00000-of-00001.safetensors"."""
 
-    def __init__(self, folder: str, stem: str, settings: str, every_s: float) -> None:
-        """Save every `every_s` seconds. `settings` stands for all that a rollout depends on, but
-        for what `identity` has."""
+    def __init__(
+        self, folder: str, stem: str, settings: str, every_s: float, before: str = ""
+    ) -> None:
+        """Save every `every_s` seconds below `folder`; go on from there, or from `before`.
+
+        `settings` stands for all that a rollout depends on, but for what `identity` has.
+        """
         self._folder, self._name = Folder(f"{folder}/{FOLDER}"), f"{stem}.safetensors"
+        self._sources = [self._folder, *([Folder(f"{before}/{FOLDER}")] if before else [])]
         self._settings, self._every_s = settings, every_s
         self._first, self._saved = True, 0.0
         self._written = False
@@ -53,23 +58,29 @@ class SavedRollout:
         A run that has resumed has the weights of its checkpoint then, bit for bit.
         """
         first, self._first, self._saved = self._first, False, time.monotonic()
-        if not first:
+        for source in self._sources if first else ():
+            try:
+                found = self._read(source, identity)
+            except (EngineError, ValueError, KeyError, safetensors.SafetensorError) as error:
+                log.warning("the episodes in %s are begun again: %s", source, error)
+                continue
+            if found:
+                count = sum(len(group.episodes) for group in found.values())
+                log.info("%d episodes go on from %s", count, source)
+                return found
+        return {}
+
+    def _read(self, source: Folder, identity: str) -> Groups:
+        """What a folder has of this rollout."""
+        if self._name not in source.names():
             return {}
-        try:
-            if self._name not in self._folder.names():
-                return {}
-            self._written = True
-            tensors = safetensors.torch.load(self._folder.read(self._name))
-            told = json.loads(tensors.pop(_VALUES).numpy().tobytes())
-            if told["identity"] != identity:
-                return {}
-            groups = insert_tensors(told["groups"], {"groups": tensors})
-            found = {int(key): PartialEpisodes.from_tree(tree) for key, tree in groups.items()}
-        except (EngineError, ValueError, KeyError, safetensors.SafetensorError) as error:
-            log.warning("the episodes in %s are begun again: %s", self._folder, error)
+        self._written |= source is self._folder
+        tensors = safetensors.torch.load(source.read(self._name))
+        told = json.loads(tensors.pop(_VALUES).numpy().tobytes())
+        if told["identity"] != identity:
             return {}
-        log.info("%d episodes go on", sum(len(group.episodes) for group in found.values()))
-        return found
+        groups = insert_tensors(told["groups"], {"groups": tensors})
+        return {int(key): PartialEpisodes.from_tree(tree) for key, tree in groups.items()}
 
     def save(self, identity: str, groups: Callable[[], Groups]) -> None:
         """Save `groups`, if it is time for it; a failure is logged, and the rollout goes on."""

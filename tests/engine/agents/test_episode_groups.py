@@ -27,6 +27,7 @@ from engine.rollout.native import NativeEngine
 from engine.rollout.partial_groups import PartialGroup, with_partial_groups
 from engine.rollout.protocol import SamplingParams
 from engine.workers.episode_groups import EpisodeGroups
+from engine.workers.saved_rollout import SavedRollout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, N = arithmetic_rows(4), 2
@@ -230,6 +231,41 @@ def test_so_it_is_with_environments_in_processes_of_their_own(hall: Hall, name: 
         assert_same(finish(first, {}), expected)
         assert pool.failures["raised"] == 2 * N - 2 * saved
     assert not pool.failures["lost"]
+
+
+def test_a_saved_rollout_is_for_the_same_rollout_alone(hall: Hall, tmp_path: Path) -> None:
+    prompts = hall.prompts([0, 1])
+    groups = hall.groups(SavedGame)
+    groups.submit(prompts)
+    for _ in range(4):
+        groups.step()
+    partial = groups.partial_groups()
+    run, later = str(tmp_path / "run"), str(tmp_path / "later")
+    first = SavedRollout(run, "rollout-0", "settings", 0.001)
+    identity = first.identity(prompts, version=3, seed=7, n=N)
+    assert first.begin(identity) == {}
+    time.sleep(0.002)
+    first.save(identity, lambda: partial)
+
+    def begin(folder: str, settings: str = "settings", version: int = 3, before: str = "") -> Any:
+        again = SavedRollout(folder, "rollout-0", settings, 60.0, before)
+        return again.begin(again.identity(prompts, version=version, seed=7, n=N))
+
+    for found in (begin(run), begin(later, before=run)):
+        assert found.keys() == partial.keys()
+        for key, one in found.items():
+            assert one.oldest_version == partial[key].oldest_version == 0
+            assert [tree["told"] for tree in one.episodes] == [
+                tree["told"] for tree in partial[key].episodes
+            ]
+    assert begin(run, "others") == begin(run, version=4) == begin(later) == {}
+    [file] = (tmp_path / "run" / "episodes").iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert begin(run) == {}
+    first.end()
+    assert not file.exists()
+    assert first.begin(identity) == {}  # the first rollout alone goes on
 
 
 def test_completions_of_one_turn_are_no_episodes(hall: Hall) -> None:
