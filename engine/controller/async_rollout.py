@@ -234,8 +234,9 @@ class AsyncRollout:
             return True
         if name not in self.fleet.serving:
             return False
-        # Its share of the room, so that the others get theirs.
-        share = -(-max(self.queue.admission.capacity, 0) // max(1, len(self.fleet.serving)))
+        # Its share of the room, so that the others get theirs; none where its engine has none.
+        room = 0 if process.full else max(self.queue.admission.capacity, 0)
+        share = -(-room // len(self.fleet.workers))
         fresh = self.queue.begin(name, self.fleet.workers[name].version, share)
         idle = not fresh and not process.busy and now < process.idle_until
         if idle and name not in self._reporting:
@@ -270,7 +271,7 @@ class AsyncRollout:
         if result.partial_groups is not None:
             self._reported |= result.partial_groups
             self._report_done(name)
-        process.busy = result.busy
+        process.busy, process.full = result.busy, result.full
         process.idle_until = now + _IDLE_S
         for group in result.groups:
             self.queue.finish(name, group)

@@ -30,6 +30,7 @@ class RolloutProcess:
     sync: int | None = None  # version to load next
     needs_full_weights: bool = False  # a delta failed
     busy: int = 0  # completions that it decodes or has queued
+    full: bool = False  # its engine has no room for what is queued
     idle_until: float = 0.0
 
 

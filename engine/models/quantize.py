@@ -8,6 +8,7 @@ Adapters on top of such matrices are `lora.py`'s.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -61,21 +62,28 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, kind={self.kind}"
 
 
-def quantize_linears(model: PreTrainedModel, kind: str) -> None:
+def quantize_linears(
+    model: PreTrainedModel, kind: str, fill: Callable[[str, nn.Linear], None] | None = None
+) -> None:
     """Replace `model`'s linears but the head, in place, by QuantizedLinear of `kind`.
 
     Embeddings, norms and biases stay; nothing of the base can be trained afterwards. Call it before
-    adapters are added. Raises ConfigError where the library, the device or the model can't.
+    adapters are added. `fill(name, linear)` gives a linear of a model on the meta device its
+    weight, which is packed next. Raises ConfigError where the library, the device or the model
+    can't.
     """
     device = next(model.parameters()).device
-    check_quantization(kind, device)
+    check_quantization(kind, "cpu" if device.type == "meta" else device)
     head = model.get_output_embeddings()
     found = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child is not head:
-                setattr(parent, name, QuantizedLinear(child, kind))
-                found += 1
+    for path in [path for path, _ in model.named_modules()]:  # no list that keeps what is replaced
+        linear = model.get_submodule(path)
+        if type(linear) is nn.Linear and linear is not head:
+            if fill is not None:
+                fill(path, linear)
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, QuantizedLinear(linear, kind))
+            found += 1
     if not found:
         raise ConfigError(
             f"model.lora.quantize={kind!r}: a {type(model).__name__} has no plain linear modules; "

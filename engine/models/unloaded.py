@@ -36,8 +36,10 @@ from engine.models.load import (
     with_model_lock,
 )
 from engine.models.lora import add_adapters
-from engine.models.policy import base_path, load_policy_model, put_adapters, resolve_lora
+from engine.models.packed_base import load_packed
+from engine.models.policy import base_path, put_adapters, resolve_lora
 from engine.models.precision import DTYPES
+from engine.models.quantize import quantize_linears
 from engine.storage.expert_weights import stack_experts
 from engine.storage.hub import split_revision
 from engine.storage.weight_files import WeightFiles
@@ -82,14 +84,15 @@ def open_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel | Un
 def open_policy_model(
     path: str | Path, dtype: str, lora: LoRAConfig | None = None, seed: int = 0
 ) -> PreTrainedModel | UnloadedModel:
-    """`load_policy_model`, as `open_model`; with a quantised base whole."""
+    """`load_policy_model`, as `open_model`; a quantised base is on every rank, packed as read."""
     if lora is None or not (lora.rank or lora.from_folder or lora.quantize):
         return open_model(path, dtype)
-    if lora.quantize:
-        _say(path, "model.lora.quantize: blocks of quantised weights don't end where ranks cut")
-        return load_policy_model(path, dtype, lora, seed)
     lora = resolve_lora(path, lora)
     opened = open_model(base_path(path, lora), dtype)
+    if lora.quantize and isinstance(opened, UnloadedModel):
+        opened = load_packed(opened.module, opened.files, opened.names, lora.quantize)
+    elif lora.quantize:
+        quantize_linears(opened, lora.quantize)
     if isinstance(opened, UnloadedModel):
         return _with_adapters(opened, lambda model: put_adapters(model, path, lora, seed))
     put_adapters(opened, path, lora, seed)

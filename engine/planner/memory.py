@@ -4,8 +4,8 @@ Weights, gradients and moments are counted as ZeRO does (Rajbhandari et al., arX
 section 3.1), in the dtypes that this engine keeps; activations in the manner of Korthikanti et al.
 (arXiv:2205.05198, section 4), term by term for a decoder with RMSNorm, grouped-query attention
 without stored scores (SDPA), and a gated MLP or experts. The peak is the largest of three
-moments: loading, training, and rollout. A rank loads its shards alone (`runtime.load_shards`), but
-for a quantised base, which it loads whole.
+moments: loading, training, and rollout. A rank loads its shards alone (`runtime.load_shards`). A
+quantised base is whole on every rank; it is packed in the machine's memory, a matrix at a time.
 """
 
 from __future__ import annotations
@@ -164,15 +164,15 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0)
     whole = _whole(work)
     copy = 0.0 if candidate.shares_storage else whole / candidate.rollout_tp
     visiting, host = 0.0, sum(m.saved for m in models)  # a checkpoint is copied there first
+    matrix = work.shape.hidden * work.shape.intermediate * work.weight_bytes
     if work.quantized:
-        host += whole
+        host += whole + matrix
     if candidate.offload_params:
         host += weights + gradients + moments
         weights = gradients = moments = 0.0
     elif candidate.offload_optimizer:
         host += moments
         visiting, moments = min(moments, _PART * work.optimizer_bytes), 0.0
-    cut = work.quantized and candidate.layout.world_size > 1  # after it was loaded
     cache, share = kv_cache(work, candidate), work.memory_share * there
     if share and work.decodes and not work.runs_ahead:  # else the trainer's own is native
         cache = max(row_cache(work, candidate.rollout_tp), share - copy)
@@ -184,7 +184,7 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0)
         rollout=copy,
         cache=cache,
         awake=cache if work.stays_awake else 0.0,
-        loading=weights + (whole if cut else _BUCKET),
+        loading=weights + (matrix if work.quantized else _BUCKET),
         host=host if gpu else 0.0,
     )
     return memory if gpu else _with_samplers(work, memory)

@@ -181,7 +181,8 @@ class VllmWeights(RolloutWeights):
 class StreamedWeights(RolloutWeights):
     """vLLM that loads full tensors, which are gathered one by one.
 
-    It runs in processes of its own, or over the policy's ranks (`to`) and quantises them.
+    It runs in processes of its own, or over the policy's ranks (`to`), where it quantises them or
+    lays them out by rules of its own, as GPT-NeoX's heads and experts.
     """
 
     def __init__(self, sharded: ShardedModel, to: RolloutLayout | None = None) -> None:
@@ -241,7 +242,9 @@ def vllm_weights(sharded: ShardedModel, config: RolloutConfig, load: LoadModel) 
     if not config.vllm.in_process:
         return StreamedWeights(sharded)
     to = rollout_layout(layout, tp=tp)
-    return StreamedWeights(sharded, to) if config.vllm.quantization else VllmWeights(sharded, to)
+    model_config: Any = sharded.module.config
+    exchanged = model_config.model_type in ROLLOUT_FAMILIES and not config.vllm.quantization
+    return VllmWeights(sharded, to) if exchanged else StreamedWeights(sharded, to)
 
 
 def _tp_group(to: RolloutLayout, rank: int) -> tuple[int, dist.ProcessGroup]:

@@ -8,7 +8,7 @@ from engine.config import ParallelConfig, RLConfig
 from engine.dataflows import choose_dataflow
 from engine.errors import ConfigError
 from engine.models import MIXTURES
-from engine.parallel.layout import Experts, Layout
+from engine.parallel.layout import Experts
 from engine.rollout.protocol import engine_capabilities
 
 
@@ -26,18 +26,13 @@ def check_mixture(config: RLConfig, model_config: Any) -> None:
         )
     if Experts.of(model_config) is None:
         return
-    if rollout.tensor_parallel_size > 1 and not engine_capabilities(rollout).own_processes:
+    capabilities = engine_capabilities(rollout)
+    splits_experts = capabilities.loads_shards or capabilities.own_processes
+    if rollout.tensor_parallel_size > 1 and not splits_experts:
         raise ConfigError(
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} with a mixture of "
-            f"experts ({kind}): experts are not split over rollout's ranks; set it to 1"
-        )
-    capabilities = engine_capabilities(rollout)
-    in_ranks = capabilities.loads_shards and not capabilities.own_processes
-    if in_ranks and config.actor.parallel.fsdp * config.actor.parallel.sp > 1:
-        raise ConfigError(
-            f"rollout.engine={rollout.engine} on the actor's {Layout.of(config.actor.parallel)} "
-            f"with a mixture of experts ({kind}): shards of experts aren't exchanged with its own; "
-            f"set rollout.{rollout.engine}.in_process=false, or rollout.engine=native"
+            f"experts ({kind}) and rollout.engine={rollout.engine}: it doesn't split experts over "
+            "ranks; set it to 1, or rollout.engine=vllm"
         )
     if asked:
         _check_routing(config, asked)

@@ -56,6 +56,11 @@ class EpisodeGroups:
         return self._player.busy
 
     @property
+    def full(self) -> bool:
+        """Whether a whole group's turns wait: the engine has no room for what it was given."""
+        return self._stream.waiting >= self._n
+
+    @property
     def version(self) -> int:
         """Version of the weights that sample the next tokens."""
         return self._stream.policy_version

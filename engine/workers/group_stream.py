@@ -26,6 +26,9 @@ class Groups(Protocol):
     def busy(self) -> int: ...
 
     @property
+    def full(self) -> bool: ...
+
+    @property
     def version(self) -> int: ...
 
     def submit(self, prompts: Batch) -> None: ...
@@ -69,6 +72,11 @@ class GroupStream:
     def busy(self) -> int:
         """Completions that are being decoded, wait for a slot, or wait to be returned."""
         return self._stream.in_flight + self._stream.waiting + len(self._complete)
+
+    @property
+    def full(self) -> bool:
+        """Whether a whole group waits: the engine has no room for what it was given."""
+        return self._stream.waiting >= self._n
 
     @property
     def version(self) -> int:

@@ -25,6 +25,7 @@ class PollResult:
     groups: tuple[Batch, ...]  # finished groups, each `rollout.n` rows
     busy: int  # completions that are decoded or wait for a slot, e.g. 61
     version: int  # of the weights that it decodes with now
+    full: bool = False  # a whole group waits for room in the engine
     partial_groups: Mapping[int, Begun] | None = None  # unfinished ones by key, on request
 
 
@@ -60,7 +61,8 @@ class StreamRolloutWorker(RolloutWorker):
         while self.stream.busy and time.monotonic() < deadline:
             done += self.stream.step()
         partial_groups = self.stream.partial_groups() if report else None
-        return PollResult(tuple(done), self.stream.busy, self.stream.version, partial_groups)
+        stream = self.stream
+        return PollResult(tuple(done), stream.busy, stream.version, stream.full, partial_groups)
 
     def close(self) -> None:
         self.stream.close()

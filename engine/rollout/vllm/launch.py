@@ -42,6 +42,8 @@ def start(model: nn.Module, options: VllmOptions) -> LLM:
     with ExitStack() as stack:
         stack.enter_context(process_state.unchanged())
         _check_head_size(model)
+        if options.mode != "workers":
+            _check_own_classes(model)
         if options.mode == "workers":
             process_state.set_for_workers(
                 max(1, torch.get_num_threads() // options.tensor_parallel_size)
@@ -113,6 +115,23 @@ def _check_head_size(model: nn.Module) -> None:
         raise RolloutError(
             f"vLLM on CPU has no attention for a head size of {size}, only for {supported}; change "
             f"num_attention_heads, or use rollout.engine=native"
+        )
+
+
+def _check_own_classes(model: nn.Module) -> None:
+    """Raise RolloutError for a family that vLLM has no model of.
+
+    It runs transformers' then, and makes `__call__` of that class its own for the whole process,
+    the trainer's model included.
+    """
+    from vllm import ModelRegistry
+
+    known = ModelRegistry.models.get(_architecture(model))
+    if known is None or "transformers" in str(getattr(known, "module_name", "")):
+        raise RolloutError(
+            f"vLLM has no model of its own for {_architecture(model)}, and changes transformers' "
+            "for the process that it is in; set rollout.vllm.in_process=false, or "
+            "rollout.engine=native"
         )
 
 

@@ -126,6 +126,16 @@ class LLMRequests:
             raise VllmFailed(str(error)) from error
         return outputs
 
+    def kv_cache(self) -> tuple[int, int]:
+        """Tokens that the KV cache holds, at the longest context, and those of a block."""
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return int(cache.kv_cache_size_tokens or 0), int(cache.block_size)
+
+    def lengths(self) -> dict[str, int]:
+        """Tokens sampled so far for each request that hasn't ended, by id."""
+        states = self._llm.llm_engine.output_processor.request_states.values()
+        return {state.external_req_id: len(state.detokenizer.output_token_ids) for state in states}
+
     def unfinished(self) -> dict[str, UnfinishedRequest]:
         """What vLLM has of each request that hasn't ended, by id."""
         states = self._llm.llm_engine.output_processor.request_states.values()

@@ -3,14 +3,15 @@
 An update preempts what is running; vLLM computes its keys and values again under the new weights
 and drops what was under way under the old ones. So each log-prob is that of its version's weights
 over the whole sequence, as with the native engine. vLLM itself notes which version drew which
-tokens. The noise of a completion depends on (seed, key, completion index), and, where it was
-resumed, on its length then.
+tokens. Completions that its KV cache has no room for wait here (`kv_admission`). The noise of a
+completion depends on (seed, key, completion index), and, where it was resumed, on its length then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -28,6 +29,7 @@ from engine.rollout.stream import (
     noise_index,
     request_limit,
 )
+from engine.rollout.vllm.kv_admission import KvAdmission, Row
 from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed, token_versions
 from engine.rollout.vllm.options import VllmOptions
 
@@ -47,12 +49,17 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A completion that vLLM decodes."""
+    """A completion that vLLM decodes, or will."""
 
     key: Hashable
     number: int  # of its prompt among those of this stream
     prompt: list[int]
     before: PartialCompletion  # what it began with
+    limit: int  # its longest, in tokens
+
+    def row(self, sampled: int = 0) -> Row:
+        """Its size, after so many tokens more."""
+        return Row(self.key, len(self.prompt), self.limit, len(self.before.token_ids) + sampled)
 
 
 class VllmStream:
@@ -71,7 +78,11 @@ class VllmStream:
         self.stats = RolloutStats()  # of all steps so far
         self._engine, self._requests, self._options = engine, requests, options
         self._vocabulary, self._params, self._model = vocabulary, params, model
-        self._open: dict[str, _Open] = {}  # by vLLM's id
+        self._open: dict[str, _Open] = {}  # that vLLM has, by its id
+        self._held: deque[_Open] = deque()  # until there is room
+        capacity, block = requests.kv_cache()
+        self._room = KvAdmission(capacity, block, options.tuning.enable_prefix_caching)
+        self._may_fit = False  # whether room or held ones have come since the last look
         self._cut: set[Hashable] = set()  # keys of requests that end with their next token
         self._submitted = 0
         self._closed = False
@@ -87,8 +98,8 @@ class VllmStream:
 
     @property
     def waiting(self) -> int:
-        """Completions that wait in vLLM."""
-        return len(self._open) - self.in_flight
+        """Completions that wait, in vLLM or for room in its cache."""
+        return len(self._open) + len(self._held) - self.in_flight
 
     def submit(
         self,
@@ -105,7 +116,7 @@ class VllmStream:
         """
         self._check_open()
         self._engine.require_serving()
-        if any(one.key == key for one in self._open.values()):
+        if any(one.key == key for one in self._unfinished()):
             raise RolloutError(
                 f"stream key {key!r} is in use by an unfinished request; give each request a key "
                 f"of its own, such as (epoch, row)"
@@ -122,31 +133,28 @@ class VllmStream:
             if part.token_ids:
                 tokens = f"completion {part.completion_index} of request {key!r}"
                 check_tokens(tokens, part.token_ids, self._vocabulary)
-        for part in parts:
-            done = len(part.token_ids)
-            left = replace(params, max_new_tokens=most - done)
-            place = part.completion_index + done * params.n
-            noise = self._requests.noise(params.seed, noise_index(key), [place])
-            [id] = self._requests.submit_keyed([*prompt, *part.token_ids], noise, left)
-            self._open[id] = _Open(key, self._submitted, prompt, part)
+        self._held.extend(_Open(key, self._submitted, prompt, part, most) for part in parts)
+        self._may_fit = True
         self._submitted += 1
         self.stats.prompt_tokens += len(prompt)
+        self._admit()
 
     def forget(self, key: Hashable) -> None:
         """Nothing: vLLM drops what it keeps when its room is needed."""
 
     def cut(self, key: Hashable) -> None:
         """End the completions of an open request with their next token, as at a length limit."""
-        if any(one.key == key for one in self._open.values()):
+        if any(one.key == key for one in self._unfinished()):
             self._cut.add(key)
 
     def step(self) -> list[StreamedCompletion]:
         """Let vLLM make a step; return the completions that ended. Raises RolloutError as
         `VllmEngine.generate` does."""
         self._check_open()
-        if not self._open:
+        if not self._open and not self._held:
             return []
         self._engine.require_serving()
+        self._admit()
         try:
             outputs = self._requests.step()
         except VllmFailed as error:
@@ -157,9 +165,11 @@ class VllmStream:
             if not output.finished or output.request_id not in self._open:
                 continue
             one = self._open.pop(output.request_id)
+            self._may_fit = True
             version = self.policy_version
             done = self._requests.completion(one.number, output, version, self.stats)
             whole = _whole(one.before, done, token_versions(output))
+            self._room.end(len(whole.token_ids))
             ended.append(StreamedCompletion(one.key, one.before.completion_index, whole))
         return ended + (self._end_cut() if self._cut else [])
 
@@ -174,6 +184,7 @@ class VllmStream:
                 continue  # it ends by itself, with the error that says why
             self._requests.abort([id])
             del self._open[id]
+            self._may_fit = True
             self.stats.generated_tokens += len(so_far.token_ids)
             oldest = min(so_far.versions)
             done = Completion(
@@ -181,7 +192,7 @@ class VllmStream:
             )
             whole = _whole(one.before, done, so_far.versions)
             ended.append(StreamedCompletion(one.key, one.before.completion_index, whole))
-        self._cut &= {one.key for one in self._open.values()}
+        self._cut &= {one.key for one in self._unfinished()}
         return ended
 
     def update_weights(self, model: nn.Module | None, version: int) -> None:
@@ -197,9 +208,14 @@ class VllmStream:
         """Copies of all that is unfinished, the oldest request first; decoding is not affected."""
         self._check_open()
         now, found = self._requests.unfinished(), dict[Hashable, PartialRequest]()
-        for id, one in self._open.items():
+        ids = [*self._open, *(None for _ in self._held)]
+        for id, one in zip(ids, self._unfinished(), strict=True):
             partial = found.setdefault(one.key, PartialRequest(one.key, one.prompt, []))
-            before, more = one.before, now[id]
+            before = one.before
+            if id is None:
+                partial.completions.append(before)
+                continue
+            more = now[id]
             part = PartialCompletion(
                 before.completion_index,
                 [*before.token_ids, *more.token_ids],
@@ -217,6 +233,28 @@ class VllmStream:
         self._closed = True
         self._open.clear()
         self._cut.clear()
+        self._held.clear()
+
+    def _unfinished(self) -> Iterator[_Open]:
+        """What vLLM has, then what is held, as it was submitted."""
+        yield from self._open.values()
+        yield from self._held
+
+    def _admit(self) -> None:
+        """Give vLLM the held completions that its cache has room for."""
+        if not self._held or not self._may_fit:
+            return
+        lengths = self._requests.lengths()
+        running = [one.row(lengths.get(id, 0)) for id, one in self._open.items()]
+        self._may_fit = False
+        for _ in range(self._room.count(running, (one.row() for one in self._held))):
+            one = self._held[0]
+            params, done = self._params, len(one.before.token_ids)
+            left = replace(params, max_new_tokens=one.limit - done)
+            place = one.before.completion_index + done * params.n
+            noise = self._requests.noise(params.seed, noise_index(one.key), [place])
+            [id] = self._requests.submit_keyed([*one.prompt, *one.before.token_ids], noise, left)
+            self._open[id] = self._held.popleft()
 
     def _check_open(self) -> None:
         if self._closed:

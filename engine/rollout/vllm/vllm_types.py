@@ -100,8 +100,14 @@ class ModelConfig(Protocol):
     quantization: str | None
 
 
+class CacheConfig(Protocol):
+    kv_cache_size_tokens: int | None
+    block_size: int
+
+
 class VllmConfig(Protocol):
     model_config: ModelConfig
+    cache_config: CacheConfig
 
 
 class LLMEngine(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import weakref
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from engine.config import LoRAConfig, ParallelConfig
 from engine.models import (
@@ -30,6 +31,7 @@ from engine.models import (
     open_model,
     open_policy_model,
 )
+from engine.models.packed_base import load_packed
 from engine.models.unloaded import UnloadedModel
 from engine.parallel.gather import named_tensors
 from engine.parallel.layout import Layout
@@ -235,6 +237,52 @@ def test_a_rank_s_memory_is_its_shards_and_a_bucket(tmp_path: Path) -> None:
                 drawn = ADAPTERS if lora else 0  # each rank has all of them until it has loaded
                 assert peak <= kept + 2 * BUCKET + tried + drawn, case  # and small change
                 assert peak < 0.7 * size or copies > 2, case
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="no bitsandbytes")
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "qwen3_moe"])
+def test_a_quantised_base_is_packed_a_matrix_at_a_time(
+    tmp_path: Path, kind: str, family: str
+) -> None:
+    """Its bits are those of a base that was loaded whole."""
+    folder = save_family(family, tmp_path)
+    lora = LoRAConfig.model_validate({"rank": 2, "quantize": kind})
+    wanted = load_policy_model(folder, "float32", lora)
+    found = open_policy_model(folder, "float32", lora)
+    assert isinstance(found, PreTrainedModel)
+    expected = wanted.state_dict()
+    assert found.state_dict().keys() == expected.keys()
+    for name, tensor in found.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    assert {n for n, p in found.named_parameters() if p.requires_grad} == {
+        n for n, p in wanted.named_parameters() if p.requires_grad
+    }
+    assert found.training == wanted.training
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="no bitsandbytes")
+def test_no_rank_has_a_quantised_base_dense(tmp_path: Path) -> None:
+    shape = Qwen2Config(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    model = Qwen2ForCausalLM(shape)
+    model.save_pretrained(tmp_path)
+    dense = sum(p.nbytes for p in model.parameters())
+    matrix = max(p.nbytes for p in model.parameters())
+    for _ in range(2):  # the first time the library makes its tables
+        opened = open_model(tmp_path)
+        assert isinstance(opened, UnloadedModel)
+        with LiveBytes() as live:
+            found = load_packed(opened.module, opened.files, opened.names, "nf4")
+    kept = sum({t.data_ptr(): t.nbytes for t in found.state_dict().values()}.values())
+    assert kept < 0.3 * dense
+    assert live.peak <= kept + 4 * matrix
 
 
 def total_bytes(folder: Path) -> int:

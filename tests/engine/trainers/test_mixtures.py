@@ -49,10 +49,6 @@ def check(family: str, values: dict[str, Any]) -> None:
             {"actor": {"router_replay": {"mode": "R2"}, "old_log_probs": "rollout"}},
             "R2 records what the trainer's own pass chooses",
         ),
-        (
-            {"actor": {"parallel": {"fsdp": 2}}, "rollout": {"engine": "vllm"}},
-            "rollout.engine=vllm on the actor's fsdp=2 with a mixture",
-        ),
         ({"actor": {"router_replay": {"mode": "R3"}}}, "set rollout.enable_rollout_routing_replay"),
         (
             {
@@ -74,6 +70,8 @@ def test_what_experts_do_not_go_with_is_refused(values: dict[str, Any], said: st
 
 def test_what_they_go_with_is_not_and_a_dense_model_has_no_routers() -> None:
     check("mixtral", {"actor": {"parallel": {"fsdp": 2}, "router_aux_loss_coef": 0.1}})
+    vllm = {"engine": "vllm", "tensor_parallel_size": 2}
+    check("qwen3_moe", {"actor": {"parallel": {"fsdp": 2}}, "rollout": vllm})
     with pytest.raises(ConfigError, match=r"coef=0\.1 with a model of type 'qwen2'"):
         check("qwen2", {"actor": {"router_aux_loss_coef": 0.1}})
 

@@ -137,3 +137,15 @@ def test_prompts_without_the_column_have_begun_nothing() -> None:
     same, partial = take_partial_groups(drawn)
     assert same is drawn
     assert partial == [None, None]
+
+
+def test_it_is_full_while_a_whole_group_waits() -> None:
+    subject = stream(slots=N)
+    subject.submit(prompts([0]))
+    subject.step()
+    assert not subject.full
+    subject.submit(prompts([1]))
+    assert subject.full
+    while subject.busy:
+        subject.step()
+    assert not subject.full

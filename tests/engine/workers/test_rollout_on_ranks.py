@@ -168,8 +168,8 @@ def alone(folder: str) -> list[Any]:
     return rows(run_ranks(1, course, folder, {}, 1))
 
 
-def same(found: list[Any], wanted: list[Any]) -> None:
+def same(found: list[Any], wanted: list[Any], tolerance: float = 5e-4) -> None:
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
     assert found[: len(found) // 2] != found[len(found) // 2 :], "the update must be seen"
     for (_, ours), (tokens, theirs) in zip(found, wanted, strict=True):
-        assert ours[: len(tokens)] == pytest.approx(theirs[: len(tokens)], abs=5e-4)
+        assert ours[: len(tokens)] == pytest.approx(theirs[: len(tokens)], abs=tolerance)

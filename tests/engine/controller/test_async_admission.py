@@ -1,0 +1,76 @@
+"""A sampler whose engine has no room for what it has gets no further groups; others do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+from engine.batch import Batch
+from engine.controller.async_rollout import AsyncRollout
+from engine.controller.health import HealthPolicy
+from engine.controller.staleness import AdmissionLimits
+from engine.controller.weight_publisher import PublishedWeights
+from engine.futures import Future, Ready
+from engine.workers.stream_rollout import PollResult
+
+
+class Sampler:
+    """Decodes nothing, and is full from `room` groups on; in place of a process and its roles."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.groups, self.calls = room, 0, 0
+
+    def __getitem__(self, name: str) -> Sampler:
+        return self
+
+    def load_weights(self, weights: Future[Batch]) -> Future[int]:
+        return Ready(0)
+
+    def poll(self, prompts: Batch | None, seconds: float, report: bool) -> Future[PollResult]:
+        self.groups += 0 if prompts is None else len(prompts)
+        self.calls += 1
+        full = self.groups >= self.room
+        return Ready(PollResult((), busy=self.groups, version=0, full=full))
+
+    def close(self) -> None: ...
+
+
+def test_memory_bounds_what_a_sampler_begins() -> None:
+    small, large = Sampler(1), Sampler(100)
+    samplers: dict[str, Any] = {"small": small, "large": large}
+    up = threading.Event()
+    drawn = iter(range(1000))
+
+    def spawn(name: str, attempt: int) -> Any:
+        if name == "large":
+            up.wait(20)
+        return samplers[name]
+
+    def next_prompt() -> Batch:
+        return Batch({"group_ids": torch.tensor([next(drawn)])}, {"prompt_ids": [[5]]})
+
+    with AsyncRollout(
+        list(samplers),
+        AdmissionLimits(batch=8, staleness=1),
+        HealthPolicy(),
+        spawn=spawn,
+        next_prompt=next_prompt,
+        score=Ready,
+        weights=PublishedWeights(0, Ready(Batch({"x": torch.zeros(1)}))),
+    ):
+        _until(lambda: small.calls > 5)
+        first = small.groups
+        assert 0 < first < 16, "its share of the room, as long as it had not said that it is full"
+        up.set()
+        _until(lambda: large.groups == 16 - first and large.calls > 5)
+        assert small.groups == first
+
+
+def _until(done: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
