@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -10,8 +11,10 @@ import pytest
 import torch
 from tiny_engine import arithmetic_rows
 
-from engine.config import EvaluateConfig
+from engine.config import DataConfig, EvaluateConfig
 from engine.evaluation.evaluate import evaluate_model
+from engine.promotion import champion_evaluation
+from engine.storage.code_version import sources_digest
 from engine.workers import evaluation
 
 pytestmark = [
@@ -20,8 +23,30 @@ pytestmark = [
 ]
 
 
+def of_the_model(folder: Path, frame: pd.DataFrame, config: EvaluateConfig) -> pd.DataFrame:
+    return evaluate_model(folder, frame, "rl", config, max_response_length=8, seed=0)
+
+
+def of_the_champion(folder: Path, frame: pd.DataFrame, config: EvaluateConfig) -> pd.DataFrame:
+    """As `promote` evaluates a champion without a recorded evaluation; MLflow only has its copy."""
+    data = DataConfig(max_response_length=8)
+    here: Any = SimpleNamespace(sources_digest=sources_digest())
+    new = champion_evaluation.Evaluated(folder, frame, here, data, config, 0)
+    registry: Any = SimpleNamespace(download_model=lambda name, version, to: folder)
+    champion: Any = SimpleNamespace(name="m", version="1", tags={})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(champion_evaluation, "require_intact_copy", lambda tracker, version: None)
+        patch.setattr(champion_evaluation, "read_problems", lambda dataset: frame)
+        found = champion_evaluation.champion_evaluation(
+            registry, champion, "champion", new, scratch=folder, notify=lambda said: None
+        )
+    assert found.recorded is None
+    return found.rows
+
+
+@pytest.mark.parametrize("evaluated", [of_the_model, of_the_champion])
 def test_the_model_that_decodes_is_on_the_device(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, evaluated: Any
 ) -> None:
     seen: list[tuple[str, torch.dtype]] = []
     create = evaluation.create_engine
@@ -35,7 +60,7 @@ def test_the_model_that_decodes_is_on_the_device(
     frame = pd.DataFrame(arithmetic_rows(4))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    rows = evaluate_model(tiny_folder, frame, "rl", config, max_response_length=8, seed=0)
+    rows = evaluated(tiny_folder, frame, config)
     assert len(rows) == 4
     assert {device for device, _ in seen} == {"cuda"}
     assert torch.bfloat16 in {dtype for _, dtype in seen}

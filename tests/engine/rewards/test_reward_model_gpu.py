@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaForTokenClassification
 
 from engine.config import RewardConfig
 from engine.data.tokenizer import load_tokenizer
-from engine.rewards import Scorer
+from engine.rewards import Scorer, process_reward_model
 from engine.rewards import reward_model as reward_models
 
 pytestmark = [
@@ -35,9 +35,9 @@ def folder(tiny_folder: Path, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def scores(folder: Path, **options: str) -> list[float]:
+def scores(folder: Path, reward: str = "reward_model", **options: str) -> list[float]:
     settings = {"model": str(folder)} | options
-    scorer = Scorer(RewardConfig(name="reward_model", options=settings))
+    scorer = Scorer(RewardConfig(name=reward, options=settings))
     try:
         found = scorer.score(["2+2?"] * len(TEXTS), TEXTS, {"ground_truth": ["4"] * len(TEXTS)})
     finally:
@@ -53,6 +53,19 @@ def test_every_parameter_is_on_the_device(folder: Path) -> None:
     assert {tensor.device.type for tensor in tensors} == {"cuda"}
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
     assert found == pytest.approx(scores(folder, device="cpu", dtype="float32"), abs=0.1)
+
+
+def test_a_model_of_steps_is_there_too(folder: Path, tmp_path: Path) -> None:
+    steps = tmp_path / "steps"
+    shape = LlamaConfig.from_pretrained(folder, num_labels=1)
+    LlamaForTokenClassification(shape).save_pretrained(steps)
+    load_tokenizer(folder).save_pretrained(steps)
+    found = scores(steps, reward="process_reward_model")
+    loaded = process_reward_model._load(str(steps), "", "")
+    tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
+    assert {tensor.device.type for tensor in tensors} == {"cuda"}
+    there = scores(steps, reward="process_reward_model", device="cpu", dtype="float32")
+    assert found == pytest.approx(there, abs=0.1)
 
 
 def test_another_device_can_be_asked_for(folder: Path) -> None:

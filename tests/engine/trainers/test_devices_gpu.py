@@ -4,6 +4,7 @@ one. Evaluation, the reward model and the endpoint have tests of their own."""
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from tiny_engine import arithmetic_rows, random_completions
 from torch import Tensor, nn
 
-from engine import PreferenceTrainer, RewardModelTrainer, SFTTrainer
+from engine import PreferenceTrainer, ProcessRewardTrainer, RewardModelTrainer, SFTTrainer
 from engine.batch import Batch
 from engine.config import (
     PreferenceTrainingConfig,
@@ -24,7 +25,8 @@ from engine.config import (
 )
 from engine.controller.worker_host import RoleSpec
 from engine.data.loader import PromptLoader
-from engine.data.preference_examples import PairExample
+from engine.data.preference_examples import LabelledExample, PairExample
+from engine.data.step_examples import StepExample
 from engine.dataflows import choose_dataflow
 from engine.dataflows.required_passes import RequiredPasses
 from engine.models import load_model
@@ -41,16 +43,43 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA or ROCm device"),
 ]
-RUNS: dict[str, dict[str, Any]] = {  # by what they show, with their roles
-    "actor rollout reference critic reward": {
-        "algorithm": {"adv_estimator": "gae"},
-        "actor": {"use_kl_loss": True},
-    },
-    "actor rollout teacher reward": {
-        "algorithm": {"dataflow": "distillation"},
-        "actor": {"use_kl_loss": False},
-    },
-    "actor rollout reference reward": {"algorithm": {"dataflow": "online_dpo"}},
+FOLDER = "the policy's own folder"
+NO_KL = {"use_kl_loss": False}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {  # with the roles that they show
+    "ppo": (
+        "actor rollout reference critic reward",
+        {"algorithm": {"adv_estimator": "gae"}, "actor": {"use_kl_loss": True}},
+    ),
+    "distillation": (
+        "actor rollout teacher reward",
+        {"algorithm": {"dataflow": "distillation", "teacher": FOLDER}, "actor": NO_KL},
+    ),
+    "several teachers": (
+        "teacher",
+        {
+            "algorithm": {
+                "dataflow": "distillation",
+                "distillation": {
+                    "loss": "jsd",
+                    "top_k": 4,
+                    "teachers": [{"model": FOLDER}, {"model": FOLDER, "weight": 2.0}],
+                },
+            },
+            "actor": NO_KL,
+        },
+    ),
+    "online_dpo": ("actor rollout reference reward", {"algorithm": {"dataflow": "online_dpo"}}),
+    "episodes": (
+        "actor rollout reference",
+        {
+            "rollout": {
+                "n": 2,
+                "multi_turn": {"enable": True, "max_turn_length": 6},
+                "agent": {"environment": "digit_games:DigitGame", "num_workers": 0},
+            },
+            "reward": {"name": "environment"},
+        },
+    ),
 }
 SAMPLERS = {"sampler", "async sampler"}
 
@@ -100,19 +129,17 @@ def rl_config(folder: Path, **sections: Any) -> RLConfig:
         "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
         "trainer": {"total_training_steps": 2, "train_batch_size": 4, "placement": "local"},
     }
-    config = RLConfig.model_validate(values | sections)
-    if config.algorithm.dataflow == "distillation":
-        algorithm = config.algorithm.model_copy(update={"teacher": str(folder)})
-        config = config.model_copy(update={"algorithm": algorithm})
-    return config
+    return RLConfig.model_validate_json(json.dumps(values | sections).replace(FOLDER, str(folder)))
 
 
-@pytest.mark.parametrize("roles", RUNS)
-def test_the_roles_of_a_run(tiny_folder: Path, places: Places, roles: str) -> None:
+@pytest.mark.parametrize("run", RUNS)
+def test_the_roles_of_a_run(tiny_folder: Path, places: Places, run: str) -> None:
+    roles, sections = RUNS[run]
     loader = PromptLoader(pd.DataFrame(arithmetic_rows(8)), 4, 0)
-    config = rl_config(tiny_folder, **RUNS[roles])
-    sizes = {"max_response_length": 6, "max_model_len": 40, "dtype": "bfloat16"}
-    with RLTrainer(tiny_folder, config, loader, **sizes) as trainer:
+    config = rl_config(tiny_folder, **sections)
+    longest = (36, 60) if config.rollout.multi_turn.enable else (6, 40)
+    sizes = dict(zip(("max_response_length", "max_model_len"), longest, strict=True))
+    with RLTrainer(tiny_folder, config, loader, dtype="bfloat16", **sizes) as trainer:
         trainer.fit()
         assert set(roles.split()) <= {*trainer.roles}
         assert places.weights() == {"cuda"}
@@ -145,7 +172,7 @@ def test_processes_that_only_decode(tiny_folder: Path, places: Places, role: str
 
 
 def test_all_roles_are_here() -> None:
-    shown = {role for roles in RUNS for role in roles.split()} | SAMPLERS
+    shown = {role for roles, _ in RUNS.values() for role in roles.split()} | SAMPLERS
     assert set(ROLES.names()) <= shown, "a new role needs a run above"
 
 
@@ -155,13 +182,25 @@ def test_trainers_on_rows(tiny_folder: Path, places: Places) -> None:
     prompts, chosen = random_completions(8, 0)
     _, rejected = random_completions(8, 1)
     pairs = [PairExample(*ids) for ids in zip(prompts, chosen, rejected, strict=True)]
+    labels = [LabelledExample(p, chosen[i], i % 2 > 0) for i, p in enumerate(prompts)]
+    steps = [StepExample(p, [5, 6, 7], [0, 2], [True, i % 2 > 0]) for i, p in enumerate(prompts)]
     rows = [SFTExample(*ids) for ids in zip(prompts, chosen, strict=True)]
     sft = SFTTrainer(start, 0, SFTConfig.model_validate(common), seed=0)
     preference = PreferenceTrainer(
         start, 0, PreferenceTrainingConfig.model_validate(common), seed=0
     )
+    kto = PreferenceTrainingConfig.model_validate(common | {"loss": "kto"})
+    unpaired = PreferenceTrainer(start, 0, kto, seed=0)
     reward = RewardModelTrainer(start, 0, RewardModelTrainingConfig.model_validate(common), seed=0)
-    for trainer, examples in ((sft, rows), (preference, pairs), (reward, pairs)):
+    of_steps = RewardModelTrainingConfig.model_validate(common | {"head": "token"})
+    process = ProcessRewardTrainer(start, 0, of_steps, seed=0)
+    for trainer, examples in (
+        (sft, rows),
+        (preference, pairs),
+        (unpaired, labels),
+        (reward, pairs),
+        (process, steps),
+    ):
         with trainer:  # type: ignore[attr-defined]
             trainer.fit(examples, examples[:2])  # type: ignore[attr-defined]
             assert places.weights() == {"cuda"}, trainer
