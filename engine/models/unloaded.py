@@ -92,6 +92,7 @@ def open_policy_model(
     if lora.quantize and isinstance(opened, UnloadedModel):
         opened = load_packed(opened.module, opened.files, opened.names, lora.quantize)
     elif lora.quantize:
+        assert not isinstance(opened, UnloadedModel)
         quantize_linears(opened, lora.quantize)
     if isinstance(opened, UnloadedModel):
         return _with_adapters(opened, lambda model: put_adapters(model, path, lora, seed))
