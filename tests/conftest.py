@@ -13,7 +13,7 @@ import os
 import shutil
 import sqlite3
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 _LONG_S = 1700.0
+_TESTS = Path(__file__).parent
 
 
 @pytest.hookimpl(wrapper=True)
@@ -62,18 +63,41 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(trylast=True)  # after those that are not wanted are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what would keep the last process busy alone, each in a process of its own.
+    """Let each process begin with what would cost more if others had it as well.
 
-    The tests of half an hour, and those that read the finished run one at a time. xdist gives each
-    process a stretch of the tests, and the last ones of a stretch to who has none left.
+    These are the tests of half an hour, which would keep the last process busy alone, and those
+    that share what takes seconds to make. xdist gives each process a stretch of the tests, and the
+    last ones of a stretch to who has none left: what begins a stretch stays in one process.
     """
-    long = [item for item in items if _timeout_s(item) > _LONG_S]
-    shared = [item for item in items if "finished" in getattr(item, "fixturenames", ())]
-    rest = [item for item in items if item not in long and item not in shared]
-    stretch = len(items) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    for number, first in enumerate([*([item] for item in long), shared]):
-        rest[number * stretch : number * stretch] = first
-    items[:] = rest
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    first: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    for number, item in enumerate(item for item in items if _timeout_s(item) > _LONG_S):
+        first[number % workers].append(item)
+    for place, item in sorted(_sharing(items), key=lambda found: found[0]):
+        first[place[0] % workers].append(item)
+    placed = {item for stretch in first for item in stretch}
+    rest = [item for item in items if item not in placed]
+    items[:] = []
+    for stretch in first:
+        others = max(0, (len(placed) + len(rest)) // workers - len(stretch))
+        items += stretch + rest[:others]
+        del rest[:others]
+    items += rest
+
+
+def _sharing(items: list[pytest.Item]) -> Iterator[tuple[tuple[int, int], pytest.Item]]:
+    """The tests that share something, with the process that has it and when that process does."""
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        folder = item.path.relative_to(_TESTS).parts[:-1]
+        if _timeout_s(item) > _LONG_S:
+            continue
+        if folder == ("workflows",):  # packages, a cluster, runs; first the run that others wait for
+            yield (0, "finished" not in fixtures), item
+        elif fixtures & {"ray_cluster", "ray_roles"}:
+            yield (1, 0), item
+        elif fixtures & {"server", "on_postgres", "bucket"}:
+            yield (2, 0), item
 
 
 def _timeout_s(item: pytest.Item) -> float:

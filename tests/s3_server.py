@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 ACCESS_KEY, SECRET_KEY, REGION = "key", "secret", "us-east-1"
 
@@ -54,11 +58,31 @@ def forget_buckets() -> None:
     moto_api_backend.reset()
 
 
+@functools.cache
+def _short_bundle() -> Any:
+    """A file of one certificate authority; and from here on clients share AWS's service models.
+
+    Tests make clients by the hundred, whose servers speak plain HTTP. Each would read all
+    authorities and models again, for two thirds of the CPU seconds of tests with S3.
+    """
+    import botocore.session
+    import certifi
+    from botocore.loaders import create_loader
+
+    botocore.session.create_loader = functools.cache(create_loader)
+    end = "-----END CERTIFICATE-----\n"
+    file = tempfile.NamedTemporaryFile("w", suffix=".pem")  # noqa: SIM115 (gone with this process)
+    file.write(Path(certifi.where()).read_text().partition(end)[0] + end)
+    file.flush()
+    return file
+
+
 class environment:
     """S3's settings for a while; s3fs keeps file systems, so they are forgotten on both ends."""
 
     def __init__(self, **settings: str) -> None:
         keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
+        keys["AWS_CA_BUNDLE"] = _short_bundle().name
         self.settings = {"AWS_DEFAULT_REGION": REGION} | keys | settings
 
     def __enter__(self) -> None:
