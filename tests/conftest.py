@@ -92,11 +92,13 @@ def _sharing(items: list[pytest.Item]) -> Iterator[tuple[tuple[int, int], pytest
         folder = item.path.relative_to(_TESTS).parts[:-1]
         if _timeout_s(item) > _LONG_S:
             continue
-        if folder == ("workflows",):  # packages, a cluster, runs; first the run that others wait for
+        if folder == (
+            "workflows",
+        ):  # packages, a cluster, runs; first the run that others wait for
             yield (0, "finished" not in fixtures), item
         elif fixtures & {"ray_cluster", "ray_roles"}:
             yield (1, 0), item
-        elif fixtures & {"server", "on_postgres", "bucket"}:
+        elif fixtures & {"mlflow_address", "on_postgres", "bucket"}:
             yield (2, 0), item
 
 

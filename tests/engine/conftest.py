@@ -1,9 +1,10 @@
-"""What tests of several packages share: a real Ray of two CPUs, and a tiny model folder."""
+"""What tests of several packages share: a Ray of two CPUs, an MLflow server, tiny model folders."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,17 @@ def ray_cluster(_ray_stopped_at_the_end: None) -> None:
     if not ray.is_initialized():
         options = init_options(Placement(()), {})  # whatever else runs on this machine
         init_ray(options | {"num_cpus": 2, "object_store_memory": 200 << 20})
+
+
+@pytest.fixture(scope="session")
+def mlflow_address(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Iterator[str]:
+    """The address of `mlflow server` over SQLite; it answers on many threads at once."""
+    from mlflow_server import mlflow_server
+
+    folder = tmp_path_factory.mktemp("server")
+    shutil.copy(mlflow_store, folder / "server.db")
+    with mlflow_server(f"sqlite:///{folder / 'server.db'}", folder) as uri:
+        yield uri
 
 
 @pytest.fixture(scope="session")

@@ -48,24 +48,13 @@ def database(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> st
 
 
 @pytest.fixture(scope="module")
-def server(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real `mlflow server` over a database of its own, with artifacts served by it."""
-    folder = tmp_path_factory.mktemp("server")
-    store = folder / "server.db"
-    # A copy of a fresh store saves the server its migrations.
-    store.write_bytes(Path(database.removeprefix("sqlite:///")).read_bytes())
-    with mlflow_server(f"sqlite:///{store}", folder) as uri:
-        yield uri
-
-
-@pytest.fixture(scope="module")
 def on_postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The same over a real PostgreSQL."""
+    """A real `mlflow server` over a real PostgreSQL, with artifacts served by it."""
     with postgres() as store, mlflow_server(store, tmp_path_factory.mktemp("server")) as uri:
         yield uri
 
 
-STORES = {"sqlite": "database", "server": "server", "postgres": "on_postgres"}
+STORES = {"sqlite": "database", "server": "mlflow_address", "postgres": "on_postgres"}
 
 
 @pytest.fixture(params=and_slow(["sqlite", "postgres"], ["server"]))
@@ -280,12 +269,12 @@ def test_a_store_lost_midway_costs_no_work(tmp_path: Path, database: str, caplog
 
 
 def test_the_page_of_a_run_is_known_where_there_is_one(
-    local: Tracker, server: str, monkeypatch: pytest.MonkeyPatch
+    local: Tracker, mlflow_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remote = Tracker(server, "pages")
+    remote = Tracker(mlflow_address, "pages")
     run = remote.start_pipeline("p")
     page = f"/#/experiments/{remote.experiment_id}/runs/{run}"
-    assert remote.run_url(run) == server + page
+    assert remote.run_url(run) == mlflow_address + page
     assert local.run_url("r") == ""
     monkeypatch.setenv("HYBRIDFLYTE_MLFLOW_URL", "https://mlflow.example.com/")
     assert remote.run_url(run) == "https://mlflow.example.com" + page

@@ -1,26 +1,15 @@
-"""A real MLflow server, and models registered with it."""
+"""Models registered with a real MLflow server."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mlflow_server import mlflow_server
 
 from engine.storage.artifacts import publish, staging
 from engine.storage.manifest import Draft
 from engine.tracking import Tracker
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Iterator[str]:
-    """The address of `mlflow server` over SQLite; it answers on many threads at once."""
-    folder = tmp_path_factory.mktemp("server")
-    shutil.copy(mlflow_store, folder / "server.db")
-    with mlflow_server(f"sqlite:///{folder / 'server.db'}", folder) as uri:
-        yield uri
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +19,8 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tracker(server: str) -> Tracker:
-    return Tracker(server, experiment="promotion")
+def tracker(mlflow_address: str) -> Tracker:
+    return Tracker(mlflow_address, experiment="promotion")
 
 
 @pytest.fixture

@@ -42,14 +42,14 @@ def promoter(uri: str, model: str, version: str, start: float, results: Queue[st
 
 @pytest.mark.slow
 def test_of_two_promoters_at_once_one_wins_and_the_other_learns_who(
-    server: str, model: str, champions: Champions, points_to: PointsTo
+    mlflow_address: str, model: str, champions: Champions, points_to: PointsTo
 ) -> None:
     champions.promote("1", None, "first", request="first")
     context = multiprocessing.get_context("spawn")
     results: Queue[str] = context.Queue()
     start = time.time() + 20
     processes = [
-        context.Process(target=promoter, args=(server, model, version, start, results))
+        context.Process(target=promoter, args=(mlflow_address, model, version, start, results))
         for version in ("2", "3", "2", "3")
     ]
     for process in processes:
@@ -266,10 +266,10 @@ def test_a_lock_that_was_edited_is_named(tracker: Tracker, model: str) -> None:
 
 
 def test_the_command(
-    server: str, model: str, champions: Champions, points_to: PointsTo,
+    mlflow_address: str, model: str, champions: Champions, points_to: PointsTo,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_address)
     champions.promote("1", None, "first", request="a")
     words = ["rollback", "--model", model, "--reason", "drift", "--from", "2"]
     assert main(words) == 1

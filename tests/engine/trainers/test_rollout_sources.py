@@ -66,6 +66,17 @@ def test_rollout_ahead_learns_within_its_bound(
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.1
 
 
+@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+def test_on_ray_samplers_of_their_own_are_within_the_bound(tiny_folder: Path, mode: str) -> None:
+    history, spans = run(tiny_folder, mode, "ray", steps=2, trainer={"threads": 1})
+    behind = [metrics["staleness/max"] for metrics in history]
+    assert behind in ([[0, 1]] if mode == "one_step_off" else [[0, 0], [0, 1]])
+    assert all(metrics["actor/grad_norm"] > 0 for metrics in history)
+    sampler, name = ("sampler", "generate") if mode == "one_step_off" else ("sampler0", "poll")
+    update = between(spans, "actor", "update")[0]
+    assert update.pid not in {span.pid for span in between(spans, sampler, name)}
+
+
 def between(spans: list[Span], role: str, name: str) -> list[Span]:
     found = [span for span in spans if (span.role, span.name) == (role, name)]
     assert found, f"no span {role}.{name}"
