@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 # verl's own files of defaults; what is in them is known here.
-_VERLS = ("ppo_trainer", "ppo_megatron_trainer")
+_VERLS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer")
 
 
 def config_file(options: Namespace) -> tuple[Path | None, list[str]]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
 import yaml
 
+from engine.cli.config_file import config_file
 from engine.cli.help_text import sections_text
-from engine.cli.offline_settings import OfflineRunConfig, read_run_config
+from engine.cli.offline_settings import OfflineRunConfig, Pairs, read_run_config
 from engine.errors import ConfigError, DataError
 from engine.storage.filesystem import as_path, is_remote
 from engine.storage.hub import pin_revision
@@ -20,13 +21,14 @@ from engine.tracking.metric_logs import require_packages
 R = TypeVar("R", bound=OfflineRunConfig)
 
 _USAGE = """\
-python -m {program} [--config FILE] [--dry-run] [--print-config] [key=value ...]
+python -m {program} [FILE.yaml] [--dry-run] [--print-config] [key=value ...]
 
 {about}
 
 {example}
 
-  --config FILE    YAML with the same keys, as sections or dotted; key=value overrides it
+  FILE.yaml        YAML with the same keys, as sections or dotted; key=value overrides it. As well
+                   --config FILE
   --dry-run        check settings and data, say what would be done, and exit
   --print-config   print the configuration as --config reads it, and exit
   --help           print this, and exit
@@ -46,6 +48,7 @@ class OfflineProgram(Generic[R]):
     about: str
     example: str
     config: type[R]
+    renamed: Callable[[Pairs], Pairs] = lambda pairs: pairs  # other keys than ours, as ours
 
     def run(self, arguments: Sequence[str]) -> int:
         """Do what the arguments say; raises an EngineError."""
@@ -54,9 +57,9 @@ class OfflineProgram(Generic[R]):
             usage = _USAGE.format(program=self.program, about=self.about, example=self.example)
             print("\n".join([usage, *sections_text(self.config)]))
             return 0
-        config = read_run_config(
-            self.config, f"python -m {self.program}", options.config, options.settings
-        )
+        file, settings = config_file(options)
+        program = f"python -m {self.program}"
+        config = read_run_config(self.config, program, file, settings, self.renamed)
         if options.print_config:
             values = config.model_dump(mode="json")
             print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), end="")
@@ -94,6 +97,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = _Parser(f"python -m {program}", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--config", type=Path)
+    parser.add_argument("--config-path")
+    parser.add_argument("--config-name")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--print-config", action="store_true")
     parser.add_argument("settings", nargs="*")

@@ -1,4 +1,4 @@
-"""The run of `main_preference` and `main_reward_model`: data in, a trained model's folder out."""
+"""The run of `main_sft`, `main_preference` and `main_reward_model`: data in, a model's folder out."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from engine.cli.offline_settings import (
     OfflineRunConfig,
     PreferenceRunConfig,
     RewardModelRunConfig,
+    SFTRunConfig,
 )
 from engine.console import human_time, say
 from engine.controller.ray_session import ray_session
@@ -24,6 +25,7 @@ from engine.data.preference_examples import (
     read_reward_pairs,
 )
 from engine.data.preference_rows import Kind
+from engine.data.sft_examples import read_sft_pairs
 from engine.data.step_examples import StepExample, read_steps
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError
@@ -34,9 +36,10 @@ from engine.trainers.offline_ranks import is_on_ray
 from engine.trainers.preference import PreferenceTrainer
 from engine.trainers.process_reward import ProcessRewardTrainer
 from engine.trainers.reward_model import RewardModelTrainer
+from engine.trainers.sft import SFTExample, SFTTrainer
 from engine.workers.algorithm_options import check_preference_training
 
-AnyExample = PreferenceExample | StepExample
+AnyExample = PreferenceExample | StepExample | SFTExample
 E = TypeVar("E", bound=AnyExample)
 
 
@@ -110,6 +113,8 @@ def _trainer(config: OfflineRunConfig) -> OfflineTrainer[Any, Any]:
     pad = int(load_tokenizer(model.path).pad_token_id or 0)
     if isinstance(config, PreferenceRunConfig):
         return PreferenceTrainer(start, pad, config.preference, seed=config.seed, start=model.path)
+    if isinstance(config, SFTRunConfig):
+        return SFTTrainer(start, pad, config.sft, seed=config.seed, start=model.path)
     if isinstance(config, RewardModelRunConfig):
         own = config.reward_model
         if own.head == "token":
@@ -137,6 +142,9 @@ def _read(
             return read_steps(
                 files, tokenizer, separator=config.reward_model.step_separator, **options
             )
+        if isinstance(config, SFTRunConfig):
+            pairs = read_sft_pairs(files, tokenizer, **options)
+            return [SFTExample(prompt, response) for prompt, response in pairs]
         return read_reward_pairs(files, tokenizer, **options)
 
     train = read(data.train_files)
@@ -172,6 +180,8 @@ def held_out(examples: Sequence[E], size: int, seed: int) -> tuple[list[E], list
 def _method(config: OfflineRunConfig) -> str:
     if isinstance(config, RewardModelRunConfig) and config.reward_model.head == "token":
         return "process rewards"
+    if isinstance(config, SFTRunConfig):
+        return "fine-tuning"
     return config.preference.loss if isinstance(config, PreferenceRunConfig) else "Bradley-Terry"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_origin
 
@@ -23,6 +23,7 @@ from engine.config import (
     RewardModelTrainingConfig,
     RowsConfig,
     Section,
+    SFTConfig,
     explain,
 )
 from engine.config.base import section_of
@@ -110,6 +111,23 @@ class PreferenceRunConfig(OfflineRunConfig):
         return self.preference
 
 
+class SFTOutputConfig(RunOutputConfig):
+    """What the run records, and where it leaves it."""
+
+    experiment_name: str = Field("sft", min_length=1, description="Name of the run there")
+
+
+class SFTRunConfig(OfflineRunConfig):
+    """All of it."""
+
+    sft: SFTConfig = SFTConfig()
+    run: SFTOutputConfig = SFTOutputConfig()
+
+    @property
+    def training(self) -> SFTConfig:
+        return self.sft
+
+
 class RewardModelRunConfig(OfflineRunConfig):
     """All of it."""
 
@@ -122,19 +140,27 @@ class RewardModelRunConfig(OfflineRunConfig):
 
 
 R = TypeVar("R", bound=OfflineRunConfig)
+Pairs = list[tuple[str, object]]  # dotted keys with their values
 
 
-def read_run_config(root: type[R], program: str, file: Path | None, arguments: Sequence[str]) -> R:
+def read_run_config(
+    root: type[R],
+    program: str,
+    file: Path | None,
+    arguments: Sequence[str],
+    renamed: Callable[[Pairs], Pairs] = lambda pairs: pairs,
+) -> R:
     """Read `file`, put the `key=value` arguments on top, and check all of it.
 
-    Raises ConfigError that names the key, and for one that is unknown the nearest.
+    `renamed` puts our keys in place of others. Raises ConfigError that names the key, and for one
+    that is unknown the nearest.
     """
     settings, values = dict(_walk(root, "")), dict[str, Any]()
     pairs = list(_flat(read_yaml(file), settings)) if file else []
     for argument in arguments:
         key, value = split_argument(argument)
         pairs.extend(_flat(value, settings, key))
-    for key, value in pairs:
+    for key, value in renamed(pairs):
         if key not in settings and get_origin(settings.get(key.rpartition(".")[0])) is not dict:
             near = difflib.get_close_matches(key, sorted(settings), n=1, cutoff=0.5)
             way_out = f"did you mean {near[0]}?" if near else f"{program} --help lists all keys"
