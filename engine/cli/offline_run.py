@@ -1,4 +1,4 @@
-"""The run of `main_sft`, `main_preference` and `main_reward_model`: data in, a model's folder out."""
+"""The run of `main_sft`, `main_preference`, `main_reward_model`: data in, a trained model out."""
 
 from __future__ import annotations
 
