@@ -31,8 +31,8 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> 
     apart |= {"parallel", "start_timeout_s", "step_timeout_s"}
     kept: set[str] | dict[str, Any] = apart
     if config.agent is not None:
-        # Where environments run, and how many, changes no episode.
-        kept = dict.fromkeys(apart, True) | {"agent": {"num_workers", "concurrency"}}
+        # Where environments run, how many, and what is saved changes no episode.
+        kept = dict.fromkeys(apart, True) | {"agent": {"num_workers", "concurrency", "save_freq_s"}}
     return {
         "data": {"max_response_length": data.max_response_length},
         "evaluate": redact_values(config.model_dump(mode="json", exclude=kept)),

@@ -110,6 +110,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             max_turn_length=self._multi_turn.max_turn_length,
             max_turns=self._multi_turn.max_assistant_turns,
             seconds=self._agent.timeout_s,
+            turn_seconds=self._agent.turn_timeout_s,
         )
         seen: Counter[int] = Counter()
         episodes = []

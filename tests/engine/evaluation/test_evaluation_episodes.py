@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from tiny_engine import arithmetic_rows
 
 from engine.agents.played import PlayedEpisode, after_prompt, played
 from engine.config import DataConfig, EvaluateConfig, PipelineConfig, RewardConfig
+from engine.controller.local_groups import LocalGroup, LocalHost
+from engine.controller.worker_host import RoleSpec, WorkerHost
+from engine.data.collate import collate_prompts
 from engine.data.contract import EVALUATION_ROWS, check
 from engine.errors import ConfigError
 from engine.evaluation.episodes import compare_episodes
@@ -22,6 +25,9 @@ from engine.evaluation.rows import EPISODE_COLUMNS
 from engine.evaluation.settings import comparable_settings
 from engine.evaluation.summary import EvaluationComparison, summarise
 from engine.rewards import Scorer
+from engine.rollout.protocol import SamplingParams
+from engine.workers.base import WorkerContext
+from engine.workers.episode_evaluation import EpisodeEvaluationWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ENVIRONMENT = RewardConfig.model_validate("environment")
@@ -59,6 +65,32 @@ def test_each_problem_is_an_episode_and_the_same_again(tiny_folder: Path) -> Non
         assert 0 < row["greedy_length"] <= 15
     assert rows["sample_return"].nunique() > 1
     pd.testing.assert_frame_equal(rows, table(tiny_folder, settings()))
+
+
+@pytest.mark.parametrize(("copies", "rows"), [(3, 7), (4, 2)])
+def test_copies_of_the_model_share_the_episodes(tiny_folder: Path, copies: int, rows: int) -> None:
+    config = settings()
+    options = {
+        "model_path": str(tiny_folder),
+        "engine": "native",
+        "max_model_len": 60,
+        "seed": 5,
+        "multi_turn": config.multi_turn,
+        "agent": config.agent,
+    }
+    asked = collate_prompts(arithmetic_rows(rows), [[3, 4, 5 + row] for row in range(rows)])
+    params = SamplingParams(n=2, max_new_tokens=30, seed=5)
+    with closing(EpisodeEvaluationWorker(WorkerContext("evaluation"), **options)) as worker:  # type: ignore[arg-type]
+        alone = worker.answer(asked, params).columns["episodes"]
+    spec = RoleSpec("evaluation", EpisodeEvaluationWorker, options)
+    with ExitStack() as stack:
+        hosts = [LocalHost(WorkerHost([spec], rank, copies, threads=1)) for rank in range(copies)]
+        for host in hosts:
+            stack.callback(host.close)
+            host.host.build()
+        shared = LocalGroup(spec, hosts).answer(asked, params).result().columns["episodes"]
+    assert list(shared) == list(alone)
+    assert len({one.text for one in alone}) > rows
 
 
 def test_a_failed_environment_is_a_wrong_answer_that_is_counted(tiny_folder: Path) -> None:
