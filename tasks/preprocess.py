@@ -54,12 +54,12 @@ def preprocess(
     `context` is the model's limit in tokens that the longest prompt and response must fit.
     """
     from engine.data.decontamination import without_held_out
-    from engine.data.sources import load_splits
+    from engine.data.sources import DEALT_APART, load_splits
 
     config = {"data": data.model_dump(mode="json"), "model_path": model_path, "seed": seed}
     with stage("dataset", run, config) as this:
         splits = load_splits(data, seed)
-        if data.source != "arithmetic":  # whose problems differ by numbers, and are dealt apart
+        if data.source not in DEALT_APART:
             splits = without_held_out(splits, data)
         for note in splits.notes:
             echo(f"dataset: {note}")

@@ -21,6 +21,8 @@ from engine.registry import Registry
 from engine.storage.code_version import modules_digest
 
 OF_ONE_FORM = ("arithmetic", "gsm8k")  # sources with a question and an answer in each row
+# Sources whose prompts differ by numbers or names, and are dealt to splits apart.
+DEALT_APART = ("arithmetic", "guessing", "products", "python_tasks")
 
 
 @dataclass(frozen=True, slots=True)
