@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,40 @@ def test_episodes_ahead_of_the_trainer_stay_within_the_bound(
 
 
 @pytest.mark.slow
+def test_ranks_on_ray_save_the_episodes_of_their_step(
+    tiny_folder: Path, tmp_path: Path, ray_cluster: None
+) -> None:
+    slow = {"name": "digit_games:SavedGame", "options": {"delay": 0.2}}
+    config = settings(
+        "ray",
+        rollout={"agent": {"environment": slow, "save_freq_s": 0.05}},
+        trainer={"total_training_steps": 1},
+    )
+    seen: set[str] = set()
+    with trainer(tiny_folder, config) as subject:
+        folder, ended = tmp_path / "episodes", threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(0.02):
+                seen.update(path.name for path in folder.glob("rollout-*"))
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        subject.fit(checkpoint_dir=tmp_path)
+        ended.set()
+        watching.join()
+    assert seen == {"rollout-00000-of-00001.safetensors"}
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_episodes_under_way_resume_with_an_async_run(tiny_folder: Path, tmp_path: Path) -> None:
     """Those that are over, and those that aren't, are in the checkpoint and are learned from."""
-    slow = {"name": "digit_games:SavedGame", "options": {"delay": 0.1}}
+    slow = {"name": "digit_games:SavedGame", "options": {"delay": 0.3}}
     chosen: list[str] = []
 
     def config() -> Any:
-        made = ahead("async", steps=12, agent={"environment": slow})
+        made = ahead("async", steps=12, agent={"environment": slow, "concurrency": 8})
         keep = {"save_freq": 1, "max_checkpoints_to_keep": 12}
         return made.model_copy(update={"trainer": made.trainer.model_copy(update=keep)})
 
@@ -147,8 +175,9 @@ def test_vllm_and_native_play_the_same_greedy_episodes(wide_folder: Path, own: b
 @needs_vllm
 @pytest.mark.slow
 def test_vllm_samples_what_the_trainer_learns_from(wide_folder: Path) -> None:
+    rollout = VLLM | {"agent": {"num_workers": 1}}
     history, batches = run(
-        wide_folder, settings(rollout=VLLM, actor={"old_log_probs": "trainer"}), dtype=FLOAT
+        wide_folder, settings(rollout=rollout, actor={"old_log_probs": "trainer"}), dtype=FLOAT
     )
     assert [metrics["staleness/max"] for metrics in history[:2]] == [0, 0]
     for batch in batches[:2]:

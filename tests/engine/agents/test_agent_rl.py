@@ -120,6 +120,7 @@ def test_an_outcome_and_the_environments_rewards_are_both_learned_from(tiny_fold
     assert bool((elsewhere == 0).all())
 
 
+@pytest.mark.slow
 def test_parts_that_are_over_are_scored_while_others_play(tiny_folder: Path) -> None:
     rows: list[list[Any]] = []
     for parts in (1, 2):
