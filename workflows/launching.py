@@ -15,8 +15,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import rich_click as click
-from flytekit import CronSchedule, Email, FixedRate, Labels, LaunchPlan, WorkflowExecutionPhase
+from flytekit import (
+    CronSchedule,
+    Email,
+    FixedRate,
+    Labels,
+    LaunchPlan,
+    Slack,
+    WorkflowExecutionPhase,
+)
 from flytekit.core.interface import Interface
+from flytekit.core.notification import Notification
 from flytekit.core.workflow import WorkflowBase
 from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPolicy
 
@@ -25,6 +34,7 @@ from engine.errors import ConfigError
 from tasks.inputs import RLHFConfig
 
 NOTIFY_VARIABLE = "HYBRIDFLYTE_NOTIFY"  # addresses, separated by commas
+SLACK = "slack:"  # before the mail address of a Slack channel
 MAX_PARALLELISM = 8  # nodes of one execution at once; the longest row of stages side by side is 2
 FAILED = (
     WorkflowExecutionPhase.FAILED,
@@ -93,18 +103,16 @@ def launch_plan(
 
     one_at_a_time: skip an execution while another one runs. Two that promote are no harm, as moves
     of the alias are serialised; it is for those of which a second has nothing to do. The
-    addresses of HYBRIDFLYTE_NOTIFY get a mail in the phases `notify_on`.
+    addresses of HYBRIDFLYTE_NOTIFY are told of the phases `notify_on`, Slack channels by
+    Flyte's Slack notification.
     """
-    addresses = notification_addresses()
     made = Launch.create(
         name,
         workflow,
         default_inputs=dict(default_inputs or {}),
         fixed_inputs=dict(fixed_inputs or {}),
         schedule=schedule,
-        notifications=[Email(phases=list(notify_on), recipients_email=addresses)]
-        if addresses
-        else [],
+        notifications=notifications(list(notify_on)),
         labels=Labels({"app": "hybridflyte", "launch-plan": name, **(labels or {})}),
         max_parallelism=MAX_PARALLELISM,
         concurrency=ConcurrencyPolicy(1, ConcurrencyLimitBehavior.SKIP) if one_at_a_time else None,
@@ -114,18 +122,25 @@ def launch_plan(
     return made
 
 
-def notification_addresses() -> list[str]:
-    """Recipients of notifications, from HYBRIDFLYTE_NOTIFY; ConfigError for an invalid address."""
+def notifications(phases: list[int]) -> list[Notification]:
+    """For the recipients in HYBRIDFLYTE_NOTIFY; ConfigError for an invalid address."""
     text = os.environ.get(NOTIFY_VARIABLE, "")
-    addresses = [address.strip() for address in text.split(",") if address.strip()]
-    for address in addresses:
+    given = [address.strip() for address in text.split(",") if address.strip()]
+    mail = [address for address in given if not address.startswith(SLACK)]
+    slack = [address.removeprefix(SLACK) for address in given if address.startswith(SLACK)]
+    for address in [*mail, *slack]:
         name, at, host = address.partition("@")
         if not (name and at and host):
             raise ConfigError(
                 f"{NOTIFY_VARIABLE}={text!r}: {address!r} is no e-mail address; separate several "
-                "by commas"
+                f"by commas, and write {SLACK}ADDRESS for a Slack channel's"
             )
-    return addresses
+    made: list[Notification] = []
+    if mail:
+        made.append(Email(phases=phases, recipients_email=mail))
+    if slack:
+        made.append(Slack(phases=phases, recipients_email=slack))
+    return made
 
 
 def settings(name: str) -> RLHFConfig:

@@ -194,6 +194,16 @@ def test_nobody_is_told_unless_asked(made: Callable[..., Launch]) -> None:
     assert not specification(made("quiet")).entity_metadata.notifications
 
 
+def test_a_slack_channel_is_told_as_well(
+    made: Callable[..., Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NOTIFY_VARIABLE, "night@example.com,slack:runs@example.slack.com")
+    mail, slack = specification(made("channel")).entity_metadata.notifications
+    assert list(mail.email.recipients_email) == ["night@example.com"]
+    assert list(slack.slack.recipients_email) == ["runs@example.slack.com"]
+    assert WorkflowExecution.FAILED in slack.phases
+
+
 def test_what_is_no_address(made: Callable[..., Launch], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NOTIFY_VARIABLE, "a@example.com;b")
     assert made("semicolon")  # one address, odd as it is
