@@ -17,6 +17,7 @@ from typing import Any, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from engine.cli.interpolation import resolved_values
 from engine.cli.ranks import spread
 from engine.cli.renamed_keys import VERL, Key
 from engine.cli.reward_keys import KNOWN as REWARD_KEYS
@@ -119,6 +120,7 @@ def resolve_pairs(pairs: Sequence[tuple[str, object]], *, verl_defaults: bool = 
         # Of keys for one setting the later one holds, so a key that comes again takes a new place.
         last.pop(key, None)
         last[key] = value
+    last = resolved_values(last)
     result = _resolve_keys(last)
     try:
         config = RunConfig.model_validate(result.values())
@@ -148,7 +150,10 @@ def _resolve_keys(pairs: dict[str, object]) -> Resolved:
         target = _verl_key(key) or _own_key(key)
         reward = is_reward_key(key)
         if isinstance(value, str) and "${" in value and (target or reward):
-            raise ConfigError(f"{key}={value!r} refers to another setting; write the value itself")
+            raise ConfigError(
+                f"{key}={value!r} refers to another setting, which is not given; write the value "
+                "itself"
+            )
         if reward:
             rewards.add(key, value)
         elif target:

@@ -40,6 +40,7 @@ _STRATEGIES = ("fsdp", "fsdp2", "megatron")
 _EXPERTS = "a mixture's experts are sharded with the other weights, see docs/parallel.md"
 _RECOMPUTE = "see actor_rollout_ref.model.enable_gradient_checkpointing"
 _MASTERS = "masters are float32; set model.dtype for the weights that are computed with"
+_PADDING = "see actor_rollout_ref.model.use_remove_padding"
 _KERNELS = "the model's own kernels are used"
 _AS_ACTOR = "the reference is sharded as the actor is"
 _TEXT = "prompts are text"
@@ -98,6 +99,10 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
             "agent.*",
             "checkpoint_engine*",
             "skip_tokenizer_init",
+            "multi_stage_wake_up",
+            "update_weights_bucket_megabytes",
+            "trace.*",
+            "skip_dump_dir",
         )
     ),
     _ignore(
@@ -119,6 +124,8 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _ignore("data.reward_fn_key", "the reward gets all columns and one function scores all rows"),
     _reject("data.truncation", "set data.filter_overlong_prompts=true instead", ("error",)),
     _reject("data.tokenizer", "the model's own tokenizer is used"),
+    _reject("data.sampler*", "see data.sampling"),
+    _reject("data.datagen*", "give files"),
     _reject("data.custom_cls*", "give files, and name their columns in data.columns"),
     _reject("data.tool_config_path", "there are no tools"),
     _reject("data.function_tool_path", "there are no tools"),
@@ -146,6 +153,10 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _ignore("*.optim.zero_indexed_step", "the first step already counts"),
     _reject("*.optim.override_optimizer_config", "set beta1, beta2 and weight_decay"),
     _ignore("actor_rollout_ref.rollout.micro_batch_size*", _MICRO),
+    _reject("actor_rollout_ref.rollout.over_sample_rate", "set trainer.mode=async", (0, 0.0)),
+    _reject("actor_rollout_ref.rollout.skip_rollout", "completions are sampled", (False,)),
+    _reject("actor_rollout_ref.ref.model*", "the reference is actor_rollout_ref.model.path"),
+    _ignore("actor_rollout_ref.actor.use_remove_padding", _PADDING),
     _reject("actor_rollout_ref.rollout.do_sample", "set rollout.temperature", (True,)),
     _reject("actor_rollout_ref.rollout.ignore_eos", "completions end at the end token", (False,)),
     _reject("actor_rollout_ref.rollout.multi_turn.max_user_turns", _TURNS),

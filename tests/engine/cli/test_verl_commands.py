@@ -231,6 +231,44 @@ def test_a_file_is_the_first_argument_or_hydras(
     assert "verl's file of defaults" in capsys.readouterr().err
 
 
+def test_references_in_a_file_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FRONT_RUNS", "/runs")
+    file = tmp_path / "ppo_trainer.yaml"
+    file.write_text(
+        """
+actor_rollout_ref:
+  actor:
+    ppo_mini_batch_size: 64
+    ppo_epochs: 2
+    clip_ratio: 0.3
+    clip_ratio_high: ${.clip_ratio}
+    use_torch_compile: ${oc.select:nothing.there,true}
+    use_remove_padding: ${oc.select:actor_rollout_ref.model.use_remove_padding,false}
+  ref: {strategy: "${actor_rollout_ref.actor.strategy}", model: null}
+  rollout: {name: "???", over_sample_rate: 0, trace: {backend: null}, skip_rollout: false}
+  model: {path: /m}
+critic:
+  ppo_mini_batch_size: ${oc.select:actor_rollout_ref.actor.ppo_mini_batch_size,256}
+  ppo_epochs: ${actor_rollout_ref.actor.ppo_epochs}
+  model: {path: "${actor_rollout_ref.model.path}"}
+trainer:
+  project_name: p
+  experiment_name: e
+  default_local_dir: ${oc.env:FRONT_RUNS}/${trainer.project_name}/${.experiment_name}
+"""
+    )
+    given = ["trainer.experiment_name=mine", "actor_rollout_ref.actor.strategy=fsdp"]
+    config = resolve(file, given, verl_defaults=True).config
+    assert (config.rl.critic.ppo_mini_batch_size, config.rl.critic.ppo_epochs) == (64, 2)
+    assert config.rl.actor.clip_ratio_high == 0.3
+    assert config.rl.critic.model_path == "/m"
+    assert config.run.default_local_dir == "/runs/p/mine"
+    with pytest.raises(ConfigError, match=r"algorithm.gamma='\$\{no.such\}' refers to another"):
+        resolve(None, ["algorithm.gamma=${no.such}"])
+    with pytest.raises(ConfigError, match="refers to another setting"):
+        resolve(None, ["algorithm.gamma=${algorithm.lam}", "algorithm.lam=${algorithm.gamma}"])
+
+
 def test_verls_module_name_has_verls_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert verls_main(["--print-config"]) == 0
     assert "adv_estimator: gae" in capsys.readouterr().out
