@@ -1,35 +1,33 @@
-"""What preference learning learns on the default task, with intervals.
+"""What preference learning learns on the default task, with intervals and seconds.
 
     python benchmarks/preference_learning.py                  # reward model, DPO, KTO, PPO
     python benchmarks/preference_learning.py --tasks dpo --seeds 0,1,2
 
-All begin at the warm start that the default task's SFT stage makes (kept in the cache folder). Its
-own completions of the training prompts, scored by the task's rule, make the pairs and the labels.
+The settings are those of `pyflyte run workflows/preference.py`: `preference` for `dpo` and `kto`,
+`classic_rlhf` for `reward` and `ppo`. All begin at the warm start that the default task's SFT stage
+makes (kept in the cache folder). Its own completions of the training prompts, ranked by the task's
+rule, make the pairs and the labels.
 
-- `reward`: a reward model learns from all pairs of a group, and ranks pairs of held-out prompts.
+- `reward`: a reward model learns from pairs, and ranks pairs of held-out prompts; by whether both
+  answers show their steps.
 - `dpo`, `kto`: greedy pass@1 on the 512 held-out problems, and the gain over the warm start.
 - `ppo`: PPO with that reward model as its only reward; whether the rule's pass@1 rises.
-
-Settings are the defaults but for `SETTINGS`, which is what to start from with data of this kind.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-import yaml
 from our_side import merged, nested
 from time_to_accuracy import DEFAULTS, warm_start
 from transformers.utils import logging as transformers_logging
@@ -37,25 +35,28 @@ from vs_trl import machine
 
 from engine.config import (
     EvaluateConfig,
+    PairsConfig,
+    PipelineConfig,
     PreferenceTrainingConfig,
+    RewardConfig,
     RewardModelTrainingConfig,
     RLConfig,
+    load_config,
 )
+from engine.config.base import Section
 from engine.console import quiet
 from engine.data.loader import PromptLoader
 from engine.data.preference_examples import read_preferences, read_reward_pairs
-from engine.data.scored_groups import (
-    ScoredCompletion,
-    ScoredGroup,
-    labels_from_groups,
-    pairs_from_groups,
-)
+from engine.data.preference_rows import Kind
 from engine.data.sources import Splits, load_splits
 from engine.data.templates import decode_response, encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.evaluation.decode import decode
 from engine.evaluation.metrics import paired_bootstrap, wilson_interval
+from engine.evaluation.overoptimisation import MODEL_REWARD
 from engine.models import saved_dtype
+from engine.preferences.from_rollouts import rank_rollouts
+from engine.preferences.learned_reward import by_reward_model
 from engine.rewards.answer_match import answer_match
 from engine.runtime.save_policy import StartModel
 from engine.trainers.preference import PreferenceTrainer
@@ -63,14 +64,11 @@ from engine.trainers.reward_model import RewardModelTrainer
 from engine.trainers.rl import RLTrainer
 
 TASKS = ("reward", "dpo", "kto", "ppo")
+SECTIONS = (*TASKS, "pairs")  # which the command line sets
 LONGEST = DEFAULTS.data.max_response_length
-PPO = Path(__file__).parents[1] / "engine" / "config" / "presets" / "ppo.yaml"
-SETTINGS: dict[str, dict[str, Any]] = {
-    "reward": {"epochs": 3, "optim": {"lr": 2e-3}},
-    "dpo": {"epochs": 3, "optim": {"lr": 3e-4}},
-    "kto": {"loss": "kto", "epochs": 3, "optim": {"lr": 3e-4}},
-    "ppo": {},
-}
+CLASSIC = Path(__file__).parents[1] / "engine" / "config" / "presets" / "classic_rlhf.yaml"
+WORKED = "<<"  # is in answers that show their steps
+ROWS = {"reward": "reward", "dpo": "pairs", "kto": "labels", "ppo": "reward"}  # what a task reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,10 @@ class Bench:
     start: Path  # the warm start
     splits: Splits
     folder: Path  # of this run's files
-    settings: dict[str, dict[str, Any]]  # by task
+    classic: PipelineConfig  # of the workflow classic_rlhf
+    tasks: tuple[str, ...]
+    prompts: int  # that are completed, at most, of training and of held-out ones
+    settings: dict[str, dict[str, Any]]  # by section, those of the command line
     before: np.ndarray  # [512] whether the warm start's greedy answers are right
 
     def model(self) -> StartModel:
@@ -96,20 +97,30 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
     print(machine(args.threads).partition("; TRL")[0], flush=True)
-    settings = {task: merged(SETTINGS[task], nested(getattr(args, task))) for task in TASKS}
-    runs: dict[str, Callable[[Bench], None]] = {
-        "reward": reward, "dpo": dpo, "kto": kto, "ppo": ppo
-    }  # fmt: skip
+    settings = {name: nested(getattr(args, name)) for name in SECTIONS}
+    runs = dict(zip(TASKS, (reward, dpo, kto, ppo), strict=True))
+    tasks, classic = tuple(args.tasks), load_config(CLASSIC)
     for seed in args.seeds:
         splits = load_splits(DEFAULTS.data, seed)
         start = warm_start(seed, splits)
         with tempfile.TemporaryDirectory() as place:
             begin = time.perf_counter()
             before = right(start, start, splits.test)
-            bench = Bench(seed, args.threads, start, splits, Path(place), settings, before)
+            bench = Bench(
+                seed=seed,
+                threads=args.threads,
+                start=start,
+                splits=splits,
+                folder=Path(place),
+                before=before,
+                classic=classic,
+                tasks=tasks,
+                prompts=args.prompts,
+                settings=settings,
+            )
             say(bench, f"warm start: greedy pass@1 {rate(before)}", begin)
-            write_rows(bench, args.prompts, args.n)
-            for task in args.tasks:
+            write_rows(bench)
+            for task in tasks:
                 runs[task](bench)
 
 
@@ -122,47 +133,37 @@ def parse_args() -> argparse.Namespace:
     add("--tasks", type=lambda text: text.split(","), default=list(TASKS), help="ppo needs reward")
     add("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0])
     add("--prompts", type=int, default=DEFAULTS.data.train_size, help="that are completed")
-    add("--n", type=int, default=8, help="completions of each")
     add("--threads", type=int, default=os.cpu_count() or 1)
-    for task in TASKS:
-        add(f"--{task}", nargs="*", default=[], metavar="KEY=VALUE", help=f"settings of {task}")
+    for name in SECTIONS:
+        add(f"--{name}", nargs="*", default=[], metavar="KEY=VALUE", help=f"settings of {name}")
     return parser.parse_args()
 
 
-def write_rows(bench: Bench, prompts: int, n: int) -> None:
-    """Complete and score training and held-out prompts; write their pairs, and labels, as files."""
-    begin = time.perf_counter()
-    held_out = pd.concat([bench.splits.validation, bench.splits.test])
-    for name, frame in (("train", bench.splits.train[:prompts]), ("held_out", held_out)):
-        groups = scored_groups(bench, frame, n)
-        pairs = pairs_from_groups(groups)
-        kinds = {
-            "pairs": pairs,
-            "all_pairs": pairs_from_groups(groups, pairs_per_group=n),
-            "labels": labels_from_groups(groups, per_group=1),
-        }
-        for kind, rows in kinds.items():
-            lines = "\n".join(map(json.dumps, rows))
-            (bench.folder / f"{name}_{kind}.jsonl").write_text(lines)
-        say(bench, f"{name}: {len(frame)} prompts × {n}: {len(pairs)} pairs", begin)
-
-
-def scored_groups(bench: Bench, frame: pd.DataFrame, n: int) -> list[ScoredGroup]:
-    """The warm start's completions of each prompt, with the rule's scores."""
-    tokenizer = load_tokenizer(bench.start)
-    config = EvaluateConfig(k=1, samples=n, temperature=1.0)
-    prompts = encode_prompts(tokenizer, frame["prompt"], "prompts")
-    _, answers = decode(bench.start, prompts, config, max_response_length=LONGEST, seed=bench.seed)
-    texts = [decode_response(tokenizer, one.token_ids) for one in answers]
-    scores = rule(texts, [row for row in frame["reward_model"] for _ in range(n)])
-    done = [
-        ScoredCompletion(text, score, answer.truncated)
-        for text, score, answer in zip(texts, scores, answers, strict=True)
-    ]
-    return [
-        ScoredGroup(list(prompt), done[i * n : (i + 1) * n])
-        for i, prompt in enumerate(frame["prompt"])
-    ]
+def write_rows(bench: Bench) -> None:
+    """Complete and rank training and held-out prompts; write pairs, and labels, as files."""
+    held_out = pd.concat([bench.splits.validation, bench.splits.test], ignore_index=True)
+    kinds: dict[str, tuple[Kind, PairsConfig]] = {
+        "pairs": ("pairs", DEFAULTS.pairs),
+        "labels": ("labels", DEFAULTS.pairs),
+        "reward": ("pairs", bench.classic.pairs),
+    }
+    for kind in {ROWS[task] for task in bench.tasks}:
+        rows, base = kinds[kind]
+        given = {"reward": RewardConfig()} | bench.settings["pairs"]
+        config = PairsConfig.model_validate(base.model_dump() | given)
+        for name, frame in (("train", bench.splits.train), ("held_out", held_out)):
+            begin = time.perf_counter()
+            ranked = rank_rollouts(
+                bench.start,
+                frame[: bench.prompts],
+                config,
+                rows,
+                max_response_length=LONGEST,
+                seed=bench.seed,
+            )
+            ranked.rows.to_parquet(bench.folder / f"{name}_{kind}.parquet", index=False)
+            made = f"{ranked.prompts} prompts × {config.n}: {len(ranked.rows)} {rows}"
+            say(bench, f"{name}, for {kind}: {made}", begin)
 
 
 def rule(texts: Sequence[str], rows: Sequence[Any]) -> list[float]:
@@ -180,19 +181,21 @@ def right(folder: Path, tokens: Path, frame: pd.DataFrame) -> np.ndarray:
     return np.array(rule(texts, list(frame["reward_model"])))
 
 
-def offline(bench: Bench, task: str, **more: Any) -> dict[str, Any]:
-    return merged({"threads": bench.threads} | more, bench.settings[task])
+def offline(bench: Bench, task: str, base: Section) -> dict[str, Any]:
+    """The settings of `base` with those of the command line."""
+    return merged(base.model_dump() | {"threads": bench.threads}, bench.settings[task])
 
 
 def reward(bench: Bench) -> None:
-    """Train a reward model; print how it ranks held-out pairs, and by confidence."""
+    """Train a reward model; print how it ranks held-out pairs, and which kinds of them."""
     begin = time.perf_counter()
     tokenizer = load_tokenizer(bench.start)
     train, held_out = (
-        read_reward_pairs(str(bench.folder / f"{name}.jsonl"), tokenizer)
-        for name in ("train_all_pairs", "held_out_pairs")
+        read_reward_pairs(str(bench.folder / f"{name}_reward.parquet"), tokenizer)
+        for name in ("train", "held_out")
     )
-    config = RewardModelTrainingConfig.model_validate(offline(bench, "reward"))
+    values = offline(bench, "reward", bench.classic.reward_model)
+    config = RewardModelTrainingConfig.model_validate(values)
     trainer = RewardModelTrainer(
         bench.model(), tokenizer.pad_token_id or 0, config, seed=bench.seed
     )
@@ -208,32 +211,32 @@ def reward(bench: Bench) -> None:
         f"loss {found['loss']:.3f}, calibration error {found['calibration_error']:.3f}",
         begin,
     )
-    confidence = 1 / (1 + np.exp(-abs(gaps)))
-    edges = (0.5, 0.9, 0.99, 0.999, 1.0 + 1e-9)
-    for low, high in pairwise(edges):
-        inside = (confidence >= low) & (confidence < high)
-        if inside.any():
-            shown = rate((gaps[inside] > 0).astype(float))
-            mean = confidence[inside].mean()
-            print(f"    confidence {mean:.3f}: {inside.sum()} pairs, right {shown}", flush=True)
+    texts = pd.read_parquet(bench.folder / "held_out_reward.parquet")[["chosen", "rejected"]]
+    worked = texts.map(lambda text: "worked" if WORKED in text else "bare")
+    for (chosen, rejected), rows in worked.groupby(["chosen", "rejected"]).groups.items():
+        shown = rate((gaps[rows] > 0).astype(float))
+        print(
+            f"    right and {chosen}, wrong and {rejected}: {len(rows)} pairs, {shown}", flush=True
+        )
 
 
 def dpo(bench: Bench) -> None:
     """DPO on the pairs."""
-    prefer(bench, "dpo", "pairs")
+    prefer(bench, "dpo", DEFAULTS.preference)
 
 
 def kto(bench: Bench) -> None:
     """KTO on the labels."""
-    prefer(bench, "kto", "labels")
+    prefer(bench, "kto", DEFAULTS.preference.model_copy(update={"loss": "kto"}))
 
 
-def prefer(bench: Bench, task: str, kind: Any) -> None:
-    """Learn from the rows of `kind`; print the gain in greedy pass@1."""
+def prefer(bench: Bench, task: str, base: PreferenceTrainingConfig) -> None:
+    """Learn from the task's rows; print the gain in greedy pass@1."""
     begin = time.perf_counter()
-    tokenizer = load_tokenizer(bench.start)
-    rows = read_preferences(str(bench.folder / f"train_{kind}.jsonl"), tokenizer, kind)
-    config = PreferenceTrainingConfig.model_validate(offline(bench, task))
+    tokenizer, kind = load_tokenizer(bench.start), ROWS[task]
+    path = str(bench.folder / f"train_{kind}.parquet")
+    rows = read_preferences(path, tokenizer, "labels" if kind == "labels" else "pairs")
+    config = PreferenceTrainingConfig.model_validate(offline(bench, task, base))
     trainer = PreferenceTrainer(bench.model(), tokenizer.pad_token_id or 0, config, seed=bench.seed)
     with trainer:
         last = trainer.fit(rows)
@@ -248,17 +251,17 @@ def prefer(bench: Bench, task: str, kind: Any) -> None:
 
 
 def ppo(bench: Bench) -> None:
-    """PPO of `engine/config/presets/ppo.yaml`, with the reward model in the rule's place."""
+    """PPO as in classic RLHF, with the reward model in the rule's place."""
     begin = time.perf_counter()
-    scored = {"name": "reward_model", "options": {"model": str(bench.folder / "reward")}}
-    own = {"reward": scored, "trainer": {"threads": bench.threads}}
-    values = merged(merged(yaml.safe_load(PPO.read_text())["rl"], own), bench.settings["ppo"])
-    config, train = RLConfig.model_validate(values), bench.splits.train
+    values = merged(bench.classic.rl.model_dump(), {"trainer": {"threads": bench.threads}})
+    asked = RLConfig.model_validate(merged(values, bench.settings["ppo"]))
+    config, train = by_reward_model(asked, str(bench.folder / "reward")), bench.splits.train
     prompts = encode_prompts(load_tokenizer(bench.start), train["prompt"], "train")
 
     def finished(step: int, total: int, metrics: dict[str, float]) -> None:
-        if step % 20 == 0 or step == 1:
-            print(f"    step {step}: reward {metrics['reward/mean']:.2f}", flush=True)
+        if step % 10 == 0 or step == 1:
+            model, true = metrics[f"reward/{MODEL_REWARD}"], metrics["reward/correct"]
+            print(f"    step {step}: reward model {model:.2f}, true reward {true:.3f}", flush=True)
 
     with RLTrainer(
         bench.start,
