@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -51,6 +53,10 @@ _FLAGS = [
 ]
 
 
+def qwen2() -> Any:
+    return build("qwen2")
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -58,20 +64,20 @@ def free_port() -> int:
         return port
 
 
-def vllm_url() -> str:
-    """Address of a server of `build("qwen2")`; skips where vLLM is not installed."""
+def vllm_url(model: Callable[[], Any] = qwen2) -> str:
+    """Address of a server of `model()`; skips where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    url, problem = _start()
+    url, problem = _start(model)
     assert not problem, f"vLLM's server did not start:\n{problem}"
     return url
 
 
 @cache  # a failure as well: no test waits for it again
-def _start() -> tuple[str, str]:
+def _start(model: Callable[[], Any]) -> tuple[str, str]:
     """The server's address, and the end of its log if it did not start."""
     folder = Path(tempfile.mkdtemp(prefix="served-"))
-    build("qwen2").save_pretrained(folder)  # type: ignore[operator]
+    model().save_pretrained(folder)
     port, log = free_port(), folder / "log"
     with log.open("w") as output:
         server = subprocess.Popen(

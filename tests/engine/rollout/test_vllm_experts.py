@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rollout_models import CONTEXT, VOCABULARY, make_prompts, reference_log_probs, train
+from server_process import vllm_url
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
@@ -19,6 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from engine.errors import RolloutError
 from engine.rollout.protocol import SamplingParams
+from engine.rollout.server import ServerEngine
 from engine.rollout.vllm import VllmEngine
 from engine.rollout.vllm.cpu_experts import apply_experts
 
@@ -118,3 +120,22 @@ def test_updates_reach_the_experts(family: str, in_process: bool) -> None:
             engine.update_weights(model, version)
     finally:
         engine.close()
+
+
+def served_mixture() -> Any:
+    return mixture("qwen3_moe")
+
+
+@pytest.mark.slow
+def test_a_server_of_experts_takes_updates() -> None:
+    """vLLM's own server packs experts; its reload packs them again."""
+    url, model = vllm_url(served_mixture), mixture("qwen3_moe")
+    engine = ServerEngine(model, url=url)
+    prompts, params = make_prompts(4, seed=2), SamplingParams(n=2, max_new_tokens=12, seed=3)
+    for version in (1, 2):
+        train(model, steps=2)
+        engine.update_weights(model, version)
+        for c in engine.generate(prompts, params):
+            expected = reference_log_probs(model, prompts[c.prompt_index], c.token_ids)
+            assert (expected - torch.tensor(c.log_probs)).abs().max() < 1e-3
+    engine.close()

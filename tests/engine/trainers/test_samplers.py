@@ -33,7 +33,9 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_folder(folder, TINY_MODEL.model_copy(update={"hidden_size": 128}))
 
 
-def run(folder: Path, mode: str, *, steps: int = 4, **sections: Any) -> list[dict[str, float]]:
+def run(
+    folder: Path, mode: str, *, steps: int = 4, dtype: str = "float32", **sections: Any
+) -> list[dict[str, float]]:
     base: dict[str, Any] = {
         "actor": {"optim": {"lr": 1e-2, "weight_decay": 0.0, "warmup_ratio": 0.0}},
         "rollout": {"n": 4},
@@ -50,7 +52,7 @@ def run(folder: Path, mode: str, *, steps: int = 4, **sections: Any) -> list[dic
     loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), 4, 0)
     settings = RLConfig.model_validate(base)
     with RLTrainer(
-        folder, settings, loader, max_response_length=6, max_model_len=64, dtype="float32"
+        folder, settings, loader, max_response_length=6, max_model_len=64, dtype=dtype
     ) as trainer:
         trainer.fit()
         return trainer.history
@@ -72,21 +74,43 @@ def test_rollout_workers_get_the_samplers_pool(tiny_folder: Path) -> None:
     assert history[-1]["async/restarts"] == 0
 
 
+# The mean over completions of |mean log-prob of vLLM's − of the trainer's|, both with the same
+# weights. Of 50 random models of this shape, 16 completions each, it was 1.8e-7 in the median and
+# 2.2e-7 at most in float32, 2.3e-3 and 3.2e-3 in bfloat16 (a single token's gap 2.9e-6 and 3.2e-2
+# at most): rounding of sums in another order. Allowed is ten and three times the largest. Weights
+# that are an update apart differ by more, which is looked at, too.
+AGREES = {"float32": 2e-6, "bfloat16": 1e-2}
+
+
 @needs_vllm
-@pytest.mark.parametrize("mode", ["one_step_off", "async"])
-@pytest.mark.parametrize("own", [False, True])
-def test_vllm_decodes_ahead_of_the_trainer(wide_folder: Path, mode: str, own: bool) -> None:
+@pytest.mark.parametrize(
+    ("mode", "own", "dtype"),
+    [
+        ("one_step_off", False, "float32"),
+        ("one_step_off", False, "bfloat16"),
+        ("one_step_off", True, "float32"),
+        ("async", False, "float32"),
+        ("async", True, "float32"),
+    ],
+)
+def test_vllm_decodes_ahead_of_the_trainer(
+    wide_folder: Path, mode: str, own: bool, dtype: str
+) -> None:
     rollout = {"engine": "vllm", "kv_cache_memory_mb": 64, "max_num_seqs": 8}
     if own:
         rollout |= {"vllm": {"in_process": False}, "tensor_parallel_size": 2}
-    history = run(wide_folder, mode, rollout=rollout, trainer={"start_timeout_s": 300.0})
+    trainer = {"start_timeout_s": 300.0}
+    history = run(wide_folder, mode, dtype=dtype, rollout=rollout, trainer=trainer)
     assert len(history) == 4
     assert max(row["staleness/max"] for row in history) <= 1
     assert all(math.isfinite(row["actor/grad_norm"]) for row in history)
     # Where nothing was updated, the sampler's log-probs are the trainer's.
     fresh = [row for row in history if row["staleness/max"] == 0]
     assert fresh
-    assert fresh[0]["rollout_corr/log_ppl_abs_diff"] < 1e-4
+    assert fresh[0]["rollout_corr/log_ppl_abs_diff"] < AGREES[dtype]
+    stale = [row for row in history if row["staleness/max"] == 1]
+    if mode == "one_step_off":
+        assert min(row["rollout_corr/log_ppl_abs_diff"] for row in stale) > 2 * AGREES[dtype]
     if mode == "async":
         assert history[-1]["async/restarts"] == 0
 
