@@ -3,6 +3,8 @@
 vLLM's own `reload_weights` is not enough. A folder that it fails on leaves parameters without
 storage, and the next request ends the server; so everything is checked before anything is touched.
 On CPU it leaves a tied head as it was, packed from the old embedding; so the head is packed again.
+A mixture's experts, which a CPU packs too, would be loaded wrong: they are computed unpacked there.
+vLLM imports this module before it makes its model.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from engine.rollout.server.weight_folders import checksum, shapes
+from engine.rollout.vllm.cpu_experts import keep_experts_unpacked
+
+keep_experts_unpacked()
 
 
 class WeightReceiver:
