@@ -68,7 +68,9 @@ def test_rollout_ahead_learns_within_its_bound(
 
 @pytest.mark.parametrize("mode", ["one_step_off", "async"])
 def test_on_ray_samplers_of_their_own_are_within_the_bound(tiny_folder: Path, mode: str) -> None:
-    history, spans = run(tiny_folder, mode, "ray", steps=2, trainer={"threads": 1})
+    policy = {"roles": ["actor", "rollout", "reference", "reward"], "cpus": 0.5}
+    trainer = {"threads": 1, "pools": [policy, {"roles": ["sampler"], "cpus": 0.5}]}
+    history, spans = run(tiny_folder, mode, "ray", steps=2, trainer=trainer)
     behind = [metrics["staleness/max"] for metrics in history]
     assert behind in ([[0, 1]] if mode == "one_step_off" else [[0, 0], [0, 1]])
     assert all(metrics["actor/grad_norm"] > 0 for metrics in history)
