@@ -66,7 +66,7 @@ class Admin(
         return task_pb2.Task(id=request.id, closure=closure)
 
     def CreateWorkflow(self, request: Any, context: Any) -> workflow_pb2.WorkflowCreateResponse:
-        for ident in _tasks_in(request.spec):
+        for ident in tasks_in(request.spec):
             if key_of(ident) not in self.tasks:
                 context.abort(
                     grpc.StatusCode.INVALID_ARGUMENT, f"task {ident.name} is not registered"
@@ -76,7 +76,7 @@ class Admin(
 
     def GetWorkflow(self, request: Any, context: Any) -> workflow_pb2.Workflow:
         spec = self._get(self.workflows, request, context)
-        used = {key_of(ident): ident for ident in _tasks_in(spec)}
+        used = {key_of(ident): ident for ident in tasks_in(spec)}
         compiled = CompiledWorkflowClosure(
             primary=CompiledWorkflow(template=spec.template),
             sub_workflows=[CompiledWorkflow(template=sub) for sub in spec.sub_workflows],
@@ -212,7 +212,7 @@ class Admin(
         )
 
 
-def _tasks_in(spec: Any) -> Iterator[Identifier]:
+def tasks_in(spec: Any) -> Iterator[Identifier]:
     """The tasks of a workflow and those inside it, their failure handlers among them."""
     for template in (spec.template, *spec.sub_workflows):
         for node in (*template.nodes, template.failure_node):
