@@ -45,6 +45,7 @@ class Action:
     tool_calls: tuple[ToolCall, ...] = ()  # in the order of the text; none without a call parser
     malformed: tuple[str, ...] = ()
     """A sentence for each piece of text that begins a call and is none, e.g. "no JSON: …"."""
+    content: str | None = None  # the text outside of calls; None without a call parser
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def parse_turn(parser: CallParser, text: str) -> ParsedTurn:
 def parsed_action(parser: CallParser, text: str, token_ids: tuple[int, ...] = ()) -> Action:
     """The action of a turn's text and ids."""
     parsed = parse_turn(parser, text)
-    return Action(text, token_ids, parsed.tool_calls, parsed.malformed)
+    return Action(text, token_ids, parsed.tool_calls, parsed.malformed, parsed.content)
 
 
 def loads(text: str) -> Any:
