@@ -19,6 +19,7 @@ from engine.cli.resolve import Resolved, resolve
 from engine.errors import ConfigError
 from engine.main_ppo import main
 from engine.trainer.main_ppo import main as verls_main
+from engine.trainers.resume import run_settings
 
 PPO = """
 data.train_files=/d/train.parquet data.val_files=/d/test.parquet data.train_batch_size=256
@@ -296,6 +297,12 @@ def test_validation_samples_where_it_is_told_to() -> None:
     assert greedy.config == resolve(None, []).config
     (notice,) = greedy.notices
     assert f"{how}.n has no effect here: rollout.val_kwargs.do_sample is false" in notice
+
+
+def test_a_resumed_run_may_validate_otherwise_and_keep_its_reference_elsewhere() -> None:
+    recorded = run_settings(resolve(None, []).config.rl, 6, 0)
+    assert "rl.rollout.n" in recorded
+    assert not [n for n in recorded if n.startswith(("rl.rollout.val_kwargs", "rl.reference"))]
 
 
 def test_a_dry_run_says_what_would_be_and_starts_nothing(
