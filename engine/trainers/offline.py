@@ -29,7 +29,7 @@ from engine.config import OfflineConfig
 from engine.controller.roles import Roles
 from engine.errors import ConfigError, DataError
 from engine.runtime.save_policy import StartModel
-from engine.trainers.offline_checkpoints import MAY_DIFFER, OfflineCheckpoints, OnResume
+from engine.trainers.offline_checkpoints import OfflineCheckpoints, OnResume, recorded
 from engine.trainers.offline_ranks import done, is_on_ray, launch_ranks, make_worker, offline_dtype
 from engine.trainers.preemption import PreemptionNotice
 from engine.trainers.run_settings import flat
@@ -140,8 +140,11 @@ class OfflineTrainer(ABC, Generic[Example, W]):
             train, validation = self._prepare(train, validation, checkpoint_dir)
             done(self._ranks.begin(total))
             saver = self._saver(checkpoint_dir) if checkpoint_dir else None
-            section, settings = self._offline.section, self._settings(len(train))
-            run = OfflineCheckpoints(self._worker, saver, section, settings, self.on_resume)
+            settings, defaults = self._settings(len(train)), recorded(type(self._offline)())
+            section = self._offline.section
+            run = OfflineCheckpoints(
+                self._worker, saver, section, settings, defaults, self.on_resume
+            )
             begin, metrics = run.resume(self._store(resume_from) if resume_from else None)
             if begin >= total:
                 log.warning("%s is at step %d of %d already", self.what, begin, total)
@@ -223,9 +226,8 @@ class OfflineTrainer(ABC, Generic[Example, W]):
 
     def _settings(self, rows: int) -> dict[str, object]:
         """What a checkpoint records: a resumed run must share it, but for what may change."""
-        config = self._offline.model_dump(mode="json", exclude=MAY_DIFFER)
-        own = {self._offline.section: config, "seed": self.seed, "start": self.start}
-        return flat(own | {"data": {"rows": rows}})
+        own = {"seed": self.seed, "start": self.start, "data": {"rows": rows}}
+        return recorded(self._offline) | flat(own)
 
     def _batches(self, train: Sequence[Example], total: int) -> list[list[int]]:
         """Row numbers of each of `total` steps; every epoch in a new order.

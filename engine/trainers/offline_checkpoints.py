@@ -15,8 +15,9 @@ from engine.checkpoint.dcp_metadata import BOXES
 from engine.checkpoint.rank_state import RankState
 from engine.checkpoint.rng import process_rng, set_process_rng
 from engine.checkpoint.state_dict import StateDict
+from engine.config import OfflineConfig
 from engine.errors import CheckpointError
-from engine.trainers.run_settings import changed_settings
+from engine.trainers.run_settings import changed_settings, flat
 from engine.workers.sft import OfflineWorker
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,11 @@ MAY_DIFFER = {
 }
 
 
+def recorded(config: OfflineConfig) -> dict[str, object]:
+    """The settings of a section that a checkpoint records, by dotted name, e.g. "sft.packing"."""
+    return flat({config.section: config.model_dump(mode="json", exclude=MAY_DIFFER)})
+
+
 @dataclass(frozen=True, slots=True)
 class OfflineCheckpoints:
     """Where the state of one `fit` is saved."""
@@ -50,6 +56,7 @@ class OfflineCheckpoints:
     saver: Saver | None  # None: nothing is saved
     section: str  # of the settings, e.g. "sft"
     settings: dict[str, object]  # that a checkpoint records
+    defaults: dict[str, object]  # of those that come from a configuration
     on_resume: OnResume
     changed_settings: list[StateDict] = field(default_factory=list)  # when it was resumed
 
@@ -87,9 +94,8 @@ class OfflineCheckpoints:
 
     def _load(self, saver: Saver, checkpoint: Checkpoint) -> dict[str, float]:
         state = checkpoint.state
-        changed = changed_settings(
-            checkpoint, self.settings, [f"{self.section}.{name}" for name in MAY_CHANGE]
-        )
+        may_change = [f"{self.section}.{name}" for name in MAY_CHANGE]
+        changed = changed_settings(checkpoint, self.settings, may_change, self.defaults)
         if self.worker is None:
             saver.restore(checkpoint)
         elif BOXES in state:

@@ -310,7 +310,8 @@ class RLTrainer:
         return run_settings(self.config, self.spec.max_response_length, self.spec.seed)
 
     def _restore(self, saver: Saver, checkpoint: Checkpoint) -> None:
-        changed = changed_settings(checkpoint, self._settings(), MAY_CHANGE)
+        defaults = run_settings(RLConfig(), self.spec.max_response_length, self.spec.seed)
+        changed = changed_settings(checkpoint, self._settings(), MAY_CHANGE, defaults)
         self.load_state_dict(saver.restore(checkpoint))
         self.changed_settings = changed
         self.on_resume(checkpoint.folder, self.step)

@@ -30,17 +30,22 @@ def flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 
 
 def changed_settings(
-    checkpoint: Checkpoint, settings: Mapping[str, object], may_change: Collection[str]
+    checkpoint: Checkpoint,
+    settings: Mapping[str, object],
+    may_change: Collection[str],
+    defaults: Mapping[str, object],
 ) -> list[StateDict]:
     """What changed since the run began, an entry a change: those of earlier resumptions first.
 
     An entry is `{"step": 40, "setting": "rl.actor.optim.lr", "before": 1.0, "after": 0.1}`. New
-    ones are logged. `may_change` are names of settings, or of sections as "rl.actor.optim". Raises
-    CheckpointError where another setting has changed.
+    ones are logged. `may_change` are names of settings, or of sections as "rl.actor.optim". A
+    setting that the checkpoint's version of the engine did not have counts with its value in
+    `defaults`. Raises CheckpointError where another setting has changed.
     """
     there = checkpoint.state.get("settings")
     if not isinstance(there, dict):
         raise _refused(checkpoint, "another version of the engine wrote it")
+    there = {name: defaults[name] for name in settings.keys() & defaults.keys()} | there
     names = sorted(n for n in there.keys() | settings.keys() if there.get(n) != settings.get(n))
     told = {n: f"{n} is {there.get(n)!r} there and {settings.get(n)!r} here" for n in names}
     refused = [told[n] for n in names if not _is_in(n, may_change)]

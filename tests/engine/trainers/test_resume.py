@@ -39,6 +39,7 @@ from engine.storage.atomic import process_start
 from engine.storage.folder import Folder
 from engine.trainers.attempts import run_with_retries
 from engine.trainers.prompts import PromptStream
+from engine.trainers.resume import run_settings
 from engine.trainers.rl import RLTrainer
 from engine.trainers.rollout_state import Rollout
 from engine.workers.group_stream import GroupStream
@@ -316,6 +317,26 @@ def test_a_finished_run_trains_no_more(tiny_folder: Path, tmp_path: Path) -> Non
         again.on_step = _stop_after(7)
         assert again.fit(checkpoint_dir=tmp_path) == {}
         assert facts(again) == facts(whole)
+
+
+def test_a_setting_that_an_older_version_did_not_have_counts_with_its_default(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_top_p(self: RLTrainer) -> dict[str, object]:
+        settings = run_settings(self.config, self.spec.max_response_length, self.spec.seed)
+        return {name: value for name, value in settings.items() if name != "rl.rollout.top_p"}
+
+    with monkeypatch.context() as older, trainer(tiny_folder) as first:
+        older.setattr(RLTrainer, "_settings", without_top_p)
+        first.fit(2, checkpoint_dir=tmp_path)
+    with trainer(tiny_folder) as later:
+        assert later.resume(tmp_path) is not None
+        assert (later.step, later.changed_settings) == (2, [])
+    with (
+        trainer(tiny_folder, rollout={"top_p": 0.9}) as other,
+        pytest.raises(CheckpointError, match=r"rl.rollout.top_p is 1.0 there and 0.9 here"),
+    ):
+        other.resume(tmp_path)
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
