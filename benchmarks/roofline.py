@@ -6,9 +6,11 @@
 The machine: the rate of a large matrix product (GEMM) and the bandwidth of reading memory, in
 float32 and bfloat16, measured here. A phase's bound is the longer of two times: its matrix products
 at that rate, and the bytes that it must read at that bandwidth. Counted is what the algorithm
-needs, not what is computed: a group's prompt once, no padding. The update is the actor's call in a
-GRPO step of `vs_trl_cases` (forward, backward, AdamW); prefill and decoding are the native engine
-alone. `--growth` shows instead how a step's time grows with prompts, length, parameters and ranks.
+needs, not what is computed: a group's prompt once, no padding, and the head and what follows the
+last layer's attention for the tokens that predict a response's. The update is the actor's call in a
+GRPO step of `vs_trl_cases` (forward, backward, AdamW), sft a whole step of the warm start; prefill
+and decoding are the native engine alone. `--growth` shows instead how a step's time grows with
+prompts, length, parameters and ranks.
 """
 
 from __future__ import annotations
@@ -17,35 +19,38 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from vs_trl import contestant, machine
-from vs_trl_cases import PROMPT, SIZES, Size, build_model, character_tokenizer, write_grpo_case
+from case_folder import read_case
+from machine_rates import Peak, best, measure_peak, product_rates
+from vs_trl import STEPS, contestant, machine
+from vs_trl_cases import (
+    PROMPT,
+    SIZES,
+    Size,
+    build_model,
+    character_tokenizer,
+    write_grpo_case,
+    write_sft_case,
+)
 
 from engine.console import quiet
+from engine.data.templates import encode_prompts
+from engine.data.tokenizer import load_tokenizer
 from engine.rollout.protocol import SamplingParams, create_engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
-    """Of the machine, in one dtype."""
-
-    flops: float  # a second, of a large matrix product
-    bytes: float  # a second, read from memory
-
-
-@dataclass(frozen=True, slots=True)
 class Phase:
     """What was measured of a phase, and what it needs at least."""
 
-    name: str  # prefill, decode or update
+    name: str  # prefill, decode, update or sft
     tokens: int
     seconds: float
     flops: float
@@ -67,6 +72,10 @@ def main() -> None:
     peaks = {dtype: measure_peak(DTYPES[dtype]) for dtype in args.dtypes}
     for dtype, peak in peaks.items():
         print(f"{dtype}: GEMM {peak.flops / 1e9:.0f} Gflop/s, read {peak.bytes / 1e9:.1f} GB/s")
+    for size in args.sizes if "products" in args.phases else []:
+        for dtype in args.dtypes:
+            print(f"\nGflop/s of a layer's products, {size}, {dtype}: forward, ∂input, ∂weight")
+            print("\n".join(f"  {line}" for line in product_rates(SIZES[size], DTYPES[dtype])))
     print(
         f"\n{'model':<7}{'dtype':<10}{'phase':<9}{'ms':>9}{'tokens/s':>10}{'Gflop/s':>9}"
         f"{'of GEMM':>9}{'bound ms':>10}{'of bound':>9}"
@@ -91,6 +100,8 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--sizes", type=lambda text: text.split(","), default=["1M", "10M"])
     parser.add_argument("--dtypes", type=lambda text: text.split(","), default=list(DTYPES))
+    names = ["products", "rollout", "update", "sft"]
+    parser.add_argument("--phases", type=lambda text: text.split(","), default=names)
     parser.add_argument("--growth", action="store_true", help="how a step's time grows instead")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--n", type=int, default=8, help="completions a prompt")
@@ -102,32 +113,14 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def measure_peak(dtype: torch.dtype) -> Peak:
-    """GEMM of 2048³; reading 512 MB."""
-    size = 2048
-    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    gemm = best(lambda: a @ b, 5)
-    data = torch.ones(2**28, dtype=torch.int16)
-    matrix = data.view(torch.int64)
-    read = best(lambda: matrix.sum(), 5)
-    return Peak(2 * size**3 / gemm, data.nbytes / read)
-
-
-def best(call: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest of `repeats` calls, after one untimed."""
-    call()
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return min(times)
-
-
 def phases(args: argparse.Namespace, size: str, dtype: str) -> Iterator[Phase]:
-    """Prefill, decoding and update of a GRPO step at one size, as they are measured."""
-    yield from rollout_phases(args, SIZES[size], dtype)
-    yield update_phase(args, size, dtype)
+    """Those of `--phases` at one size, as they are measured."""
+    if "rollout" in args.phases:
+        yield from rollout_phases(args, SIZES[size], dtype)
+    if "update" in args.phases:
+        yield update_phase(args, size, dtype)
+    if "sft" in args.phases:
+        yield sft_phase(args, size, dtype)
 
 
 def rollout_phases(args: argparse.Namespace, shape: Size, dtype: str) -> list[Phase]:
@@ -167,10 +160,42 @@ def update_phase(args: argparse.Namespace, size: str, dtype: str) -> Phase:
     turns = run_ours(args, size, args.mix, [f"model.dtype={dtype}"])
     length = statistics.mean(turn["tokens"] / turn["completions"] for turn in turns)
     seconds = statistics.median(turn["actor.update_s"] for turn in turns)
-    weights, tokens = matrix_parameters(shape), shape.prompts * (PROMPT + args.n * length)
-    flops = 3 * (2 * weights + attention_flops(shape, (PROMPT + length) / 2)) * tokens
-    # AdamW reads weights, gradients and two moments, and writes all but the gradients.
-    return Phase("update", round(tokens), seconds, flops, 4 * 7 * weights)
+    rows = shape.prompts * args.n
+    tokens = shape.prompts * (PROMPT + args.n * (length - 1))
+    flops = training_flops(shape, tokens, rows * length, (PROMPT + length) / 2)
+    return Phase("update", round(tokens), seconds, flops, adamw_bytes(shape))
+
+
+def sft_phase(args: argparse.Namespace, size: str, dtype: str) -> Phase:
+    """A step of the warm start: rows of the default task."""
+    shape = SIZES[size]
+    args.ours = [f"model.dtype={dtype}"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        case = write_sft_case(folder, size, STEPS[size], args.repeats + 1, args.threads)
+        with contestant(args, "ours", case, folder, None) as one:
+            turns = [one.turn() for _ in range(args.repeats + 1)][1:]
+        tokenizer, (_, rows) = load_tokenizer(folder / "model"), read_case(folder)
+        prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows], "bench")
+    prompt = statistics.mean(map(len, prompts))
+    response = statistics.mean(turn["tokens"] for turn in turns) / case.prompts / case.steps
+    seconds = statistics.median(turn["seconds"] for turn in turns) / case.steps
+    tokens = case.prompts * (prompt + response - 1)
+    flops = training_flops(shape, tokens, case.prompts * response, (prompt + response) / 2)
+    return Phase("sft", round(tokens), seconds, flops, adamw_bytes(shape))
+
+
+def training_flops(shape: Size, tokens: float, read: float, context: float) -> float:
+    """Forward and backward of `tokens`, `read` of which predict a token."""
+    head = shape.vocabulary * shape.hidden
+    late = shape.hidden**2 + 3 * shape.hidden * shape.intermediate  # behind a layer's attention
+    products = (matrix_parameters(shape) - head) * tokens - late * (tokens - read) + head * read
+    return 3 * (2 * products + attention_flops(shape, context) * tokens)
+
+
+def adamw_bytes(shape: Size) -> int:
+    """It reads weights, gradients and two moments, and writes all but the gradients."""
+    return 4 * 7 * matrix_parameters(shape)
 
 
 def matrix_parameters(shape: Size) -> int:
