@@ -37,6 +37,11 @@ INLINE void store_lanes(bf16 *p, __mmask16 m, __m512 v) {
     _mm256_mask_storeu_epi16(p, m, narrowed(v));
 }
 
+// Numbers from which on a stream is fetched before it is needed: it is waited for otherwise.
+#define AHEAD 256
+
+INLINE void fetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
+
 INLINE __m512bh pairs(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
 
 INLINE float single(bf16 v) {

@@ -26,6 +26,10 @@ void adamw(const Adam *a, const float *gradient, int64_t count, int64_t threads,
         own_share(count, 64, &from, &to);
         for (int64_t i = from; i < to; i += 16) {
             __mmask16 here = lanes(i, to);
+            fetch(gradient + i + AHEAD);
+            fetch(m + i + AHEAD);
+            fetch(v + i + AHEAD);
+            fetch(master + i + AHEAD);
             __m512 g = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, gradient + i), factor);
             __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, m + i), beta1);
             __m512 y = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, v + i), beta2);

@@ -29,7 +29,9 @@ void norm_forward(const bf16 *x, const bf16 *plus, const bf16 *w, int64_t rows, 
             for (int64_t c = 0; c < width; c += 16) {
                 __mmask16 m = lanes(c, width);
                 __m512 v = load_lanes(m, row + c);
+                fetch(row + c + AHEAD);
                 if (plus) {
+                    fetch(plus + r * width + c + AHEAD);
                     v = rounded(_mm512_add_ps(v, load_lanes(m, plus + r * width + c)));
                     store_lanes(sum + r * width + c, m, v);
                 }
@@ -64,6 +66,8 @@ void norm_backward(const bf16 *x, const bf16 *w, const float *scale, const bf16 
             __m512 by = _mm512_set1_ps(scale[r]), dot = _mm512_setzero_ps();
             for (int64_t c = 0; c < width; c += 16) {
                 __mmask16 m = lanes(c, width);
+                fetch(row + c + AHEAD), fetch(top + c + AHEAD);
+                if (plus) fetch(plus + r * width + c + AHEAD);
                 __m512 product = _mm512_mul_ps(load_lanes(m, row + c), load_lanes(m, top + c));
                 __m512 before = _mm512_maskz_loadu_ps(m, share + c);
                 _mm512_mask_storeu_ps(share + c, m, _mm512_fmadd_ps(product, by, before));
@@ -152,6 +156,7 @@ void silu_product(const bf16 *gate, const bf16 *up, int64_t count, int64_t threa
         own_share(count, 512, &from, &to);
         for (int64_t i = from; i < to; i += 16) {
             __mmask16 m = lanes(i, to);
+            fetch(gate + i + AHEAD), fetch(up + i + AHEAD);
             __m512 g = load_lanes(m, gate + i), silu = rounded(_mm512_mul_ps(g, sigmoid(g)));
             store_lanes(out + i, m, _mm512_mul_ps(silu, load_lanes(m, up + i)));
         }
@@ -169,6 +174,7 @@ void silu_product_backward(const bf16 *gate, const bf16 *up, const bf16 *above, 
         own_share(count, 512, &from, &to);
         for (int64_t i = from; i < to; i += 16) {
             __mmask16 m = lanes(i, to);
+            fetch(gate + i + AHEAD), fetch(up + i + AHEAD), fetch(above + i + AHEAD);
             __m512 g = load_lanes(m, gate + i), u = load_lanes(m, up + i);
             __m512 top = load_lanes(m, above + i), s = sigmoid(g);
             __m512 silu = _mm512_mul_ps(g, s);
