@@ -141,6 +141,8 @@ def _nothing(
     there = one.allocation.host_memory if on_host else one.allocation.memory
     need = there + one.excess_bytes / USABLE
     smaller = _SMALLER[one.memory.when]
+    if one.work.quantized:
+        smaller += "; the base of model.lora.quantize is whole on each rank"
     if one.memory.when == "rollout" and one.work.memory_share and not one.work.runs_ahead:
         smaller = f"lower rollout.vllm.gpu_memory_utilization={one.work.memory_share}"
     return PlacementError(

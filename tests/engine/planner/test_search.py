@@ -193,6 +193,13 @@ def test_nothing_fits_names_what_is_missing() -> None:
     assert search(GRPO_7B, gpus(1, need + 0.02)).chosen.allocation.ranks == 1
 
 
+def test_a_quantised_base_counts_on_each_rank_and_a_refusal_says_so() -> None:
+    base = {"adapters": 10**7, "quantized": True, "base_bytes": 0.52}
+    with pytest.raises(PlacementError, match="model.lora.quantize is whole on each rank"):
+        search(replace(GRPO_7B, **base), gpus(8, 4))
+    assert search(replace(GRPO_7B, **base), gpus(8, 40)).chosen.fits
+
+
 def test_vllm_s_share_of_a_gpu_is_left_to_it() -> None:
     work, cluster = replace(GRPO_7B, memory_share=0.5), gpus(8, 80)
     chosen = search(work, cluster).chosen
