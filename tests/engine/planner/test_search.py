@@ -195,7 +195,7 @@ def test_nothing_fits_names_what_is_missing() -> None:
 
 def test_a_quantised_base_counts_on_each_rank_and_a_refusal_says_so() -> None:
     base = {"adapters": 10**7, "quantized": True, "base_bytes": 0.52}
-    with pytest.raises(PlacementError, match="model.lora.quantize is whole on each rank"):
+    with pytest.raises(PlacementError, match=r"model\.lora\.quantize is whole on each rank"):
         search(replace(GRPO_7B, **base), gpus(8, 4))
     assert search(replace(GRPO_7B, **base), gpus(8, 40)).chosen.fits
 
