@@ -66,7 +66,7 @@ from engine.trainers.rl import RLTrainer
 TASKS = ("reward", "dpo", "kto", "ppo")
 SECTIONS = (*TASKS, "pairs")  # which the command line sets
 LONGEST = DEFAULTS.data.max_response_length
-CLASSIC = Path(__file__).parents[1] / "engine" / "config" / "presets" / "classic_rlhf.yaml"
+CLASSIC = "preset:classic_rlhf"
 WORKED = "<<"  # is in answers that show their steps
 ROWS = {"reward": "reward", "dpo": "pairs", "kto": "labels", "ppo": "reward"}  # what a task reads
 
@@ -147,7 +147,7 @@ def write_rows(bench: Bench) -> None:
         "labels": ("labels", DEFAULTS.pairs),
         "reward": ("pairs", bench.classic.pairs),
     }
-    for kind in {ROWS[task] for task in bench.tasks}:
+    for kind in dict.fromkeys(ROWS[task] for task in bench.tasks):
         rows, base = kinds[kind]
         given = {"reward": RewardConfig()} | bench.settings["pairs"]
         config = PairsConfig.model_validate(base.model_dump() | given)
