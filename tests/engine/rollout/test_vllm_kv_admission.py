@@ -79,9 +79,9 @@ def streamed(cache_mb: int, params: SamplingParams) -> tuple[Found, int, int, in
     scheduler = core._llm.llm_engine.engine_core.engine_core.scheduler
     preempted, preempt = [0], scheduler._preempt_request
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         preempted[0] += 1
-        return preempt(*arguments)
+        return preempt(*arguments, **options)
 
     scheduler._preempt_request = counted
     try:
