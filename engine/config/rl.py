@@ -125,9 +125,9 @@ class ValidationSamplingConfig(Section):
 
     do_sample: bool = Field(False, description="Sample as the next ones say; false: greedily, once")
     n: int = Field(1, ge=1, description="Completions a row; the score is the mean of all")
-    temperature: float = Field(1.0, gt=0)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature")
+    top_k: int = Field(0, ge=0, description="Sample among this many likeliest tokens; 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus: sample within this probability")
 
 
 class RolloutConfig(Section):

@@ -47,6 +47,11 @@ def facts(tracking_uri: str, url: str) -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def folders(bench: Bench, tmp_path: Path) -> dict[str, Path]:
+    return {"rl": tmp_path, "evaluation": bench.evaluation(bench.model(seed=1), 20)}
+
+
 @pytest.mark.parametrize(
     ("tracking_uri", "url", "said", "unsaid"),
     [
@@ -59,10 +64,10 @@ def test_mlflow_is_a_page_where_it_is_a_server_and_a_command_where_it_is_a_file(
     url: str,
     said: str,
     unsaid: str,
+    folders: dict[str, Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folders = {"rl": tmp_path, "evaluation": tmp_path}
     print_summary(facts(tracking_uri, url), tmp_path / "summary.json", folders)
     line = next(line for line in capsys.readouterr().out.splitlines() if "MLflow UI" in line)
     assert said in line
@@ -119,13 +124,17 @@ REASON = (
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_the_sentence_on_promotion_is_whole_and_all_gains_are_in_points(
-    width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    width: int,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     told = facts("sqlite:////w/mlflow.db", "")
     told["promotion"] |= {"promoted": False, "reason": REASON}
-    print_summary(told, tmp_path / "summary.json", {"rl": tmp_path, "evaluation": tmp_path})
+    print_summary(told, tmp_path / "summary.json", folders)
     out = capsys.readouterr().out
     assert f"promotion: {REASON}" in out.splitlines()
     assert "+50.0 percentage points [+40.0, +60.0]" in out
@@ -146,12 +155,13 @@ def test_models_near_0_are_called_what_they_are(
     start: str | None,
     said: str,
     unsaid: str,
+    folders: dict[str, Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     told = facts("sqlite:////w/mlflow.db", "") | {"start_model": start}
     told["pass_at_1"] = dict(zip(("warm_start", "rl"), rates, strict=True))
-    print_summary(told, tmp_path / "summary.json", {"rl": tmp_path, "evaluation": tmp_path})
+    print_summary(told, tmp_path / "summary.json", folders)
     last = capsys.readouterr().out.splitlines()[-1]
     assert said in last
     assert unsaid not in last

@@ -132,6 +132,9 @@ class Place:
         """Run `pyflyte …` in this process; `answers` is what a person types."""
         from flytekit.clis.sdk_in_container.pyflyte import main
 
+        from tasks.inputs import use_config_param
+
+        use_config_param()  # as when workflows are imported by pyflyte, here perhaps before it
         with self.entered(**variables):
             done = CliRunner().invoke(main, list(arguments), input=answers)
         return Outcome(done.exit_code, done.stdout, done.stderr)

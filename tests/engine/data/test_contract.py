@@ -17,7 +17,7 @@ from engine.data.contract import (
 )
 from engine.data.rows import rl_row, sft_row, user_message
 from engine.errors import DataError
-from engine.evaluation.rows import COLUMNS, Judged, Problems, build_rows
+from engine.evaluation.rows import COLUMNS, EPISODE_COLUMNS, Judged, Problems, build_rows
 
 SIZE = 12
 
@@ -95,7 +95,9 @@ def test_every_required_column_is_required(make: Any, schema: pa.DataFrameSchema
 
 
 def test_evaluation_contract_has_the_columns_of_the_evaluation() -> None:
-    assert list(EVALUATION_ROWS.columns) == list(COLUMNS)
+    assert list(EVALUATION_ROWS.columns) == [*COLUMNS, *EPISODE_COLUMNS]
+    needed = [name for name, column in EVALUATION_ROWS.columns.items() if column.required]
+    assert needed == list(COLUMNS)
 
 
 def test_a_misspelt_column_is_named_on_both_sides() -> None:
