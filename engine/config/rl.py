@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from engine.config.agents import AgentConfig, MultiTurnConfig
 from engine.config.algorithm import AlgorithmConfig
 from engine.config.base import Options, Section
+from engine.config.debug import DebugConfig
 from engine.config.gpus import GpuKindConfig
 from engine.config.parallel import ParallelConfig, PoolConfig
 from engine.config.reward import RewardConfig
@@ -273,6 +274,7 @@ class RLConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
+    debug: DebugConfig = DebugConfig()
     plugins: tuple[str, ...] = Field(
         (), description="Your modules, imported in every process before a name is looked up"
     )

@@ -22,6 +22,7 @@ _MAY_DIFFER: dict[str, bool | set[str]] = {
     "actor": {"parallel", "max_tokens_per_micro_batch"},
     "critic": {"parallel", "max_tokens_per_micro_batch"},
     "reference": True,
+    "debug": True,
     "rollout": {"tensor_parallel_size", "val_kwargs"},
 }
 # Read again at every step and part of no saved state, so that a resumed run may have others.

@@ -54,6 +54,7 @@ from engine.trainers.shutdown import (
     raise_preempted,
 )
 from engine.trainers.step_metrics import staleness_metrics, step_metrics, validation_metrics
+from engine.trainers.step_record import StepRecorder
 from engine.trainers.workload import run_roles
 
 log = logging.getLogger(__name__)
@@ -163,22 +164,26 @@ class RLTrainer:
         if self.step >= stop:
             log.warning("this run is at step %d of %d already; nothing to train", self.step, stop)
         metrics: Metrics = {}
+        root = None if saver is None else saver.store.root
+        recorder = StepRecorder(self.spec, self.roles, self.algo, root)
         with PreemptionNotice(settings.preemption_grace_s) as notice:
             with finish_save_on_error(saver, notice), source.running(stop):
                 while self.step < stop:
-                    with lost_workers_explained(notice, self.step + 1):
+                    doing = self.step + 1
+                    with lost_workers_explained(notice, doing), recorder.step(doing) as record:
                         start = time.perf_counter()
-                        self.roles.begin_step(self.step + 1)
+                        self.roles.begin_step(doing)
                         source.update_weights(self.step)
-                        prompts = source.next_prompts()
-                        self.algo.step = self.step + 1
-                        result = self.dataflow.step(self.roles, prompts, self.algo)
+                        prompts = record.prompts = source.next_prompts()
+                        self.algo.step = doing
+                        result = self.dataflow.step(record.roles, prompts, self.algo)
                         # A step that learns nothing counts as a version of the policy as well.
                         updates = result.updates or [self.roles.actor.skip_update()]
                         source.prefetch()
                         update_metrics = [update.result() for update in updates]
                         self.step += 1
                         metrics = self._metrics(result.batch, update_metrics, start)
+                        record.metrics = dict(metrics)
                     self.on_rollouts("train", self.step, result.batch.resolve())
                     if saver is not None:
                         metrics |= saver.take_metrics()

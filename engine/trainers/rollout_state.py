@@ -21,12 +21,12 @@ class Rollout:
 
     def to_tree(self) -> StateDict:
         """Tensors and plain values."""
-        return {"prompts": _batch_to_tree(self.prompts), "done": _batch_to_tree(self.completions)}
+        return {"prompts": batch_to_tree(self.prompts), "done": batch_to_tree(self.completions)}
 
     @staticmethod
     def from_tree(tree: StateDict) -> Rollout:
         """Restore `to_tree`; tuples and arrays in columns become lists."""
-        return Rollout(_batch_from_tree(tree["prompts"]), _batch_from_tree(tree["done"]))
+        return Rollout(batch_from_tree(tree["prompts"]), batch_from_tree(tree["done"]))
 
 
 def to_json_values(value: object) -> Any:
@@ -34,14 +34,16 @@ def to_json_values(value: object) -> Any:
     return json.loads(json.dumps(value, default=_json_default))
 
 
-def _batch_to_tree(batch: Batch) -> StateDict:
+def batch_to_tree(batch: Batch) -> StateDict:
+    """Tensors and plain values of a batch."""
     return {
         "tensors": {name: batch[name] for name in batch.names},
         "columns": {name: to_json_values(list(column)) for name, column in batch.columns.items()},
     }
 
 
-def _batch_from_tree(tree: StateDict) -> Batch:
+def batch_from_tree(tree: StateDict) -> Batch:
+    """Restore `batch_to_tree`; tuples and arrays in columns become lists."""
     return Batch({name: t.clone() for name, t in tree["tensors"].items()}, tree["columns"])
 
 

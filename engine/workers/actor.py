@@ -263,7 +263,8 @@ class ActorWorker(TrainingWorker):
             **{name: micro[name] for name in policy_loss.prepared},
         )
         loss = self._aggregate(out.loss, mask, denominators)
-        metrics = dict(out.metrics) | {"entropy": accumulate_mean(got.entropy, mask)}
+        metrics = {"pg_loss": accumulate_mean(out.loss, mask)} | dict(out.metrics)
+        metrics["entropy"] = accumulate_mean(got.entropy, mask)
         if config.entropy_coeff:
             entropy = self._aggregate(got.entropy, mask, denominators)
             loss = loss - config.entropy_coeff * entropy

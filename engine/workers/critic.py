@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.algorithms.aggregation import aggregate
-from engine.algorithms.metrics import MeanAccumulator, compute_means
+from engine.algorithms.metrics import MeanAccumulator, accumulate_mean, compute_means
 from engine.algorithms.values import value_loss
 from engine.batch import TOKENS, Batch
 from engine.config import CriticConfig, LoRAConfig, ParallelConfig
@@ -78,7 +78,8 @@ class CriticWorker(TrainingWorker):
                 mask,
                 cliprange_value=self.config.cliprange_value,
             )
-            return aggregate(out.loss, mask, "token-mean", denominators), dict(out.metrics)
+            metrics = {"vf_loss": accumulate_mean(out.loss, mask)} | dict(out.metrics)
+            return aggregate(out.loss, mask, "token-mean", denominators), metrics
 
         passes = self.sharded.micro_batches(mini, self.config.max_tokens_per_micro_batch)
         micros = [micro for _, micro in passes]

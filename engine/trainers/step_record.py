@@ -1,0 +1,266 @@
+"""Records of single RL steps, which `python -m engine.replay` runs again.
+
+A record is a folder: `state/`, a checkpoint of what learns from just before the step, and
+`step.pt`: the settings, the prompts, what rollout and rewards gave, and what was measured. What
+lives here: writing and reading them. What does not: running a step again (`engine.replay`).
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from engine.batch import Batch
+from engine.checkpoint import CheckpointStore, Saver
+from engine.checkpoint.rng import process_rng
+from engine.checkpoint.state_dict import StateDict
+from engine.config import LoRAConfig, RLConfig
+from engine.controller.groups import WorkerGroup
+from engine.controller.roles import Roles
+from engine.dataflows.algo import Algo
+from engine.errors import CheckpointError, ConfigError, EngineError, PreemptedError
+from engine.futures import Future, Ready
+from engine.storage.folder import Folder
+from engine.trainers.layouts import layout_of
+from engine.trainers.rl_setup import RunSpec, placement_of
+from engine.trainers.rollout_state import batch_from_tree, batch_to_tree, to_json_values
+
+log = logging.getLogger(__name__)
+
+FOLDER = "recorded"  # beside the checkpoints
+RUN_AGAIN = ("actor", "reference", "teacher", "critic")  # others' results are part of the record
+STATE = "state"
+_LEARN = ("actor", "critic")  # of those: have a state
+_FILE = "step.pt"
+_VERSION = 1
+_MORE_PROMPTS = ("prompts", "next_batch")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a step whose result is recorded."""
+
+    role: str  # e.g. "rollout"
+    method: str  # e.g. "generate"
+    result: Future[Any]
+
+
+@dataclass
+class OpenRecord:
+    """What a step fills in while it runs; `roles` note the calls that are made through them."""
+
+    roles: Roles
+    calls: list[Call] = field(default_factory=list)
+    prompts: Batch | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A record that was read."""
+
+    folder: Folder
+    step: int
+    config: RLConfig
+    run: StateDict  # the other fields of its RunSpec
+    ranks: int  # of the policy
+    threads: int  # of each
+    prompts: Batch
+    calls: list[Call]
+    metrics: dict[str, float]  # none of a step that failed
+    error: str  # "" of one that did not
+
+
+class _NotingGroup:
+    """A worker group whose calls are noted with their futures."""
+
+    def __init__(self, group: WorkerGroup, calls: list[Call]) -> None:
+        self._group, self._calls = group, calls
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._group, name)
+        if not callable(method):
+            return method
+
+        def noted(*arguments: object, **keywords: object) -> Future[Any]:
+            result: Future[Any] = method(*arguments, **keywords)
+            self._calls.append(Call(self._group.role, name, result))
+            return result
+
+        return noted
+
+
+class StepRecorder:
+    """Records the steps that `debug` asks for, in `recorded/` under the folder of checkpoints.
+
+    What can't be written costs a warning, never the run. Raises ConfigError without a folder.
+    """
+
+    def __init__(self, spec: RunSpec, roles: Roles, algo: Algo, root: Folder | None) -> None:
+        self._spec, self._roles, self._algo = spec, roles, algo
+        self._settings, self._root = spec.config.debug, root
+        if root is None and self._settings.enabled:
+            raise ConfigError(
+                "debug.record_steps and debug.record_failed write beside the checkpoints, and this "
+                "run has none; give fit a checkpoint_dir, or leave them out"
+            )
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[OpenRecord]:
+        """The block of one step, recorded if it is to be, or if it fails."""
+        chosen = step in self._settings.record_steps
+        if self._root is None or not (chosen or self._settings.record_failed):
+            yield OpenRecord(self._roles)
+            return
+        folder = self._root / FOLDER / f"step_{step}"
+        if not self._tried(lambda: self._save_state(folder, step)):
+            yield OpenRecord(self._roles)
+            return
+        record, failure = OpenRecord(self._roles), ""
+        record.roles = self._noting(record.calls)
+        more = self._algo.more_prompts
+        self._algo.more_prompts = _noting_prompts(more, record.calls)
+        try:
+            yield record
+        except PreemptedError:
+            self._tried(folder.remove)
+            raise
+        except Exception as error:
+            failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self._tried(lambda: self._write(folder, step, record, failure))
+            raise
+        finally:
+            self._algo.more_prompts = more
+        if chosen or not all(map(math.isfinite, record.metrics.values())):
+            self._tried(lambda: self._write(folder, step, record, failure))
+        else:
+            self._tried(folder.remove)
+
+    def _save_state(self, folder: Folder, step: int) -> None:
+        """Write the models and optimizers, before the step changes them."""
+        groups = {name: self._roles[name] for name in _LEARN if name in self._roles}
+        limit = self._spec.config.trainer.step_timeout_s
+        saver = Saver(CheckpointStore((folder / STATE).uri, keep_last=1), groups, limit)
+        saver.save(step - 1, {"algo": self._algo.state_dict(), "rng": process_rng()})
+        saver.wait()
+
+    def _noting(self, calls: list[Call]) -> Roles:
+        groups = {
+            name: self._roles[name]
+            if name in RUN_AGAIN
+            else cast(WorkerGroup, _NotingGroup(self._roles[name], calls))
+            for name in self._roles
+        }
+        return Roles(groups, close=lambda: None, recorder=self._roles.recorder)
+
+    def _write(self, folder: Folder, step: int, record: OpenRecord, failure: str) -> None:
+        spec, config = self._spec, self._spec.config
+        if record.prompts is None:
+            raise CheckpointError("the step failed before it had prompts")
+        pool = next(p for p in placement_of(spec).pools if "actor" in p.roles)
+        tree = {
+            "version": _VERSION,
+            "step": step,
+            "config": config.model_dump(mode="json"),
+            "run": {
+                "model_path": spec.model_path,
+                "max_response_length": spec.max_response_length,
+                "max_model_len": spec.max_model_len,
+                "seed": spec.seed,
+                "dtype": spec.dtype,
+                "lora": spec.lora.model_dump(mode="json"),
+            },
+            "ranks": layout_of("actor", config).world_size,
+            "threads": max(1, int(pool.cpus)),
+            "prompts": batch_to_tree(record.prompts),
+            "calls": list(_finished(record.calls)),
+            "metrics": {name: float(value) for name, value in record.metrics.items()},
+            "error": failure,
+        }
+        file = io.BytesIO()
+        torch.save(tree, file)
+        folder.write(_FILE, [file.getbuffer()])
+        log.warning("step %d is recorded: python -m engine.replay %s", step, folder)
+
+    def _tried(self, action: Callable[[], None]) -> bool:
+        """Whether it was done; a failure is a warning."""
+        try:
+            action()
+        except EngineError as error:
+            log.warning("no record of this step: %s", error)
+            return False
+        return True
+
+
+def _noting_prompts(
+    more: Callable[[], Batch] | None, calls: list[Call]
+) -> Callable[[], Batch] | None:
+    def noted() -> Batch:
+        assert more is not None
+        batch = more()
+        calls.append(Call(*_MORE_PROMPTS, Ready(batch)))
+        return batch
+
+    return None if more is None else noted
+
+
+def _finished(calls: list[Call]) -> Iterator[StateDict]:
+    """The calls as tensors and plain values, up to the first one without a result."""
+    for call in calls:
+        if not call.result.done():
+            return
+        try:
+            result = call.result.result()
+        except Exception:  # the step's own failure, which is recorded as such
+            return
+        kind = "batch" if isinstance(result, Batch) else "value"
+        packed = batch_to_tree(result) if isinstance(result, Batch) else to_json_values(result)
+        yield {"role": call.role, "method": call.method, kind: packed}
+
+
+def read_record(folder: str) -> StepRecord:
+    """Read a record; raises CheckpointError for a folder that has none, or a damaged one."""
+    place = Folder(folder)
+    data = place.read(_FILE)
+    try:
+        tree = torch.load(io.BytesIO(data), weights_only=True)
+        version = tree["version"]
+        if version != _VERSION:
+            raise CheckpointError(
+                f"{place} is a record of version {version}, this program reads {_VERSION}; replay "
+                "it with the version of the code that wrote it"
+            )
+        calls = [
+            Call(
+                call["role"],
+                call["method"],
+                Ready(batch_from_tree(call["batch"]) if "batch" in call else call["value"]),
+            )
+            for call in tree["calls"]
+        ]
+        return StepRecord(
+            place,
+            tree["step"],
+            RLConfig.model_validate(tree["config"]),
+            tree["run"] | {"lora": LoRAConfig.model_validate(tree["run"]["lora"])},
+            tree["ranks"],
+            tree["threads"],
+            batch_from_tree(tree["prompts"]),
+            calls,
+            tree["metrics"],
+            tree["error"],
+        )
+    except EngineError:
+        raise
+    except Exception as error:  # torch and pydantic name what they can't read in many ways
+        raise CheckpointError(
+            f"{place}/{_FILE} can't be read as a record ({type(error).__name__}); it is damaged "
+            "or of another program: record the step again"
+        ) from error
