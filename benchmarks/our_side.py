@@ -92,6 +92,13 @@ def speed_settings(case: Case) -> dict[str, Any]:
     }
 
 
+def default_warmup() -> dict[str, Any]:
+    """The warm-up of a run of the default length, in one that may be longer."""
+    usual = RLConfig()
+    steps = round(usual.actor.optim.warmup_ratio * usual.trainer.total_training_steps)
+    return {"actor": {"optim": {"warmup_steps": steps}}}
+
+
 def run_rl(folder: Path, case: Case, rows: Rows, settings: dict[str, Any], dtype: str) -> None:
     """RL steps, `case.steps` a turn; phases are the seconds of each role's calls in a turn.
 
@@ -105,7 +112,8 @@ def run_rl(folder: Path, case: Case, rows: Rows, settings: dict[str, Any], dtype
 
     own = case.task == "accuracy"
     trainer_settings = {"total_training_steps": case.steps * case.turns, "threads": case.threads}
-    base = merged({} if own else speed_settings(case), {"trainer": trainer_settings})
+    base = default_warmup() if own else speed_settings(case)
+    base = merged(base, {"trainer": trainer_settings})
     config = RLConfig.model_validate(merged(base, settings))
     frame = pd.DataFrame(
         [

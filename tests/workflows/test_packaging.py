@@ -180,7 +180,7 @@ def test_help_documents_the_inputs(place: Place) -> None:
     assert outcome.code == 0
     said = " ".join(outcome.out.split())
     for words in (
-        "config: Settings as JSON or a YAML file",
+        "config: Settings: a YAML or JSON file",
         "source: Data source, arithmetic, gsm8k or files",
         "model: Hugging Face model folder to start from",
         "seed: Seed of data, weights and sampling",
