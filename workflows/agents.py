@@ -34,8 +34,8 @@ def agents(
     """Warm-start a model on demonstrations, improve it by RL on episodes, promote it if better.
 
     Args:
-        config: Settings as JSON or a YAML file; see engine/config/ for all of them. The environment
-            is rl.rollout.agent.environment.
+        config: Settings: a YAML or JSON file, preset:NAME, or JSON text. The environment is
+            rl.rollout.agent.environment.
         source: Data source of rows and demonstrations, guessing, products, python_tasks, files or
             your own; empty: as in config.
         path: File, folder, s3:// prefix or hub id of the data; empty: as in config.
