@@ -91,15 +91,20 @@ def pinned_evaluation(config: PipelineConfig) -> EvaluateConfig:
 def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig:
     """What episodes are played with, with the digest of what environment, tools and parser name.
 
-    Options count with the modules of `package.module:name` and the content of files that they name.
+    Options count with the modules of `package.module:name` and the content of files that they name,
+    `id` of the environment verifiers with its package.
     """
+    from engine.agents.environments.verifiers import verifiers_module
     from engine.storage.code_version import modules_digest
     from engine.storage.hashing import hash_file
 
     environment = agent.environment
     named = [environment.name, multi_turn.format, *_texts(environment.options)]
     files = [hash_file(name) for name in named if _is_file(name)]
-    found = "\0".join(filter(None, [modules_digest(_modules(named)), *files]))
+    modules = _modules(named)
+    if environment.name == "verifiers":
+        modules.append(verifiers_module(str(environment.options.get("id", ""))))
+    found = "\0".join(filter(None, [modules_digest(modules), *files]))
     content = hashlib.sha256(found.encode()).hexdigest() if found else ""
     return agent.model_copy(update={"named_content": content})
 

@@ -135,6 +135,11 @@ class _Turns:
         self._answer.set_result(action)
 
 
+def verifiers_module(id: str) -> str:
+    """The module that `load_environment` imports for an id, e.g. "my_env" for "owner/my-env"."""
+    return id.replace("-", "_").rpartition("/")[2]
+
+
 def verifiers_rows(
     id: str,
     arguments: Mapping[str, Any] | None = None,
