@@ -61,6 +61,14 @@ def encode_prompt(
     return [int(i) for i in ids]
 
 
+def tool_tokens(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> int:
+    """Tokens that showing `tools` adds to a prompt; 0 where the template shows none."""
+    if not tools:
+        return 0
+    ask = [{"role": "user", "content": "?"}]
+    return len(encode_prompt(tokenizer, ask, tools)) - len(encode_prompt(tokenizer, ask))
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],

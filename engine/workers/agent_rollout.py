@@ -14,8 +14,9 @@ from engine.agents.pool import EnvironmentPool
 from engine.agents.registry import make_environment
 from engine.agents.rollout import EpisodePlayer
 from engine.batch import Batch
-from engine.config import AgentConfig
-from engine.data.templates import with_template_variables
+from engine.config import AgentConfig, RolloutConfig
+from engine.data.templates import tool_tokens, with_template_variables
+from engine.data.tokenizer import load_tokenizer
 from engine.rollout.partial_groups import with_partial_groups
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.stream import open_stream
@@ -50,14 +51,33 @@ class AgentRolloutWorker(RolloutWorker):
         self,
         context: WorkerContext,
         *,
+        model_path: str,
+        config: RolloutConfig,
+        max_model_len: int,
         template_variables: Mapping[str, Any] | None = None,
         plugins: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
-        """`template_variables` are those of the chat template that prompts are rendered with;
-        `plugins` are the modules that may register the environment."""
-        super().__init__(context, **options)
-        turns, agent = self.config.multi_turn, self.config.agent
+        """`max_model_len` is that of episodes whose prompts show no tools; `template_variables`
+        are those of the chat template that prompts are rendered with; `plugins` are the modules
+        that may register the environment."""
+        turns, agent = config.multi_turn, config.agent
+        self.environments = open_environments(agent, plugins)
+        try:
+            tokenizer = with_template_variables(
+                load_tokenizer(model_path), template_variables or {}
+            )
+            max_model_len += tool_tokens(tokenizer, self.environments.tools)
+            super().__init__(
+                context,
+                model_path=model_path,
+                config=config,
+                max_model_len=max_model_len,
+                **options,
+            )
+        except BaseException:
+            self.environments.close()
+            raise
         self.limits = EpisodeLimits(
             max_response_length=self.max_response_length,
             max_model_len=self.max_model_len,
@@ -67,11 +87,10 @@ class AgentRolloutWorker(RolloutWorker):
             turn_seconds=agent.turn_timeout_s,
             drop=agent.on_limit == "drop",
         )
-        self.environments = open_environments(agent, plugins)
         self._saved: SavedRollout | None = None
         parser = resolve_call_parser(turns.format)
         self.episodes = EpisodeTokenizer(
-            with_template_variables(self.tokenizer, template_variables or {}),
+            tokenizer,
             self.stop,
             partial(parsed_action, parser) if self.environments.tools else plain_action,
             turns.history,

@@ -16,7 +16,7 @@ from engine.agents.played import played
 from engine.agents.rollout import EpisodePlayer
 from engine.batch import Batch
 from engine.config import AgentConfig, MultiTurnConfig
-from engine.data.templates import encode_prompt
+from engine.data.templates import tool_tokens
 from engine.data.tokenizer import load_tokenizer
 from engine.plugins import import_plugins
 from engine.rollout.protocol import SamplingParams
@@ -47,7 +47,9 @@ class EpisodeEvaluationWorker(EvaluationWorker):
         self.environments = open_environments(agent, plugins)
         try:
             self.tokenizer = load_tokenizer(model_path)
-            self.max_model_len = max_model_len + self._tool_tokens()
+            self.max_model_len = max_model_len + tool_tokens(
+                self.tokenizer, self.environments.tools
+            )
             super().__init__(
                 context, model_path=model_path, max_model_len=self.max_model_len, **options
             )
@@ -129,12 +131,6 @@ class EpisodeEvaluationWorker(EvaluationWorker):
                 for i in range(params.n)
             ]
         return episodes
-
-    def _tool_tokens(self) -> int:
-        """What showing the tools adds to a prompt."""
-        ask = [{"role": "user", "content": "?"}]
-        with_tools = encode_prompt(self.tokenizer, ask, self.environments.tools)
-        return len(with_tools) - len(encode_prompt(self.tokenizer, ask))
 
     def close(self) -> None:
         self.environments.close()

@@ -175,6 +175,38 @@ def test_environments_in_processes_of_their_own_change_no_number(tiny_folder: Pa
         assert [ours[key] for key in kept] == [theirs[key] for key in kept]
 
 
+def test_tools_that_a_prompt_shows_take_nothing_from_the_response(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    from engine.data.templates import encode_prompt, tool_tokens
+
+    game = {"name": "digit_games:HostileGame", "options": {"turns": 1}}
+    rollout = {"agent": {"environment": game}, "multi_turn": {"format": "digit_games:digit_calls"}}
+    row, tools = arithmetic_rows(1)[0], [{"function": {"name": "digits"}}]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    tokenizer.chat_template = "{% if tools %}{{ 8 * '1+2' }}{% endif %}" + tokenizer.chat_template
+    shown = tool_tokens(tokenizer, tools)
+    assert shown >= 8
+    assert tool_tokens(tokenizer, ()) == 0
+    folder, batches = tmp_path / "shows", list[Batch]()
+    AutoModelForCausalLM.from_pretrained(tiny_folder).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    plain = len(encode_prompt(tokenizer, row["prompt"]))
+    loader = PromptLoader(pd.DataFrame([row] * 4), 4, 0)
+    config = settings(rollout=rollout, trainer={"total_training_steps": 1})
+    with RLTrainer(
+        folder, config, loader, max_response_length=6, max_model_len=plain + 6
+    ) as subject:
+        subject.on_rollouts = lambda split, step, batch: batches.append(batch)
+        subject.fit()
+    read = batches[0]["attention_mask"].sum(1) - (batches[0]["responses"] != 0).sum(1)
+    assert int(read.max()) == plain + shown
+    assert set(batches[0].columns["episode_end"]) == {"done"}
+    assert int(batches[0]["response_mask"].sum(1).max()) == 6
+
+
 def test_branches_are_rows_of_one_episode(tiny_folder: Path, tmp_path: Path) -> None:
     """The template leaves out the sign of earlier questions, as Qwen3's leaves out thoughts."""
     from transformers import AutoTokenizer
