@@ -16,7 +16,7 @@ from engine.errors import ConfigError, PlacementError
 from engine.models import text_config
 from engine.parallel.layout import Layout, ModelShape, check_layout
 from engine.parallel.sharding_specs import ROLLOUT_FAMILIES
-from engine.rollout.protocol import engine_capabilities
+from engine.rollout.protocol import EngineCapabilities, engine_capabilities
 
 GIB = 1 << 30
 WEIGHT_BYTES = 2  # of an element on a GPU: bfloat16
@@ -52,10 +52,10 @@ def check_evaluation_layout(
     config: EvaluateConfig, model_config: PretrainedConfig | None = None
 ) -> None:
     """Raise ConfigError for a layout that the settings, or the model, don't allow."""
-    if config.plays_episodes and config.engine != "native":
+    if config.plays_episodes and not _capabilities(config.engine).streams:
         raise ConfigError(
-            f"evaluate.engine={config.engine} with evaluate.multi_turn: episodes are played by the "
-            "native engine; set evaluate.engine=native"
+            f"evaluate.engine={config.engine} with evaluate.multi_turn: it decodes whole batches, "
+            "and turns are decoded in a stream; set evaluate.engine to native or vllm"
         )
     if config.parallel is None:
         return
@@ -131,8 +131,12 @@ def check_evaluation_memory(
         )
 
 
+def _capabilities(engine: str) -> EngineCapabilities:
+    return engine_capabilities(RolloutConfig(engine=engine))
+
+
 def _splits(engine: str) -> bool:
-    found = engine_capabilities(RolloutConfig(engine=engine))
+    found = _capabilities(engine)
     return found.decodes_shards or found.loads_shards
 
 

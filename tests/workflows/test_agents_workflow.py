@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from flyte_runs import REPOSITORY, STAGES, Outcome, Place
 from engine.config import load_config
 
 FILE = str(REPOSITORY / "workflows" / "agents.py")
+ALONE = str(REPOSITORY / "workflows" / "evaluate_only.py")
 
 TINY: dict[str, Any] = {
     "data": {"sft_size": 256, "train_size": 64, "validation_size": 8, "test_size": 24},
@@ -71,6 +73,11 @@ def test_a_run_from_data_to_champion_and_what_runs_again(
     assert "Agents run" in first.out
     assert first.summary["promotion"]["promoted"]
     assert run(place, config).stages == ["promotion"]
+    alone = evaluated_alone(place, config, first, tmp_path / "copy")
+    assert alone.stages == ["evaluation"]
+    folder = Path(alone.out.strip().splitlines()[-1])
+    found = json.loads((folder / "comparison.json").read_text())["episodes"]
+    assert {one["name"]: one for one in found} == episodes(first)
     own.write_text(source + "# edited\n")
     edited = run(place, config)
     assert edited.code == 0, edited.text
@@ -78,6 +85,17 @@ def test_a_run_from_data_to_champion_and_what_runs_again(
     contents = [content_of(outcome) for outcome in (first, edited)]
     assert contents[0] != contents[1]
     assert all(contents)
+
+
+def evaluated_alone(place: Place, config: str, trained: Outcome, copy: Path) -> Outcome:
+    """What `evaluate_only` makes of a run's models, with a copy that nobody has evaluated."""
+    models = trained.summary["artifacts"]
+    ignored = shutil.ignore_patterns("manifest.json", "metrics.parquet")
+    shutil.copytree(models["rl"], copy, ignore=ignored)
+    asked = ("--config", config, "--baseline", models["sft"], "--candidate", str(copy))
+    outcome = place.invoke("run", ALONE, "evaluate_only", *asked)
+    assert outcome.code == 0, outcome.text
+    return outcome
 
 
 def content_of(outcome: Outcome) -> str:

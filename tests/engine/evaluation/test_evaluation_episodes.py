@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from tiny_engine import arithmetic_rows
+from tiny_engine import TINY_MODEL, arithmetic_rows, write_tiny_folder
 
 from engine.agents.played import PlayedEpisode, after_prompt, played
 from engine.config import DataConfig, EvaluateConfig, PipelineConfig, RewardConfig
@@ -202,5 +203,18 @@ def test_what_changes_no_episode_leaves_evaluations_comparable() -> None:
 def test_what_does_not_play_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"evaluate\.parallel\.tp=2 with evaluate\.multi_turn"):
         check_evaluation_layout(settings(parallel={"tp": 2}))
-    with pytest.raises(ConfigError, match=r"evaluate\.engine=vllm with evaluate\.multi_turn"):
-        check_evaluation_layout(settings(engine="vllm"))
+    with pytest.raises(ConfigError, match=r"evaluate\.engine=failing_engines:Refusing with"):
+        check_evaluation_layout(settings(engine="failing_engines:Refusing"))
+    check_evaluation_layout(settings(engine="vllm"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_plays_the_episodes_that_the_native_engine_does(tmp_path: Path) -> None:
+    wide = TINY_MODEL.model_copy(update={"hidden_size": 128})  # vLLM's heads on CPU: 32 and more
+    folder = write_tiny_folder(tmp_path / "model", wide)
+    ours, theirs = (table(folder, settings(engine=engine)) for engine in ("vllm", "native"))
+    greedy = [name for name in ours if name.startswith("greedy_")]
+    pd.testing.assert_frame_equal(ours[greedy], theirs[greedy])
+    assert list(ours["sample_turns"]) == [3.0] * 5
+    assert ours["sample_return"].nunique() > 1
