@@ -103,6 +103,36 @@ def test_metrics_don_t_depend_on_micro_batches(folder: Path, loss: str) -> None:
         assert same[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+def with_observations(batch: Batch) -> Batch:
+    """Each third token of a response was read, not sampled: an episode's rows."""
+    place = torch.arange(batch["response_mask"].shape[1])
+    return batch | {"response_mask": batch["response_mask"] * (place % 3 != 1)}
+
+
+def test_tokens_that_were_not_sampled_move_nothing(folder: Path) -> None:
+    batch = with_observations(training_batch(6))
+    noise = 5 * torch.rand(batch["response_mask"].shape) * (1 - batch["response_mask"])
+    told = ("ref_log_probs", "old_log_probs", "rollout_log_probs", "advantages")
+    other = batch | {name: batch[name] + noise for name in told}
+    terms = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01}
+    ours, theirs = (gradient(actor(folder, **terms), one) for one in (batch, other))
+    assert ours.norm() > 1e-3
+    assert torch.equal(ours, theirs)
+
+
+def test_entropy_is_that_of_sampled_tokens(folder: Path) -> None:
+    batch = with_observations(training_batch(6))
+    batch = batch | {"advantages": torch.zeros_like(batch["advantages"])}
+    found = gradient(actor(folder, entropy_coeff=1.0, loss_agg_mode="token-mean"), batch)
+    model, mask = load_model(str(folder), "float32"), batch["response_mask"]
+    read = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    log_probs = model(**read).logits[:, -mask.shape[1] - 1 : -1].log_softmax(-1)
+    ((log_probs.exp() * log_probs).sum(-1) * mask).sum().div(mask.sum()).backward()
+    own = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+    assert own.norm() > 1e-3
+    assert (found - own).norm() < 1e-4 * own.norm()
+
+
 @pytest.mark.parametrize("loss", losses.names())
 @pytest.mark.parametrize("zero_rows", [range(4), range(0, 12, 2), range(11)])
 def test_rows_without_gradient_are_left_out_and_change_nothing(
