@@ -93,6 +93,7 @@ def evaluate(
                     name,  # type: ignore[arg-type]
                     config,
                     max_response_length=data.max_response_length,
+                    max_prompt_length=data.max_prompt_length,
                     seed=seed,
                     on_progress=update,
                 )

@@ -59,7 +59,7 @@ def rl(
     """
     import pandas as pd
 
-    from engine.cli.rl_run import RLRun, RunLog, headline, placed, train_policy
+    from engine.cli.rl_run import RLRun, RunLog, headline, placed, prompt_room, train_policy
     from engine.controller.ray_session import require_shared
     from engine.data.loader import PromptLoader
     from engine.evaluation.overoptimisation import read_overoptimisation
@@ -109,7 +109,7 @@ def rl(
             config,
             PromptLoader(train, config.trainer.train_batch_size, seed, sampling=data.sampling),
             validation,
-            lengths["max_prompt_length"],
+            prompt_room(config, lengths["max_prompt_length"], data.max_prompt_length),
             data.max_response_length,
             this.folder,
             checkpoints.folder,

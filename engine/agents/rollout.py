@@ -49,6 +49,8 @@ Answer = tuple[_Playing, Future[Any]]
 class EpisodePlayer:
     """Plays episodes on a stream of one completion a request (`params.n` 1)."""
 
+    _told = False  # by this process, of prompts that are too long
+
     def __init__(
         self,
         stream: RolloutStream,
@@ -226,9 +228,24 @@ class EpisodePlayer:
                     return
             elif episode.transcript is None:
                 episode.begin(one.row["prompt"], answer.result())
+                self._tell_of_length(episode)
             else:
                 episode.observe(answer.result())
             self._submit(one, resumed.tokens if resumed is not None else None)
+
+    @classmethod
+    def _tell_of_length(cls, episode: Episode) -> None:
+        """Warn, once, of a prompt that leaves less than the whole response."""
+        limits = episode.limits
+        assert episode.transcript is not None
+        prompt, most = len(episode.transcript.ids), limits.max_model_len
+        if prompt + limits.max_response_length > most and not cls._told:
+            cls._told = True
+            log.warning(
+                "an episode begins with %d tokens, which leaves %d of %d for its response; set "
+                "data.max_prompt_length to the longest prompt that the environment makes",
+                *(prompt, max(0, most - prompt), limits.max_response_length),
+            )
 
     def _submit(self, one: _Playing, tokens: PartialCompletion | None) -> None:
         """Have the next turn sampled, if the episode may have one."""

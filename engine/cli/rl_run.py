@@ -47,7 +47,7 @@ class RLRun:
     config: RLConfig
     loader: PromptLoader
     validation: Sequence[Row]
-    max_prompt_length: int  # of both, in tokens
+    max_prompt_length: int  # in tokens: of both, and what environments may begin with
     max_response_length: int
     folder: Path  # of timeline.json
     checkpoints: str | Path  # a folder or s3://…
@@ -200,6 +200,12 @@ def validate_policy(run: RLRun, log: RunLog) -> Metrics:
         log.track([{"step": float(trainer.step)} | metrics])
         rollouts.step_done([*trainer.history, {"step": float(trainer.step)} | metrics])
     return metrics
+
+
+def prompt_room(config: RLConfig, longest: int, max_prompt_length: int) -> int:
+    """Tokens that a run's prompts may have: the rows' longest, and with episodes
+    `data.max_prompt_length`, as an environment may begin with messages of its own."""
+    return max(longest, max_prompt_length * config.rollout.multi_turn.enable)
 
 
 def _trainer(run: RLRun) -> RLTrainer:

@@ -16,6 +16,7 @@ from engine.cli.rl_run import (
     TrainedPolicy,
     headline,
     placed,
+    prompt_room,
     train_policy,
     validate_policy,
 )
@@ -72,7 +73,7 @@ def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: R
         config.rl,
         prompts.loader,
         prompts.validation,
-        prompts.longest,
+        prompt_room(config.rl, prompts.longest, config.data.max_prompt_length),
         config.data.max_response_length,
         folder,
         checkpoint_folder(config, folder),

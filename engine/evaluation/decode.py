@@ -51,13 +51,15 @@ def decode(
     config: EvaluateConfig,
     *,
     max_response_length: int,
+    max_prompt_length: int = 0,
     seed: int,
     columns: Mapping[str, Column] | None = None,
     on_progress: Report | None = None,
 ) -> tuple[list[Answer], list[Answer]]:
     """One greedy completion a prompt, and `config.samples` sampled ones, in the prompts' order.
 
-    With `config.multi_turn` they are episodes, of rows that `columns` hold.
+    With `config.multi_turn` they are episodes, of rows that `columns` hold; an environment's own
+    first messages may have `max_prompt_length` tokens, or as many as the longest prompt.
 
     `on_progress(n)` is called with the number of finished completions of both. A rank that fails
     or dies ends all of it: raises its EngineError, or WorkerError with rank and cause.
@@ -70,7 +72,13 @@ def decode(
     )
     passes = replace(sampled, n=1, temperature=0.0), sampled
     greedy, each = decode_passes(
-        folder, prompts, passes, config, columns=columns, on_progress=on_progress
+        folder,
+        prompts,
+        passes,
+        config,
+        max_prompt_length=max_prompt_length,
+        columns=columns,
+        on_progress=on_progress,
     )
     return greedy, each
 
@@ -81,6 +89,7 @@ def decode_passes(
     passes: Passes,
     config: EvaluateConfig,
     *,
+    max_prompt_length: int = 0,
     columns: Mapping[str, Column] | None = None,
     on_progress: Report | None = None,
 ) -> list[list[Answer]]:
@@ -92,10 +101,11 @@ def decode_passes(
     own = {**(columns or {}), "prompt_ids": list(prompts)}
     batch = Batch({"group_ids": torch.arange(len(prompts))}, own)
     longest = max(params.max_new_tokens for params in passes)
+    prompt_room = max([*map(len, prompts), max_prompt_length * config.plays_episodes])
     options: dict[str, Any] = {
         "model_path": str(folder),
         "engine": config.engine,
-        "max_model_len": max(map(len, prompts)) + longest,
+        "max_model_len": prompt_room + longest,
         "seed": passes[0].seed,
         "tp": layout.tp,
     }

@@ -34,6 +34,7 @@ def evaluate_model(
     config: EvaluateConfig,
     *,
     max_response_length: int,
+    max_prompt_length: int = 0,
     seed: int,
     on_progress: Callable[[int], None] | None = None,
 ) -> pd.DataFrame:
@@ -41,7 +42,8 @@ def evaluate_model(
 
     `problems` are RL rows by evaluation set, or those of the set `test` alone. Returns the table of
     `engine.evaluation.rows`, set by set. `on_progress(n)` is called with the number of finished
-    completions of both passes; there are `1 + config.samples` a problem. Several GPUs of this
+    completions of both passes; there are `1 + config.samples` a problem. `max_prompt_length`: see
+    `decode`. Several GPUs of this
     machine, or `config.parallel`, share the problems. Raises DataError for a set without rows, and
     what `decode` raises.
     """
@@ -59,6 +61,7 @@ def evaluate_model(
             prompts,
             config,
             max_response_length=max_response_length,
+            max_prompt_length=max_prompt_length,
             seed=seed,
             columns=episode_columns(scored) if config.plays_episodes else None,
             on_progress=on_progress,

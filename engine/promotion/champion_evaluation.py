@@ -117,6 +117,7 @@ def champion_evaluation(
             "champion",
             new.evaluate,
             max_response_length=new.data.max_response_length,
+            max_prompt_length=new.data.max_prompt_length,
             seed=new.seed,
         )
     return ChampionEvaluation(rows, None)

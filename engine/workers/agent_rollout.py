@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.agents.call_parsers import parsed_action, resolve_call_parser
 from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action
@@ -17,6 +17,7 @@ from engine.batch import Batch
 from engine.config import AgentConfig, RolloutConfig
 from engine.data.templates import tool_tokens, with_template_variables
 from engine.data.tokenizer import load_tokenizer
+from engine.models import text_config
 from engine.rollout.partial_groups import with_partial_groups
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.stream import open_stream
@@ -25,6 +26,9 @@ from engine.workers.episode_groups import EpisodeGroups
 from engine.workers.rollout import Decoding, RolloutWorker
 from engine.workers.saved_rollout import SavedRollout
 from engine.workers.stream_rollout import StreamRolloutWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _STATES_S = 0.2  # of a rollout, for environments to give their states
 
@@ -42,6 +46,18 @@ def open_environments(agent: AgentConfig, plugins: tuple[str, ...]) -> Environme
         processes=agent.num_workers,
         timeout_s=agent.call_timeout_s,
     )
+
+
+def room_with_tools(
+    model_path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Mapping[str, Any]],
+    max_model_len: int,
+) -> int:
+    """`max_model_len` with the tokens of tools that prompts show, as far as the context goes."""
+    wanted = max_model_len + tool_tokens(tokenizer, tools)
+    context = getattr(text_config(model_path), "max_position_embeddings", None)
+    return wanted if context is None else max(max_model_len, min(wanted, int(context)))
 
 
 class AgentRolloutWorker(RolloutWorker):
@@ -67,7 +83,8 @@ class AgentRolloutWorker(RolloutWorker):
             tokenizer = with_template_variables(
                 load_tokenizer(model_path), template_variables or {}
             )
-            max_model_len += tool_tokens(tokenizer, self.environments.tools)
+            tools = self.environments.tools
+            max_model_len = room_with_tools(model_path, tokenizer, tools, max_model_len)
             super().__init__(
                 context,
                 model_path=model_path,

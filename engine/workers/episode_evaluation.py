@@ -16,12 +16,11 @@ from engine.agents.played import played
 from engine.agents.rollout import EpisodePlayer
 from engine.batch import Batch
 from engine.config import AgentConfig, MultiTurnConfig
-from engine.data.templates import tool_tokens
 from engine.data.tokenizer import load_tokenizer
 from engine.plugins import import_plugins
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.stream import open_stream
-from engine.workers.agent_rollout import open_environments
+from engine.workers.agent_rollout import open_environments, room_with_tools
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.evaluation import EvaluationWorker
 
@@ -47,8 +46,8 @@ class EpisodeEvaluationWorker(EvaluationWorker):
         self.environments = open_environments(agent, plugins)
         try:
             self.tokenizer = load_tokenizer(model_path)
-            self.max_model_len = max_model_len + tool_tokens(
-                self.tokenizer, self.environments.tools
+            self.max_model_len = room_with_tools(
+                model_path, self.tokenizer, self.environments.tools, max_model_len
             )
             super().__init__(
                 context, model_path=model_path, max_model_len=self.max_model_len, **options

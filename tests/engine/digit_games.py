@@ -36,6 +36,14 @@ class DigitGame:
         self.closed = True
 
 
+class LongGame(DigitGame):
+    """A digit game that begins with a prompt of its own, longer than the rows'."""
+
+    async def reset(self, row: Mapping[str, Any]) -> Observation:
+        await super().reset(row)
+        return Observation(({"role": "user", "content": "1+2=" * 6},))
+
+
 @register_environment("faulty_game")
 class FaultyGame(DigitGame):
     """A digit game that in its second turn hangs, raises, or lies."""

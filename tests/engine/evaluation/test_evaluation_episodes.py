@@ -12,7 +12,9 @@ import pytest
 from tiny_engine import TINY_MODEL, arithmetic_rows, write_tiny_folder
 
 from engine.agents.played import PlayedEpisode, after_prompt, played
-from engine.config import DataConfig, EvaluateConfig, PipelineConfig, RewardConfig
+from engine.agents.rollout import EpisodePlayer
+from engine.cli.rl_run import prompt_room
+from engine.config import DataConfig, EvaluateConfig, PipelineConfig, RewardConfig, RLConfig
 from engine.controller.local_groups import LocalGroup, LocalHost
 from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.data.collate import collate_prompts
@@ -46,9 +48,9 @@ def settings(environment: str = "digit_games:DigitGame", **changes: Any) -> Eval
     return EvaluateConfig.model_validate(values | changes)
 
 
-def table(folder: Path, config: EvaluateConfig, name: str = "warm_start") -> pd.DataFrame:
+def table(folder: Path, config: EvaluateConfig, name: str = "warm_start", **more: Any) -> Any:
     frame = pd.DataFrame(arithmetic_rows(5))
-    return evaluate_model(folder, frame, name, config, max_response_length=30, seed=0)  # type: ignore[arg-type]
+    return evaluate_model(folder, frame, name, config, max_response_length=30, seed=0, **more)  # type: ignore[arg-type]
 
 
 def test_each_problem_is_an_episode_and_the_same_again(tiny_folder: Path) -> None:
@@ -99,6 +101,25 @@ def test_a_failed_environment_is_a_wrong_answer_that_is_counted(tiny_folder: Pat
     assert not rows["greedy_correct"].any()
     assert list(rows["errors"]) == [3] * 5
     assert set(rows["greedy_end"]) == {"failed"}
+
+
+def test_an_environment_s_own_prompt_takes_nothing_from_the_response(
+    tiny_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EpisodePlayer, "_told", False)
+    own = settings("digit_games:LongGame")
+    assert set(table(tiny_folder, own)["greedy_end"]) == {"tokens"}
+    [told] = [one.getMessage() for one in caplog.records if "episode begins" in one.getMessage()]
+    assert "of 30 for its response; set data.max_prompt_length" in told
+    caplog.clear()
+    assert set(table(tiny_folder, own, max_prompt_length=34)["greedy_end"]) == {"done"}
+    assert caplog.records == []
+    rl = RLConfig.model_validate({"rollout": {"multi_turn": {"enable": True}}})
+    assert (prompt_room(rl, 9, 34), prompt_room(rl, 9, 0), prompt_room(RLConfig(), 9, 34)) == (
+        34,
+        9,
+        9,
+    )
 
 
 def episode(**changes: Any) -> PlayedEpisode:
