@@ -25,7 +25,7 @@ from engine.config import RLConfig
 from engine.controller.timeline import span
 from engine.dataflows.required_passes import RequiredPasses
 from engine.dataflows.teacher_weights import teacher_weights
-from engine.errors import RewardError
+from engine.errors import EpisodeError, RewardError
 from engine.futures import Future, LazyBatch
 from engine.workers.algorithm_options import advantage_options, policy_loss_options
 
@@ -258,12 +258,24 @@ def _old_log_probs(batch: Batch) -> Tensor:
 
 
 def _mask_without_failures(batch: Batch) -> Tensor:
-    """The mask without rows whose reward failed; raise RewardError where that is every row."""
+    """The mask without rows whose reward failed; raise RewardError where that is every row, and
+    EpisodeError where these are episodes that failed."""
     mask = batch["response_mask"]
     if "reward_failed" not in batch:
         return mask
     if bool(batch["reward_failed"].all()):
+        if "episode_failed" in batch and bool(batch["episode_failed"].all()):
+            raise EpisodeError(_why_none_is_left(batch))
         raise RewardError(
             f"the reward failed for all {len(batch)} completions of a step; its log has the cause"
         )
     return mask_out(~batch["reward_failed"][:, None], mask)
+
+
+def _why_none_is_left(batch: Batch) -> str:
+    """A sentence for a step whose episodes are all left out."""
+    errors = [error for error in batch.columns["episode_error"] if error]
+    why = "a limit ended them (rollout.agent.on_limit=drop)"
+    if errors:
+        why = f"{len(errors)} failed, the first with: {errors[0]}"
+    return f"none of the {len(batch)} episodes of a step can be learned from: {why}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -73,6 +74,26 @@ class SometimesFaulty(DigitGame):
         answer = await super().step(action)
         if answer.done and len(action.text) % 3 == 0:
             raise ZeroDivisionError("the dice fell off the table")
+        return answer
+
+
+class SometimesGone(DigitGame):
+    """Hangs, or ends its process, in the last turn of an episode whose prompt begins with 3."""
+
+    def __init__(self, *, fault: str = "hang") -> None:
+        super().__init__()
+        self.fault, self.bad = fault, False
+
+    async def reset(self, row: Mapping[str, Any]) -> Observation:
+        self.bad = row["prompt"][0]["content"].startswith("3")
+        return await super().reset(row)
+
+    async def step(self, action: Action) -> Observation:
+        answer = await super().step(action)
+        if answer.done and self.bad and self.fault == "die":
+            os._exit(1)
+        if answer.done and self.bad:
+            time.sleep(60)
         return answer
 
 

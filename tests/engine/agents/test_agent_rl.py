@@ -16,7 +16,7 @@ from engine.algorithms.correction import GAP_PREFIXES
 from engine.batch import Batch
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EpisodeError
 from engine.trainers.rl import RLTrainer
 from engine.trainers.rl_checks import check_config
 
@@ -141,6 +141,42 @@ def test_failed_episodes_are_not_learned_from(tiny_folder: Path) -> None:
     assert 0 < int(failed.sum()) < len(failed)
     assert bool((batches[0]["response_mask"][failed] == 0).all())
     assert history[0]["episode/end_failed"] == pytest.approx(float(failed.float().mean()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["hang", "die"])
+@pytest.mark.parametrize("on_error", ["drop", "score"])
+def test_a_run_goes_on_whatever_an_environment_s_process_does(
+    tiny_folder: Path, fault: str, on_error: str
+) -> None:
+    game = {"name": "digit_games:SometimesGone", "options": {"fault": fault}}
+    agent = {"environment": game, "num_workers": 1, "concurrency": 4}
+    agent |= {"call_timeout_s": 1.0, "on_error": on_error}
+    if on_error == "score":
+        agent["error_reward"] = -1.0
+    config = settings(rollout={"agent": agent}, trainer={"total_training_steps": 4})
+    history, batches = run(tiny_folder, config)
+    assert len(history) == 5
+    failed = 0
+    for metrics, batch in zip(history[:4], batches[:4], strict=True):
+        assert math.isfinite(metrics["actor/grad_norm"])
+        bad = torch.tensor([end == "failed" for end in batch.columns["episode_end"]])
+        failed += int(bad.sum())
+        assert torch.equal(batch["reward_failed"], bad & (on_error == "drop"))
+        kept = batch["response_mask"].bool().any(1)
+        assert torch.equal(kept, ~(bad & (on_error == "drop")))
+        if on_error == "score":
+            assert bool((batch["environment_rewards"][bad].min(1).values < 0).all())
+    assert 0 < failed < 64
+
+
+def test_a_step_without_any_episode_says_why(tiny_folder: Path) -> None:
+    spec = {"name": "digit_games:FaultyGame"}
+    with pytest.raises(EpisodeError, match=r"none of the 16 episodes .* dice fell off"):
+        run(tiny_folder, settings(rollout={"agent": {"environment": spec}}))
+    limits = {"multi_turn": {"max_assistant_turns": 1}, "agent": {"on_limit": "drop"}}
+    with pytest.raises(EpisodeError, match="a limit ended them"):
+        run(tiny_folder, settings(rollout=limits))
 
 
 def test_a_resumed_run_is_the_whole_run(tiny_folder: Path, tmp_path: Path) -> None:

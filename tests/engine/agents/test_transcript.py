@@ -12,11 +12,20 @@ import chat_templates
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from engine.agents.episode import (
+    Episode,
+    EpisodeLimits,
+    EpisodeTokenizer,
+    History,
+    plain_action,
+)
+from engine.agents.protocol import Observation
 from engine.agents.transcript import Transcript
 from engine.data.continuation import encode_continuation
 from engine.data.templates import encode_prompt, encode_response, stop_token_ids
 from engine.data.tokenizer import load_tokenizer, train_tokenizer
 from engine.errors import DataError, RolloutError
+from engine.rollout.protocol import Completion
 
 END = 2  # SmolLM2's <|im_end|>
 QUESTION = {"role": "user", "content": "What is 17 * 23?"}
@@ -117,6 +126,37 @@ def test_an_observation_of_qwen3_has_no_thought_of_its_own(
         assert "think" not in tokenizer.decode(ids)
         assert tokenizer.decode(ids).startswith("\n<|im_start|>user\n")
         assert tokenizer.decode(ids).endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("history", ["append", "branches"])
+def test_thoughts_that_qwen3_leaves_out_stay_or_begin_a_branch(
+    smollm2: PreTrainedTokenizerBase, history: History
+) -> None:
+    """A tool's answer leaves them where they are; the user's next message does not."""
+    tokenizer = with_template(smollm2, chat_templates.QWEN3)
+    turns = EpisodeTokenizer(tokenizer, (END,), plain_action, history)
+    played = Episode(0, 0, 0, turns, EpisodeLimits(900, 999), [0])
+    played.begin([QUESTION], Observation())
+    assert played.transcript is not None
+    said = ["<think>\nFirst.\n</think>\n\ncalc", "<think>\nThen.\n</think>\n\n391", "Sure."]
+    answers = [observation(0), [{"role": "user", "content": "Sure?"}], []]
+    sampled = [encode_response(tokenizer, text) for text in said]
+    for turn, answer in zip(sampled, answers, strict=True):
+        played.add_turn(Completion(0, turn, [-0.5] * len(turn), "stop", 0))
+        played.observe(Observation(tuple(answer), reward=1.0, done=not answer))
+    first, *branches = played.transcript.finished()
+    kept = [[one.token_ids[start:stop] for start, stop in one.turns] for one in (first, *branches)]
+    assert first.prompt_ids == encode_prompt(tokenizer, [QUESTION])
+    if history == "append":
+        assert kept == [sampled]
+        assert sum(first.rewards) == 3
+        return
+    assert kept == [sampled[:2], sampled[2:]]
+    [second] = branches
+    assert second.prompt_ids == encode_prompt(tokenizer, played.messages[:-1])
+    assert "First." not in tokenizer.decode(second.prompt_ids)
+    assert "Then." in tokenizer.decode(first.ids)
+    assert (second.first_turn, [sum(one.rewards) for one in (first, second)]) == (2, [2, 1])
 
 
 def test_the_end_of_a_turn_comes_once(smollm2: PreTrainedTokenizerBase) -> None:
