@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 Rows = list[dict[str, Any]]
 
+AS_TRL: dict[str, Any] = {"actor": {"use_kl_loss": False, "optim": {"warmup_ratio": 0.0}}}
+"""Of the product's settings what TRL's defaults don't have."""
+
 
 def main() -> None:
     quiet()
@@ -92,17 +95,11 @@ def speed_settings(case: Case) -> dict[str, Any]:
     }
 
 
-def default_warmup() -> dict[str, Any]:
-    """The warm-up of a run of the default length, in one that may be longer."""
-    usual = RLConfig()
-    steps = round(usual.actor.optim.warmup_ratio * usual.trainer.total_training_steps)
-    return {"actor": {"optim": {"warmup_steps": steps}}}
-
-
 def run_rl(folder: Path, case: Case, rows: Rows, settings: dict[str, Any], dtype: str) -> None:
     """RL steps, `case.steps` a turn; phases are the seconds of each role's calls in a turn.
 
-    The task "accuracy" has the product's settings, and saves the policy after each turn.
+    The task "accuracy" has the product's settings but for `AS_TRL`, and saves the policy after
+    each turn.
     """
     import pandas as pd
 
@@ -112,7 +109,7 @@ def run_rl(folder: Path, case: Case, rows: Rows, settings: dict[str, Any], dtype
 
     own = case.task == "accuracy"
     trainer_settings = {"total_training_steps": case.steps * case.turns, "threads": case.threads}
-    base = default_warmup() if own else speed_settings(case)
+    base = AS_TRL if own else speed_settings(case)
     base = merged(base, {"trainer": trainer_settings})
     config = RLConfig.model_validate(merged(base, settings))
     frame = pd.DataFrame(

@@ -4,8 +4,8 @@
 
 Both begin at the same warm start on the default task: the folder that our SFT stage makes with its
 default settings (kept in the cache folder, a minute's work a seed). Ours runs the default RL
-settings with the warm-up of a run of the default length; TRL the settings of `--trl-…` below, the
-best that were found for it, in float32 or its bf16. They take turns of `--every` steps
+settings but, as TRL does, without a KL term and without warm-up; TRL the settings of `--trl-…`
+below, the best that were found for it, in float32 or its bf16. They take turns of `--every` steps
 (`turns.py`); after each turn the policy is saved, and this process measures greedy pass@1 on the
 task's 512 held-out problems, the same way for both. Saving and measuring don't count, loading
 neither.
