@@ -24,8 +24,11 @@ Settings = dict[str, Any]  # JSON values by key
 def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> Settings:
     """The settings that two evaluations must share to be comparable, as manifests record them.
 
-    Of `data` only the token budget counts.
+    Of `data` only the token budgets count: the response's, and of episodes the prompt's, if set.
     """
+    budgets = {"max_response_length": data.max_response_length}
+    if config.plays_episodes and data.max_prompt_length:
+        budgets["max_prompt_length"] = data.max_prompt_length
     # Where the reward is found, and how called; what is run beside it; and on how many ranks.
     apart = {"reward", "plugins", "named_content", "lm_eval"}
     apart |= {"parallel", "start_timeout_s", "step_timeout_s"}
@@ -34,7 +37,7 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> 
         # Where environments run, how many, and what is saved changes no episode.
         kept = dict.fromkeys(apart, True) | {"agent": {"num_workers", "concurrency", "save_freq_s"}}
     return {
-        "data": {"max_response_length": data.max_response_length},
+        "data": budgets,
         "evaluate": redact_values(config.model_dump(mode="json", exclude=kept)),
         "seed": seed,
         "scorer": scorer_identity(config.scorer, config.named_content),

@@ -213,12 +213,18 @@ def test_evaluation_plays_what_rl_plays() -> None:
 
 
 def test_what_changes_no_episode_leaves_evaluations_comparable() -> None:
-    def comparable(**agent: Any) -> Any:
+    def comparable(prompt: int = 0, **agent: Any) -> Any:
         agent = {"environment": "guessing", **agent}
-        return comparable_settings(DataConfig(), settings(agent=agent), 0)
+        data = DataConfig(max_prompt_length=prompt)
+        return comparable_settings(data, settings(agent=agent), 0)
 
     assert comparable() == comparable(num_workers=3, concurrency=7)
     assert comparable() != comparable(environment="arithmetic")
+    assert comparable() != comparable(prompt=50)
+    of_one_turn = [
+        comparable_settings(DataConfig(max_prompt_length=n), EvaluateConfig(), 0) for n in (0, 50)
+    ]
+    assert of_one_turn[0] == of_one_turn[1]
 
 
 def test_what_does_not_play_is_refused() -> None:
