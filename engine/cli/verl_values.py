@@ -86,6 +86,18 @@ def pair(value: object, key: str) -> list[object]:
     return list(value)
 
 
+def optimizer(value: object, key: str) -> object:
+    """torch's names; Megatron's own Adam is AdamW."""
+    return {"adam": "AdamW", "adamw": "AdamW", "sgd": "SGD"}.get(str(value), value)
+
+
+def zero_alone(value: object, key: str) -> object:
+    """Megatron's least learning rate; other ones are given as a share of the peak."""
+    if value != 0:
+        raise ConfigError(f"{key}={value!r} is not available here: set min_lr_ratio, over lr")
+    return value
+
+
 def size_or_auto(value: object, key: str) -> list[object]:
     """A number of ranks, or `auto`, with which the planner chooses it."""
     return [None, "auto"] if value == "auto" else [value, None]

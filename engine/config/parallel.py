@@ -38,7 +38,7 @@ class ParallelConfig(Section):
         False, description="Keep weights in CPU memory between uses (fsdp)"
     )
     offload_optimizer: bool = Field(
-        False, description="Keep AdamW's moments in CPU memory between updates"
+        False, description="Keep the optimizer's moments in CPU memory between updates"
     )
     activation_checkpointing: bool = Field(
         False, description="Keep layers' inputs only and recompute the rest in backward"

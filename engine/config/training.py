@@ -12,21 +12,47 @@ from engine.config.parallel import ParallelConfig, PoolConfig
 
 
 class OptimConfig(Section):
-    """AdamW with a warm-up and a schedule."""
+    """The optimizer, with a warm-up and a schedule."""
 
+    optimizer: Literal["AdamW", "Adam", "SGD"] = Field(
+        "AdamW", description="Update rule, by torch's name; SGD has the momentum below"
+    )
     lr: float = Field(1e-3, gt=0, description="Peak learning rate")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled weight decay")
+    weight_decay: float = Field(
+        0.01, ge=0, description="Of matrices: AdamW's decoupled one, of Adam and SGD L2"
+    )
+    momentum: float = Field(0.0, ge=0, lt=1, description="SGD's; without effect on the others")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the gradient's mean")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the gradient's square")
     warmup_ratio: float = Field(0.05, ge=0, lt=1, description="Share of the steps spent warming up")
     warmup_steps: int | None = Field(
         None, ge=0, description="Steps of the run spent warming up; none: by warmup_ratio"
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate after the warm-up"
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "constant",
+        description="Learning rate after the warm-up; wsd: stable, then a cosine's decay",
+    )
+    num_cycles: float = Field(
+        0.5, gt=0, description="Waves of a cosine; 0.5 goes down once, from lr to its end"
+    )
+    stable_ratio: float = Field(
+        0.9, ge=0, le=1, description="wsd: share of the steps after the warm-up at full lr"
     )
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Where the schedule ends, over lr")
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm")
+
+    @model_validator(mode="after")
+    def _of_the_chosen_one(self) -> Self:
+        wrong = None
+        if self.momentum and self.optimizer != "SGD":
+            wrong = f"momentum={self.momentum} is SGD's, and optimizer={self.optimizer}"
+        elif self.num_cycles != 0.5 and self.schedule not in ("cosine", "wsd"):
+            wrong = f"num_cycles={self.num_cycles} is a cosine's, and schedule={self.schedule}"
+        elif self.stable_ratio != 0.9 and self.schedule != "wsd":
+            wrong = f"stable_ratio={self.stable_ratio} is wsd's, and schedule={self.schedule}"
+        if wrong:
+            raise ValueError(f"optim.{wrong}; leave one of them out")
+        return self
 
 
 class OfflineConfig(Section):

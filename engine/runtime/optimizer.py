@@ -1,8 +1,8 @@
-"""AdamW, learning-rate schedule and gradient clipping, for SFT, actor and critic.
+"""Optimizer, learning-rate schedule and gradient clipping, for SFT, actor and critic.
 
 Weights stored in bfloat16 or float16 have float32 masters here (`master_weights`). On many ranks
-each updates the shards that it stores, since AdamW is elementwise. Gradients must be reduced over
-the ranks before a step.
+each updates the shards that it stores (`update_rules`). Gradients must be reduced over the ranks
+before a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.errors import CheckpointError, DivergedError
 from engine.parallel import fsdp, gradients
 from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
-from engine.runtime.compiled_adamw import CompiledAdamW, takes_masters
+from engine.runtime.compiled_adamw import CompiledAdamW
 from engine.runtime.loss_scale import LossScale
 from engine.runtime.master_weights import (
     accumulate_in_float32,
@@ -28,19 +28,20 @@ from engine.runtime.master_weights import (
     make_master,
     write_working_weights,
 )
+from engine.runtime.update_rules import make_update_rule, state_kind
 
 MASTER = "master"  # among a parameter's moments in a state dict
 _OFFLOAD_ELEMENTS = 64 << 20  # parameters whose moments are on the device at a time
 
 
 class Optimizer:
-    """AdamW whose schedule advances once an optimizer step.
+    """An update rule (`optim.optimizer`) whose schedule advances once an optimizer step.
 
-    Biases, norms and other vectors get no weight decay. Create it after the model's parameters were
-    sharded over `ranks`, which then take every step together. With `offload`, moments and masters
-    stay in CPU memory and are on the device only while their parameters are updated.
-    `tied_duplicates` are updated, but only another pipeline stage's copy of them counts in the
-    gradient norm. A loss that float16 weights have is to be multiplied by `loss_scale`, if any.
+    Create it after the model's parameters were sharded over `ranks`, which then take every step
+    together. With `offload`, moments and masters stay in CPU memory and are on the device only
+    while their parameters are updated. `tied_duplicates` are updated, but only another pipeline
+    stage's copy of them counts in the gradient norm. A loss that float16 weights have is to be
+    multiplied by `loss_scale`, if any.
     """
 
     def __init__(
@@ -63,24 +64,12 @@ class Optimizer:
         accumulate_in_float32(model, [self._named[name] for name in self._with_master])
         half = any(p.dtype == torch.float16 for p in self.parameters)
         self.loss_scale = LossScale() if half else None
-        matrices = [p for p in self._stored.values() if p.dim() >= 2]
-        vectors = [p for p in self._stored.values() if p.dim() < 2]
-        groups: list[dict[str, Any]] = [{"params": matrices}] if matrices else []
-        if vectors:
-            groups.append({"params": vectors, "weight_decay": 0.0})
-        options: dict[str, Any] = {
-            "lr": config.lr,
-            "betas": (config.beta1, config.beta2),
-            "weight_decay": config.weight_decay,
-            "fused": True,
-        }
         working = {self._stored[name]: self._named[name] for name in self._with_master}
-        self._compiled: CompiledAdamW | None = None
-        if takes_masters(working, len(self._named)):
-            self._compiled = CompiledAdamW(groups, working, **options)
-        self._adam = self._compiled or torch.optim.AdamW(groups, **options)
+        self._rule = make_update_rule(config, list(self._stored.values()), working)
+        self._compiled = self._rule if isinstance(self._rule, CompiledAdamW) else None
+        self._kind = state_kind(config.optimizer)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._adam, lambda step: learning_rate_factor(step, total_steps, config)
+            self._rule, lambda step: learning_rate_factor(step, total_steps, config)
         )
         self._clip = config.grad_clip
         self.lr = self._next_lr()  # of the latest step; before the first step, of that
@@ -89,7 +78,7 @@ class Optimizer:
         return float(self._schedule.get_last_lr()[0])
 
     def _stored_part(self, name: str) -> Tensor:
-        """The tensor that AdamW updates: a master, the parameter, or a view of this rank's shard.
+        """The tensor that is updated: a master, the parameter, or a view of this rank's shard.
 
         Gradients of views are set group by group, so that only one group's moments are needed.
         """
@@ -171,7 +160,7 @@ class Optimizer:
             yield part
 
     def _update(self, names: list[str]) -> None:
-        """Update the parameters `names`: AdamW skips those without a gradient."""
+        """Update the parameters `names`; those without a gradient stay."""
         self._move_state(names, to_device=True)
         rounded: list[str] = []
         for name in names:
@@ -183,7 +172,7 @@ class Optimizer:
             else:
                 stored.data = local_tensor(parameter)  # it may have been moved since
             stored.grad = local_tensor(parameter.grad)
-        self._adam.step()
+        self._rule.step()
         self._write(rounded)
         for name in names:
             self._stored[name].grad = None
@@ -211,7 +200,7 @@ class Optimizer:
     def _move_state(self, names: list[str], *, to_device: bool) -> None:
         for name in names:
             stored, device = self._stored[name], local_tensor(self._named[name]).device
-            state = self._adam.state.get(stored, {})
+            state = self._rule.state.get(stored, {})
             for key, moment in state.items():
                 if moment.dim():  # the step count stays
                     state[key] = moment.to(device) if to_device else _to_cpu(moment)
@@ -223,12 +212,12 @@ class Optimizer:
         return torch.device("cpu") if self._offload else local_tensor(self._named[name]).device
 
     def state_dict(self) -> dict[str, Any]:
-        """AdamW's moments, and the master, by parameter name; the schedule's step; no copies.
+        """The moments, and the master, by parameter name; the schedule's step; no copies.
 
         On many ranks they are those of this rank's shards.
         """
-        adam = self._adam.state
-        moments = {name: dict(adam[p]) for name, p in self._stored.items() if p in adam}
+        state = self._rule.state
+        moments = {name: dict(state[p]) for name, p in self._stored.items() if p in state}
         for name in self._with_master:
             moments.setdefault(name, {})[MASTER] = self._stored[name]
         scale = {"loss_scale": self.loss_scale.state_dict()} if self.loss_scale else {}
@@ -236,23 +225,30 @@ class Optimizer:
             "moments": moments,
             "updates": self._schedule.last_epoch,
             "lr": self.lr,
+            "kind": self._kind,
         } | scale
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`, copying its tensors; learning rates are the configuration's.
 
         Working weights are not touched, and a master that is not there stays as it is. Raises
-        CheckpointError, before anything has changed, for moments of another model.
+        CheckpointError, before anything has changed, for moments of another model or of another
+        kind of optimizer.
         """
+        if (kind := state.get("kind", "Adam")) != self._kind:
+            raise CheckpointError(
+                f"the saved optimizer is {kind} and optim.optimizer is {self._kind}; resume with "
+                "the one that was saved, or start anew from the saved weights"
+            )
         for name, saved in state["moments"].items():
             wanted = list(self._stored[name].shape) if name in self._stored else None
-            found = list(saved["exp_avg" if "exp_avg" in saved else MASTER].shape)
+            found = next(list(moment.shape) for moment in saved.values() if moment.dim())
             if wanted != found:
                 raise CheckpointError(
                     f"the saved optimizer has moments of shape {found} for {name!r}, the model "
                     f"{wanted or 'no such parameter'}; resume with the model that was saved"
                 )
-        self._adam.state.clear()
+        self._rule.state.clear()
         for name, saved in state["moments"].items():
             stored = self._stored[name]
             near, resting = local_tensor(self._named[name]).device, self._resting_device(name)
@@ -261,7 +257,7 @@ class Optimizer:
                     copied = value.to(near, copy=True)  # the step count
                     if value.dim():
                         copied = value.to(resting, stored.dtype, copy=True)
-                    self._adam.state[stored][key] = copied
+                    self._rule.state[stored][key] = copied
                 elif name in self._with_master:
                     stored.copy_(value)
         if self.loss_scale is not None and "loss_scale" in state:
@@ -271,7 +267,7 @@ class Optimizer:
             base * factor(state["updates"])
             for base, factor in zip(self._schedule.base_lrs, self._schedule.lr_lambdas, strict=True)
         ]
-        for group, rate in zip(self._adam.param_groups, rates, strict=True):
+        for group, rate in zip(self._rule.param_groups, rates, strict=True):
             group["lr"] = rate
         self._schedule._last_lr = rates
         self.lr = state["lr"]
@@ -292,6 +288,10 @@ def learning_rate_factor(step: int, total_steps: int, config: OptimConfig) -> fl
         return (step + 1) / warmup
     if config.schedule == "constant":
         return 1.0
-    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    shape = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
+    left = max(0, total_steps - warmup)
+    stable = int(left * config.stable_ratio) if config.schedule == "wsd" else 0
+    done = min(1.0, max(0, step - warmup - stable) / max(1, left - stable))
+    shape = (1 + math.cos(2 * math.pi * config.num_cycles * done)) / 2
+    if config.schedule == "linear":
+        shape = 1 - done
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -31,6 +32,12 @@ def config(**changes: object) -> OptimConfig:
         ),
         ({"schedule": "cosine"}, 1, [1, 0.1]),
         ({"schedule": "linear", "warmup_ratio": 0.05}, 1, [1]),
+        ({"schedule": "cosine", "num_cycles": 1.0, "min_lr_ratio": 0.0}, 4, [1, 0.5, 0, 0.5, 1]),
+        (
+            {"schedule": "wsd", "stable_ratio": 0.5, "min_lr_ratio": 0.2, "warmup_ratio": 0.2},
+            5,
+            [1, 1, 1, 1, 0.2 + 0.8 / 2, 0.2],
+        ),
     ],
 )
 def test_schedule(changes: dict[str, object], total: int, wanted: list[float]) -> None:
@@ -38,7 +45,7 @@ def test_schedule(changes: dict[str, object], total: int, wanted: list[float]) -
     assert factors == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
 @pytest.mark.parametrize("warmup", [0.0, 0.05, 0.5])
 @pytest.mark.parametrize("total", [1, 2, 7, 50])
 def test_rate_never_leaves_its_range(schedule: str, warmup: float, total: int) -> None:
@@ -112,3 +119,51 @@ def test_vectors_get_no_decay_and_frozen_parameters_no_step() -> None:
         factor = 1 - 0.1 * 0.5 if old.dim() == 2 else 1.0
         torch.testing.assert_close(new.detach(), old * factor)
     assert all(torch.equal(a, b) for a, b in zip(before[4:], model[2].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_rule_is_torchs_and_goes_on_from_its_state(name: str, dtype: torch.dtype) -> None:
+    """On weights, and on the masters of bfloat16 ones; half of the steps after a resumption."""
+    changes = {"momentum": 0.9} if name == "SGD" else {}
+    settings = config(optimizer=name, weight_decay=0.1, grad_clip=1e9, **changes)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3).to(dtype)
+    wanted = {key: value.detach().float().clone() for key, value in model.named_parameters()}
+    own = {"momentum": 0.9} if name == "SGD" else {"betas": (settings.beta1, settings.beta2)}
+    groups = [
+        {"params": [wanted["weight"]], "weight_decay": 0.1},
+        {"params": [wanted["bias"]], "weight_decay": 0.0},
+    ]
+    theirs = getattr(torch.optim, name)(groups, lr=0.1, **own)
+    optimizer = Optimizer(model, settings, 4)
+    for step in range(4):
+        if step == 2:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = Optimizer(model, settings, 4)
+            optimizer.load_state_dict(saved)
+        for key, parameter in model.named_parameters():
+            parameter.grad = torch.full_like(parameter, 0.5 + step, dtype=torch.float32)
+            wanted[key].grad = torch.full_like(wanted[key], 0.5 + step)
+        optimizer.step()
+        theirs.step()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), wanted[key].to(dtype))
+
+
+def test_a_state_of_another_rule_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    saved = Optimizer(model, config(), 4).state_dict()
+    Optimizer(model, config(optimizer="Adam"), 4).load_state_dict(saved)
+    with pytest.raises(EngineError, match=r"saved optimizer is Adam and optim\.optimizer is SGD"):
+        Optimizer(model, config(optimizer="SGD"), 4).load_state_dict(saved)
+
+
+def test_settings_of_another_rule_or_schedule_are_refused() -> None:
+    for changes, words in (
+        ({"momentum": 0.9}, "momentum=0.9 is SGD's"),
+        ({"num_cycles": 1.0}, "num_cycles=1.0 is a cosine's"),
+        ({"schedule": "cosine", "stable_ratio": 0.5}, "stable_ratio=0.5 is wsd's"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            config(**changes)
