@@ -71,6 +71,7 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
         data.shuffle,
         data.sampling,
         data.apply_chat_template_kwargs,
+        data.cut,
     )
     return Prompts(loader, validation, longest, left_out)
 
@@ -119,7 +120,7 @@ def _rows(
         if data.control_tokens == "drop":
             kept = [i for i in range(len(some)) if i not in spelled]
             some, numbers = [some[i] for i in kept], [numbers[i] for i in kept]
-        add_prompt_ids(some, tokenizer, limit, path, way_out, numbers)
+        add_prompt_ids(some, tokenizer, limit, path, way_out, numbers, data.cut)
         rows += some
     _require_rows(rows, left_out, key)
     short = [row for row in rows if row["prompt_ids"] is not None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from engine.data.rl_rows import Row
 from engine.data.row_files import read_rl_rows
 from engine.data.rows import row_numbers
 from engine.data.templates import encode_prompts, encode_short_prompts
+from engine.data.truncation import Truncation
 from engine.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -46,10 +48,12 @@ class PromptLoader:
         shuffle: bool = True,
         sampling: SamplingConfig | None = None,
         template_variables: Mapping[str, Any] | None = None,
+        truncation: Truncation | None = None,
     ) -> None:
         """`sampling` says how sources are mixed and how often a prompt is used.
 
-        `template_variables` are those of the chat template that its prompts are rendered with.
+        `template_variables` are those of the chat template that its prompts are rendered with,
+        `truncation` says how the tokens of long ones are cut.
         Raises ConfigError for weights that are not the sources', DataError without rows and for a
         row without a difficulty.
         """
@@ -63,7 +67,10 @@ class PromptLoader:
         ]
         self.batch_size = min(batch_size, len(self._rows))
         self.template_variables = dict(template_variables or {})
+        self.truncation = truncation
         self._settings: dict[str, Any] = {"seed": seed, "shuffle": shuffle}
+        if truncation is not None:
+            self._settings["truncation"] = asdict(truncation)
         sampling = sampling or SamplingConfig()
         if sampling.weights or sampling.curriculum:
             self._settings |= sampling.model_dump(include={"weights", "curriculum"})
@@ -114,7 +121,7 @@ class PromptLoader:
         order are not those of the saved state.
         """
         present = self.state_dict()
-        fixed = ("rows", "digest", "seed", "shuffle", "weights", "curriculum")
+        fixed = ("rows", "digest", "seed", "shuffle", "weights", "curriculum", "truncation")
         for key in (*fixed, "pass_rate", "pass_rate_recheck"):
             if state.get(key) != present.get(key):
                 raise DataError(
@@ -187,16 +194,20 @@ def add_prompt_ids(
     path: str,
     way_out: str = "raise max_prompt_length",
     numbers: Sequence[int] = (),
+    truncation: Truncation | None = None,
 ) -> None:
     """Give each row `prompt_ids`; refuse prompts of more than `limit` tokens (0: no limit).
 
-    With an empty `way_out` their `prompt_ids` are None instead. `numbers` are those of the rows in
-    the file; 1, 2, … where there are none.
+    With an empty `way_out` their `prompt_ids` are None instead, with `truncation` they are cut.
+    `numbers` are those of the rows in the file; 1, 2, … where there are none.
     """
     numbers = numbers or range(1, len(rows) + 1)
     prompts = [row["prompt"] for row in rows]
-    if not limit:
-        ids: Sequence[list[int] | None] = encode_prompts(tokenizer, prompts, path, numbers)
+    if truncation is not None:
+        whole = encode_prompts(tokenizer, prompts, path, numbers)
+        ids: Sequence[list[int] | None] = [truncation.cut(tokens) for tokens in whole]
+    elif not limit:
+        ids = encode_prompts(tokenizer, prompts, path, numbers)
     else:
         ids = encode_short_prompts(tokenizer, prompts, limit, path, numbers)
     long = [i for i, tokens in zip(numbers, ids, strict=True) if tokens is None]

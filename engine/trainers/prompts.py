@@ -40,7 +40,10 @@ class PromptStream:
     def encode(self, rows: Sequence[dict[str, Any]]) -> Batch:
         """Collate data rows into a batch of prompts."""
         prompts = [row["prompt"] for row in rows]
-        return collate_prompts(rows, encode_prompts(self._tokenizer, prompts, "rows of a step"))
+        encoded = encode_prompts(self._tokenizer, prompts, "rows of a step")
+        if (truncation := self.loader.truncation) is not None:
+            encoded = [truncation.cut(ids) for ids in encoded]
+        return collate_prompts(rows, encoded)
 
     def next_batch(self) -> Batch:
         """The next batch of prompts, for a step or a DAPO refill."""

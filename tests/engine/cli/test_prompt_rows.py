@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from engine.cli.data import Prompts, read_prompts
 from engine.cli.resolve import resolve
+from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import DataError
+from engine.data.truncation import Truncation
+from engine.errors import ConfigError, DataError
 from engine.trainers.prompts import PromptStream
 
 
@@ -80,6 +83,41 @@ def test_variables_of_the_chat_template_reach_training(tiny_folder: Path, tmp_pa
     assert given.longest == plain.longest + 1
     ids = PromptStream(given.loader, tokenizer).next_batch().columns["prompt_ids"][0]
     assert tokenizer.decode(ids) == "1+1=7"
+
+
+@pytest.mark.parametrize(
+    ("side", "text"), [("left", "9012"), ("right", "1234"), ("middle", "1212")]
+)
+def test_long_prompts_are_cut(tiny_folder: Path, tmp_path: Path, side: str, text: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": prompt, "ground_truth": "2"} for prompt in ("123456789012", "12")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = load_tokenizer(tiny_folder)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    arguments = [f"data.train_files={file}", f"data.val_files={file}", "data.train_batch_size=2"]
+    arguments += ["data.max_prompt_length=4", "data.shuffle=false", f"data.truncation={side}"]
+    prompts = read_prompts(resolve(None, arguments).config, tokenizer, context=64)
+    assert (len(prompts.loader), prompts.longest, prompts.left_out.long) == (2, 4, 0)
+    stream = PromptStream(prompts.loader, tokenizer)
+    for batch in (stream.next_batch(), stream.encode(prompts.validation)):
+        assert [tokenizer.decode(ids) for ids in batch.columns["prompt_ids"]] == [text, "12"]
+    more = ["data.filter_overlong_prompts=true", "data.train_batch_size=1"]
+    other = resolve(None, [*arguments, *more]).config
+    fewer = read_prompts(other, tokenizer, context=64)
+    assert (len(fewer.validation), fewer.left_out.long) == (1, 2)
+
+
+def test_a_run_with_cut_prompts_is_not_resumed_with_whole_ones() -> None:
+    frame = pd.DataFrame([{"prompt": [{"role": "user", "content": "1+1="}]}])
+    cut = PromptLoader(frame, 1, 0, truncation=Truncation(4, "left"))
+    with pytest.raises(DataError, match="truncation is"):
+        PromptLoader(frame, 1, 0).load_state_dict(cut.state_dict())
+
+
+def test_episodes_are_not_cut() -> None:
+    given = ["data.truncation=left", "data.max_prompt_length=4", "rollout.multi_turn.enable=true"]
+    with pytest.raises(ConfigError, match="begin with whole messages"):
+        resolve(None, given)
 
 
 def test_sources_are_mixed_by_weight(tiny_folder: Path, tmp_path: Path) -> None:
