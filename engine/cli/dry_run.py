@@ -12,6 +12,7 @@ from engine.config import ActorConfig, CriticConfig, RLConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError
 from engine.models import resolve_lora, text_config, vocabulary_and_context
+from engine.models.override import check_overrides
 from engine.parallel.layout import Layout
 from engine.trainers.layouts import check_layouts, layout_of
 from engine.trainers.precision import model_dtype
@@ -29,6 +30,8 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     """
     check_config(config.rl, config.data.max_response_length)
     model = local_model(config.model.path)
+    if config.model.override_config:
+        check_overrides(model, config.model.override_config)
     prompts = read_prompts(config, load_tokenizer(model), vocabulary_and_context(model)[1])
     config = with_steps(config, len(prompts.loader))
     rl = resolve_placement(config.rl)

@@ -18,6 +18,7 @@ from engine.cli.verl_values import (
     loggers,
     negative_is_none,
     never_below_one,
+    optimizer,
     pair,
     path,
     paths,
@@ -25,6 +26,7 @@ from engine.cli.verl_values import (
     size_or_auto,
     sleep_level,
     text,
+    zero_alone,
     zero_is_none,
     zero_is_off,
 )
@@ -54,6 +56,16 @@ _OPTIM = {
     "warmup_style": "schedule",
     "min_lr_ratio": "min_lr_ratio",
     "clip_grad": "grad_clip",
+    "num_cycles": "num_cycles",
+    "optimizer": "optimizer",
+    "override_optimizer_config.momentum": "momentum",
+    "lr_decay_style": "schedule",
+    "min_lr": "min_lr_ratio",
+}
+_OPTIM_VALUES: dict[str, Convert] = {
+    "lr_warmup_steps": negative_is_none,
+    "optimizer": optimizer,
+    "min_lr": zero_alone,
 }
 
 # Of the actor, where only the section's name differs.
@@ -155,12 +167,10 @@ VERL: dict[str, Key] = {
     "actor_rollout_ref.model.lora_rank": Key("model.lora.rank"),
     "actor_rollout_ref.model.lora_alpha": Key("model.lora.alpha"),
     "actor_rollout_ref.model.target_modules": Key("model.lora.target_modules"),
+    "actor_rollout_ref.model.override_config": Key("model.override_config"),
     **{f"{_ACTOR}.{name}": Key(f"rl.actor.{name}") for name in _ACTOR_SAME},
     **{
-        f"{role}.optim.{name}": Key(
-            f"rl.{ours_role}.optim.{ours}",
-            negative_is_none if name == "lr_warmup_steps" else same,
-        )
+        f"{role}.optim.{name}": Key(f"rl.{ours_role}.optim.{ours}", _OPTIM_VALUES.get(name, same))
         for role, ours_role in ((_ACTOR, "actor"), (_CRITIC, "critic"))
         for name, ours in _OPTIM.items()
     },

@@ -25,6 +25,7 @@ from engine.console import human_time
 from engine.controller.ray_session import require_shared
 from engine.data.tokenizer import load_tokenizer
 from engine.models import vocabulary_and_context
+from engine.models.override import check_overrides, link_model
 from engine.rollouts.files import FOLDER as ROLLOUTS
 from engine.trainers.rl_checks import check_config
 
@@ -38,7 +39,7 @@ def run(config: RunConfig) -> Path:
     """
     check_config(config.rl, config.data.max_response_length)
     folder = make_output_folder(config.run.folder())
-    model = local_model(config.model.path)
+    model = overridden(local_model(config.model.path), config, folder / "start_model")
     context = vocabulary_and_context(model)[1]
     prompts = read_prompts(config, load_tokenizer(model), context)
     config = with_steps(config, len(prompts.loader))
@@ -126,6 +127,14 @@ def with_steps(config: RunConfig, rows: int) -> RunConfig:
     steps = max(1, config.run.total_epochs * rows // config.rl.trainer.train_batch_size)
     trainer = config.rl.trainer.model_copy(update={"total_training_steps": steps})
     return config.model_copy(update={"rl": config.rl.model_copy(update={"trainer": trainer})})
+
+
+def overridden(model: str, config: RunConfig, folder: Path) -> str:
+    """The model with `model.override_config`, in `folder`; without any as it is."""
+    if not config.model.override_config:
+        return model
+    changes = check_overrides(model, config.model.override_config)
+    return str(save_atomically(lambda to: link_model(model, changes, Path(to)), folder).absolute())
 
 
 def local_model(model: str) -> str:

@@ -7,7 +7,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.config import Loggers, LoRAConfig, RLConfig, RowsConfig, Section
+from engine.config import Loggers, LoRAConfig, Options, RLConfig, RowsConfig, Section
+from engine.data.truncation import Truncation
 from engine.storage.locations import home
 
 
@@ -19,7 +20,12 @@ class DataFilesConfig(RowsConfig):
     )
     val_files: tuple[str, ...] = Field((), description="Files to validate on; none: no validation")
     filter_overlong_prompts: bool = Field(
-        False, description="Leave longer prompts out; otherwise they are an error"
+        False, description="Leave longer prompts out; otherwise truncation says what they are"
+    )
+    truncation: Literal["error", "left", "right", "middle"] = Field(
+        "error",
+        description="Prompts over max_prompt_length: an error, or cut to it: left keeps the last "
+        "tokens, right the first, middle both ends",
     )
     shuffle: bool = Field(True, description="A new order of the rows in each epoch")
     train_max_samples: int = Field(
@@ -29,6 +35,22 @@ class DataFilesConfig(RowsConfig):
         "by seed; -1: all",
     )
     val_max_samples: int = Field(-1, ge=-1, description="The same of val_files; -1: all")
+
+    @property
+    def cut(self) -> Truncation | None:
+        """How long prompts are cut, if they are; those that are left out are not."""
+        if self.truncation == "error" or self.filter_overlong_prompts:
+            return None
+        return Truncation(self.max_prompt_length, self.truncation)
+
+    @model_validator(mode="after")
+    def _cut_to_a_length(self) -> Self:
+        if self.truncation != "error" and not self.max_prompt_length:
+            raise ValueError(
+                f"data.truncation={self.truncation} has no effect without data.max_prompt_length; "
+                "set it, or leave truncation out"
+            )
+        return self
 
 
 class PolicyModelConfig(Section):
@@ -41,6 +63,11 @@ class PolicyModelConfig(Section):
         "computes in it. bfloat16 and float16 have float32 masters in the optimizer",
     )
     lora: LoRAConfig = LoRAConfig()
+    override_config: Options = Field(
+        {},
+        description="Other values of keys of the model's config.json, e.g. {rope_theta: "
+        "1000000.0}; none that changes the weights' shapes",
+    )
     trust_remote_code: bool = Field(
         False,
         description="Python code in the model's folder is never run; true is refused for a model "
@@ -126,3 +153,13 @@ class RunConfig(Section):
     model: PolicyModelConfig = PolicyModelConfig()
     rl: RLConfig = RLConfig()
     run: OutputConfig = OutputConfig()
+
+    @model_validator(mode="after")
+    def _episodes_come_whole(self) -> Self:
+        if self.data.cut is not None and self.rl.rollout.multi_turn.enable:
+            raise ValueError(
+                f"data.truncation={self.data.truncation} cuts tokens, and episodes "
+                "(rl.rollout.multi_turn.enable) begin with whole messages; set "
+                "data.filter_overlong_prompts=true instead"
+            )
+        return self

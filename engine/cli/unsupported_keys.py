@@ -39,6 +39,7 @@ _SHARDING = "a model is sharded as rl.actor.parallel says: dp, fsdp, sp, tp and 
 _STRATEGIES = ("fsdp", "fsdp2", "megatron")
 _EXPERTS = "a mixture's experts are sharded with the other weights, see docs/parallel.md"
 _RECOMPUTE = "see actor_rollout_ref.model.enable_gradient_checkpointing"
+_OFFLOAD = "see actor_rollout_ref.actor.fsdp_config.optimizer_offload"
 _MASTERS = "masters are float32; set model.dtype for the weights that are computed with"
 _PADDING = "see actor_rollout_ref.model.use_remove_padding"
 _KERNELS = "the model's own kernels are used"
@@ -122,7 +123,6 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _ignore("data.*_workers", "data are prepared in the controller"),
     _ignore("data.validation_shuffle", "the mean over all rows needs no order"),
     _ignore("data.reward_fn_key", "the reward gets all columns and one function scores all rows"),
-    _reject("data.truncation", "set data.filter_overlong_prompts=true instead", ("error",)),
     _reject("data.tokenizer", "the model's own tokenizer is used"),
     _reject("data.sampler*", "see data.sampling"),
     _reject("data.datagen*", "give files"),
@@ -141,17 +141,22 @@ UNSUPPORTED: tuple[UnsupportedKey, ...] = (
     _reject("*.lora_adapter_path", "set actor_rollout_ref.model.path to the adapter's folder"),
     _reject("*.lora.rank", "set actor_rollout_ref.model.lora_rank", (0,)),
     _ignore("*.lora.*", "see actor_rollout_ref.model.lora_rank"),
-    _reject("*.override_config*", "change the model's config.json", ({},)),
+    _reject("critic.model.override_config*", "change the model's config.json", ({},)),
     _reject("*.external_lib", "name your modules in rl.plugins"),
     _reject("*.custom_chat_template", "put it into the model's tokenizer"),
     _reject("*.tokenizer_path", "put the tokenizer into the model's folder"),
     _reject("*.hf_config_path", "put config.json into the model's folder"),
-    _reject("*.optim.optimizer", "AdamW is what there is", ("AdamW",)),
-    _ignore("*.optim.optimizer_impl", "AdamW is torch.optim's"),
-    _reject("*.optim.num_cycles", "a cosine goes down once", (0.5,)),
+    _reject("*.optim.optimizer_impl", "set optimizer to AdamW, Adam or SGD", ("torch.optim",)),
     _ignore("*.optim.total_training_steps", "the schedule ends with the run"),
     _ignore("*.optim.zero_indexed_step", "the first step already counts"),
-    _reject("*.optim.override_optimizer_config", "set beta1, beta2 and weight_decay"),
+    _ignore("*.optim.override_optimizer_config.*offload*", _OFFLOAD),
+    _ignore("*.optim.override_optimizer_config.*overlap*", _OFFLOAD),
+    _reject("*.optim.override_optimizer_config*", "set betas, weight_decay or momentum", ({},)),
+    _reject("*.optim.lr_decay_steps", "the schedule ends with the run"),
+    _reject("*.optim.lr_warmup_init", "a warm-up begins at its first share of lr", (0, 0.0)),
+    _reject("*.optim.weight_decay_incr_style", "weight_decay is constant", ("constant",)),
+    _reject("*.optim.lr_wsd_decay_*", "wsd ends in a cosine, see optim.stable_ratio"),
+    _reject("*.optim.use_checkpoint_opt_param_scheduler", "settings are the run's", (False,)),
     _ignore("actor_rollout_ref.rollout.micro_batch_size*", _MICRO),
     _reject("actor_rollout_ref.rollout.over_sample_rate", "set trainer.mode=async", (0, 0.0)),
     _reject("actor_rollout_ref.rollout.skip_rollout", "completions are sampled", (False,)),
