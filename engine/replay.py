@@ -1,4 +1,4 @@
-"""`python -m engine.replay FOLDER`: run a recorded RL step again, in one process.
+"""`python -m engine.replay FOLDER`: run a recorded RL step again, in one process or on ranks.
 
 What rollout and rewards gave is taken from the record (`engine.trainers.step_record`); log-probs,
 values, advantages and updates are computed again, from the recorded weights and generators.
@@ -13,8 +13,8 @@ import pdb
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 from engine.batch import Batch
 from engine.checkpoint import CheckpointStore, Saver
@@ -29,6 +29,7 @@ from engine.dataflows.algo import Algo
 from engine.errors import CheckpointError, EngineError
 from engine.futures import Future
 from engine.plugins import import_plugins
+from engine.trainers.layouts import layout_of
 from engine.trainers.rl_setup import RunSpec, default_pools, role_specs
 from engine.trainers.step_metrics import step_metrics
 from engine.trainers.step_record import RUN_AGAIN, STATE, StepRecord, read_record
@@ -51,9 +52,11 @@ class Compared:
     replayed: float
 
     def same(self, tolerance: float) -> bool:
-        """Whether both are equal, or differ by a share of at most `tolerance`."""
-        a, b = self.recorded, self.replayed
-        return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=tolerance)
+        """Whether both are equal, or differ by a share of at most `tolerance`; near 0 by less."""
+        a, b, least = self.recorded, self.replayed, tolerance * tolerance
+        if math.isnan(a) or math.isnan(b):
+            return math.isnan(a) and math.isnan(b)
+        return a == b or math.isclose(a, b, rel_tol=tolerance, abs_tol=least)
 
 
 class _Tape:
@@ -93,21 +96,28 @@ class _TapedGroup:
         return lambda *arguments, **keywords: self._tape.take(self._role, method)
 
 
-def replay(record: StepRecord, model: str = "", threads: int = 0) -> dict[str, float]:
-    """The metrics of the step, run again; `model`: where the start model is now.
+def replay(
+    record: StepRecord, model: str = "", threads: int = 0, *, on_ranks: bool = False
+) -> dict[str, float]:
+    """The metrics of the step, run again in this process, or on ranks as it was recorded.
 
-    Raises the EngineError that the step ends with, CheckpointError for a damaged record.
+    `model`: where the start model is now; `threads`: of a process, as recorded without. Raises the
+    EngineError that the step ends with, CheckpointError for a damaged record.
     """
     import_plugins(record.config.plugins)
     dataflow = choose_dataflow(record.config.algorithm)
     needs, used = run_roles(record.config)
     again = used & frozenset(RUN_AGAIN)
     run = record.run | ({"model_path": model} if model else {})
-    spec = RunSpec(config=_one_rank(record.config), needs=needs, roles=again, **run)
-    pool = Pool(default_pools(again)[0], cpus=float(threads or record.threads))
+    config = record.config if on_ranks else _one_rank(record.config)
+    spec = RunSpec(config=config, needs=needs, roles=again, **run)
+    size = layout_of("actor", config).world_size
+    gpus = next((p.gpus for p in config.trainer.pools if "actor" in p.roles), 0.0)
+    pool = Pool(default_pools(again)[0], size, float(threads or record.threads), gpus)
     limit = record.config.trainer.step_timeout_s
-    specs = [replace(one, plugins=()) for one in role_specs(spec)]
-    with launch(Placement((pool,), kind="local", call_timeout_s=limit), specs) as live:
+    kind: Literal["local", "ray"] = "local" if size == 1 else "ray"
+    place = Placement((pool,), kind=kind, call_timeout_s=limit)
+    with launch(place, role_specs(spec)) as live:
         tape = _Tape(record)
         roles = Roles(
             {name: live[name] if name in again else tape.group(name) for name in used},
@@ -155,6 +165,13 @@ def _one_rank(config: RLConfig) -> RLConfig:
     return config.model_copy(update=sections)
 
 
+def _has_mini_batches(config: RLConfig) -> bool:
+    """Whether a role takes several steps on parts of a step's completions."""
+    rows = config.trainer.train_batch_size * config.rollout.n
+    sizes = (config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size)
+    return any(0 < size < rows for size in sizes)
+
+
 def compare(record: StepRecord, metrics: dict[str, float]) -> list[Compared]:
     """Every metric that a replay has, without times, and those of updates that it lacks."""
     gone = [name for name in record.metrics if name.startswith(("actor/", "critic/"))]
@@ -175,12 +192,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EngineError as error:
         say(f"error: {error}", error=True)
         return 2
-    tolerance = options.tolerance
+    alike, tolerance = options.on_ranks or record.ranks == 1, options.tolerance
     if tolerance is None:
-        tolerance = 0.0 if record.ranks == 1 else _OTHER_LAYOUT
-    say(f"step {record.step}, recorded on {record.ranks} rank(s), run again on one")
+        tolerance = 0.0 if alike else _OTHER_LAYOUT
+    where = "as many" if alike else "one"
+    say(f"step {record.step}, recorded on {record.ranks} rank(s), run again on {where}")
+    if not alike and _has_mini_batches(record.config):
+        say(
+            "note: ranks draw mini-batches of their own rows, one rank draws others; see --on-ranks"
+        )
     try:
-        metrics = replay(record, options.model, options.threads)
+        metrics = replay(record, options.model, options.threads, on_ranks=options.on_ranks)
     except Exception as error:
         return _failed(record, error, options.pdb)
     compared = compare(record, metrics)
@@ -233,6 +255,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", help="a record, e.g. out/checkpoints/recorded/step_3")
     parser.add_argument("--all", action="store_true", help="show all metrics, not what differs")
     parser.add_argument("--pdb", action="store_true", help="open pdb where the step fails")
+    parser.add_argument(
+        "--on-ranks", action="store_true", help="on as many ranks as recorded, by Ray"
+    )
     parser.add_argument("--model", default="", help="the start model, if it is elsewhere now")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; default: as recorded")
     parser.add_argument(

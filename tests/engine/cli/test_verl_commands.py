@@ -6,6 +6,7 @@ name; `$HOME` is as a shell leaves it. Nothing is trained here but in the tests 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -16,8 +17,10 @@ import pytest
 from tiny_engine import arithmetic_rows
 
 from engine.cli.resolve import Resolved, resolve
+from engine.cli.settings import RunConfig
 from engine.errors import ConfigError
 from engine.main_ppo import main
+from engine.replay import main as replay
 from engine.trainer.main_ppo import main as verls_main
 from engine.trainers.resume import run_settings
 
@@ -382,3 +385,89 @@ def test_the_quickstart_trains_a_critic_and_takes_its_reward_from_a_file(
     assert "continues from" in out
     assert re.search(r"validation/reward +[0-9.]+", out)
     assert "2/2" not in out
+
+
+def test_the_table_of_keys_says_what_becomes_of_them() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \| (honoured|noted|refused) \|", page, re.MULTILINE)
+    assert len(rows) > 25
+    for arguments, said in rows:
+        found = "refused"
+        with contextlib.suppress(ConfigError):
+            resolved = resolve(None, arguments.split())
+            found = "honoured" if resolved.config != RunConfig() else "noted"
+            assert bool(resolved.notices) == (found == "noted"), arguments
+        assert found == said, arguments
+
+
+@pytest.mark.slow
+def test_two_ranks_by_verls_keys_and_a_step_of_theirs_again_on_one(
+    tmp_path: Path,
+    tiny_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ray_cluster: None,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    rows = [row | {"extra_info": {"index": i}} for i, row in enumerate(arithmetic_rows(8))]
+    pd.DataFrame(rows).to_parquet(tmp_path / "train.parquet")
+    (tmp_path / "own.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return sum(map(str.isdigit, solution_str)) / max(1, len(solution_str))\n"
+    )
+    command = f"""
+    data.train_files={tmp_path}/train.parquet data.train_batch_size=4 data.max_response_length=6
+    data.max_prompt_length=8 data.truncation=left actor_rollout_ref.model.path={tiny_folder}
+    +actor_rollout_ref.model.override_config.rope_theta=70.0
+    actor_rollout_ref.actor.optim.lr=1e-3 actor_rollout_ref.actor.optim.optimizer=SGD
+    actor_rollout_ref.actor.optim.override_optimizer_config.momentum=0.9
+    actor_rollout_ref.actor.optim.lr_scheduler_type=cosine
+    actor_rollout_ref.actor.ppo_mini_batch_size=2 actor_rollout_ref.rollout.name=hf
+    actor_rollout_ref.rollout.n=2 actor_rollout_ref.actor.use_kl_loss=True critic.optim.lr=1e-3
+    critic.model.path={tiny_folder} critic.ppo_mini_batch_size=2 algorithm.adv_estimator=gae
+    custom_reward_function.path={tmp_path}/own.py trainer.n_gpus_per_node=2 trainer.nnodes=1
+    trainer.device=cpu trainer.total_training_steps=2 trainer.default_local_dir={tmp_path}/out
+    trainer.threads=2 trainer.logger=[console,jsonl] debug.record_steps=[2]
+    """
+    assert verls_main(shlex.split(command)) == 0
+    out = capsys.readouterr().out
+    assert "rl: gae on ray" in out
+    metrics = [json.loads(x) for x in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["actor/grad_norm"] > 0 for row in metrics] == [True, True]
+    checkpoint = next((tmp_path / "out" / "checkpoints").glob("step_2"))
+    ranks = {path.name.split(".")[0] for path in checkpoint.iterdir() if "actor" in path.name}
+    assert len(ranks) == 2, sorted(ranks)
+    written = json.loads((tmp_path / "out" / "step_2" / "config.json").read_text())
+    assert "70.0" in json.dumps(written)
+
+    second = checkpoint.parent / "recorded" / "step_2"
+    assert replay(["--all", "--on-ranks", str(second)]) == 0
+    out = capsys.readouterr().out
+    assert "recorded on 2 rank(s), run again on as many" in out
+    assert "metrics, to the bit" in out
+    assert replay([str(second)]) in (0, 1)
+    assert "ranks draw mini-batches of their own rows" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_step_of_two_ranks_is_nearly_the_same_on_one(
+    tmp_path: Path,
+    tiny_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ray_cluster: None,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    pd.DataFrame(arithmetic_rows(8)).drop(columns="extra_info").to_parquet(tmp_path / "t.parquet")
+    command = f"""
+    data.train_files={tmp_path}/t.parquet data.train_batch_size=4 data.max_response_length=6
+    actor_rollout_ref.model.path={tiny_folder} actor_rollout_ref.rollout.n=2
+    actor_rollout_ref.actor.ppo_mini_batch_size=4 algorithm.adv_estimator=grpo
+    reward.name=tiny_engine:digit_share trainer.n_gpus_per_node=2 trainer.device=cpu
+    trainer.total_training_steps=1 trainer.default_local_dir={tmp_path}/out trainer.threads=2
+    debug.record_steps=[1]
+    """
+    assert main(shlex.split(command)) == 0
+    capsys.readouterr()
+    assert replay([str(tmp_path / "out" / "checkpoints" / "recorded" / "step_1")]) == 0
+    assert "metrics, within 0.001" in capsys.readouterr().out
