@@ -1,0 +1,103 @@
+"""The code of the tutorials runs as it is printed: data, an algorithm, a source, a model.
+
+Those of rewards and environments are in `test_docs`, that of a dataflow in
+`dataflows/test_documented_algorithm.py`, that of `HybridActor` in `runtime/test_torchrun.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+from tiny_engine import arithmetic_rows
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.config import DataConfig, RLConfig
+from engine.data.contract import RL_PROMPTS, SFT_PAIRS, check, check_disjoint
+from engine.data.loader import PromptLoader
+from engine.data.sources import load_splits
+from engine.data.tokenizer import load_tokenizer
+from engine.main_ppo import main
+from engine.models import load_model
+from engine.trainers.rl import RLTrainer
+
+DOCS = Path(__file__).parents[2] / "docs"
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules of extending.md, on the Python path under the names that it gives them."""
+    page = (DOCS / "extending.md").read_text()
+    for name, text in re.findall(r"```python\n# (my_\w+\.py)\n(.*?)```", page, re.DOTALL):
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def one_step(model: Path, values: dict[str, object]) -> dict[str, float]:
+    """The metrics of one step with these settings of `rl`."""
+    small = {
+        "rollout": {"n": 4},
+        "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
+        "trainer": {
+            "total_training_steps": 1,
+            "train_batch_size": 4,
+            "placement": "local",
+            "threads": 1,
+        },
+    }
+    config = RLConfig.model_validate(small | values)
+    loader = PromptLoader(pd.DataFrame(arithmetic_rows(8)), 4, 0)
+    with RLTrainer(model, config, loader, max_response_length=6, max_model_len=40) as trainer:
+        return trainer.fit()
+
+
+def test_the_estimator_and_its_settings(tiny_folder: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "extending.md").read_text(), re.DOTALL)
+    assert one_step(tiny_folder, yaml.safe_load(text)["rl"])["actor/grad_norm"] > 0
+
+
+def test_the_source_gives_rows_of_the_contract() -> None:
+    config = DataConfig(source="my_source:Squares", options={"largest": 25})
+    splits = load_splits(config, seed=0)
+    frames = splits.frames()
+    assert [len(frame) for frame in frames.values()] == [5] * 5
+    for name, frame in frames.items():
+        check(frame, SFT_PAIRS if name.startswith("sft") else RL_PROMPTS, name)
+    check_disjoint(frames)
+    assert frames["test"].iloc[1]["reward_model"]["ground_truth"] == "81"
+
+
+def test_the_model_trains_and_keeps_its_class(tiny_folder: Path, tmp_path: Path) -> None:
+    import my_model
+
+    config = my_model.QuietConfig.from_pretrained(tiny_folder)
+    folder = tmp_path / "quiet"
+    quiet = my_model.QuietForCausalLM.from_pretrained(tiny_folder, config=config)
+    quiet.save_pretrained(folder)
+    load_tokenizer(tiny_folder).save_pretrained(folder)
+    assert isinstance(load_model(folder), my_model.QuietForCausalLM)
+    assert one_step(folder, {"plugins": ["my_model"]})["actor/grad_norm"] > 0
+    assert AutoModelForCausalLM.from_pretrained(folder).config.model_type == "quiet"
+    assert AutoConfig.for_model("quiet").model_type == "quiet"
+
+
+def test_data_of_two_columns_takes_the_printed_command(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sums.csv").write_text(
+        "input,target\n" + "".join(f"{n}+1=,{n + 1}\n" for n in range(9))
+    )
+    page = (DOCS / "data.md").read_text()
+    printed = next(b for b in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "sums.csv" in b)
+    command = printed.partition("pyflyte")[0].replace("sums.csv", str(tmp_path / "sums.csv"))
+    command = command.replace("/models/Qwen2.5-0.5B", str(tiny_folder))
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:3] == ["python", "-m", "engine.main_ppo"]
+    small = ["data.max_response_length=6", "data.train_batch_size=8", "--dry-run"]
+    assert main([*words[3:], *small]) == 0
+    assert "steps of 8 of 9 prompts" in capsys.readouterr().out
