@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from engine.console import say
 from engine.errors import ConfigError, ModelError
 from engine.models.load import adapter_base_path, load_model_config, with_model_lock
 from engine.storage.hub import is_hub_id, loading_error, split_revision
+
+log = logging.getLogger(__name__)
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _ROPE = ("rope_scaling", "rope_theta", "rope_parameters")  # transformers reads each of them
@@ -36,7 +38,7 @@ def check_overrides(path: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """
     changes = _flat(changes)
     for key in _KERNELS & changes.keys():
-        say(f"note: model.override_config.{key} has no effect here: {_OWN_KERNELS}", error=True)
+        log.warning("model.override_config.%s has no effect here: %s", key, _OWN_KERNELS)
         del changes[key]
     if adapter_base_path(path) is not None:
         raise ConfigError(
