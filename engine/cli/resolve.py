@@ -27,6 +27,7 @@ from engine.cli.unsupported_keys import find_unsupported
 from engine.cli.verl_rules import CRITIC_DEFAULTS, VERL_DEFAULTS, choose_estimator, drop_idle
 from engine.config import explain
 from engine.config.base import section_of
+from engine.config.parse import PRESETS
 from engine.errors import ConfigError
 
 _NO_EFFECT = " has no effect here: "
@@ -105,10 +106,16 @@ def resolve(
     ConfigError, in the words of the file or the command line.
     """
     pairs = list(flatten(read_yaml(file))) if file else []
+    left_out: list[str] = []
+    if file and file.parent == PRESETS:  # they are of the whole pipeline
+        left_out = [key for key, _ in pairs if _own_key(key) is None]
+        pairs = [(key, value) for key, value in pairs if key not in left_out]
     for argument in arguments:
         key, value = split_argument(argument)
         pairs.extend(flatten(value, key))
-    return resolve_pairs(pairs, verl_defaults=verl_defaults)
+    resolved = resolve_pairs(pairs, verl_defaults=verl_defaults)
+    resolved.notices += [f"{key}{_NO_EFFECT}only a workflow has this stage" for key in left_out]
+    return resolved
 
 
 def resolve_pairs(pairs: Sequence[tuple[str, object]], *, verl_defaults: bool = False) -> Resolved:

@@ -387,6 +387,21 @@ def test_the_quickstart_trains_a_critic_and_takes_its_reward_from_a_file(
     assert "2/2" not in out
 
 
+def test_a_preset_gives_its_rl_and_says_what_only_a_workflow_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for given in (["--config", "preset:gsm8k-7b-8gpu"], ["preset:gsm8k-7b-8gpu"]):
+        assert main([*given, "data.train_files=a.parquet", "rollout.n=4", "--print-config"]) == 0
+        said = capsys.readouterr()
+        assert "path: Qwen/Qwen2.5-7B-Instruct" in said.out
+        assert "fsdp: 8" in said.out
+        assert "n: 4" in said.out
+        assert "sft.skip" in said.err
+        assert "only a workflow has" in said.err
+    assert main(["--config", "preset:nope", "--print-config"]) == 2
+    assert "there is no such preset; give one of" in capsys.readouterr().err
+
+
 def test_the_table_of_keys_says_what_becomes_of_them() -> None:
     page = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
     rows = re.findall(r"^\| `([^`]+)` \| (honoured|noted|refused) \|", page, re.MULTILINE)
