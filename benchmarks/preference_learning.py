@@ -2,14 +2,16 @@
 
     python benchmarks/preference_learning.py                  # reward model, DPO, KTO, PPO
     python benchmarks/preference_learning.py --tasks dpo --seeds 0,1,2
+    python benchmarks/preference_learning.py --tasks reward --policy outputs/artifacts/rl/DIGEST
 
 The settings are those of `pyflyte run workflows/preference.py`: `preference` for `dpo` and `kto`,
 `classic_rlhf` for `reward` and `ppo`. All begin at the warm start that the default task's SFT stage
 makes (kept in the cache folder). Its own completions of the training prompts, ranked by the task's
-rule, make the pairs and the labels.
+rule, make the pairs and the labels. What is common to several tasks, the warm start and these
+completions, has its seconds apart; of the CPU they are those of all threads of this process.
 
 - `reward`: a reward model learns from pairs, and ranks pairs of held-out prompts; by whether both
-  answers show their steps.
+  answers show their steps. With `--policy` that one writes them, and it starts from that one.
 - `dpo`, `kto`: greedy pass@1 on the 512 held-out problems, and the gain over the warm start.
 - `ppo`: PPO with that reward model as its only reward; whether the rule's pass@1 rises.
 """
@@ -19,8 +21,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,12 @@ import numpy as np
 import pandas as pd
 import torch
 from our_side import merged, nested
-from time_to_accuracy import DEFAULTS, warm_start
+from pass_at_1 import DEFAULTS, LONGEST, Clock, gain, load, rate, right
+from time_to_accuracy import warm_start
 from transformers.utils import logging as transformers_logging
 from vs_trl import machine
 
 from engine.config import (
-    EvaluateConfig,
     PairsConfig,
     PipelineConfig,
     PreferenceTrainingConfig,
@@ -49,23 +50,19 @@ from engine.data.loader import PromptLoader
 from engine.data.preference_examples import read_preferences, read_reward_pairs
 from engine.data.preference_rows import Kind
 from engine.data.sources import Splits, load_splits
-from engine.data.templates import decode_response, encode_prompts
+from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer
-from engine.evaluation.decode import decode
-from engine.evaluation.metrics import paired_bootstrap, wilson_interval
 from engine.evaluation.overoptimisation import MODEL_REWARD
 from engine.models import saved_dtype
-from engine.preferences.from_rollouts import rank_rollouts
+from engine.preferences.from_rollouts import ScoredRollouts, score_rollouts
 from engine.preferences.learned_reward import by_reward_model
-from engine.rewards.answer_match import answer_match
-from engine.runtime.save_policy import StartModel
+from engine.trainers.likelihood_reward import LikelihoodRewardTrainer
 from engine.trainers.preference import PreferenceTrainer
 from engine.trainers.reward_model import RewardModelTrainer
 from engine.trainers.rl import RLTrainer
 
 TASKS = ("reward", "dpo", "kto", "ppo")
 SECTIONS = (*TASKS, "pairs")  # which the command line sets
-LONGEST = DEFAULTS.data.max_response_length
 CLASSIC = "preset:classic_rlhf"
 WORKED = "<<"  # is in answers that show their steps
 ROWS = {"reward": "reward", "dpo": "pairs", "kto": "labels", "ppo": "reward"}  # what a task reads
@@ -78,6 +75,7 @@ class Bench:
     seed: int
     threads: int
     start: Path  # the warm start
+    policy: Path  # writes the reward model's pairs, which starts from it
     splits: Splits
     folder: Path  # of this run's files
     classic: PipelineConfig  # of the workflow classic_rlhf
@@ -85,10 +83,6 @@ class Bench:
     prompts: int  # that are completed, at most, of training and of held-out ones
     settings: dict[str, dict[str, Any]]  # by section, those of the command line
     before: np.ndarray  # [512] whether the warm start's greedy answers are right
-
-    def model(self) -> StartModel:
-        """The warm start, to be loaded."""
-        return StartModel(str(self.start), saved_dtype(self.start))
 
 
 def main() -> None:
@@ -104,12 +98,13 @@ def main() -> None:
         splits = load_splits(DEFAULTS.data, seed)
         start = warm_start(seed, splits)
         with tempfile.TemporaryDirectory() as place:
-            begin = time.perf_counter()
+            begin = Clock.start()
             before = right(start, start, splits.test)
             bench = Bench(
                 seed=seed,
                 threads=args.threads,
                 start=start,
+                policy=Path(args.policy) if args.policy else start,
                 splits=splits,
                 folder=Path(place),
                 before=before,
@@ -132,6 +127,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--tasks", type=lambda text: text.split(","), default=list(TASKS), help="ppo needs reward")
     add("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0])
+    add("--policy", default="", metavar="FOLDER", help="of the reward model, e.g. RL's; see above")
     add("--prompts", type=int, default=DEFAULTS.data.train_size, help="that are completed")
     add("--threads", type=int, default=os.cpu_count() or 1)
     for name in SECTIONS:
@@ -142,43 +138,31 @@ def parse_args() -> argparse.Namespace:
 def write_rows(bench: Bench) -> None:
     """Complete and rank training and held-out prompts; write pairs, and labels, as files."""
     held_out = pd.concat([bench.splits.validation, bench.splits.test], ignore_index=True)
-    kinds: dict[str, tuple[Kind, PairsConfig]] = {
-        "pairs": ("pairs", DEFAULTS.pairs),
-        "labels": ("labels", DEFAULTS.pairs),
-        "reward": ("pairs", bench.classic.pairs),
+    kinds: dict[str, tuple[Kind, Path, PairsConfig]] = {
+        "pairs": ("pairs", bench.start, DEFAULTS.pairs),
+        "labels": ("labels", bench.start, DEFAULTS.pairs),
+        "reward": ("pairs", bench.policy, bench.classic.pairs),
     }
-    for kind in dict.fromkeys(ROWS[task] for task in bench.tasks):
-        rows, base = kinds[kind]
-        given = {"reward": RewardConfig()} | bench.settings["pairs"]
-        config = PairsConfig.model_validate(base.model_dump() | given)
-        for name, frame in (("train", bench.splits.train), ("held_out", held_out)):
-            begin = time.perf_counter()
-            ranked = rank_rollouts(
-                bench.start,
-                frame[: bench.prompts],
-                config,
-                rows,
-                max_response_length=LONGEST,
-                seed=bench.seed,
-            )
+    asked = dict.fromkeys(ROWS[task] for task in bench.tasks)
+    given = {"reward": RewardConfig()} | bench.settings["pairs"]
+    found: dict[tuple[Any, ...], ScoredRollouts] = {}  # those that several kinds share
+    for name, frame in (("train", bench.splits.train), ("held_out", held_out)):
+        for kind in asked:
+            rows, policy, base = kinds[kind]
+            begin, config = Clock.start(), PairsConfig.model_validate(base.model_dump() | given)
+            key = name, policy, config.model_dump_json()
+            if key not in found:
+                found[key] = score_rollouts(
+                    policy,
+                    frame[: bench.prompts],
+                    config,
+                    max_response_length=LONGEST,
+                    seed=bench.seed,
+                )
+            ranked = found[key].ranked(rows)
             ranked.rows.to_parquet(bench.folder / f"{name}_{kind}.parquet", index=False)
             made = f"{ranked.prompts} prompts × {config.n}: {len(ranked.rows)} {rows}"
-            say(bench, f"{name}, for {kind}: {made}", begin)
-
-
-def rule(texts: Sequence[str], rows: Sequence[Any]) -> list[float]:
-    """1 for right answers, 0 for others."""
-    return answer_match([""] * len(texts), texts, ground_truth=[r["ground_truth"] for r in rows])
-
-
-def right(folder: Path, tokens: Path, frame: pd.DataFrame) -> np.ndarray:
-    """Which greedy answers `[N]` of the model in `folder` are right."""
-    tokenizer = load_tokenizer(tokens)
-    prompts = encode_prompts(tokenizer, frame["prompt"], "test")
-    config = EvaluateConfig(k=1, samples=1)
-    greedy, _ = decode(folder, prompts, config, max_response_length=LONGEST, seed=0)
-    texts = [decode_response(tokenizer, one.token_ids) for one in greedy]
-    return np.array(rule(texts, list(frame["reward_model"])))
+            say(bench, f"{name}, for {kind}: {made}, {ranked.correct:.1%} right", begin)
 
 
 def offline(bench: Bench, task: str, base: Section) -> dict[str, Any]:
@@ -188,18 +172,19 @@ def offline(bench: Bench, task: str, base: Section) -> dict[str, Any]:
 
 def reward(bench: Bench) -> None:
     """Train a reward model; print how it ranks held-out pairs, and which kinds of them."""
-    begin = time.perf_counter()
+    begin = Clock.start()
     tokenizer = load_tokenizer(bench.start)
-    train, held_out = (
-        read_reward_pairs(str(bench.folder / f"{name}_reward.parquet"), tokenizer)
-        for name in ("train", "held_out")
-    )
     values = offline(bench, "reward", bench.classic.reward_model)
     config = RewardModelTrainingConfig.model_validate(values)
-    trainer = RewardModelTrainer(
-        bench.model(), tokenizer.pad_token_id or 0, config, seed=bench.seed
+    by_log_prob = config.head == "likelihood"
+    read: Callable[..., Any] = read_preferences if by_log_prob else read_reward_pairs
+    kind: Any = LikelihoodRewardTrainer if by_log_prob else RewardModelTrainer
+    train, held_out = (
+        read(str(bench.folder / f"{name}_reward.parquet"), tokenizer)
+        for name in ("train", "held_out")
     )
-    with trainer:
+    start, pad = load(bench.policy), tokenizer.pad_token_id or 0
+    with kind(start, pad, config, seed=bench.seed) as trainer:
         trainer.fit(train)
         found = trainer.validate(held_out)
         gaps = np.subtract(*trainer.scores(held_out).double().numpy().T)
@@ -232,12 +217,14 @@ def kto(bench: Bench) -> None:
 
 def prefer(bench: Bench, task: str, base: PreferenceTrainingConfig) -> None:
     """Learn from the task's rows; print the gain in greedy pass@1."""
-    begin = time.perf_counter()
+    begin = Clock.start()
     tokenizer, kind = load_tokenizer(bench.start), ROWS[task]
     path = str(bench.folder / f"train_{kind}.parquet")
     rows = read_preferences(path, tokenizer, "labels" if kind == "labels" else "pairs")
     config = PreferenceTrainingConfig.model_validate(offline(bench, task, base))
-    trainer = PreferenceTrainer(bench.model(), tokenizer.pad_token_id or 0, config, seed=bench.seed)
+    trainer = PreferenceTrainer(
+        load(bench.start), tokenizer.pad_token_id or 0, config, seed=bench.seed
+    )
     with trainer:
         last = trainer.fit(rows)
         trainer.save(bench.folder / task, bench.start)
@@ -247,12 +234,12 @@ def prefer(bench: Bench, task: str, base: PreferenceTrainingConfig) -> None:
         if "rewards/" in name or name.endswith("/loss")
     )
     print(f"    {task}: {len(rows)} rows, last step: {shown}", flush=True)
-    say(bench, f"{task}: {gain(bench, bench.folder / task)}", begin)
+    say(bench, f"{task}: {against(bench, bench.folder / task)}", begin)
 
 
 def ppo(bench: Bench) -> None:
     """PPO as in classic RLHF, with the reward model in the rule's place."""
-    begin = time.perf_counter()
+    begin = Clock.start()
     values = merged(bench.classic.rl.model_dump(), {"trainer": {"threads": bench.threads}})
     asked = RLConfig.model_validate(merged(values, bench.settings["ppo"]))
     config, train = by_reward_model(asked, str(bench.folder / "reward")), bench.splits.train
@@ -275,25 +262,17 @@ def ppo(bench: Bench) -> None:
     ) as trainer:
         trainer.fit()
         trainer.save(bench.folder / "ppo")
-    say(bench, f"ppo with the reward model: {gain(bench, bench.folder / 'ppo')}", begin)
+    say(bench, f"ppo with the reward model: {against(bench, bench.folder / 'ppo')}", begin)
 
 
-def gain(bench: Bench, folder: Path) -> str:
+def against(bench: Bench, folder: Path) -> str:
     """E.g. `greedy pass@1 61.1% (56.8% to 65.3%), gain 14.8 points (11.1 to 18.6)`."""
     after = right(folder, bench.start, bench.splits.test)
-    found = paired_bootstrap(bench.before, after, 0.95, 10000, 0)
-    points = f"{100 * found.mean:.1f} points ({100 * found.low:.1f} to {100 * found.high:.1f})"
-    return f"greedy pass@1 {rate(after)}, gain {points}"
+    return f"greedy pass@1 {rate(after)}, gain {gain(bench.before, after)}"
 
 
-def rate(outcomes: np.ndarray) -> str:
-    """A share of right ones with its 95 % interval."""
-    found = wilson_interval(outcomes, 0.95)
-    return f"{found.mean:.1%} ({found.low:.1%} to {found.high:.1%})"
-
-
-def say(bench: Bench, text: str, begin: float) -> None:
-    print(f"seed {bench.seed}: {text}; {time.perf_counter() - begin:.0f} s", flush=True)
+def say(bench: Bench, text: str, begin: Clock) -> None:
+    print(f"seed {bench.seed}: {text}; {begin}", flush=True)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,44 @@ def layout_of(config: PairsConfig) -> EvaluateConfig:
     return EvaluateConfig(engine=config.engine, parallel=config.parallel)
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredRollouts:
+    """Completions of prompts and what the reward says of them, to be ranked as pairs or labels."""
+
+    prompts: list[list[dict[str, str]]]  # P chat prompts
+    judged: list[Judged]  # `config.n` of each prompt, P · n in all
+    config: PairsConfig
+
+    def ranked(self, kind: Kind) -> RankedRollouts:
+        """Pairs, or labels. A pair's `margin`, which a reward model's loss would ask for, is 0."""
+        n, most = self.config.n, self.config.pairs_a_prompt
+        scored = [
+            ScoredCompletion(
+                one.text,
+                None if one.failed or not _is_whole(one.text) else _score(one, kind),
+                one.truncated,
+            )
+            for one in self.judged
+        ]
+        groups = [
+            ScoredGroup(prompt, scored[i * n : (i + 1) * n], {"row": i})
+            for i, prompt in enumerate(self.prompts)
+        ]
+        found = (
+            labels_from_groups(groups, per_group=most)
+            if kind == "labels"
+            else pairs_from_groups(groups, pairs_per_group=most, min_gap=self.config.margin)
+        )
+        return RankedRollouts(
+            pd.DataFrame(found, columns=COLUMNS[kind]),
+            len(groups),
+            len(groups) - len({row["extra_info"]["row"] for row in found}),
+            len(scored) - sum(len(group.usable) for group in groups),
+            float(np.mean([one.score for one in self.judged])),
+            float(np.mean([one.correct for one in self.judged])),
+        )
+
+
 def rank_rollouts(
     folder: str | Path,
     rows: pd.DataFrame,
@@ -74,10 +112,33 @@ def rank_rollouts(
 ) -> RankedRollouts:
     """Sample `config.n` completions of each prompt of RL rows, and rank them.
 
-    A pair is the best and the worst of them, with both rewards in `extra_info`; its `margin`, which
-    a reward model's loss would ask for, is 0. Of labels, right ones are good. Several GPUs of this
-    machine, or `config.parallel`, share the prompts. `on_progress(n)` is called with the number of
-    finished completions. Raises what `decode_passes` and the scorer raise.
+    A pair is the best and the worst of them, with both rewards in `extra_info`. Of labels, right
+    ones are good. Raises as `score_rollouts`, whose arguments the others are.
+    """
+    return score_rollouts(
+        folder,
+        rows,
+        config,
+        max_response_length=max_response_length,
+        seed=seed,
+        on_progress=on_progress,
+    ).ranked(kind)
+
+
+def score_rollouts(
+    folder: str | Path,
+    rows: pd.DataFrame,
+    config: PairsConfig,
+    *,
+    max_response_length: int,
+    seed: int,
+    on_progress: Callable[[int], None] | None = None,
+) -> ScoredRollouts:
+    """Sample `config.n` completions of each prompt of RL rows, and score them.
+
+    Several GPUs of this machine, or `config.parallel`, share the prompts. `on_progress(n)` is
+    called with the number of finished completions. Raises what `decode_passes` and the scorer
+    raise.
     """
     import_plugins(config.plugins)
     tokenizer = load_tokenizer(folder)
@@ -101,32 +162,7 @@ def rank_rollouts(
             repeated(asked, config.n),
             {name: repeated(values, config.n) for name, values in columns.items()},
         )
-    scored = [
-        ScoredCompletion(
-            one.text,
-            None if one.failed or not _is_whole(one.text) else _score(one, kind),
-            one.truncated,
-        )
-        for one in judged
-    ]
-    groups = [
-        ScoredGroup(prompt, scored[i * config.n : (i + 1) * config.n], {"row": i})
-        for i, prompt in enumerate(rows["prompt"])
-    ]
-    most = config.pairs_a_prompt
-    found = (
-        labels_from_groups(groups, per_group=most)
-        if kind == "labels"
-        else pairs_from_groups(groups, pairs_per_group=most, min_gap=config.margin)
-    )
-    return RankedRollouts(
-        pd.DataFrame(found, columns=COLUMNS[kind]),
-        len(groups),
-        len(groups) - len({row["extra_info"]["row"] for row in found}),
-        len(scored) - sum(len(group.usable) for group in groups),
-        float(np.mean([one.score for one in judged])),
-        float(np.mean([one.correct for one in judged])),
-    )
+    return ScoredRollouts(list(rows["prompt"]), judged, config)
 
 
 def _score(one: Judged, kind: Kind) -> float:

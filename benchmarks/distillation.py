@@ -1,0 +1,136 @@
+"""How near a smaller student comes to the model that RL made, by on-policy distillation.
+
+    python benchmarks/distillation.py --teacher outputs/artifacts/rl/DIGEST --seeds 0,1
+
+The student has a smaller hidden size and the teacher's tokenizer; a short warm start on the default
+task's solutions, then `algorithm.dataflow=distillation` on its training prompts. Its greedy pass@1
+on the 512 held-out problems is compared with the teacher's, on the same problems. Seeds are the
+student's: of weights, batches and samples; data are the teacher's, of seed `--data-seed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from our_side import merged, nested
+from pass_at_1 import DEFAULTS, LONGEST, Clock, gain, rate, right
+from transformers.utils import logging as transformers_logging
+from vs_trl import machine
+
+from engine.config import ModelConfig, RLConfig, SFTConfig
+from engine.console import quiet
+from engine.data.loader import PromptLoader
+from engine.data.sources import Splits, load_splits
+from engine.data.templates import encode_prompts, encode_response
+from engine.data.tokenizer import load_tokenizer
+from engine.models import build_model, load_model, save_model, saved_dtype
+from engine.trainers.rl import RLTrainer
+from engine.trainers.sft import SFTExample, SFTTrainer
+
+MODEL = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 2}
+RL = {
+    "algorithm": {"dataflow": "distillation", "distillation": {"loss": "reverse_kl"}},
+    "actor": {"use_kl_loss": False},
+    "rollout": {"n": 4},
+}
+
+
+def main() -> None:
+    args = parse_args()
+    quiet()
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(args.threads)
+    print(machine(args.threads).partition("; TRL")[0], flush=True)
+    splits = load_splits(DEFAULTS.data, args.data_seed)
+    teacher = Path(args.teacher)
+    wanted = right(teacher, teacher, splits.test)
+    print(f"teacher: {parameters(teacher)} parameters, greedy pass@1 {rate(wanted)}", flush=True)
+    for seed in args.seeds:
+        with tempfile.TemporaryDirectory() as place:
+            begin = Clock.start()
+            start = warm_start(args, seed, splits, teacher, Path(place) / "start")
+            before = right(start, start, splits.test)
+            size = f"{parameters(start)} parameters"
+            print(f"seed {seed}: student: {size}, warm start {rate(before)}; {begin}", flush=True)
+            begin = Clock.start()
+            distil(args, seed, splits, teacher, start, Path(place) / "student")
+            after = right(Path(place) / "student", start, splits.test)
+            print(
+                f"seed {seed}: distilled: {rate(after)}; over the teacher {gain(wanted, after)}; "
+                f"{begin}",
+                flush=True,
+            )
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="A smaller student of the model that RL made.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--teacher", required=True, metavar="FOLDER", help="the RL stage's artifact")
+    add("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0])
+    add("--data-seed", type=int, default=0, help="of the run that made the teacher")
+    add("--threads", type=int, default=os.cpu_count() or 1)
+    add("--epochs", type=float, default=2.0, help="of the student's warm start")
+    add("--model", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the student")
+    add("--rl", nargs="*", default=[], metavar="KEY=VALUE", help="settings of distillation")
+    return parser.parse_args()
+
+
+def warm_start(
+    args: argparse.Namespace, seed: int, splits: Splits, teacher: Path, folder: Path
+) -> Path:
+    """A student that has seen the task's solutions."""
+    tokenizer, train = load_tokenizer(teacher), splits.sft_train
+    student = ModelConfig.model_validate(merged(MODEL, nested(args.model)))
+    model = build_model(student, tokenizer, seed)
+    prompts = encode_prompts(tokenizer, train["prompt"], "sft_train")
+    examples = [
+        SFTExample(prompt, encode_response(tokenizer, response))
+        for prompt, response in zip(prompts, train["response"], strict=True)
+    ]
+    values = DEFAULTS.sft.model_dump() | {"epochs": args.epochs, "threads": args.threads}
+    config = SFTConfig.model_validate(values)
+    SFTTrainer(model, tokenizer.pad_token_id or 0, config, seed=seed).fit(examples, [])
+    return save_model(model, tokenizer, folder)
+
+
+def distil(
+    args: argparse.Namespace, seed: int, splits: Splits, teacher: Path, start: Path, out: Path
+) -> None:
+    """Move the student towards the teacher on what it samples; write it to `out`."""
+    values = merged(DEFAULTS.rl.model_dump(), {"trainer": {"threads": args.threads}})
+    values = merged(merged(values, RL), {"algorithm": {"teacher": str(teacher)}})
+    config = RLConfig.model_validate(merged(values, nested(args.rl)))
+    prompts = encode_prompts(load_tokenizer(start), splits.train["prompt"], "train")
+
+    def finished(step: int, total: int, metrics: dict[str, float]) -> None:
+        if step % 10 == 0:
+            print(f"    step {step} of {total}: right {metrics['reward/correct']:.3f}", flush=True)
+
+    with RLTrainer(
+        start,
+        config,
+        PromptLoader(splits.train, config.trainer.train_batch_size, seed),
+        max_response_length=LONGEST,
+        max_model_len=max(map(len, prompts)) + LONGEST,
+        seed=seed,
+        dtype=saved_dtype(start),
+        on_step=finished,
+    ) as trainer:
+        trainer.fit()
+        trainer.save(out)
+
+
+def parameters(folder: Path) -> int:
+    """How many numbers a model has."""
+    return sum(tensor.numel() for tensor in load_model(folder, "float32").parameters())
+
+
+if __name__ == "__main__":
+    main()

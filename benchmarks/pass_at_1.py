@@ -1,0 +1,73 @@
+"""What measurements of learning share: greedy pass@1 of a model, gains, seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from engine.config import EvaluateConfig, PipelineConfig
+from engine.data.templates import decode_response, encode_prompts
+from engine.data.tokenizer import load_tokenizer
+from engine.evaluation.decode import decode
+from engine.evaluation.metrics import paired_bootstrap, wilson_interval
+from engine.models import saved_dtype
+from engine.rewards.answer_match import answer_match
+from engine.runtime.save_policy import StartModel
+
+DEFAULTS = PipelineConfig()
+LONGEST = DEFAULTS.data.max_response_length
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """When something began."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def start(cls) -> Clock:
+        """Now."""
+        return cls(time.perf_counter(), time.process_time())
+
+    def __str__(self) -> str:
+        wall, cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
+        return f"{wall:.0f} s, {cpu:.0f} of the CPU"
+
+
+def rule(texts: Sequence[str], rows: Sequence[Any]) -> list[float]:
+    """1 for right answers, 0 for others."""
+    return answer_match([""] * len(texts), texts, ground_truth=[r["ground_truth"] for r in rows])
+
+
+def right(folder: Path, tokens: Path, frame: pd.DataFrame) -> np.ndarray:
+    """Which greedy answers `[N]` of the model in `folder` are right."""
+    tokenizer = load_tokenizer(tokens)
+    prompts = encode_prompts(tokenizer, frame["prompt"], "test")
+    config = EvaluateConfig(k=1, samples=1)
+    greedy, _ = decode(folder, prompts, config, max_response_length=LONGEST, seed=0)
+    texts = [decode_response(tokenizer, one.token_ids) for one in greedy]
+    return np.array(rule(texts, list(frame["reward_model"])))
+
+
+def gain(before: np.ndarray, after: np.ndarray) -> str:
+    """E.g. `14.8 points (11.1 to 18.6)`, of the same problems' outcomes."""
+    found = paired_bootstrap(before, after, 0.95, 10000, 0)
+    return f"{100 * found.mean:.1f} points ({100 * found.low:.1f} to {100 * found.high:.1f})"
+
+
+def rate(outcomes: np.ndarray) -> str:
+    """A share of right ones with its 95 % interval."""
+    found = wilson_interval(outcomes, 0.95)
+    return f"{found.mean:.1%} ({found.low:.1%} to {found.high:.1%})"
+
+
+def load(folder: Path) -> StartModel:
+    """A policy, to be loaded."""
+    return StartModel(str(folder), saved_dtype(folder))
