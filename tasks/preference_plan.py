@@ -176,7 +176,7 @@ def check_stages(config: RLHFConfig, workflow: str) -> None:
         check_preference_training(config.preference)
         check_offline_layout(config.preference, config.model.lora)
         return
-    if config.reward_model.head != "sequence":
+    if config.reward_model.head == "token":
         raise ConfigError(
             f"reward_model.head={config.reward_model.head} learns from steps, not pairs; train "
             "it by ProcessRewardTrainer or python -m engine.main_reward_model"

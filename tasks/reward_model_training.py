@@ -1,14 +1,17 @@
 """Task `reward_model_training`: a reward model from pairs, by Bradley-Terry's loss.
 
 Artifact `reward_model`: a sequence-classification folder with one label and its tokenizer, which
-the reward `reward_model` and PPO's critic load, and `metrics.parquet`, a row a step. Accuracy on
+the reward `reward_model` loads, or with `head=likelihood` a language model's, for the reward
+`likelihood`; PPO's critic starts from either. And `metrics.parquet`, a row a step. Accuracy on
 held-out pairs with its interval and calibration error are its metrics. On a profile with several
 GPUs it is a Ray job (`reward_model.parallel`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 from flytekit.types.directory import FlyteDirectory
 
@@ -45,11 +48,12 @@ def reward_model_training(
     dtype: of the weights; empty: the folder's.
     """
     from engine.controller.ray_session import ray_session, require_shared
-    from engine.data.preference_examples import read_reward_pairs
+    from engine.data.preference_examples import read_preferences, read_reward_pairs
     from engine.data.tokenizer import load_tokenizer
     from engine.evaluation.policy_steps import FILE
     from engine.models import saved_dtype, vocabulary_and_context
     from engine.runtime.save_policy import StartModel
+    from engine.trainers.likelihood_reward import LikelihoodRewardTrainer
     from engine.trainers.offline_ranks import is_on_ray
     from engine.trainers.reward_model import RewardModelTrainer
 
@@ -64,10 +68,10 @@ def reward_model_training(
         if is_on_ray(config):
             require_shared([str(this.folder), str(model)])
         tokenizer, context = load_tokenizer(model), vocabulary_and_context(model)[1]
+        by_log_prob = config.head == "likelihood"
+        read: Callable[..., Sequence[Any]] = read_preferences if by_log_prob else read_reward_pairs
         train, validation = (
-            read_reward_pairs(
-                str(rows / f"{split}.parquet"), tokenizer, max_length=context, too_long=too_long
-            )
+            read(str(rows / f"{split}.parquet"), tokenizer, max_length=context, too_long=too_long)
             if has_rows(rows, split)
             else []
             for split in SPLITS
@@ -75,8 +79,9 @@ def reward_model_training(
         start = StartModel(str(model), dtype or saved_dtype(model), seed=seed)
         pad, digest = int(tokenizer.pad_token_id or 0), this.parent("policy").digest
 
-        def make() -> RewardModelTrainer:
-            return RewardModelTrainer(start, pad, config, seed=seed, start=digest)
+        def make() -> RewardModelTrainer | LikelihoodRewardTrainer:
+            kind = LikelihoodRewardTrainer if by_log_prob else RewardModelTrainer
+            return kind(start, pad, config, seed=seed, start=digest)
 
         trained = train_on_rows(this, logs, config, make, train, validation, model)
         trained.write_history(this.folder / FILE)

@@ -31,6 +31,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError
 from engine.models import vocabulary_and_context
 from engine.runtime.save_policy import StartModel
+from engine.trainers.likelihood_reward import LikelihoodRewardTrainer
 from engine.trainers.offline import OfflineTrainer, total_steps
 from engine.trainers.offline_ranks import is_on_ray
 from engine.trainers.preference import PreferenceTrainer
@@ -119,6 +120,8 @@ def _trainer(config: OfflineRunConfig) -> OfflineTrainer[Any, Any]:
         own = config.reward_model
         if own.head == "token":
             return ProcessRewardTrainer(start, pad, own, seed=config.seed, start=model.path)
+        if own.head == "likelihood":
+            return LikelihoodRewardTrainer(start, pad, own, seed=config.seed, start=model.path)
         return RewardModelTrainer(start, pad, own, seed=config.seed, start=model.path)
     raise ConfigError(f"there is no training for {type(config).__name__}")
 
@@ -145,6 +148,8 @@ def _read(
         if isinstance(config, SFTRunConfig):
             pairs = read_sft_pairs(files, tokenizer, **options)
             return [SFTExample(prompt, response) for prompt, response in pairs]
+        if isinstance(config, RewardModelRunConfig) and config.reward_model.head == "likelihood":
+            return read_preferences(files, tokenizer, **options)
         return read_reward_pairs(files, tokenizer, **options)
 
     train = read(data.train_files)
@@ -180,6 +185,8 @@ def held_out(examples: Sequence[E], size: int, seed: int) -> tuple[list[E], list
 def _method(config: OfflineRunConfig) -> str:
     if isinstance(config, RewardModelRunConfig) and config.reward_model.head == "token":
         return "process rewards"
+    if isinstance(config, RewardModelRunConfig) and config.reward_model.head == "likelihood":
+        return "Bradley-Terry of log-probs"
     if isinstance(config, SFTRunConfig):
         return "fine-tuning"
     return config.preference.loss if isinstance(config, PreferenceRunConfig) else "Bradley-Terry"

@@ -149,10 +149,11 @@ class RewardModelTrainingConfig(OfflineConfig):
 
     section: ClassVar[str] = "reward_model"
 
-    head: Literal["sequence", "token"] = Field(
+    head: Literal["sequence", "token", "likelihood"] = Field(
         "sequence",
         description="sequence: a score of a conversation, from pairs; token: of each step of a "
-        "response (process rewards), from rows with steps and labels",
+        "response (process rewards), from rows with steps and labels; likelihood: no head, a "
+        "response's log-prob is its score, from pairs",
     )
     step_separator: str = Field(
         "\n", min_length=1, description="head=token: what stands between two steps of a response"
@@ -162,14 +163,21 @@ class RewardModelTrainingConfig(OfflineConfig):
     center_rewards_coefficient: float = Field(
         0.0, ge=0, description="Weight of (chosen + rejected)², which keeps scores around 0"
     )
+    sft_weight: float = Field(
+        1.0,
+        ge=0,
+        description="head=likelihood: weight of the language model's loss of the chosen response",
+    )
 
     @model_validator(mode="after")
     def _of_one_head(self) -> Self:
-        if self.head == "token" and self.center_rewards_coefficient:
+        if self.head != "sequence" and self.center_rewards_coefficient:
             raise ValueError(
-                f"center_rewards_coefficient={self.center_rewards_coefficient} is of pairs' loss; "
-                "leave it out with head=token"
+                f"center_rewards_coefficient={self.center_rewards_coefficient} is of a score's "
+                f"loss; leave it out with head={self.head}"
             )
-        if self.head == "sequence" and self.step_separator != "\n":
+        if self.head != "likelihood" and self.sft_weight != 1.0:
+            raise ValueError(f"sft_weight={self.sft_weight} needs head=likelihood")
+        if self.head != "token" and self.step_separator != "\n":
             raise ValueError(f"step_separator={self.step_separator!r} needs head=token")
         return self

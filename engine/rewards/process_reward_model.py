@@ -117,7 +117,9 @@ def _probabilities(
 def _load(folder: str, dtype: str, device: str) -> ScoringModel:
     from transformers import AutoModelForTokenClassification
 
-    loaded = load_scoring_model(AutoModelForTokenClassification, "token", folder, dtype, device)
+    loaded = load_scoring_model(
+        AutoModelForTokenClassification, "token classification", folder, dtype, device
+    )
     labels = int(loaded.model.config.num_labels)
     if labels != 1:
         raise RewardError(

@@ -75,11 +75,18 @@ class ScoringModel:
 
     def text(self, messages: Sequence[Any], completion: str) -> str:
         """The conversation that ends in the completion; control tokens in it are broken up."""
-        turns = [*messages, {"role": "assistant", "content": completion}]
-        turns = [{**turn, "content": self._harmless(str(turn["content"]))} for turn in turns]
+        turns = self._plain([*messages, {"role": "assistant", "content": completion}])
         if not self.tokenizer.chat_template:
             return "\n".join(turn["content"] for turn in turns[-2:])
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False))
+
+    def opening(self, messages: Sequence[Any]) -> str:
+        """The conversation to which a completion is to come, by the model's chat template."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                self._plain(messages), tokenize=False, add_generation_prompt=True
+            )
+        )
 
     def tokens(self, messages: Sequence[Any], completion: str) -> list[int]:
         """The conversation's tokens; padding ones at its end are left out."""
@@ -88,6 +95,9 @@ class ScoringModel:
         while ids and ids[-1] == self.tokenizer.pad_token_id:
             ids.pop()
         return [int(one) for one in ids]
+
+    def _plain(self, turns: Sequence[Any]) -> list[dict[str, Any]]:
+        return [{**turn, "content": self._harmless(str(turn["content"]))} for turn in turns]
 
     def _harmless(self, text: str) -> str:
         """The text with a blank in each control token that it spells, which makes it plain text."""
@@ -121,7 +131,9 @@ class ScoringModel:
 def _load(folder: str, dtype: str, device: str) -> ScoringModel:
     from transformers import AutoModelForSequenceClassification
 
-    return load_scoring_model(AutoModelForSequenceClassification, "sequence", folder, dtype, device)
+    return load_scoring_model(
+        AutoModelForSequenceClassification, "sequence classification", folder, dtype, device
+    )
 
 
 def load_scoring_model(kind: Any, what: str, folder: str, dtype: str, device: str) -> ScoringModel:
@@ -135,7 +147,7 @@ def load_scoring_model(kind: Any, what: str, folder: str, dtype: str, device: st
         tokenizer = _tokenizer_class(folder).from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RewardError(
-            f"reward.options.model={folder!r} can't be loaded for {what} classification "
+            f"reward.options.model={folder!r} can't be loaded for {what} "
             f"({' '.join(str(error).split())[:300]})"
         ) from None
     tokenizer.truncation_side = "left"  # the completion, at the end, must be seen

@@ -53,8 +53,8 @@ class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
         that no classifier can be made of."""
         if config.head != "sequence":
             raise ConfigError(
-                f"reward_model.head={config.head} learns from steps by ProcessRewardTrainer; set "
-                "head=sequence"
+                f"reward_model.head={config.head} is of ProcessRewardTrainer (token) or "
+                "LikelihoodRewardTrainer (likelihood); set head=sequence"
             )
         super().__init__(model, pad_token_id, config, seed=seed, start=start, on_step=on_step)
         self.config = config
@@ -68,26 +68,9 @@ class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
         return torch.cat(found).view(-1, 2)
 
     def validate(self, examples: Sequence[PairExample]) -> dict[str, float]:
-        """How well held-out pairs are ranked.
-
-        `loss`, `accuracy` with its 95 % Wilson interval (`accuracy_low`, `accuracy_high`), the mean
-        `margin` of the scores, and `calibration_error`: how far σ(margin) is from the share of
-        pairs that are ranked right, the mean over pairs in bins of confidence.
-        """
-        chosen, rejected = self.scores(examples).double().unbind(1)
+        """How well held-out pairs are ranked; see `ranking`."""
         margins = torch.tensor([example.margin for example in examples], dtype=torch.float64)
-        center = self.config.center_rewards_coefficient
-        out = bradley_terry(chosen, rejected, margins, center_rewards_coefficient=center)
-        right = (chosen > rejected).double()
-        interval = wilson_interval(right.numpy(), 0.95)
-        return {
-            "loss": float(out.loss.mean()),
-            "accuracy": float(right.mean()),
-            "accuracy_low": interval.low,
-            "accuracy_high": interval.high,
-            "margin": float((chosen - rejected).mean()),
-            "calibration_error": calibration_error(chosen - rejected),
-        }
+        return ranking(self.scores(examples), margins, self.config.center_rewards_coefficient)
 
     def _collate(self, examples: Sequence[PairExample]) -> Batch:
         return collate_scored(examples, self.pad_token_id)
@@ -98,6 +81,28 @@ class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
     def _validate(self, examples: Sequence[PairExample]) -> dict[str, float]:
         found = self.validate(examples)
         return {f"validation_{name}": value for name, value in found.items()}
+
+
+def ranking(scores: Tensor, margins: Tensor, center: float) -> dict[str, float]:
+    """How well pairs are ranked by scores `[N, 2]` of the chosen and the rejected response.
+
+    `loss`, `accuracy` with its 95 % Wilson interval (`accuracy_low`, `accuracy_high`), the mean
+    `margin` of the scores, and `calibration_error`: how far σ(margin) is from the share of pairs
+    that are ranked right, the mean over pairs in bins of confidence. `margins` `[N]` and `center`
+    are the loss's.
+    """
+    chosen, rejected = scores.double().unbind(1)
+    out = bradley_terry(chosen, rejected, margins, center_rewards_coefficient=center)
+    right = (chosen > rejected).double()
+    interval = wilson_interval(right.numpy(), 0.95)
+    return {
+        "loss": float(out.loss.mean()),
+        "accuracy": float(right.mean()),
+        "accuracy_low": interval.low,
+        "accuracy_high": interval.high,
+        "margin": float((chosen - rejected).mean()),
+        "calibration_error": calibration_error(chosen - rejected),
+    }
 
 
 def calibration_error(gaps: Tensor) -> float:

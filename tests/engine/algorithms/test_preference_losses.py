@@ -56,6 +56,7 @@ def _odds_loss() -> float:
         ("robust", {"label_smoothing": 0.2}, (0.8 * _nls(0.3) - 0.2 * _nls(-0.3)) / 0.6),
         ("simpo", {}, _nls(2.0 * (-1 + 3) - 0.5)),
         ("orpo", {}, _odds_loss()),
+        ("likelihood", {"beta": 0.5, "sft_weight": 0.25}, _nls(1.0) + 0.25),
     ],
 )
 def test_pair_losses_by_hand(name: str, options: dict, expected: float) -> None:
@@ -150,6 +151,7 @@ def test_wrong_pairs_are_refused() -> None:
         ("dpo", {"beta": 0}, "beta=0 must be above 0"),
         ("robust", {"label_smoothing": 0.5}, "label_smoothing=0.5"),
         ("simpo", {"simpo_gamma": -1}, "simpo_gamma=-1"),
+        ("likelihood", {"sft_weight": -1}, "sft_weight=-1"),
         ("hinge", {"label_smoothing": 0.1}, "'hinge' doesn't read 'label_smoothing'"),
     ):
         with pytest.raises(ConfigError, match=message):

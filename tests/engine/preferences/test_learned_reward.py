@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from engine.config import RLConfig
@@ -17,6 +20,16 @@ def test_only_the_model_counts_and_the_critic_starts_from_it() -> None:
     assert found.reward.name == "answer_match", "it says which completions are right"
     assert found.reward.components["reward_model"].options == {"model": "/rm"}
     assert found.reward.weights == {"answer": 0.0, "reward_model": 1.0}
+
+
+def test_a_language_model_scores_by_its_log_prob(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    )
+    found = by_reward_model(RLConfig.model_validate(PPO), str(tmp_path))
+    model = found.reward.components["reward_model"]
+    assert (model.name, model.options) == ("likelihood", {"model": str(tmp_path)})
+    assert found.critic.model_path == str(tmp_path)
 
 
 def test_a_critic_of_its_own_stays_and_grpo_has_none() -> None:

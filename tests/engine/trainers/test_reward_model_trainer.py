@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from pydantic import ValidationError
 from tiny_engine import random_completions, tiny_model, write_tiny_folder
 from torch.nn import functional as F
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine import RewardModelTrainer
 from engine.config import LoRAConfig, RewardModelTrainingConfig
@@ -22,6 +23,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError
 from engine.rewards.reward_model import reward_model
 from engine.runtime.save_policy import StartModel
+from engine.trainers.likelihood_reward import LikelihoodRewardTrainer
 from engine.trainers.reward_model import calibration_error
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -190,3 +192,39 @@ def test_a_policy_s_adapters_are_refused(tmp_path: Path) -> None:
     start = write_tiny_folder(tmp_path / "start")
     with pytest.raises(ConfigError, match=r"a reward model has new adapters \(model\.lora\.rank"):
         trainer(StartModel(str(start), "float32", LoRAConfig(from_folder=True)))
+
+
+def test_a_language_model_learns_to_rank_by_its_log_probs(tmp_path: Path) -> None:
+    start = write_tiny_folder(tmp_path / "start")
+    values = {"head": "likelihood", "threads": 1, "train_batch_size": 8, "optim": {"lr": 1e-2}}
+    config = RewardModelTrainingConfig.model_validate(values | {"max_steps": 20})
+    model = StartModel(str(start), "float32")
+    with LikelihoodRewardTrainer(model, 0, config, seed=0) as subject:
+        before = subject.validate(pairs(60, seed=3))
+        final = subject.fit(pairs(64), pairs(60, seed=3))
+        subject.save(tmp_path / "reward", start)
+    assert before["accuracy"] < 0.7
+    assert final["reward_model/validation_accuracy"] > 0.9
+    assert final["reward_model/validation_loss"] < 0.3
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "reward")
+    row = pairs(1)[0]
+    [wanted] = subject.scores([row]).tolist()
+    found = []
+    for ids in row.responses:
+        whole = torch.tensor([[*row.prompt_ids, *ids]])
+        with torch.no_grad():
+            logs = again(input_ids=whole).logits.log_softmax(2)[0, len(row.prompt_ids) - 1 : -1]
+        found.append(float(logs.gather(1, torch.tensor(ids)[:, None]).sum()))
+    assert found == pytest.approx(wanted, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"head": "likelihood", "center_rewards_coefficient": 0.1}, "is of a score's loss"),
+        ({"sft_weight": 0.5}, "sft_weight=0.5 needs head=likelihood"),
+    ],
+)
+def test_a_setting_of_another_head_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        RewardModelTrainingConfig.model_validate(values)
