@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from engine.data.step_examples import read_steps
     from engine.models import create_critic_model
     from engine.runtime import HybridActor, measure_switch_overhead
+    from engine.trainers.likelihood_reward import LikelihoodRewardTrainer
     from engine.trainers.preference import PreferenceTrainer
     from engine.trainers.process_reward import ProcessRewardTrainer
     from engine.trainers.reward_model import RewardModelTrainer
@@ -40,6 +41,7 @@ __all__ = [
     "DataPipeline",
     "DeviceMesh",
     "HybridActor",
+    "LikelihoodRewardTrainer",
     "PreferenceTrainer",
     "ProcessRewardTrainer",
     "RLTrainer",
@@ -59,6 +61,7 @@ _HOMES = {
     "DataPipeline": "engine.compat.pipeline",
     "DeviceMesh": "engine.compat.device_mesh",
     "HybridActor": "engine.runtime",
+    "LikelihoodRewardTrainer": "engine.trainers.likelihood_reward",
     "PreferenceTrainer": "engine.trainers.preference",
     "ProcessRewardTrainer": "engine.trainers.process_reward",
     "RLTrainer": "engine.compat.rl_trainer",

@@ -24,6 +24,10 @@ from engine.trainers.offline_ranks import done
 from engine.workers.reward_model import RewardModelWorker
 
 CHUNK = 1024  # pairs of one call to the ranks
+OTHERS = {
+    "token": "learns from steps by ProcessRewardTrainer",
+    "likelihood": "has no head, and learns by LikelihoodRewardTrainer",
+}
 BINS = 10  # of confidence, for the calibration error
 
 
@@ -53,8 +57,7 @@ class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
         that no classifier can be made of."""
         if config.head != "sequence":
             raise ConfigError(
-                f"reward_model.head={config.head} is of ProcessRewardTrainer (token) or "
-                "LikelihoodRewardTrainer (likelihood); set head=sequence"
+                f"reward_model.head={config.head} {OTHERS[config.head]}; set head=sequence"
             )
         super().__init__(model, pad_token_id, config, seed=seed, start=start, on_step=on_step)
         self.config = config
