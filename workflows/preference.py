@@ -109,7 +109,8 @@ def reward_model(
         profile: Machines to run on; without a layout in config, also how the model is sharded.
 
     Returns:
-        The reward model: a sequence-classification folder, with accuracy and calibration on
+        The reward model: a sequence-classification folder, or with head=likelihood a language
+        model, with accuracy and calibration on
         held-out pairs in its manifest.
     """
     p = plan_preferences(
