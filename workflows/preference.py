@@ -110,8 +110,7 @@ def reward_model(
 
     Returns:
         The reward model: a sequence-classification folder, or with head=likelihood a language
-        model, with accuracy and calibration on
-        held-out pairs in its manifest.
+        model, with accuracy and calibration on held-out pairs in its manifest.
     """
     p = plan_preferences(
         config=config,
