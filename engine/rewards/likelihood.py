@@ -80,10 +80,7 @@ def _tokens(
             "reward 'likelihood': the model's chat template doesn't write an answer after what it "
             "writes for one to come, so no completion has a log-prob; give it another template"
         )
-    prompt, answer = (
-        tokenizer.encode(text, add_special_tokens=False)
-        for text in (opened, whole.removeprefix(opened))
-    )
+    prompt, answer = loaded.encode(opened), loaded.encode(whole.removeprefix(opened))
     if tokenizer.eos_token_id in answer:  # a line break may follow it
         answer = answer[: answer.index(tokenizer.eos_token_id) + 1]
     count = len(prompt) + len(answer)

@@ -88,6 +88,10 @@ class ScoringModel:
             )
         )
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a part of a conversation's text, whose control tokens are the template's."""
+        return [int(one) for one in self.tokenizer.encode(text, add_special_tokens=False)]
+
     def tokens(self, messages: Sequence[Any], completion: str) -> list[int]:
         """The conversation's tokens; padding ones at its end are left out."""
         special = not self.tokenizer.chat_template  # which has them already
