@@ -89,7 +89,7 @@ class ScoringModel:
         )
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a part of a conversation's text, whose control tokens are the template's."""
+        """The tokens of a part of a conversation that the template has written."""
         return [int(one) for one in self.tokenizer.encode(text, add_special_tokens=False)]
 
     def tokens(self, messages: Sequence[Any], completion: str) -> list[int]:
