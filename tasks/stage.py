@@ -23,6 +23,7 @@ from flytekit import Cache, Deck, current_context
 from flytekit.core.cache import CachePolicy, VersionParameters
 from flytekit.types.directory import FlyteDirectory
 
+from engine.config.debug import RECORDS
 from engine.console import display_path, human_time
 from engine.errors import PreemptedError, TrackingError
 from engine.storage.code_version import sources_digest
@@ -148,12 +149,21 @@ class Stage:
         write_origin(checkpoints.folder, draft)
 
     def delete_local_checkpoints(self) -> None:
-        """Delete local checkpoints once the result is published.
+        """Delete local checkpoints once the result is published; records of steps stay.
 
         Flyte's stay: the upload of the result may still fail, and the task be retried.
         """
-        if not on_cluster():
-            shutil.rmtree(self.checkpoints().folder, ignore_errors=True)
+        if on_cluster():
+            return
+        folder = Path(self.checkpoints().folder)
+        if not (folder / RECORDS).is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        for gone in set(folder.iterdir()) - {folder / RECORDS}:
+            if gone.is_dir():
+                shutil.rmtree(gone, ignore_errors=True)
+            else:
+                gone.unlink(missing_ok=True)
 
     def publish(
         self,

@@ -41,7 +41,7 @@ def training_arguments(arguments: Any) -> tuple[dict[str, Any], list[Row]]:
     """The settings of a `TrainingArguments`, and the rows of the table.
 
     Its batch size is of rows a device in a step of the optimizer; here it is prompts of a step.
-    Raises ConfigError for an optimizer other than AdamW and a schedule that there is not.
+    Raises ConfigError for an optimizer other than AdamW and SGD and a schedule that there is not.
     """
     settings: dict[str, Any] = {}
     rows: list[Row] = []
@@ -74,9 +74,12 @@ def training_arguments(arguments: Any) -> tuple[dict[str, Any], list[Row]]:
             rows.append((flag, True, f"model.dtype={dtype}"))
     optim = getattr(arguments, "optim", "")
     optimizer = str(getattr(optim, "value", optim))
-    if optimizer and not optimizer.startswith("adamw_torch"):
+    if optimizer == "sgd":
+        settings["actor.optim.optimizer"] = "SGD"
+        rows.append(("optim", optimizer, "actor.optim.optimizer=SGD"))
+    elif optimizer and not optimizer.startswith("adamw_torch"):
         raise ConfigError(
-            f"TrainingArguments.optim={optimizer!r} is not available here; use adamw_torch"
+            f"TrainingArguments.optim={optimizer!r} is not available here; use adamw_torch or sgd"
         )
     return settings, rows
 

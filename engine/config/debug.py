@@ -8,6 +8,8 @@ from pydantic import Field
 
 from engine.config.base import Section
 
+RECORDS = "recorded"  # folder of the records, beside the checkpoints
+
 
 class DebugConfig(Section):
     """Records of steps, for `python -m engine.replay`."""

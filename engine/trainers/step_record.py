@@ -22,6 +22,7 @@ from engine.checkpoint import CheckpointStore, Saver
 from engine.checkpoint.rng import process_rng
 from engine.checkpoint.state_dict import StateDict
 from engine.config import LoRAConfig, RLConfig
+from engine.config.debug import RECORDS
 from engine.controller.groups import WorkerGroup
 from engine.controller.roles import Roles
 from engine.dataflows.algo import Algo
@@ -34,7 +35,6 @@ from engine.trainers.rollout_state import batch_from_tree, batch_to_tree, to_jso
 
 log = logging.getLogger(__name__)
 
-FOLDER = "recorded"  # beside the checkpoints
 RUN_AGAIN = ("actor", "reference", "teacher", "critic")  # others' results are part of the record
 STATE = "state"
 _LEARN = ("actor", "critic")  # of those: have a state
@@ -119,7 +119,7 @@ class StepRecorder:
         if self._root is None or not (chosen or self._settings.record_failed):
             yield OpenRecord(self._roles)
             return
-        folder = self._root / FOLDER / f"step_{step}"
+        folder = self._root / RECORDS / f"step_{step}"
         if not self._tried(lambda: self._save_state(folder, step)):
             yield OpenRecord(self._roles)
             return

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from attempts import prepared_inputs
@@ -37,3 +40,17 @@ def test_other_start_weights_and_limits_have_folders_of_their_own(
             assert read_manifest(str(trained)).config["max_response_length"] == longest
     for kind in ("sft", "rl"):
         assert len(list((place.artifacts / "checkpoints" / kind).iterdir())) == 2, kind
+
+
+def test_records_of_steps_outlive_the_checkpoints(tmp_path: Path) -> None:
+    stage = SimpleNamespace(checkpoints=lambda: SimpleNamespace(folder=str(tmp_path / "run")))
+    for name in ("step_20/a", "rollouts/b", "recorded/step_3/step.pt"):
+        (tmp_path / "run" / name).parent.mkdir(parents=True)
+        (tmp_path / "run" / name).touch()
+    (tmp_path / "run" / ".lock-1.json").touch()
+    Stage.delete_local_checkpoints(cast(Stage, stage))
+    left = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert left == [tmp_path / "run" / "recorded" / "step_3" / "step.pt"]
+    shutil.rmtree(tmp_path / "run" / "recorded")
+    Stage.delete_local_checkpoints(cast(Stage, stage))
+    assert not (tmp_path / "run").exists()

@@ -278,6 +278,7 @@ def test_settings_of_transformers_and_peft_are_told_and_taken(
         per_device_train_batch_size=4,
         gradient_accumulation_steps=8,
         use_cpu=True,
+        optim="sgd",
     )
     trainer = Trainer.from_hf_config(
         "Qwen/Qwen2.5-0.5B",
@@ -289,6 +290,7 @@ def test_settings_of_transformers_and_peft_are_told_and_taken(
     config, out = trainer.config, capsys.readouterr().out
     assert config.model.path == "Qwen/Qwen2.5-0.5B"
     assert (config.rl.actor.optim.lr, config.rl.actor.optim.schedule) == (2e-6, "cosine")
+    assert config.rl.actor.optim.optimizer == "SGD"
     assert config.rl.trainer.train_batch_size == 32
     assert (config.model.lora.rank, config.model.lora.quantize) == (8, "nf4")
     assert config.model.lora.target_modules == ("q_proj", "v_proj")
