@@ -370,7 +370,7 @@ def test_the_quickstart_trains_a_critic_and_takes_its_reward_from_a_file(
     smaller += [f"trainer.rollout_data_dir={tmp_path / 'seen'}", "trainer.logger=[console,jsonl]"]
     assert verls_main([*shlex.split(text), *smaller]) == 0
     out = capsys.readouterr().out
-    assert "rl: gae on local" in out
+    assert "rl: gae on " in out  # local, or the Ray that other tests have started
     assert "6 prompts" in out
     assert (tmp_path / "seen" / "train_000001.parquet").is_file()
     rows = [json.loads(x) for x in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
