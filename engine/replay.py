@@ -40,7 +40,7 @@ _ONE_RANK = {
     **dict.fromkeys(("offload_params", "offload_optimizer"), False),
 }
 _OTHER_LAYOUT = 1e-3  # relative: sums over ranks come in another order
-_ALWAYS_SHOWN = ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm")
+_ALWAYS_SHOWN = ("loss", "grad_norm")  # ends of names
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     alike, tolerance = options.on_ranks or record.ranks == 1, options.tolerance
     if tolerance is None:
         tolerance = 0.0 if alike else _OTHER_LAYOUT
-    where = "as many" if alike else "one"
+    where = "as many" if record.ranks > 1 and alike else "one"
     say(f"step {record.step}, recorded on {record.ranks} rank(s), run again on {where}")
     if not alike and _has_mini_batches(record.config):
         say(
@@ -241,7 +241,7 @@ def _table(compared: list[Compared], tolerance: float, everything: bool) -> Iter
     """Loss and gradient norm, and what differs; or everything."""
     for one in compared:
         same = one.same(tolerance)
-        if everything or not same or one.name in _ALWAYS_SHOWN:
+        if everything or not same or one.name.endswith(_ALWAYS_SHOWN):
             mark = "" if same else "  differs"
             yield f"  {one.name:<32} {one.recorded!r:>24} {one.replayed!r:>24}{mark}"
 

@@ -92,6 +92,19 @@ def test_more_rollouts_of_a_step_are_in_its_record(tiny_folder: Path, tmp_path: 
     assert replay.main([str(tmp_path / "recorded" / "step_1")]) == 0
 
 
+@pytest.mark.slow
+def test_completions_that_were_sampled_ahead_are_in_the_record(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ahead = {"mode": "one_step_off", "total_training_steps": 2, "train_batch_size": 4}
+    changes = {"trainer": ahead | {"threads": 1, "placement": "local"}}
+    with trainer(tiny_folder, {"record_steps": [2]}, **changes) as run:
+        metrics = run.fit(checkpoint_dir=tmp_path)
+    assert metrics["staleness/mean"] == 1.0
+    assert replay.main([str(tmp_path / "recorded" / "step_2")]) == 0
+    assert "run again on one" in capsys.readouterr().out
+
+
 def test_a_step_that_fails_is_recorded_and_fails_again(
     tiny_folder: Path,
     tmp_path: Path,
@@ -119,6 +132,7 @@ def test_a_step_that_fails_is_recorded_and_fails_again(
     assert "this one did not" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_a_reward_does_is_not_run_again(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
