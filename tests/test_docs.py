@@ -97,6 +97,17 @@ def test_paths_of_the_repository_exist() -> None:
             assert (ROOT / path).exists(), (page.name, path)
 
 
+def test_figures_of_recipes_are_those_of_the_pages_behind() -> None:
+    page = (DOCS / "recipes.md").read_text()
+    rows = re.findall(r"^\| .* \| `(.*)` \| (.*) \| \[.*\]\((.*)\) \|", page, re.MULTILINE)
+    assert len(rows) > 5
+    for command, result, link in rows:
+        behind = (DOCS / link.partition("#")[0]).read_text()
+        figures = re.findall(r"\d+\.\d", result)
+        assert len(figures) in (1, 2), command
+        assert [one for one in figures if one not in behind] == [], command
+
+
 def test_presets_of_commands_are_there() -> None:
     presets = {path.stem for path in (ROOT / "engine" / "config" / "presets").glob("*.yaml")}
     places = [ROOT / "Makefile", *PAGES, *(ROOT / "workflows").glob("*.py")]
