@@ -10,29 +10,38 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flytekit import Deck
-from flytekit.deck import DeckField
+from flytekit import Deck, StructuredDataset
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, EvaluateConfig
 from tasks.context import LARGE, RunContext, echo
+from tasks.decks import DECK
+from tasks.evaluate_parts import answer_problems, joined, parts_of
 from tasks.pages import model_facts
 from tasks.preprocess import SPLITS, log_splits
 from tasks.ray_cluster import LOCAL_OBJECT_STORE_BYTES
 from tasks.stage import stage, stage_cache
 from tasks.start_model import first_model, trained_by
+from tasks.tables import EvaluationRows
 from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from engine.console import Progress
     from engine.evaluation.lm_eval import HarnessScore
+
+
+class Evaluation(NamedTuple):
+    """The artifact, which the gate reads, and its tables, which people look at in the console."""
+
+    evaluation: FlyteDirectory
+    rows_warm_start: EvaluationRows
+    rows_rl: EvaluationRows
 
 
 @on_profiles(
@@ -41,8 +50,8 @@ if TYPE_CHECKING:
     retries=3,
     interruptible=True,
     timeout=timedelta(hours=6),
-    enable_deck=True,
-    deck_fields=(DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT),
+    made_inside={"parts": parts_of},
+    **DECK,
 )
 def evaluate(
     run: RunContext,
@@ -52,14 +61,16 @@ def evaluate(
     data: DataConfig,
     config: EvaluateConfig,
     seed: int,
-) -> FlyteDirectory:
-    """Compare the two models by greedy pass@1, pass@k, majority vote, format and length."""
+    parts: list[StructuredDataset] | None = None,
+) -> Evaluation:
+    """Compare the two models by greedy pass@1, pass@k, majority vote, format and length.
 
-    from engine.console import progress
+    parts: what a map task has decoded (`tasks.evaluate_parts`); None: both models are decoded here.
+    """
+
     from engine.controller.ray_session import ray_session
     from engine.data.contract import EVALUATION_ROWS, check
     from engine.data.evaluation_sets import evaluation_files
-    from engine.evaluation.evaluate import evaluate_model
     from engine.evaluation.layout import uses_ranks
     from engine.evaluation.lm_eval import pairs, require_lm_eval
     from engine.evaluation.overoptimisation import read_overoptimisation
@@ -81,24 +92,13 @@ def evaluate(
             "warm_start": this.load_parent("warm_start", warm_start),
             "rl": this.load_parent("policy", policy),
         }
-        rows: dict[str, pd.DataFrame] = {}
-        each = sum(map(len, problems.values())) * (1 + config.samples)
-        bar: Progress[None] = progress(len(models) * each, "evaluate", "answer")
-        with bar:
-            for name, folder in models.items():
-                update = update_progress(bar, len(rows) * each)
-                rows[name] = evaluate_model(
-                    folder,
-                    problems,
-                    name,  # type: ignore[arg-type]
-                    config,
-                    max_response_length=data.max_response_length,
-                    max_prompt_length=data.max_prompt_length,
-                    seed=seed,
-                    on_progress=update,
-                )
-                check(rows[name], EVALUATION_ROWS, f"evaluation of {name}")
-                rows[name].to_parquet(this.folder / f"rows_{name}.parquet", index=False)
+        if parts:
+            rows = joined(parts, list(models))
+        else:
+            rows = answer_problems(models, problems, data, config, seed)
+        for name, frame in rows.items():
+            check(frame, EVALUATION_ROWS, f"evaluation of {name}")
+            frame.to_parquet(this.folder / f"rows_{name}.parquet", index=False)
         harness = harness_scores(this.folder, models, config, seed)
         sets = compare_sets(
             rows["warm_start"],
@@ -137,7 +137,7 @@ def evaluate(
         Deck("Evaluation", page)
         for line in (line for one in sets for line in one.lines()):
             echo(f"evaluation: {line}")
-        return this.publish(
+        published = this.publish(
             {
                 "pass_at_1_warm_start": comparison.before.pass_at_1.mean,
                 "pass_at_1_rl": comparison.after.pass_at_1.mean,
@@ -153,6 +153,8 @@ def evaluate(
             | {f"{one.name}/pass_at_1_rl": one.comparison.after.pass_at_1.mean for one in sets[1:]}
             | {f"{one.name}/gain": one.comparison.gain.mean for one in sets[1:]}
         )
+        tables = (this.table(f"rows_{name}.parquet") for name in models)
+        return Evaluation(published, *tables)
 
 
 def harness_scores(
@@ -206,11 +208,6 @@ def known_from_training(dataset: Path, test: pd.DataFrame) -> int:
     training = (prompt_text(prompt) for frame in frames for prompt in frame["prompt"])
     texts = [prompt_text(prompt) for prompt in test["prompt"]]
     return sum(trained_on(texts, training, rule.ngram, rule.overlap))
-
-
-def update_progress(bar: Progress[None], offset: int) -> Callable[[int], None]:
-    """A callback that sets the bar to `offset` plus the finished completions of one model."""
-    return lambda done: bar.update(offset + done - bar.count)
 
 
 def check_held_out(dataset: Path) -> None:

@@ -15,6 +15,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.console import display_path
 from tasks.context import IMAGE, SMALL, RunContext, as_output, echo, user_facing_errors
+from tasks.decks import DECK, show_facts
 
 if TYPE_CHECKING:
     from engine.tracking.registry import ModelVersion
@@ -32,6 +33,7 @@ HUB_SECONDS = 10.0
     retries=3,
     interruptible=True,
     timeout=timedelta(hours=2),
+    **DECK,
 )
 def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
     """Download a model.
@@ -45,6 +47,7 @@ def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
     with user_facing_errors():
         folder = resolve(reference, name, run.experiment)
         echo(f"fetch: {name} {reference} → {display_path(folder)}")
+        show_facts("Model", {"input": name, "model": reference, "folder": folder})
         return as_output(folder)
 
 

@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from flytekit import task
-from flytekit.deck import DeckField
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -22,6 +21,7 @@ from tasks.context import (
     local_artifact,
     user_facing_errors,
 )
+from tasks.decks import DECK, show_facts
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.pages import write_pages
@@ -79,8 +79,7 @@ def open_promotion(
     container_image=IMAGE,
     retries=2,
     timeout=timedelta(minutes=30),
-    enable_deck=True,
-    deck_fields=(DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT),
+    **DECK,
 )
 def finalize(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
     """Write the artifact's metrics to the MLflow run, end the run, and return the artifact.
@@ -102,7 +101,14 @@ def finalize(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
         return as_output(folder)
 
 
-@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+@task(
+    cache=False,
+    requests=SMALL,
+    container_image=IMAGE,
+    retries=2,
+    timeout=timedelta(minutes=30),
+    **DECK,
+)
 def finalize_skipped(run: RunContext, reason: str) -> FlyteFile:
     """End a run that had nothing to do: the reason goes to MLflow and into `summary.json`."""
     from engine.redaction import redact
@@ -116,4 +122,5 @@ def finalize_skipped(run: RunContext, reason: str) -> FlyteFile:
         tracker.finish_pipeline(run.mlflow_run, "FINISHED")
         path = write_summary(run, {"run_id": run.run_id, "skipped": reason})
         echo(f"run {run.run_id}: skipped: {reason}")
+        show_facts("Skipped", {"run": run.run_id, "reason": redact(reason)})
     return FlyteFile(str(path))

@@ -15,7 +15,14 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, RetrainConfig
 from tasks.context import RunContext, echo, local_artifact
-from tasks.preprocess import DATASET_TASK, SPLITS, check_contract, write_splits
+from tasks.preprocess import (
+    DATASET_TASK,
+    SPLITS,
+    Dataset,
+    check_contract,
+    publish_dataset,
+    write_splits,
+)
 from tasks.retraining_trigger import NewData, read_ledger, write_ledger
 from tasks.stage import stage
 
@@ -31,7 +38,7 @@ def ingest(
     data: DataConfig,
     retrain: RetrainConfig,
     seed: int,
-) -> FlyteDirectory:
+) -> Dataset:
     """Read the new problems, add the replay, and write the dataset of this run."""
     from engine.data.tokenizer import load_tokenizer
     from engine.errors import LineageError
@@ -60,7 +67,7 @@ def ingest(
         context = vocabulary_and_context(str(model))[1]
         facts = write_splits(this, splits, tokenizer, data, context)
         write_ledger(this.folder, [*read_ledger(previous), *new_data.files])
-        return this.publish(facts)
+        return publish_dataset(this, facts)
 
 
 def with_new_rows(previous: Path, new_data: NewData, config: RetrainConfig, seed: int) -> Splits:

@@ -52,7 +52,10 @@ def open_cache() -> Any:
 
 def local_outputs(outputs: Any) -> Iterator[Path]:
     """The files and folders of this machine among a task's outputs (a protobuf LiteralMap)."""
-    for literal in outputs.literals.values():
-        uri = literal.scalar.blob.uri
-        if uri and "://" not in uri:
-            yield Path(uri)
+    todo = list(outputs.literals.values())
+    while todo:
+        literal = todo.pop()
+        todo += literal.collection.literals
+        for uri in (literal.scalar.blob.uri, literal.scalar.structured_dataset.uri):
+            if uri and "://" not in uri:
+                yield Path(uri)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flytekit import Deck
-from flytekit.deck import DeckField
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, PairsConfig
 from tasks.context import LARGE, RunContext, echo
+from tasks.decks import DECK
 from tasks.preprocess import log_splits
 from tasks.ray_cluster import LOCAL_OBJECT_STORE_BYTES
 from tasks.stage import Stage, stage, stage_cache
@@ -35,8 +35,7 @@ SPLITS = ("train", "validation")
     retries=3,
     interruptible=True,
     timeout=timedelta(hours=6),
-    enable_deck=True,
-    deck_fields=(DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT),
+    **DECK,
 )
 def pairs(
     run: RunContext,

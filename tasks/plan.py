@@ -29,6 +29,7 @@ from engine.config import (
 from engine.storage.code_version import sources_digest
 from tasks.content_pinning import model_digest, pin_model_commit
 from tasks.context import IMAGE, SMALL, RunContext, echo, execution_tags, user_facing_errors
+from tasks.decks import DECK, show_run
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.memory_check import check_memory
@@ -63,7 +64,14 @@ class Plan(NamedTuple):
     sft_profile: Profile  # without a warm start one without GPUs: the stage copies files
 
 
-@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+@task(
+    cache=False,
+    requests=SMALL,
+    container_image=IMAGE,
+    retries=2,
+    timeout=timedelta(minutes=30),
+    **DECK,
+)
 def plan(
     config: RLHFConfig,
     source: str,
@@ -86,6 +94,7 @@ def plan(
         run = open_run(merged, ready.digests, workflow)
         set_current_run(run)
     echo(f"run {run.run_id}: config {digest(merged)[:12]}, data {ready.digests[0][:12]}")
+    show_run(run, merged, ready.digests[0], ready.profile)
     return Plan(
         run,
         merged.data,

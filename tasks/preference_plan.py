@@ -25,6 +25,7 @@ from engine.config import (
     digest,
 )
 from tasks.context import IMAGE, SMALL, RunContext, echo, user_facing_errors
+from tasks.decks import DECK, show_run
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.plan import open_run, prepare, rl_lora
@@ -61,7 +62,14 @@ class PreferencePlan(NamedTuple):
     sft_profile: Profile  # without a warm start one without GPUs: the stage copies files
 
 
-@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+@task(
+    cache=False,
+    requests=SMALL,
+    container_image=IMAGE,
+    retries=2,
+    timeout=timedelta(minutes=30),
+    **DECK,
+)
 def plan_preferences(
     config: RLHFConfig,
     source: str,
@@ -93,6 +101,7 @@ def plan_preferences(
         f"run {run.run_id}: config {digest(merged)[:12]}, data {ready.digests[0][:12]}, "
         f"preferences {made}"
     )
+    show_run(run, merged, ready.digests[0], ready.profile, preferences=made)
     labels = merged.preference.loss == "kto" and workflow == "preference"
     return PreferencePlan(
         run,

@@ -19,6 +19,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import LoRAConfig, PreferenceTrainingConfig
 from tasks.context import LARGE, RunContext, echo
+from tasks.decks import DECK
 from tasks.loggers import open_loggers
 from tasks.offline_training import train_on_rows
 from tasks.pairs import SPLITS, read_examples
@@ -40,6 +41,7 @@ FACTS = "reference.json"
     retries=3,
     interruptible=True,
     timeout=timedelta(hours=6),
+    **DECK,
 )
 def reference_log_probs(
     run: RunContext,
@@ -85,6 +87,7 @@ def reference_log_probs(
     retries=3,
     interruptible=True,
     timeout=timedelta(hours=12),
+    **DECK,
 )
 def preference_training(
     run: RunContext,

@@ -13,14 +13,16 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig
 from tasks.context import IMAGE, SMALL, RunContext, echo
+from tasks.decks import DECK
 from tasks.stage import Stage, stage, stage_cache
+from tasks.tables import RLPrompts, SFTPairs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,8 +37,20 @@ DATASET_TASK: dict[str, Any] = {
     "retries": 3,
     "interruptible": True,
     "timeout": timedelta(hours=2),
+    **DECK,
 }
 SPLITS = ("sft_train", "sft_validation", "train", "validation", "test")
+
+
+class Dataset(NamedTuple):
+    """The artifact, which stages read, and its splits, which people look at in Flyte's console."""
+
+    dataset: FlyteDirectory
+    sft_train: SFTPairs
+    sft_validation: SFTPairs
+    train: RLPrompts
+    validation: RLPrompts
+    test: RLPrompts
 
 
 @task(**DATASET_TASK)
@@ -48,7 +62,7 @@ def preprocess(
     model_digest: str,
     context: int,
     seed: int,
-) -> FlyteDirectory:
+) -> Dataset:
     """Read, check and write the data; train a tokenizer where `model_path` is empty.
 
     `context` is the model's limit in tokens that the longest prompt and response must fit.
@@ -71,7 +85,12 @@ def preprocess(
             + ", ".join(f"{name} {facts[f'rows_{name}']:.0f}" for name in splits.tables())
             + f" rows; longest prompt {facts['max_prompt_length']:.0f} tokens"
         )
-        return this.publish(facts)
+        return publish_dataset(this, facts)
+
+
+def publish_dataset(this: Stage, facts: Mapping[str, float]) -> Dataset:
+    """Publish the stage's folder with its splits."""
+    return Dataset(this.publish(facts), *(this.table(f"{name}.parquet") for name in SPLITS))
 
 
 def write_splits(

@@ -30,6 +30,7 @@ from tasks.context import (
     local_artifact,
     user_facing_errors,
 )
+from tasks.decks import DECK, show_facts
 from tasks.stage import Stage, stage
 from tasks.start_model import first_model
 from tasks.variants import on_profiles
@@ -46,7 +47,7 @@ CHAMPION_ROWS = "rows_champion.parquet"
 
 # Not interruptible: it may be moving an alias. Running it again changes nothing. On the profile's
 # machine, as it may have to evaluate the champion.
-@on_profiles(cache=False, requests=LARGE, retries=2, timeout=timedelta(hours=6))
+@on_profiles(cache=False, requests=LARGE, retries=2, timeout=timedelta(hours=6), **DECK)
 def promote(
     run: RunContext,
     dataset: FlyteDirectory,
@@ -302,4 +303,5 @@ def publish_decision(
     this.tracked.set_tags({k: str(v) for k, v in record.items()})
     text = json.dumps({**record, "outcomes": decision.to_dict()["outcomes"]}, indent=2)
     (this.folder / "decision.json").write_text(text)
+    show_facts("Decision", record)
     return this.publish({"promoted": float(decision.promote)})

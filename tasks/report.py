@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from flytekit import task
-from flytekit.deck import DeckField
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -27,6 +26,7 @@ from tasks.context import (
     local_artifact,
     user_facing_errors,
 )
+from tasks.decks import DECK
 from tasks.pages import run_folder, write_pages
 from tasks.start_model import START_MODEL
 
@@ -41,8 +41,7 @@ LEARNED_FROM = ("pairs", "reference", "reward_model")  # kinds of a policy's par
     container_image=IMAGE,
     retries=2,
     timeout=timedelta(minutes=30),
-    enable_deck=True,
-    deck_fields=(DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT),
+    **DECK,
 )
 def report(
     run: RunContext,

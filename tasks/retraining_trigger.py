@@ -27,6 +27,7 @@ from engine.config import (
 )
 from engine.data.incremental_data import DataFile
 from tasks.context import IMAGE, SMALL, RunContext, echo, user_facing_errors
+from tasks.decks import DECK, show_run
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.placement import apply_profile
@@ -74,7 +75,14 @@ class RetrainingPlan(NamedTuple):
     profile: Profile
 
 
-@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(hours=2))
+@task(
+    cache=False,
+    requests=SMALL,
+    container_image=IMAGE,
+    retries=2,
+    timeout=timedelta(hours=2),
+    **DECK,
+)
 def trigger_retraining(
     config: RLHFConfig, at: datetime, path: str, seed: int, profile: str
 ) -> RetrainingPlan:
@@ -119,6 +127,7 @@ def trigger_retraining(
         f"{len(found.rows)} new problems in {len(new_files.files)} files ({new_files.late} late, "
         f"{new_files.known} ingested before)"
     )
+    show_run(run, config, content, machines, **{"trains": not reason, "why not": reason})
     return RetrainingPlan(
         run,
         not reason,

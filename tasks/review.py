@@ -11,10 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from flytekit import Deck, task
-from flytekit.deck import DeckField
 from flytekit.types.file import FlyteFile
 
 from tasks.context import IMAGE, SMALL, StageError, echo, user_facing_errors
+from tasks.decks import DECK
 
 PAGE = "lineage.html"
 SHOWN_FAULTS = 5
@@ -26,8 +26,7 @@ SHOWN_FAULTS = 5
     container_image=IMAGE,
     retries=2,
     timeout=timedelta(hours=6),
-    enable_deck=True,
-    deck_fields=(DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT),
+    **DECK,
 )
 def review(artifact: str, against: str, store: str, verify_content: bool) -> FlyteFile:
     """Write the page of an artifact's lineage; fail, with the page in the Deck, on tampering.

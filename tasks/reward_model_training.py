@@ -17,6 +17,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import RewardModelTrainingConfig
 from tasks.context import LARGE, RunContext, echo
+from tasks.decks import DECK
 from tasks.loggers import open_loggers
 from tasks.offline_training import train_on_rows
 from tasks.pairs import SPLITS, has_rows
@@ -33,6 +34,7 @@ from tasks.variants import on_profiles
     retries=3,
     interruptible=True,
     timeout=timedelta(hours=12),
+    **DECK,
 )
 def reward_model_training(
     run: RunContext,

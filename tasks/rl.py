@@ -13,11 +13,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flytekit.deck import DeckField
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, LoRAConfig, RLConfig, SamplingConfig
 from tasks.context import SMALL, RunContext
+from tasks.decks import DECK
 from tasks.live_deck import LiveDeck
 from tasks.loggers import open_loggers
 from tasks.preprocess import log_splits
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     retries=5,
     interruptible=True,
     timeout=timedelta(days=3),
-    enable_deck=True,
-    deck_fields=(DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT),
+    **DECK,
 )
 def rl(
     run: RunContext,

@@ -17,13 +17,21 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.console import display_path
 from tasks.context import IMAGE, SMALL, as_output, echo, on_cluster, user_facing_errors
+from tasks.decks import DECK, show_facts
 
 if TYPE_CHECKING:
     from engine.storage.manifest import Parent
     from engine.tracking import Tracker
 
 
-@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(hours=1))
+@task(
+    cache=False,
+    requests=SMALL,
+    container_image=IMAGE,
+    retries=2,
+    timeout=timedelta(hours=1),
+    **DECK,
+)
 def rollback(
     model_name: str,
     reason: str,
@@ -65,6 +73,7 @@ def rollback(
             approved_by=approved_by,
         )
         echo(f"rollback: {model_name} {alias}: {move.sentence()}")
+        show_facts("Rollback", {"model": model_name, "alias": alias, "move": move.sentence()})
         parents = [
             parent
             for name, version in (("restored", move.version), ("left", move.replaced))

@@ -15,6 +15,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import ModelConfig, SFTConfig
 from tasks.context import LARGE, RunContext, echo
+from tasks.decks import DECK
 from tasks.loggers import open_loggers
 from tasks.offline_training import train_on_rows
 from tasks.preprocess import log_splits
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     retries=3,
     interruptible=True,
     timeout=timedelta(hours=12),
+    **DECK,
 )
 def sft(
     run: RunContext,

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flytekit import Cache, Deck, current_context
+from flytekit import Cache, Deck, StructuredDataset, current_context
 from flytekit.core.cache import CachePolicy, VersionParameters
 from flytekit.types.directory import FlyteDirectory
 
@@ -37,6 +37,8 @@ from tasks.context import (
     on_cluster,
     user_facing_errors,
 )
+from tasks.decks import show_facts
+from tasks.tables import TableFile, as_table
 
 if TYPE_CHECKING:
     from engine.storage.manifest import Parent
@@ -92,6 +94,13 @@ class CheckpointPaths:
     previous: str | None = None
 
 
+class Published(NamedTuple):
+    """Where a finished artifact is."""
+
+    path: Path  # on this machine
+    uri: str  # for other tasks: in the shared store, else the path
+
+
 @dataclass
 class Stage:
     """A running stage: its output folder, its MLflow run and its parents."""
@@ -103,6 +112,7 @@ class Stage:
     config: dict[str, Any]
     parents: list[Parent] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
+    published: Published | None = None  # once it is
 
     def load_parent(self, name: str, artifact: FlyteDirectory) -> Path:
         """Download an input artifact and record it as a parent."""
@@ -199,9 +209,22 @@ class Stage:
             {"artifact_digest": manifest.digest, "manifest_digest": manifest.own_digest}
         )
         output = as_output(path)
+        self.published = Published(path, str(output.path))
+        show_facts("Result", self._facts(manifest.digest, metrics))
         where = output.path if "://" in str(output.path) else display_path(path)
         echo(f"{self.kind}: done in {human_time(metrics['seconds'])} → {where}")
         return output
+
+    def table(self, name: str) -> StructuredDataset:
+        """A Parquet file of the published artifact as an output of the task."""
+        assert self.published is not None, "publish first"
+        path, uri = self.published
+        return as_table(TableFile(path / name, f"{uri}/{name}" if "://" in uri else ""))
+
+    def _facts(self, digest: str, metrics: Mapping[str, float]) -> dict[str, object]:
+        """What the stage's Deck says of its artifact."""
+        made_of = {f"made of: {one.name}": f"{one.kind} {one.digest[:12]}" for one in self.parents}
+        return {"artifact": f"{self.kind} {digest[:12]}", **made_of, **metrics}
 
 
 @contextlib.contextmanager

@@ -18,12 +18,13 @@ the stage's; the dynamic task has none.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -40,6 +41,10 @@ from tasks.profiles import LAPTOP, Profile
 
 PROFILE_VARIABLE = "HYBRIDFLYTE_PROFILE"  # of a stage's container: its profile as JSON
 
+StageOn = Callable[[Profile], Any]  # makes a stage's task for these machines
+# Makes an input of a stage from the profile and the stage's other inputs.
+MadeInside = Callable[[Profile, Mapping[str, Any]], Any]
+
 
 def on_profiles(
     requests: Resources,
@@ -48,6 +53,7 @@ def on_profiles(
     retries: int,
     timeout: timedelta,
     cache: Cache | bool = False,
+    made_inside: Mapping[str, MadeInside] | None = None,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: the function as a stage whose first input is its profile.
@@ -55,10 +61,39 @@ def on_profiles(
     `requests` is for profiles without GPUs. `task_config(profile)` is for tasks that start a
     cluster, which has the profile's machines, and whose submitter needs little; where it is None,
     there is none in that profile.
-    `retries`, `timeout` (of an attempt), `cache` and `options` are the stage's.
+    `retries`, `timeout` (of an attempt), `cache` and `options` are the stage's. `made_inside` are
+    inputs of the stage that the dynamic task makes, by further tasks on the same machines.
     """
 
     def make(body: Callable[..., Any]) -> Any:
+        stage_on = stages_of(
+            requests, task_config, retries=retries, timeout=timeout, cache=cache, **options
+        )(body)
+        return dynamic(
+            _with_profile(body, stage_on, made_inside or {}),
+            cache=False,
+            container_image=IMAGE,
+            requests=SMALL,
+            retries=2,  # of its own pod: a stage that failed ends it for good
+            timeout=(retries + 1) * timeout,  # holds for all attempts at the stage
+            environment={v: os.environ[v] for v in VARIABLES.values() if v in os.environ},
+        )
+
+    return make
+
+
+def stages_of(
+    requests: Resources,
+    task_config: Callable[[Profile], Any] | None = None,
+    *,
+    retries: int,
+    timeout: timedelta,
+    cache: Cache | bool = False,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], StageOn]:
+    """Decorator: the function as a stage for dynamic tasks to lay out; arguments as there."""
+
+    def make(body: Callable[..., Any]) -> StageOn:
         function = _renamed(body, f"{body.__name__}_stage")
 
         def stage_on(profile: Profile) -> Any:
@@ -88,46 +123,45 @@ def on_profiles(
         here = os.environ.get(PROFILE_VARIABLE)
         profile = Profile.model_validate_json(here) if here else LAPTOP
         setattr(sys.modules[body.__module__], function.__name__, stage_on(profile))
-        return dynamic(
-            _with_profile(body, stage_on),
-            cache=False,
-            container_image=IMAGE,
-            requests=SMALL,
-            retries=2,  # of its own pod: a stage that failed ends it for good
-            timeout=(retries + 1) * timeout,  # holds for all attempts at the stage
-            environment={v: os.environ[v] for v in VARIABLES.values() if v in os.environ},
-        )
+        return stage_on
 
     return make
 
 
 def _with_profile(
-    body: Callable[..., Any], stage_on: Callable[[Profile], Any]
+    body: Callable[..., Any], stage_on: StageOn, made_inside: Mapping[str, MadeInside]
 ) -> Callable[..., Any]:
-    """The function of the dynamic task: `body`'s inputs after the profile."""
+    """The function of the dynamic task: `body`'s inputs after the profile, without those made."""
 
     @functools.wraps(body)
     def on_machines(profile: Profile, **inputs: Any) -> Any:
-        stage = stage_on(profile)
-        _forget(stage, f"{body.__module__}.{body.__name__}")
-        return stage(**inputs)
+        with _forgotten(f"{body.__module__}.{body.__name__}"):
+            stage = stage_on(profile)
+            made = {name: make(profile, inputs) for name, make in made_inside.items()}
+        return stage(**inputs, **made)
 
     given = inspect.signature(body)
     first = inspect.Parameter("profile", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    signature = given.replace(parameters=[first, *given.parameters.values()])
-    on_machines.__signature__ = signature  # type: ignore[attr-defined]
-    on_machines.__annotations__ = {"profile": Profile, **body.__annotations__}
+    kept = [one for name, one in given.parameters.items() if name not in made_inside]
+    on_machines.__signature__ = given.replace(parameters=[first, *kept])  # type: ignore[attr-defined]
+    types_of = {k: v for k, v in body.__annotations__.items() if k not in made_inside}
+    on_machines.__annotations__ = {"profile": Profile, **types_of}
     return on_machines
 
 
-def _forget(stage: Any, workflow: str) -> None:
-    """Have nobody register what a run makes: the stage, and the workflow of the dynamic task."""
+@contextlib.contextmanager
+def _forgotten(workflow: str) -> Iterator[None]:
+    """Have nobody register what a run makes: stages, and the workflow of the dynamic task."""
     entities = FlyteEntities.entities
-    entities[:] = [
-        one
-        for one in entities
-        if one is not stage and not (isinstance(one, WorkflowBase) and one.name == workflow)
-    ]
+    before = {id(one) for one in entities}
+    try:
+        yield
+    finally:
+        entities[:] = [
+            one
+            for one in entities
+            if id(one) in before and not (isinstance(one, WorkflowBase) and one.name == workflow)
+        ]
 
 
 def _renamed(function: Callable[..., Any], name: str) -> types.FunctionType:

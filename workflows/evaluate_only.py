@@ -64,7 +64,7 @@ def evaluate_only(
         model_digest=p.start_digest,
         context=p.context,
         seed=p.seed,
-    )
+    ).dataset
     evaluation = evaluate(
         p.profile,
         run=p.run,
@@ -74,5 +74,5 @@ def evaluate_only(
         data=p.data,
         config=p.evaluate,
         seed=p.seed,
-    )
+    ).evaluation
     return finalize(run=p.run, artifact=evaluation)

@@ -22,7 +22,7 @@ def prepare_dataset(p: Any) -> Any:
         model_digest=p.start_digest,
         context=p.context,
         seed=p.seed,
-    )
+    ).dataset
 
 
 def make_warm_start(p: Any, dataset: Any) -> Any:
@@ -93,7 +93,7 @@ def evaluate_and_promote(p: Any, dataset: Any, warm_start: Any, policy: Any) -> 
         data=p.data,
         config=p.evaluate,
         seed=p.seed,
-    )
+    ).evaluation
     promotion = gate(
         p.needs_approval,
         profile=p.profile,

@@ -56,7 +56,7 @@ def retrain_champion(
     start = fetch(run=run, reference=champion, name="champion")
     dataset = ingest(
         run=run, champion=start, new_data=new_data, data=data, retrain=retrain, seed=seed
-    )
+    ).dataset
     policy = rl(
         profile,
         run=run,
@@ -76,7 +76,7 @@ def retrain_champion(
         data=data,
         config=evaluate_config,
         seed=seed,
-    )
+    ).evaluation
     promotion = gate(
         needs_approval,
         profile=profile,

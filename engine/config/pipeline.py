@@ -60,6 +60,9 @@ class EvaluateConfig(Section):
         description="dp copies of the model share the problems, each on tp ranks; none: copies on "
         "all GPUs of the machine",
     )
+    map_parts: int = Field(
+        1, ge=1, description="Machines that share the problems, by a map task of Flyte"
+    )
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to be up")
     step_timeout_s: float = Field(7200.0, gt=0, description="Deadline for one call to a rank")
     lm_eval: LMEvalConfig = LMEvalConfig()

@@ -54,12 +54,16 @@ def decode(
     max_prompt_length: int = 0,
     seed: int,
     columns: Mapping[str, Column] | None = None,
+    first_prompt: int = 0,
+    longest_prompt: int = 0,
     on_progress: Report | None = None,
 ) -> tuple[list[Answer], list[Answer]]:
     """One greedy completion a prompt, and `config.samples` sampled ones, in the prompts' order.
 
     With `config.multi_turn` they are episodes, of rows that `columns` hold; an environment's own
-    first messages may have `max_prompt_length` tokens, or as many as the longest prompt.
+    first messages may have `max_prompt_length` tokens, or as many as the longest prompt. Where the
+    prompts are a part of more, `first_prompt` is the number of the first one among all, and
+    `longest_prompt` the length of the longest: what is drawn is then as if all were decoded here.
 
     `on_progress(n)` is called with the number of finished completions of both. A rank that fails
     or dies ends all of it: raises its EngineError, or WorkerError with rank and cause.
@@ -78,6 +82,8 @@ def decode(
         config,
         max_prompt_length=max_prompt_length,
         columns=columns,
+        first_prompt=first_prompt,
+        longest_prompt=longest_prompt,
         on_progress=on_progress,
     )
     return greedy, each
@@ -91,6 +97,8 @@ def decode_passes(
     *,
     max_prompt_length: int = 0,
     columns: Mapping[str, Column] | None = None,
+    first_prompt: int = 0,
+    longest_prompt: int = 0,
     on_progress: Report | None = None,
 ) -> list[list[Answer]]:
     """The completions of each pass, `params.n` a prompt, in the prompts' order; as `decode`.
@@ -99,9 +107,10 @@ def decode_passes(
     """
     layout = evaluation_layout(config, folder)
     own = {**(columns or {}), "prompt_ids": list(prompts)}
-    batch = Batch({"group_ids": torch.arange(len(prompts))}, own)
+    batch = Batch({"group_ids": torch.arange(first_prompt, first_prompt + len(prompts))}, own)
     longest = max(params.max_new_tokens for params in passes)
-    prompt_room = max([*map(len, prompts), max_prompt_length * config.plays_episodes])
+    asked = [longest_prompt, *map(len, prompts)]
+    prompt_room = max([*asked, max_prompt_length * config.plays_episodes])
     options: dict[str, Any] = {
         "model_path": str(folder),
         "engine": config.engine,

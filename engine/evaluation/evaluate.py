@@ -18,7 +18,7 @@ from engine.data.collate import collate_prompts
 from engine.data.rows import prompt_text
 from engine.data.templates import decode_response, encode_prompts
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import DataError
+from engine.errors import ConfigError, DataError
 from engine.evaluation.decode import Answer, decode
 from engine.evaluation.judging import episode_columns, judge, judge_episodes
 from engine.evaluation.rows import Judged, ModelName, Problems, build_rows
@@ -36,6 +36,7 @@ def evaluate_model(
     max_response_length: int,
     max_prompt_length: int = 0,
     seed: int,
+    part: tuple[int, int] = (0, 1),
     on_progress: Callable[[int], None] | None = None,
 ) -> pd.DataFrame:
     """Decode every problem once greedily and `config.samples` times sampled, or play it so often.
@@ -43,9 +44,10 @@ def evaluate_model(
     `problems` are RL rows by evaluation set, or those of the set `test` alone. Returns the table of
     `engine.evaluation.rows`, set by set. `on_progress(n)` is called with the number of finished
     completions of both passes; there are `1 + config.samples` a problem. `max_prompt_length`: see
-    `decode`. Several GPUs of this
-    machine, or `config.parallel`, share the problems. Raises DataError for a set without rows, and
-    what `decode` raises.
+    `decode`. Several GPUs of this machine, or `config.parallel`, share the problems. `part` is
+    (which, of how many): consecutive shares of the problems, whose tables, one after the other, are
+    the table of all of them. Raises DataError for a set without rows, ConfigError for a part
+    without problems, and what `decode` raises.
     """
     sets = {TEST: problems} if isinstance(problems, pd.DataFrame) else dict(problems)
     frame = _joined(sets)
@@ -54,6 +56,9 @@ def evaluate_model(
     import_plugins(config.plugins)
     tokenizer = load_tokenizer(folder)
     prompts = encode_prompts(tokenizer, frame["prompt"], "test")
+    longest, asked_of = max(map(len, prompts)), _problems(frame, sets)
+    own = share_of(len(frame), part)
+    frame, prompts = frame.iloc[own].reset_index(drop=True), prompts[own]
     asked, scored = scorer_inputs(frame, prompts)
     with closing(Scorer(config.scorer, config.plugins)) as scorer:
         greedy, sampled = decode(
@@ -64,6 +69,8 @@ def evaluate_model(
             max_prompt_length=max_prompt_length,
             seed=seed,
             columns=episode_columns(scored) if config.plays_episodes else None,
+            first_prompt=own.start,
+            longest_prompt=longest,
             on_progress=on_progress,
         )
 
@@ -84,7 +91,18 @@ def evaluate_model(
 
         first, each = judged(greedy, 1), judged(sampled, config.samples)
     groups = [each[i : i + config.samples] for i in range(0, len(each), config.samples)]
-    return build_rows(name, _problems(frame, sets), first, groups)
+    return build_rows(name, asked_of.rows(own), first, groups)
+
+
+def share_of(problems: int, part: tuple[int, int]) -> slice:
+    """The consecutive problems of a part, (which, of how many); sizes differ by one at most."""
+    which, parts = part
+    if parts > problems:
+        raise ConfigError(
+            f"evaluate.map_parts={parts} is more than the {problems} problems that there are to "
+            "share; lower it"
+        )
+    return slice(which * problems // parts, (which + 1) * problems // parts)
 
 
 def _joined(sets: Mapping[str, pd.DataFrame]) -> pd.DataFrame:

@@ -76,6 +76,10 @@ class Problems:
     prompt: Sequence[str]  # e.g. ["Tom has 3 apples …", …]
     ground_truth: Sequence[str]  # e.g. ["7", "12"]
 
+    def rows(self, part: slice) -> Problems:
+        """Some of them."""
+        return Problems(**{name: getattr(self, name)[part] for name in Problems.__slots__})
+
 
 @dataclass(frozen=True, slots=True)
 class Judged:

@@ -31,7 +31,7 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> 
         budgets["max_prompt_length"] = data.max_prompt_length
     # Where the reward is found, and how called; what is run beside it; and on how many ranks.
     apart = {"reward", "plugins", "named_content", "lm_eval"}
-    apart |= {"parallel", "start_timeout_s", "step_timeout_s"}
+    apart |= {"parallel", "map_parts", "start_timeout_s", "step_timeout_s"}
     kept: set[str] | dict[str, Any] = apart
     if config.agent is not None:
         # Where environments run, how many, and what is saved changes no episode.

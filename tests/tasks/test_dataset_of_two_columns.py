@@ -41,7 +41,7 @@ def test_a_csv_of_two_columns_becomes_a_dataset(
         model_digest="",
         context=256,
         seed=0,
-    )
+    ).dataset
     folder = Path(str(made.path))
     train, test = (pd.read_parquet(folder / f"{name}.parquet") for name in ("train", "test"))
     check(train, RL_PROMPTS, "train")

@@ -162,7 +162,7 @@ def test_the_evaluation_of_a_run_records_what_it_is_compared_by(bench: Bench) ->
         data=bench.data,
         config=EVALUATE,
         seed=0,
-    )
+    ).evaluation
     config = read_manifest(output.path).config
     assert config == comparable_settings(bench.data, EVALUATE, 0)
     assert (config["seed"], config["scorer"]) == (0, "answer_match")

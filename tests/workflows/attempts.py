@@ -99,7 +99,7 @@ def prepared_inputs(place: Place) -> Inputs:
             model_digest=made.start_digest,
             context=made.context,
             seed=made.seed,
-        )
+        ).dataset
         warm_start = sft_stage(
             run=made.run,
             dataset=dataset,

@@ -13,11 +13,14 @@ from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.admin.workflow_pb2 import WorkflowSpec
 from flyteidl.core.tasks_pb2 import Resources
 
+from engine.data.column_types import EVALUATION_ROWS, RL_PROMPTS, SFT_PAIRS
+from tasks.preprocess import SPLITS
+
 IMAGE = "ghcr.io/x/y:1"
 ON_PREFERENCES = ("pairs", "reference_log_probs", "preference_training", "reward_model_training")
 # These write the stage of a profile.
 ON_MACHINES = {"sft", "rl", "evaluate", "promote", *ON_PREFERENCES}
-STAGES = {f"{name}_stage" for name in ON_MACHINES}
+STAGES = {f"{name}_stage" for name in ON_MACHINES} | {"evaluate_part_stage"}
 CACHED = {"preprocess", "ingest", *STAGES} - {"promote_stage"}
 OF_PREFERENCES = ("preference", "reward_model", "classic_rlhf", "make_pairs")  # workflows
 HANDLERS = {"rlhf_failed", "evaluate_only_failed", "promote_only_failed", "retraining_failed"}
@@ -115,9 +118,27 @@ def test_retries_deadlines_and_spot_machines(tasks: dict[str, Any]) -> None:
 
 
 def test_the_deck_is_registered(tasks: dict[str, Any]) -> None:
-    assert tasks["evaluate_stage"].metadata.generates_deck.value
-    assert tasks["rl_stage"].metadata.generates_deck.value
-    assert not tasks["sft_stage"].metadata.generates_deck.value
+    """Of every stage; not of the pods around it that decide or record nothing of their own."""
+    with_deck = {name for name, one in tasks.items() if one.metadata.generates_deck.value}
+    around = {"plan", "plan_preferences", "trigger_retraining", "fetch", "report", "review"}
+    around |= {"finalize", "finalize_skipped", "rollback"}
+    assert with_deck == around | {"preprocess", "ingest", *STAGES} - {"evaluate_part_stage"}
+
+
+def test_tables_are_typed(tasks: dict[str, Any]) -> None:
+    """Flyte's console shows columns of the dataset's splits and of both models' rows."""
+    splits = tasks["preprocess"].interface.outputs.variables
+    assert set(splits) == {"dataset", *SPLITS}
+    assert tasks["ingest"].interface.outputs.variables == splits
+    for name, columns in (("train", RL_PROMPTS), ("sft_train", SFT_PAIRS)):
+        kind = splits[name].type.structured_dataset_type
+        assert [one.name for one in kind.columns] == list(columns)
+        assert kind.format == "parquet"
+    for stage in ("evaluate", "evaluate_stage"):
+        rows = tasks[stage].interface.outputs.variables
+        assert set(rows) == {"evaluation", "rows_warm_start", "rows_rl"}
+        kind = rows["rows_rl"].type.structured_dataset_type
+        assert [one.name for one in kind.columns] == list(EVALUATION_ROWS)
 
 
 def test_the_interface_of_the_workflow(packaged: dict[str, Any]) -> None:

@@ -418,7 +418,7 @@ def test_cache_keys_hold_code_and_image(checkout: Path, cluster: Cluster, versio
 
 KEYS = """
 import json, os, sys
-import flytekit, flytekitplugins.pandera, flytekitplugins.ray, kubernetes, pandas
+import flytekit, flytekitplugins.ray, kubernetes, pandas
 for checkout, image in json.loads(sys.argv[1]):
     if os.fork() == 0:  # images are read, and sources hashed, once in a process
         os.environ["HYBRIDFLYTE_IMAGE"] = image
