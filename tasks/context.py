@@ -24,6 +24,7 @@ from engine.errors import (
     WorkerError,
 )
 from engine.redaction import redact_causes
+from tasks.credentials import load_secrets
 from tasks.images import image
 from tasks.literal_types import cache_literal_types
 
@@ -65,6 +66,8 @@ def user_facing_errors() -> Iterator[None]:
     On a cluster, errors of machines and services are recoverable: Flyte retries the task.
     """
     try:
+        if on_cluster():
+            load_secrets()
         yield
     except EngineError as error:
         redact_causes(error)  # which Flyte shows as a traceback

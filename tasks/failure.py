@@ -18,6 +18,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
 from tasks.context import IMAGE, SMALL, RunContext, echo, execution_tags
+from tasks.credentials import load_secrets, with_secrets
 from tasks.inputs import RLHFConfig
 from tasks.literal_types import convert_error_literals
 
@@ -28,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "cache": False,
     "requests": SMALL,
     "container_image": IMAGE,
+    **with_secrets(),
     "retries": 2,
     "timeout": timedelta(minutes=30),
 }
@@ -183,6 +185,8 @@ def record_failure(workflow: str, config: RLHFConfig, error: FlyteError | None) 
     from engine.errors import EngineError
 
     try:
+        if os.environ.get(EXECUTION_VARIABLE):
+            load_secrets()
         run_id = _mlflow_run(workflow, config)
         if run_id:
             _end_runs(config.tracking.experiment, run_id, error)

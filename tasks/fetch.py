@@ -15,6 +15,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.console import display_path
 from tasks.context import IMAGE, SMALL, RunContext, as_output, echo, user_facing_errors
+from tasks.credentials import with_secrets
 from tasks.decks import DECK, show_facts
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ HUB_SECONDS = 10.0
     cache=False,
     requests=SMALL,
     container_image=IMAGE,
+    **with_secrets("hub"),
     retries=3,
     interruptible=True,
     timeout=timedelta(hours=2),

@@ -21,6 +21,7 @@ from tasks.context import (
     local_artifact,
     user_facing_errors,
 )
+from tasks.credentials import with_secrets
 from tasks.decks import DECK, show_facts
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
@@ -43,7 +44,14 @@ class PromotionPlan(NamedTuple):
     profile: Profile
 
 
-@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+@task(
+    cache=False,
+    requests=SMALL,
+    container_image=IMAGE,
+    **with_secrets(),
+    retries=2,
+    timeout=timedelta(minutes=30),
+)
 def open_promotion(
     config: RLHFConfig,
     dataset: FlyteDirectory,
@@ -77,6 +85,7 @@ def open_promotion(
     cache=False,
     requests=SMALL,
     container_image=IMAGE,
+    **with_secrets(),
     retries=2,
     timeout=timedelta(minutes=30),
     **DECK,
@@ -105,6 +114,7 @@ def finalize(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
     cache=False,
     requests=SMALL,
     container_image=IMAGE,
+    **with_secrets(),
     retries=2,
     timeout=timedelta(minutes=30),
     **DECK,

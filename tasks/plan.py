@@ -29,6 +29,7 @@ from engine.config import (
 from engine.storage.code_version import sources_digest
 from tasks.content_pinning import model_digest, pin_model_commit
 from tasks.context import IMAGE, SMALL, RunContext, echo, execution_tags, user_facing_errors
+from tasks.credentials import with_secrets
 from tasks.decks import DECK, show_run
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
@@ -68,6 +69,7 @@ class Plan(NamedTuple):
     cache=False,
     requests=SMALL,
     container_image=IMAGE,
+    **with_secrets("hub"),
     retries=2,
     timeout=timedelta(minutes=30),
     **DECK,

@@ -25,6 +25,7 @@ from engine.config import (
     digest,
 )
 from tasks.context import IMAGE, SMALL, RunContext, echo, user_facing_errors
+from tasks.credentials import with_secrets
 from tasks.decks import DECK, show_run
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
@@ -66,6 +67,7 @@ class PreferencePlan(NamedTuple):
     cache=False,
     requests=SMALL,
     container_image=IMAGE,
+    **with_secrets("hub"),
     retries=2,
     timeout=timedelta(minutes=30),
     **DECK,

@@ -7,7 +7,6 @@ only when a run starts, so the stages' nodes are written then.
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 from flytekit import dynamic
@@ -15,7 +14,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, LoRAConfig, PairsConfig, PreferenceTrainingConfig
 from tasks.context import IMAGE, SMALL, RunContext
-from tasks.images import VARIABLES
+from tasks.credentials import of_registration
 from tasks.pairs import pairs
 from tasks.preference_training import preference_training, reference_log_probs
 from tasks.profiles import Profile
@@ -27,7 +26,7 @@ from tasks.profiles import Profile
     container_image=IMAGE,
     retries=2,  # of its own pod, as in `tasks.variants`
     timeout=timedelta(days=18),  # holds for all stages of all rounds
-    environment={v: os.environ[v] for v in VARIABLES.values() if v in os.environ},
+    environment=of_registration(),
 )
 def learn_in_rounds(
     profile: Profile,

@@ -41,6 +41,7 @@ FACTS = "reference.json"
     retries=3,
     interruptible=True,
     timeout=timedelta(hours=6),
+    needs=("hub", "loggers"),
     **DECK,
 )
 def reference_log_probs(
@@ -87,6 +88,7 @@ def reference_log_probs(
     retries=3,
     interruptible=True,
     timeout=timedelta(hours=12),
+    needs=("hub", "loggers"),
     **DECK,
 )
 def preference_training(

@@ -20,6 +20,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig
 from tasks.context import IMAGE, SMALL, RunContext, echo
+from tasks.credentials import with_secrets
 from tasks.decks import DECK
 from tasks.stage import Stage, stage, stage_cache
 from tasks.tables import RLPrompts, SFTPairs
@@ -34,6 +35,7 @@ DATASET_TASK: dict[str, Any] = {
     "cache": stage_cache(),
     "requests": SMALL,
     "container_image": IMAGE,
+    **with_secrets("hub"),
     "retries": 3,
     "interruptible": True,
     "timeout": timedelta(hours=2),

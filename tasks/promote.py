@@ -30,6 +30,7 @@ from tasks.context import (
     local_artifact,
     user_facing_errors,
 )
+from tasks.credentials import with_secrets
 from tasks.decks import DECK, show_facts
 from tasks.stage import Stage, stage
 from tasks.start_model import first_model
@@ -93,7 +94,14 @@ def promote(
         return publish_decision(case, version, comparison)
 
 
-@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+@task(
+    cache=False,
+    requests=SMALL,
+    container_image=IMAGE,
+    **with_secrets(),
+    retries=2,
+    timeout=timedelta(minutes=30),
+)
 def waits_for_approval(promotion: FlyteDirectory) -> bool:
     """Whether a promotion lacks only a person's approval: the condition of a workflow branch."""
     with user_facing_errors():
@@ -101,14 +109,28 @@ def waits_for_approval(promotion: FlyteDirectory) -> bool:
         return bool(decision["waits_for_approval"])
 
 
-@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+@task(
+    cache=False,
+    requests=SMALL,
+    container_image=IMAGE,
+    **with_secrets(),
+    retries=2,
+    timeout=timedelta(minutes=30),
+)
 def keep_promotion(promotion: FlyteDirectory) -> FlyteDirectory:
     """Return a promotion as it is, for the workflow branch without approval."""
     with user_facing_errors():
         return as_output(local_artifact(promotion))
 
 
-@task(cache=False, requests=SMALL, container_image=IMAGE, retries=2, timeout=timedelta(minutes=30))
+@task(
+    cache=False,
+    requests=SMALL,
+    container_image=IMAGE,
+    **with_secrets(),
+    retries=2,
+    timeout=timedelta(minutes=30),
+)
 def approval_request(promotion: FlyteDirectory) -> str:
     """What a person is asked to approve, as Flyte's console shows it."""
     with user_facing_errors():

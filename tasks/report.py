@@ -26,6 +26,7 @@ from tasks.context import (
     local_artifact,
     user_facing_errors,
 )
+from tasks.credentials import with_secrets
 from tasks.decks import DECK
 from tasks.pages import run_folder, write_pages
 from tasks.start_model import START_MODEL
@@ -39,6 +40,7 @@ LEARNED_FROM = ("pairs", "reference", "reward_model")  # kinds of a policy's par
     cache=False,
     requests=SMALL,
     container_image=IMAGE,
+    **with_secrets(),
     retries=2,
     timeout=timedelta(minutes=30),
     **DECK,

@@ -27,6 +27,7 @@ from engine.config import (
 )
 from engine.data.incremental_data import DataFile
 from tasks.context import IMAGE, SMALL, RunContext, echo, user_facing_errors
+from tasks.credentials import with_secrets
 from tasks.decks import DECK, show_run
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
@@ -79,6 +80,7 @@ class RetrainingPlan(NamedTuple):
     cache=False,
     requests=SMALL,
     container_image=IMAGE,
+    **with_secrets("hub"),
     retries=2,
     timeout=timedelta(hours=2),
     **DECK,

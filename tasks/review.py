@@ -14,6 +14,7 @@ from flytekit import Deck, task
 from flytekit.types.file import FlyteFile
 
 from tasks.context import IMAGE, SMALL, StageError, echo, user_facing_errors
+from tasks.credentials import with_secrets
 from tasks.decks import DECK
 
 PAGE = "lineage.html"
@@ -24,6 +25,7 @@ SHOWN_FAULTS = 5
     cache=False,
     requests=SMALL,
     container_image=IMAGE,
+    **with_secrets(),
     retries=2,
     timeout=timedelta(hours=6),
     **DECK,

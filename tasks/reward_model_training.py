@@ -34,6 +34,7 @@ from tasks.variants import on_profiles
     retries=3,
     interruptible=True,
     timeout=timedelta(hours=12),
+    needs=("hub", "loggers"),
     **DECK,
 )
 def reward_model_training(

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     retries=5,
     interruptible=True,
     timeout=timedelta(days=3),
+    needs=("hub", "loggers"),
     **DECK,
 )
 def rl(

@@ -17,6 +17,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.console import display_path
 from tasks.context import IMAGE, SMALL, as_output, echo, on_cluster, user_facing_errors
+from tasks.credentials import with_secrets
 from tasks.decks import DECK, show_facts
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     cache=False,
     requests=SMALL,
     container_image=IMAGE,
+    **with_secrets(),
     retries=2,
     timeout=timedelta(hours=1),
     **DECK,

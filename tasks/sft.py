@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     retries=3,
     interruptible=True,
     timeout=timedelta(hours=12),
+    needs=("hub", "loggers"),
     **DECK,
 )
 def sft(

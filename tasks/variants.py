@@ -35,7 +35,8 @@ from flytekit.core.workflow import WorkflowBase
 
 from engine.config import digest
 from tasks.context import IMAGE, SMALL
-from tasks.images import VARIABLES, image
+from tasks.credentials import Need, of_registration, with_secrets
+from tasks.images import image
 from tasks.pods import stage_pod
 from tasks.profiles import LAPTOP, Profile
 
@@ -53,6 +54,7 @@ def on_profiles(
     retries: int,
     timeout: timedelta,
     cache: Cache | bool = False,
+    needs: tuple[Need, ...] = ("hub",),
     made_inside: Mapping[str, MadeInside] | None = None,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Any]:
@@ -61,13 +63,20 @@ def on_profiles(
     `requests` is for profiles without GPUs. `task_config(profile)` is for tasks that start a
     cluster, which has the profile's machines, and whose submitter needs little; where it is None,
     there is none in that profile.
-    `retries`, `timeout` (of an attempt), `cache` and `options` are the stage's. `made_inside` are
-    inputs of the stage that the dynamic task makes, by further tasks on the same machines.
+    `retries`, `timeout` (of an attempt), `cache`, `needs` (of credentials) and `options` are the
+    stage's. `made_inside` are inputs of the stage that the dynamic task makes, by further tasks on
+    the same machines.
     """
 
     def make(body: Callable[..., Any]) -> Any:
         stage_on = stages_of(
-            requests, task_config, retries=retries, timeout=timeout, cache=cache, **options
+            requests,
+            task_config,
+            retries=retries,
+            timeout=timeout,
+            cache=cache,
+            needs=needs,
+            **options,
         )(body)
         return dynamic(
             _with_profile(body, stage_on, made_inside or {}),
@@ -76,7 +85,7 @@ def on_profiles(
             requests=SMALL,
             retries=2,  # of its own pod: a stage that failed ends it for good
             timeout=(retries + 1) * timeout,  # holds for all attempts at the stage
-            environment={v: os.environ[v] for v in VARIABLES.values() if v in os.environ},
+            environment=of_registration(),
         )
 
     return make
@@ -89,6 +98,7 @@ def stages_of(
     retries: int,
     timeout: timedelta,
     cache: Cache | bool = False,
+    needs: tuple[Need, ...] = ("hub",),
     **options: Any,
 ) -> Callable[[Callable[..., Any]], StageOn]:
     """Decorator: the function as a stage for dynamic tasks to lay out; arguments as there."""
@@ -104,13 +114,15 @@ def stages_of(
             own |= {"requests": requests} if pod is None else {"pod_template": pod}
             if cluster is not None:
                 own |= {"task_config": cluster, "requests": SMALL}
+            asked = with_secrets(*needs)
+            environment = {PROFILE_VARIABLE: profile.model_dump_json()}
+            own |= asked | {"environment": environment | asked.get("environment", {})}
             own["cache"] = (
                 replace(cache, salt=digest(profile)) if isinstance(cache, Cache) else cache
             )
             made = task(
                 function,
                 container_image=image(profile.image_kind),
-                environment={PROFILE_VARIABLE: profile.model_dump_json()},
                 retries=retries,
                 timeout=timeout,
                 **own,

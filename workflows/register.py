@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from flytekit.remote import FlyteRemote
 
 NOTIFY_VARIABLE = "HYBRIDFLYTE_NOTIFY"  # of workflows.launching, which must not be loaded yet
+SECRETS = "HYBRIDFLYTE_SECRETS"  # of tasks.credentials, the same
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0
 
@@ -46,6 +47,9 @@ class RegistrationError(EngineError):
 @click.option("--domain", default="development", show_default=True)
 @click.option("--config", default="", help="Flyte's config.yaml; without it as pyflyte finds it")
 @click.option("--notify", default="", help=f"Addresses for mails; without it, ${NOTIFY_VARIABLE}")
+@click.option(
+    "--secret", "secrets", multiple=True, help=f"VARIABLE=GROUP/KEY; without any, ${SECRETS}"
+)
 @click.option("--activate", is_flag=True, help="Switch schedules to this version")
 @click.option("--allow-dirty", is_flag=True, help="Register edited sources under a marked version")
 @click.option("--package", "archive", default="", help="Write this archive, register nothing")
@@ -60,6 +64,7 @@ def main(
     domain: str,
     config: str,
     notify: str,
+    secrets: tuple[str, ...],
     activate: bool,
     allow_dirty: bool,
     archive: str,
@@ -73,7 +78,7 @@ def main(
         if archive:
             _check_package_options(context)
         version = version_of(root, images, allow_dirty)
-        _set_variables(images, notify)
+        _set_variables(images, notify, secrets)
         if archive:
             _package(root, image, version, archive)
         else:
@@ -124,7 +129,7 @@ def _register(
         _activate(remote, *where, version)
 
 
-def _set_variables(images: dict[str, str], notify: str) -> None:
+def _set_variables(images: dict[str, str], notify: str, secrets: tuple[str, ...]) -> None:
     """What tasks and launch plans read while they are loaded, which must not have happened yet."""
     loaded = [name for name in ("tasks.context", "workflows.launching") if name in sys.modules]
     if loaded:
@@ -135,6 +140,8 @@ def _set_variables(images: dict[str, str], notify: str) -> None:
         os.environ[VARIABLES[kind]] = reference
     if notify:
         os.environ[NOTIFY_VARIABLE] = notify
+    if secrets:
+        os.environ[SECRETS] = ",".join(secrets)
 
 
 def _connect(config: str, project: str, domain: str) -> FlyteRemote:

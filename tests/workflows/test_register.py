@@ -166,6 +166,7 @@ def version(checkout: Path, cluster: Cluster) -> str:
         checkout,
         *("--cuda-image", CUDA, "--config", str(config), "--activate"),
         *("--notify", "team@example.com"),
+        *("--secret", "MLFLOW_TRACKING_TOKEN=team/mlflow", "--secret", "WANDB_API_KEY=team/wandb"),
         HYBRIDFLYTE_NOTIFY="night@example.com",  # the option counts
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -201,6 +202,24 @@ def test_what_lays_a_stage_out_knows_the_images(cluster: Cluster, version: str) 
         assert variables["HYBRIDFLYTE_IMAGE"] == IMAGE
         assert variables["HYBRIDFLYTE_CUDA_IMAGE"] == CUDA
         assert variables["HYBRIDFLYTE_ROCM_IMAGE"] == IMAGE  # none was given
+
+
+def test_tasks_ask_for_the_secrets_that_they_need(cluster: Cluster, version: str) -> None:
+    def asked(name: str) -> dict[str, tuple[str, str]]:
+        found = task(cluster, version, f"tasks.{name}").security_context.secrets
+        return {one.env_var: (one.group, one.key) for one in found}
+
+    tracking = {"MLFLOW_TRACKING_TOKEN": ("team", "mlflow")}
+    both = tracking | {"WANDB_API_KEY": ("team", "wandb")}
+    assert asked("rl.rl_stage") == asked("sft.sft_stage") == both
+    for name in ("plan.plan", "report.report", "failure.rlhf_failed", "evaluate.evaluate_stage"):
+        assert asked(name) == tracking, name
+    assert asked("rl.rl") == {}, "the pod that lays it out needs none, and passes on the names"
+    for name, names in (("rl.rl", both), ("report.report", tracking)):
+        variables = {
+            one.key: one.value for one in task(cluster, version, f"tasks.{name}").container.env
+        }
+        assert variables["HYBRIDFLYTE_SECRETS"].count("=") == len(names)
 
 
 def test_those_to_be_told_are_registered(cluster: Cluster, version: str) -> None:
