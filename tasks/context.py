@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 from flytekit import Resources, current_context
@@ -24,7 +25,7 @@ from engine.errors import (
     WorkerError,
 )
 from engine.redaction import redact_causes
-from tasks.credentials import load_secrets
+from tasks.credentials import load_secrets, with_secrets
 from tasks.images import image
 from tasks.literal_types import cache_literal_types
 
@@ -40,6 +41,16 @@ _RETRYABLE = (PlacementError, PreemptedError, StorageError, TrackingError, Worke
 
 SMALL = Resources(cpu="1", mem="2Gi")
 LARGE = Resources(cpu="2", mem="6Gi")
+
+# Options of tasks that decide or record something around the stages.
+SHORT: dict[str, Any] = {
+    "cache": False,
+    "requests": SMALL,
+    "container_image": IMAGE,
+    "retries": 2,
+    "timeout": timedelta(minutes=30),
+    **with_secrets(),
+}
 
 
 class RunContext(BaseModel):

@@ -10,29 +10,20 @@ Flyte requires a handler to have the inputs of its workflow, hence one per workf
 from __future__ import annotations
 
 import os
-from datetime import datetime, timedelta
-from typing import Any
+from datetime import datetime
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
-from tasks.context import IMAGE, SMALL, RunContext, echo, execution_tags
-from tasks.credentials import load_secrets, with_secrets
+from tasks.context import SHORT, RunContext, echo, execution_tags
+from tasks.credentials import load_secrets
 from tasks.inputs import RLHFConfig
 from tasks.literal_types import convert_error_literals
 
 EXECUTION_VARIABLE = "FLYTE_INTERNAL_EXECUTION_ID"
 CAUSE_TAG = "hybridflyte.error"
 NODE_TAG = "hybridflyte.failed_node"
-OPTIONS: dict[str, Any] = {
-    "cache": False,
-    "requests": SMALL,
-    "container_image": IMAGE,
-    **with_secrets(),
-    "retries": 2,
-    "timeout": timedelta(minutes=30),
-}
 
 convert_error_literals()
 
@@ -45,7 +36,7 @@ def set_current_run(run: RunContext | None) -> None:
     _current_run[:] = [run] if run else []
 
 
-@task(**OPTIONS)
+@task(**SHORT)
 def rlhf_failed(
     config: RLHFConfig,
     source: str,
@@ -59,7 +50,7 @@ def rlhf_failed(
     record_failure("rlhf", config, err)
 
 
-@task(**OPTIONS)
+@task(**SHORT)
 def agents_failed(
     config: RLHFConfig,
     source: str,
@@ -73,7 +64,7 @@ def agents_failed(
     record_failure("agents", config, err)
 
 
-@task(**OPTIONS)
+@task(**SHORT)
 def preference_failed(
     config: RLHFConfig,
     source: str,
@@ -88,7 +79,7 @@ def preference_failed(
     record_failure("preference", config, err)
 
 
-@task(**OPTIONS)
+@task(**SHORT)
 def reward_model_failed(
     config: RLHFConfig,
     source: str,
@@ -103,7 +94,7 @@ def reward_model_failed(
     record_failure("reward_model", config, err)
 
 
-@task(**OPTIONS)
+@task(**SHORT)
 def classic_rlhf_failed(
     config: RLHFConfig,
     source: str,
@@ -118,7 +109,7 @@ def classic_rlhf_failed(
     record_failure("classic_rlhf", config, err)
 
 
-@task(**OPTIONS)
+@task(**SHORT)
 def make_pairs_failed(
     config: RLHFConfig,
     source: str,
@@ -133,7 +124,7 @@ def make_pairs_failed(
     record_failure("make_pairs", config, err)
 
 
-@task(**OPTIONS)
+@task(**SHORT)
 def evaluate_only_failed(
     config: RLHFConfig,
     source: str,
@@ -149,7 +140,7 @@ def evaluate_only_failed(
     record_failure("evaluate_only", config, err)
 
 
-@task(**OPTIONS)
+@task(**SHORT)
 def promote_only_failed(
     config: RLHFConfig,
     dataset: FlyteDirectory,
@@ -163,7 +154,7 @@ def promote_only_failed(
     record_failure("promote_only", config, err)
 
 
-@task(**OPTIONS)
+@task(**SHORT)
 def retraining_failed(
     kickoff: datetime,
     config: RLHFConfig,

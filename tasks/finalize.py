@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import NamedTuple
 
 from flytekit import task
@@ -12,16 +11,7 @@ from flytekit.types.file import FlyteFile
 from engine.config import DataConfig, EvaluateConfig, PromoteConfig
 from engine.console import display_path
 from tasks.content_pinning import pinned_evaluation
-from tasks.context import (
-    IMAGE,
-    SMALL,
-    RunContext,
-    as_output,
-    echo,
-    local_artifact,
-    user_facing_errors,
-)
-from tasks.credentials import with_secrets
+from tasks.context import SHORT, RunContext, as_output, echo, local_artifact, user_facing_errors
 from tasks.decks import DECK, show_facts
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
@@ -44,14 +34,7 @@ class PromotionPlan(NamedTuple):
     profile: Profile
 
 
-@task(
-    cache=False,
-    requests=SMALL,
-    container_image=IMAGE,
-    **with_secrets(),
-    retries=2,
-    timeout=timedelta(minutes=30),
-)
+@task(**SHORT)
 def open_promotion(
     config: RLHFConfig,
     dataset: FlyteDirectory,
@@ -81,15 +64,7 @@ def open_promotion(
     return PromotionPlan(run, config.data, evaluate, config.promote, seed, approval, machines)
 
 
-@task(
-    cache=False,
-    requests=SMALL,
-    container_image=IMAGE,
-    **with_secrets(),
-    retries=2,
-    timeout=timedelta(minutes=30),
-    **DECK,
-)
+@task(**SHORT, **DECK)
 def finalize(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
     """Write the artifact's metrics to the MLflow run, end the run, and return the artifact.
 
@@ -110,15 +85,7 @@ def finalize(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
         return as_output(folder)
 
 
-@task(
-    cache=False,
-    requests=SMALL,
-    container_image=IMAGE,
-    **with_secrets(),
-    retries=2,
-    timeout=timedelta(minutes=30),
-    **DECK,
-)
+@task(**SHORT, **DECK)
 def finalize_skipped(run: RunContext, reason: str) -> FlyteFile:
     """End a run that had nothing to do: the reason goes to MLflow and into `summary.json`."""
     from engine.redaction import redact

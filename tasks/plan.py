@@ -11,7 +11,6 @@ import json
 import os
 import time
 import uuid
-from datetime import timedelta
 from typing import NamedTuple
 
 from flytekit import task
@@ -28,7 +27,7 @@ from engine.config import (
 )
 from engine.storage.code_version import sources_digest
 from tasks.content_pinning import model_digest, pin_model_commit
-from tasks.context import IMAGE, SMALL, RunContext, echo, execution_tags, user_facing_errors
+from tasks.context import SHORT, RunContext, echo, execution_tags, user_facing_errors
 from tasks.credentials import with_secrets
 from tasks.decks import DECK, show_run
 from tasks.failure import set_current_run
@@ -65,15 +64,7 @@ class Plan(NamedTuple):
     sft_profile: Profile  # without a warm start one without GPUs: the stage copies files
 
 
-@task(
-    cache=False,
-    requests=SMALL,
-    container_image=IMAGE,
-    **with_secrets("hub"),
-    retries=2,
-    timeout=timedelta(minutes=30),
-    **DECK,
-)
+@task(**{**SHORT, **DECK, **with_secrets("hub")})
 def plan(
     config: RLHFConfig,
     source: str,

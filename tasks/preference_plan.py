@@ -6,7 +6,6 @@ It also checks where preferences come from, and what is trained on them. Not cac
 from __future__ import annotations
 
 import hashlib
-from datetime import timedelta
 from typing import NamedTuple
 
 from flytekit import task
@@ -24,7 +23,7 @@ from engine.config import (
     SFTConfig,
     digest,
 )
-from tasks.context import IMAGE, SMALL, RunContext, echo, user_facing_errors
+from tasks.context import SHORT, RunContext, echo, user_facing_errors
 from tasks.credentials import with_secrets
 from tasks.decks import DECK, show_run
 from tasks.failure import set_current_run
@@ -63,15 +62,7 @@ class PreferencePlan(NamedTuple):
     sft_profile: Profile  # without a warm start one without GPUs: the stage copies files
 
 
-@task(
-    cache=False,
-    requests=SMALL,
-    container_image=IMAGE,
-    **with_secrets("hub"),
-    retries=2,
-    timeout=timedelta(minutes=30),
-    **DECK,
-)
+@task(**{**SHORT, **DECK, **with_secrets("hub")})
 def plan_preferences(
     config: RLHFConfig,
     source: str,

@@ -21,16 +21,14 @@ from flytekit.types.directory import FlyteDirectory
 from engine.config import DataConfig, EvaluateConfig, PromoteConfig
 from engine.errors import ChampionChangedError
 from tasks.context import (
-    IMAGE,
     LARGE,
-    SMALL,
+    SHORT,
     RunContext,
     as_output,
     echo,
     local_artifact,
     user_facing_errors,
 )
-from tasks.credentials import with_secrets
 from tasks.decks import DECK, show_facts
 from tasks.stage import Stage, stage
 from tasks.start_model import first_model
@@ -94,14 +92,7 @@ def promote(
         return publish_decision(case, version, comparison)
 
 
-@task(
-    cache=False,
-    requests=SMALL,
-    container_image=IMAGE,
-    **with_secrets(),
-    retries=2,
-    timeout=timedelta(minutes=30),
-)
+@task(**SHORT)
 def waits_for_approval(promotion: FlyteDirectory) -> bool:
     """Whether a promotion lacks only a person's approval: the condition of a workflow branch."""
     with user_facing_errors():
@@ -109,28 +100,14 @@ def waits_for_approval(promotion: FlyteDirectory) -> bool:
         return bool(decision["waits_for_approval"])
 
 
-@task(
-    cache=False,
-    requests=SMALL,
-    container_image=IMAGE,
-    **with_secrets(),
-    retries=2,
-    timeout=timedelta(minutes=30),
-)
+@task(**SHORT)
 def keep_promotion(promotion: FlyteDirectory) -> FlyteDirectory:
     """Return a promotion as it is, for the workflow branch without approval."""
     with user_facing_errors():
         return as_output(local_artifact(promotion))
 
 
-@task(
-    cache=False,
-    requests=SMALL,
-    container_image=IMAGE,
-    **with_secrets(),
-    retries=2,
-    timeout=timedelta(minutes=30),
-)
+@task(**SHORT)
 def approval_request(promotion: FlyteDirectory) -> str:
     """What a person is asked to approve, as Flyte's console shows it."""
     with user_facing_errors():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,13 @@ from flytekit.types.file import FlyteFile
 
 from engine.console import display_path
 from tasks.context import (
-    IMAGE,
-    SMALL,
+    SHORT,
     RunContext,
     echo,
     execution_name,
     local_artifact,
     user_facing_errors,
 )
-from tasks.credentials import with_secrets
 from tasks.decks import DECK
 from tasks.pages import run_folder, write_pages
 from tasks.start_model import START_MODEL
@@ -36,15 +33,7 @@ POLICY = "rl"  # the trained policy's key in the summary, whatever trained it
 LEARNED_FROM = ("pairs", "reference", "reward_model")  # kinds of a policy's parents
 
 
-@task(
-    cache=False,
-    requests=SMALL,
-    container_image=IMAGE,
-    **with_secrets(),
-    retries=2,
-    timeout=timedelta(minutes=30),
-    **DECK,
-)
+@task(**SHORT, **DECK)
 def report(
     run: RunContext,
     config_digest: str,
