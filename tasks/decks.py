@@ -10,18 +10,22 @@ from flytekit import Deck
 from flytekit.deck import DeckField
 
 from engine.config import PipelineConfig, digest
+from engine.redaction import redact
 from tasks.context import RunContext
 from tasks.profiles import Profile
 
-# Options of a task with a Deck. flytekit's other tabs, sources and packages, take seconds to make.
+# Options of a task with a Deck. Of flytekit's other tabs, sources and packages take seconds to make,
+# and inputs, which the console shows anyway, are settings as they were given: with credentials.
 DECK: dict[str, Any] = {
     "enable_deck": True,
-    "deck_fields": (DeckField.TIMELINE, DeckField.INPUT, DeckField.OUTPUT),
+    "deck_fields": (DeckField.TIMELINE, DeckField.OUTPUT),
 }
+# The same for a task whose outputs are settings.
+DECK_OF_SETTINGS: dict[str, Any] = {**DECK, "deck_fields": (DeckField.TIMELINE,)}
 
 
 def show_facts(tab: str, facts: Mapping[str, object]) -> None:
-    """A tab with a table of two columns; numbers with four digits."""
+    """A tab with a table of two columns; numbers with four digits, no credentials."""
     Deck(tab, facts_html(facts))
 
 
@@ -51,4 +55,4 @@ def facts_html(facts: Mapping[str, object]) -> str:
 
 
 def _text(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else redact(str(value))

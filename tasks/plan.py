@@ -29,7 +29,7 @@ from engine.storage.code_version import sources_digest
 from tasks.content_pinning import model_digest, pin_model_commit
 from tasks.context import SHORT, RunContext, echo, execution_tags, user_facing_errors
 from tasks.credentials import with_secrets
-from tasks.decks import DECK, show_run
+from tasks.decks import DECK_OF_SETTINGS, show_run
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.memory_check import check_memory
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
     sft_profile: Profile  # without a warm start one without GPUs: the stage copies files
 
 
-@task(**{**SHORT, **DECK, **with_secrets("hub")})
+@task(**{**SHORT, **DECK_OF_SETTINGS, **with_secrets("hub")})
 def plan(
     config: RLHFConfig,
     source: str,

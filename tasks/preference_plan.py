@@ -25,7 +25,7 @@ from engine.config import (
 )
 from tasks.context import SHORT, RunContext, echo, user_facing_errors
 from tasks.credentials import with_secrets
-from tasks.decks import DECK, show_run
+from tasks.decks import DECK_OF_SETTINGS, show_run
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.plan import open_run, prepare, rl_lora
@@ -62,7 +62,7 @@ class PreferencePlan(NamedTuple):
     sft_profile: Profile  # without a warm start one without GPUs: the stage copies files
 
 
-@task(**{**SHORT, **DECK, **with_secrets("hub")})
+@task(**{**SHORT, **DECK_OF_SETTINGS, **with_secrets("hub")})
 def plan_preferences(
     config: RLHFConfig,
     source: str,

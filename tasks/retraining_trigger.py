@@ -28,7 +28,7 @@ from engine.config import (
 from engine.data.incremental_data import DataFile
 from tasks.context import IMAGE, SMALL, RunContext, echo, user_facing_errors
 from tasks.credentials import with_secrets
-from tasks.decks import DECK, show_run
+from tasks.decks import DECK_OF_SETTINGS, show_run
 from tasks.failure import set_current_run
 from tasks.inputs import RLHFConfig
 from tasks.placement import apply_profile
@@ -83,7 +83,7 @@ class RetrainingPlan(NamedTuple):
     **with_secrets("hub"),
     retries=2,
     timeout=timedelta(hours=2),
-    **DECK,
+    **DECK_OF_SETTINGS,
 )
 def trigger_retraining(
     config: RLHFConfig, at: datetime, path: str, seed: int, profile: str
