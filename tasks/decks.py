@@ -14,8 +14,9 @@ from engine.redaction import redact
 from tasks.context import RunContext
 from tasks.profiles import Profile
 
-# Options of a task with a Deck. Of flytekit's other tabs, sources and packages take seconds to make,
-# and inputs, which the console shows anyway, are settings as they were given: with credentials.
+# Options of a task with a Deck. Of flytekit's other tabs, sources and packages take seconds to
+# make, and inputs, which the console shows anyway, are settings as they were given: with
+# credentials.
 DECK: dict[str, Any] = {
     "enable_deck": True,
     "deck_fields": (DeckField.TIMELINE, DeckField.OUTPUT),
