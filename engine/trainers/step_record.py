@@ -193,8 +193,8 @@ class StepRecorder:
         """Whether it was done; a failure is a warning."""
         try:
             action()
-        except EngineError as error:
-            log.warning("no record of this step: %s", error)
+        except Exception as error:  # whatever it is: the run goes on
+            log.warning("no record of this step (%s): %s", type(error).__name__, error)
             return False
         return True
 

@@ -20,6 +20,7 @@ from engine.config import RLConfig
 from engine.data.loader import PromptLoader
 from engine.errors import ConfigError, DivergedError, RewardError, WorkerError
 from engine.futures import LazyBatch
+from engine.trainers import step_record
 from engine.trainers.rl import RLTrainer
 from engine.workers import actor
 
@@ -177,6 +178,21 @@ def test_a_damaged_record_gets_one_sentence(
     whole = (copy / "step.pt").read_bytes()
     (copy / "step.pt").write_bytes(whole[: len(whole) // 2])
     assert "can't be read as a record" in error_of(copy)
+
+
+def test_a_record_that_can_t_be_written_costs_a_warning(
+    tiny_folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise TypeError("keys must be str")
+
+    monkeypatch.setattr(step_record, "batch_to_tree", refuse)
+    with trainer(tiny_folder, {"record_steps": [1]}) as run:
+        assert run.fit(1, checkpoint_dir=tmp_path)["actor/grad_norm"] > 0
+    assert "no record of this step (TypeError): keys must be str" in caplog.text
 
 
 def test_records_need_a_folder(tiny_folder: Path) -> None:
