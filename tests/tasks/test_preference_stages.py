@@ -22,10 +22,13 @@ from engine.config import (
     PairsConfig,
     PreferenceTrainingConfig,
     RewardModelTrainingConfig,
+    RLConfig,
     SFTConfig,
 )
 from engine.data.contract import PREFERENCE_PAIRS, check
 from engine.models.unloaded import open_critic_model
+from engine.preferences.learned_reward import by_reward_model
+from engine.rewards.likelihood import likelihood
 from engine.rewards.reward_model import reward_model
 from engine.storage.manifest import Manifest, read_manifest, verify
 from engine.trainers.preference import PreferenceTrainer
@@ -187,6 +190,28 @@ def test_from_rollouts_to_a_policy_and_a_reward_model(
     assert parents(judged) == {"pairs": "pairs", "policy": "sft"}
     assert 0 <= judged.metrics["reward_model/validation_accuracy_low"] <= 1
     assert len(reward_model(["2+2?"], ["4"], model=str(scorer))) == 1
+    assert open_critic_model(scorer, "float32") is not None
+
+
+def test_a_reward_model_that_stays_a_language_model(stages: Stages) -> None:
+    config = RewardModelTrainingConfig.model_validate(TRAINING | {"head": "likelihood"})
+    scorer = folder(
+        reward_model_training_stage(
+            run=new_run(),
+            pairs=given(stages.pairs),
+            policy=given(stages.policy),
+            config=config,
+            dtype="",
+            too_long="fail",
+            seed=0,
+        )
+    )
+    judged = read_manifest(scorer)
+    assert parents(judged) == {"pairs": "pairs", "policy": "sft"}
+    assert 0 <= judged.metrics["reward_model/validation_accuracy_low"] <= 1
+    reward = by_reward_model(RLConfig(), str(scorer)).reward.components["reward_model"]
+    assert reward.name == "likelihood"
+    assert likelihood(["2+2?"], ["4"], **reward.options)[0] < 0
     assert open_critic_model(scorer, "float32") is not None
 
 
