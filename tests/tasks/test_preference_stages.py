@@ -161,6 +161,13 @@ def test_from_rollouts_to_a_policy_and_a_reward_model(
     assert (scores["chosen_score"] > scores["rejected_score"]).all()
     assert (stages.pairs / "README.md").read_text().count("rollouts of the policy") == 1
 
+    scorer = train_scorer(stages, head="likelihood")
+    judged = read_manifest(scorer)
+    assert 0 <= judged.metrics["reward_model/validation_accuracy_low"] <= 1
+    reward = by_reward_model(RLConfig(), str(scorer)).reward.components["reward_model"]
+    assert reward.name == "likelihood"
+    assert likelihood(["2+2?"], ["4"], **reward.options)[0] < 0
+
     # The reference's log-probs are there, so training computes none.
     monkeypatch.setattr(PreferenceTrainer, "_response_log_probs", None)
     before = {path.name for path in stages.reference.iterdir()}
@@ -175,17 +182,7 @@ def test_from_rollouts_to_a_policy_and_a_reward_model(
     verify(stages.reference)
     assert not (policy / "scratch").exists()
 
-    scorer = folder(
-        reward_model_training_stage(
-            run=new_run(),
-            pairs=given(stages.pairs),
-            policy=given(stages.policy),
-            config=RewardModelTrainingConfig.model_validate(TRAINING),
-            dtype="",
-            too_long="fail",
-            seed=0,
-        )
-    )
+    scorer = train_scorer(stages)
     judged = read_manifest(scorer)
     assert parents(judged) == {"pairs": "pairs", "policy": "sft"}
     assert 0 <= judged.metrics["reward_model/validation_accuracy_low"] <= 1
@@ -193,26 +190,19 @@ def test_from_rollouts_to_a_policy_and_a_reward_model(
     assert open_critic_model(scorer, "float32") is not None
 
 
-def test_a_reward_model_that_stays_a_language_model(stages: Stages) -> None:
-    config = RewardModelTrainingConfig.model_validate(TRAINING | {"head": "likelihood"})
-    scorer = folder(
+def train_scorer(stages: Stages, **changes: Any) -> Path:
+    """A reward model of the pairs."""
+    return folder(
         reward_model_training_stage(
             run=new_run(),
             pairs=given(stages.pairs),
             policy=given(stages.policy),
-            config=config,
+            config=RewardModelTrainingConfig.model_validate(TRAINING | changes),
             dtype="",
             too_long="fail",
             seed=0,
         )
     )
-    judged = read_manifest(scorer)
-    assert parents(judged) == {"pairs": "pairs", "policy": "sft"}
-    assert 0 <= judged.metrics["reward_model/validation_accuracy_low"] <= 1
-    reward = by_reward_model(RLConfig(), str(scorer)).reward.components["reward_model"]
-    assert reward.name == "likelihood"
-    assert likelihood(["2+2?"], ["4"], **reward.options)[0] < 0
-    assert open_critic_model(scorer, "float32") is not None
 
 
 def without_held_out(
