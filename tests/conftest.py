@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import gc
 import os
+import shlex
 import shutil
 import sqlite3
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
+from forks import interpreter, start_loader
 from hypothesis import settings
 from once import MakeOnce
 
@@ -49,16 +51,15 @@ def pytest_collection() -> Generator[None, object, object]:
         atexit.register(gc.unfreeze)  # libraries count what is left behind
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """One process at a time loads a file, and compiles it and what it imports for the others."""
-    if not isinstance(collector, pytest.Module):
-        return (yield)
-    with collector.path.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        return (yield)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Let the processes that run tests be forks of one that has loaded them."""
+    folder = Path(tempfile.mkdtemp(prefix="tests-"))
+    config.add_cleanup(lambda: shutil.rmtree(folder))
+    loader = start_loader(list(config.invocation_params.args), folder)
+    config.add_cleanup(loader.communicate)
+    for spec in specs:
+        spec.python = shlex.join(interpreter())
 
 
 @pytest.hookimpl(trylast=True)  # after those that are not wanted are gone

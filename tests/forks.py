@@ -1,0 +1,188 @@
+"""Interpreters that are forks of one process in which the tests and their libraries are loaded.
+
+To load them takes 20 s of CPU time, which each of pytest-xdist's processes would spend, and a
+command of ours some seconds. `start_loader` starts the one that loads. A client, started like an
+interpreter with `interpreter()` in place of `sys.executable`, hands its arguments, variables,
+folder and streams to a fork of it, passes signals on, and ends as the fork does. If the client is
+killed, so is the fork. Not for what is to see a process's imports, its children or random hashes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import subprocess
+    from pathlib import Path
+
+_ADDRESS = "HYBRIDFLYTE_TESTS_LOADER"
+_LOAD = "import sys; sys.path[:] = {path!r}; import forks; forks.serve()()"
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+
+
+def start_loader(arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    """Start to load the tests that pytest finds by `arguments`; from now on `interpreter` forks.
+
+    The process ends when its stdin is closed.
+    """
+    import subprocess
+
+    os.environ[_ADDRESS] = str(folder / "loader")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.environ[_ADDRESS])
+        listener.listen()
+        path = [os.path.dirname(__file__), *sys.path]
+        return subprocess.Popen(
+            [sys.executable, "-c", _LOAD.format(path=path), str(listener.fileno()), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+        )
+
+
+def interpreter() -> list[str]:
+    """The command of an interpreter: a fork where a loader was started, else one of its own."""
+    address = os.environ.get(_ADDRESS)
+    return [sys.executable, "-I", "-S", __file__, address] if address else [sys.executable]
+
+
+# The client
+
+
+def join(address: str, arguments: list[str]) -> NoReturn:
+    """Have a fork run Python's command line `arguments` in this process's place."""
+    with socket.socket(socket.AF_UNIX) as loader:
+        loader.connect(address)
+        request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
+        socket.send_fds(loader, [len(request).to_bytes(4, "little")], [0, 1, 2])
+        loader.sendall(request)
+        fork = os.pidfd_open(int.from_bytes(_receive(loader, 4), "little"))
+        for number in _PASSED_ON:
+            signal.signal(number, lambda number, _: signal.pidfd_send_signal(fork, number))
+        for stream in (0, 1, 2):
+            os.close(stream)
+        status = int.from_bytes(_receive(loader, 4), "little", signed=True)
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        part = connection.recv(size - len(received))
+        if not part:
+            raise EOFError("the process that loads the tests has ended")
+        received += part
+    return received
+
+
+# The loader
+
+
+def serve() -> Callable[[], object]:
+    """Load, then fork for each client. Returns in a fork: what it has to do."""
+    import pytest
+
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    library = [p for p in sys.path if p.startswith((sys.prefix, sys.base_prefix))]
+    pytest.main([*sys.argv[2:], "-n0", "--collect-only"])
+    _read_constants()
+    clients: dict[int, tuple[int, socket.socket]] = {}  # by a file descriptor of the fork; its id
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        waiting = [client for _, client in clients.values()]
+        ready = select.select([0, listener, *clients, *waiting], [], [])[0]
+        if 0 in ready:
+            os._exit(0)
+        for fork, (pid, client) in list(clients.items()):
+            if fork in ready:
+                _, status = os.waitpid(pid, 0)
+                with contextlib.suppress(OSError):  # it has been killed
+                    code = os.waitstatus_to_exitcode(status)
+                    client.sendall(code.to_bytes(4, "little", signed=True))
+                del clients[fork]
+                os.close(fork)
+                client.close()
+            elif client in ready:
+                signal.pidfd_send_signal(fork, signal.SIGKILL)
+        if listener in ready:
+            client, _ = listener.accept()
+            size, streams, _, _ = socket.recv_fds(client, 4, 3)
+            request = json.loads(_receive(client, int.from_bytes(size, "little")))
+            pid = os.fork()
+            if pid == 0:
+                for handle in (listener, client, *waiting):
+                    handle.close()
+                for fork in clients:
+                    os.close(fork)
+                return _become(streams, library, *request)
+            clients[os.pidfd_open(pid)] = pid, client
+            for stream in streams:
+                os.close(stream)
+            with contextlib.suppress(OSError):  # it has been killed
+                client.sendall(pid.to_bytes(4, "little"))
+
+
+def _read_constants() -> None:
+    """Have hypothesis read the constants of our modules, as it does before its first example."""
+    from hypothesis import given, settings, strategies
+
+    @settings(max_examples=1, database=None)
+    @given(strategies.integers())
+    def try_one(number: int) -> None:
+        assert isinstance(number, int)
+
+    try_one()
+
+
+def _become(
+    streams: list[int],
+    library: list[str],
+    arguments: list[str],
+    variables: dict[str, str],
+    folder: str,
+) -> Callable[[], object]:
+    """Take over what the client has; return the program."""
+    os.setsid()  # signals come from the client
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
+    if arguments[0] == "-u":  # as execnet starts it, which writes without a buffer
+        del arguments[0]
+    more = [p for p in variables.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return _program(arguments, [*more, *library])
+
+
+def _program(arguments: list[str], path: list[str]) -> Callable[[], object]:
+    import runpy
+    import types
+
+    kind, *rest = arguments
+    if kind == "-c":
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        code, sys.argv[:], sys.path[:] = rest[0], ["-c", *rest[1:]], ["", *path]
+        return lambda: exec(compile(code, "<string>", "exec"), vars(main))
+    if kind == "-m":
+        sys.argv[:], sys.path[:] = ["-m", *rest[1:]], [os.getcwd(), *path]
+        return lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    sys.argv[:], sys.path[:] = arguments, [os.path.dirname(os.path.abspath(kind)), *path]
+    return lambda: runpy.run_path(kind, run_name="__main__")
+
+
+if __name__ == "__main__":
+    join(sys.argv[1], sys.argv[2:])
