@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from thorough import and_slow
 from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM
 
@@ -84,7 +85,14 @@ def test_every_aggregation(tiny_folder: Path, mode: str) -> None:
     two_steps(tiny_folder, actor={"loss_agg_mode": mode} | extra)
 
 
-@pytest.mark.parametrize("kind", kl.NAMES)
+# One of each way; the tests of `algorithms` have every name and criterion, with its values.
+KL_KINDS = ("k1", "abs", "k2", "k3", "k3+", "full")
+CRITERIA = ("token_k1", "seq_sum_k2", "seq_mean_k3", "seq_max_k1")
+
+
+@pytest.mark.parametrize(
+    "kind", and_slow(KL_KINDS, [name for name in kl.NAMES if name not in KL_KINDS])
+)
 def test_every_kl_in_the_loss(tiny_folder: Path, kind: str) -> None:
     history = two_steps(tiny_folder, actor={"kl_loss_type": kind, "kl_loss_coef": 0.1})
     assert abs(history[-1]["actor/kl"]) > 1e-9
@@ -117,7 +125,9 @@ def test_every_importance_weight(
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("criterion", rejection.CRITERIA)
+@pytest.mark.parametrize(
+    "criterion", and_slow(CRITERIA, [name for name in rejection.CRITERIA if name not in CRITERIA])
+)
 def test_every_rejection(tiny_folder: Path, criterion: str) -> None:
     bound = "0.5_2.0" if criterion.endswith("k1") else "0.5"
     settings = {"rollout_rs": criterion, "rollout_rs_threshold": bound}
