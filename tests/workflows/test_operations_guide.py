@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from flyte_runs import REPOSITORY, Place
 from flytekit.interaction.click_types import DateTimeType
+from forks import interpreter
 
 from tasks.retraining_trigger import check_kickoff
 from workflows.versioning import image_digest
@@ -90,7 +90,7 @@ def test_a_module_takes_what_it_is_given(line: str) -> None:
     settings = [word.partition("=")[0] for word in words if not word.startswith("-")]
     subcommands = [word for word in words[:1] if not word.startswith("-") and "=" not in word]
     done = subprocess.run(
-        [sys.executable, "-m", module, *subcommands, "--help"],
+        [*interpreter(), "-m", module, *subcommands, "--help"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from flyte_runs import REPOSITORY, SECRET, STAGES, TINY, WORKFLOW, Finished
+from flyte_runs import REPOSITORY, SECRET, STAGES, TINY, Finished
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from tracker_files import tensorboard_points
@@ -266,7 +266,7 @@ def test_nothing_half_written_is_left(finished: Finished) -> None:
 
 def test_an_unchanged_run_recomputes_nothing(finished: Finished) -> None:
     started = time.monotonic()
-    again = finished.place.pyflyte("run", str(WORKFLOW), "rlhf", "--config", finished.config)
+    again = finished.place.run("--config", finished.config)
     assert again.code == 0, again.text
     # Promotion compares with the champion of the day, so it alone runs; here it is that champion.
     assert again.stages == ["promotion"]

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 import s3fs
 from faulty_s3 import Faults, faulty_s3
+from forks import interpreter
 
 from engine.errors import ConfigError, LineageError, StorageError
 from engine.lineage.__main__ import main
@@ -190,7 +190,7 @@ def test_killed_in_the_middle_nothing_looks_complete_and_the_next_call_ends_it(
     faults: Faults, machine: Machine, seen: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faults.pause_s = 0.2  # before each answer: what was seen has not been written yet
-    first = subprocess.Popen([sys.executable, "-c", PUBLISH])
+    first = subprocess.Popen([*interpreter(), "-c", PUBLISH])
     deadline = time.monotonic() + 120
     while not faults.writes(seen):
         assert first.poll() is None
@@ -243,7 +243,7 @@ def test_two_processes_that_publish_the_same_agree(machine: Machine, tmp_path: P
     said = []
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", code, start, name],
+            [*interpreter(), "-c", code, start, name],
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"HYBRIDFLYTE_HOME": str(tmp_path / name)},
