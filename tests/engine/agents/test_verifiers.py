@@ -141,7 +141,12 @@ def test_a_step_learns_from_the_ids_that_were_sampled(tmp_path: Path) -> None:
                 "agent": {"environment": {"name": "verifiers", "options": {"id": ID}}},
             },
             "reward": {"name": "environment"},
-            "trainer": {"total_training_steps": 1, "train_batch_size": 2, "threads": 1},
+            "trainer": {
+                "total_training_steps": 1,
+                "train_batch_size": 2,
+                "placement": "local",
+                "threads": 1,
+            },
         }
     )
     batches: list[Batch] = []
