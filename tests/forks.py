@@ -95,7 +95,8 @@ def serve() -> Callable[[], object]:
 
     listener = socket.socket(fileno=int(sys.argv[1]))
     library = [p for p in sys.path if p.startswith((sys.prefix, sys.base_prefix))]
-    pytest.main([*sys.argv[2:], "-n0", "--collect-only"])
+    # Uncaptured: libraries keep the streams that they find when they are imported.
+    pytest.main([*sys.argv[2:], "-n0", "--collect-only", "-s"])
     _read_constants()
     clients: dict[int, tuple[int, socket.socket]] = {}  # by a file descriptor of the fork; its id
     signal.signal(signal.SIGINT, signal.SIG_IGN)
