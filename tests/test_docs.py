@@ -175,7 +175,8 @@ def test_the_site_is_built_with_every_link_checked(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stdout + built.stderr
     assert "total_training_steps" in (tmp_path / "configuration.html").read_text()
     api = (tmp_path / "api.html").read_text()
-    assert [name for name in engine.__all__ if f">{name}<" not in api] == []
+    documented = [name for name in engine.__all__ if name != "__version__"]
+    assert [name for name in documented if f">{name}<" not in api] == []
     assert "<blockquote>" not in api  # an example that Markdown has taken for a quotation
 
 
