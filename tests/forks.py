@@ -160,7 +160,8 @@ def _become(
         os.dup2(stream, number)
         os.close(stream)
     os.environ.clear()
-    os.environ.update(variables)
+    # The library's threads are gone; it says so itself in a variable, which clear() has taken.
+    os.environ.update({"TOKENIZERS_PARALLELISM": "false"} | variables)
     os.chdir(folder)
     if arguments[0] == "-u":  # as execnet starts it, which writes without a buffer
         del arguments[0]

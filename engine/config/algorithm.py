@@ -75,6 +75,9 @@ class PreferenceConfig(Section):
         None, description="Average log-probs over a completion's tokens instead of summing"
     )
     simpo_gamma: float | None = Field(None, ge=0, description="SimPO's margin")
+    sft_weight: float | None = Field(
+        None, ge=0, description="likelihood: weight of the chosen response's language-model loss"
+    )
     options: Options = Field({}, description="Options of a loss of your own, by name")
 
 

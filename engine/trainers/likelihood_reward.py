@@ -55,7 +55,7 @@ class LikelihoodRewardTrainer(PreferenceTrainer):
                 f"reward_model.head={config.head} is of another trainer; set head=likelihood"
             )
         values = {name: getattr(config, name) for name in OfflineConfig.model_fields}
-        values |= {"loss": "likelihood", "options": {"sft_weight": config.sft_weight}}
+        values |= {"loss": "likelihood", "sft_weight": config.sft_weight}
         own = _Settings.model_validate(values)
         super().__init__(model, pad_token_id, own, seed=seed, start=start, on_step=on_step)
 

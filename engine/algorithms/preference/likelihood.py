@@ -23,8 +23,9 @@ def likelihood(
     """−log σ(β·(log π(chosen) − log π(rejected))) − w·log π(chosen)/len, `[B]`; ε as in DPO.
 
     Bradley-Terry's loss with log-probs as scores, and the language model's loss of the chosen
-    response beside it, which keeps what the model knows. Source of the second term: GRM, Yang et
-    al., arXiv 2406.10216, eq. 8.
+    response beside it, which keeps what the model knows.
+
+    Source: of the second term, Yang et al. (GRM), arXiv 2406.10216, eq. 8.
     """
     chosen, rejected = pairs.policy_chosen, pairs.policy_rejected
     logits = beta * (chosen - rejected)

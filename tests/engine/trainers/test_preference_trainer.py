@@ -106,7 +106,7 @@ FORMULAS: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
         lambda c, r, rc, rr, n, m: -c / n + 0.5 * F.softplus(-(odds(c / n) - odds(r / m))),
     ),
     "likelihood": (
-        {"beta": 0.5, "options": {"sft_weight": 0.3}},
+        {"beta": 0.5, "sft_weight": 0.3},
         lambda c, r, rc, rr, n, m: F.softplus(-0.5 * (c - r)) - 0.3 * c / n,
     ),
 }
