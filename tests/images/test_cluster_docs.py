@@ -138,7 +138,9 @@ def test_commands_that_need_a_cluster_say_so(page: str) -> None:
     for block in blocks(page, "bash"):
         for command in re.sub(r"\\\n", " ", block).splitlines():
             if command.strip():
-                needs = re.match(r"(kubectl|sbatch|flytectl)\b", command)
+                needs = re.match(
+                    r"(kubectl|sbatch|flytectl|python -m workflows\.register)\b", command
+                )
                 assert bool(needs) == command.endswith("  # cluster"), command
 
 

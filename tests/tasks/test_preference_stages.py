@@ -126,7 +126,7 @@ def place(tmp_path: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch) -
 def stages(place: None) -> Stages:
     run = new_run()
     prepare: Callable[..., Any] = preprocess.task_function
-    dataset = folder(prepare(run, DATA, "", "", "", 512, 0))
+    dataset = folder(prepare(run, DATA, "", "", "", 512, 0).dataset)
     policy = folder(
         sft_stage(
             run=run,

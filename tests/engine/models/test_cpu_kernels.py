@@ -13,7 +13,7 @@ from engine.config import OptimConfig
 from engine.models import cpu_kernels
 from engine.models.compiled_attention import compiled_attention, takes_compiled
 from engine.models.packed_attention import Segments, _by_segment
-from engine.runtime import optimizer as optimizers
+from engine.runtime import update_rules
 from engine.runtime.optimizer import Optimizer
 
 pytestmark = [
@@ -150,7 +150,7 @@ def test_adamw_is_torch_s(clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
     for model, compiled in zip(models, (True, False), strict=True):
         with monkeypatch.context() as patch:
             if not compiled:
-                patch.setattr(optimizers, "takes_masters", lambda *args: False)
+                patch.setattr(update_rules, "takes_masters", lambda *args: False)
             made.append(Optimizer(model, config, 10))
     for step in range(6):
         norms = []
