@@ -22,7 +22,9 @@ class DeviceMesh:
     neighbours, as they are without a mesh. Ray picks the very devices; how many there are, and
     which roles share them, is as here.
 
-    >>> DeviceMesh(devices=["cuda:0-7"], sub_meshes={"actor": ["cuda:0-3"], "critic": ["cuda:4-7"]})
+    Examples:
+        >>> parts = {"actor": ["cuda:0-3"], "critic": ["cuda:4-7"]}
+        >>> mesh = DeviceMesh(devices=["cuda:0-7"], sub_meshes=parts)
     """
 
     devices: Sequence[str] = ()
