@@ -28,9 +28,10 @@ from engine.trainers.workload import run_roles
 class RLTrainer(rl.RLTrainer):
     """Improves a policy by reinforcement learning; see `engine.trainers.rl.RLTrainer`.
 
-    >>> RLTrainer(actor_model=m, critic_model=create_critic_model(m), tokenizer=tokenizer,
-    ...           algo="ppo", data_loader=make_rl_data_loader("data.jsonl"), reward_fn=f,
-    ...           config={"lr": 1e-6}).fit(num_steps=1000, checkpoint_dir="ckpt")
+    Examples:
+        >>> RLTrainer(actor_model=m, critic_model=create_critic_model(m), tokenizer=tokenizer,
+        ...           algo="ppo", data_loader=make_rl_data_loader("data.jsonl"), reward_fn=f,
+        ...           config={"lr": 1e-6}).fit(num_steps=1000, checkpoint_dir="ckpt")
 
     A model in memory is written to a temporary folder, which the run's workers load; after `fit` it
     has what was learned. With a path as the first argument it is the trainer below as it is.
