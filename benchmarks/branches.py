@@ -18,8 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from rollout import SIZES
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from rollout import SIZES, build_model
 
 from engine.batch import Batch
 from engine.config import ActorConfig
@@ -109,18 +108,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    hidden, inner, layers, heads, key_heads, vocabulary = SIZES[args.size]
-    shape = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        max_position_embeddings=4096,
-    )
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Qwen2ForCausalLM(shape), train_tokenizer(["a b"], 300), Path(folder))
+        save_model(build_model(args.size, std=0.02), train_tokenizer(["a b"], 300), Path(folder))
         with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
             sizes = {way: pool.apply(memory, (way, folder, args)) for way in WAYS}
         subjects = {way: Subject(way, folder, args) for way in WAYS}

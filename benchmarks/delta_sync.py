@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from rollout import SIZES, build_model
 from transformers.utils import logging as transformers_logging
 
 from engine.batch import Batch
@@ -37,11 +37,6 @@ from engine.weight_transfer.weight_sync import WeightReceiver, WeightSender
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
 
-SIZES = {  # hidden, intermediate, layers, heads, kv heads, vocabulary
-    "1M": (128, 384, 4, 4, 2, 512),
-    "10M": (320, 960, 8, 10, 2, 4096),
-    "100M": (768, 2304, 12, 12, 4, 16384),
-}
 DTYPES = ("float32", "bfloat16")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -100,7 +95,7 @@ def line(row: dict[str, Any]) -> str:
 def measure(args: argparse.Namespace, size: str, lr: float) -> list[dict[str, Any]]:
     """Train once; after each step send to a copy of each dtype, both ways."""
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), size)
+        build_model(size, std=0.02).save_pretrained(folder)
         actor = ActorWorker(
             WorkerContext("actor"),
             model_path=folder,
@@ -185,23 +180,6 @@ class Copy:
 
 def nbytes(sent: Batch) -> int:
     return sum(tensor.nbytes for tensor in sent.as_dict().values())
-
-
-def write_model(folder: Path, size: str) -> None:
-    """A Qwen2-shaped model whose weights are as large as a pretrained one's (std 0.02)."""
-    hidden, intermediate, layers, heads, kv_heads, vocabulary = SIZES[size]
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        tie_word_embeddings=True,
-        initializer_range=0.02,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
 def completions(rows: int, vocabulary: int, seed: int) -> Batch:

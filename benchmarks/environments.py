@@ -27,8 +27,7 @@ import pandas as pd
 import psutil
 import torch
 from episodes import Answers, Timed
-from rollout import SIZES
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from rollout import SIZES, build_model
 
 from engine.agents.protocol import Action, Observation
 from engine.agents.rollout import EpisodePlayer
@@ -219,23 +218,13 @@ def main() -> None:
         for processes in args.processes:
             print(many(args.many, processes, args.repeats))
         return
-    hidden, inner, layers, heads, key_heads, vocabulary = SIZES[args.size]
-    shape = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        max_position_embeddings=2048,
-    )
     print(
         f"{args.size}, {args.prompts} × {args.n} episodes of two turns, {args.tokens} tokens each"
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokenizer = train_tokenizer(["17 * 23 = 391 and what is it now"], 300)
-        save_model(Qwen2ForCausalLM(shape), tokenizer, folder)
+        save_model(build_model(args.size, std=0.02), tokenizer, folder)
         for processes in args.processes:
             print(share_of_step(folder, processes, args))
 

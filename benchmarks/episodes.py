@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from rollout import SIZES
-from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from rollout import SIZES, build_model
+from transformers import PreTrainedTokenizerBase
 
 from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action
 from engine.agents.local_environments import LocalEnvironments
@@ -75,19 +75,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = train_tokenizer(["17 * 23 = 391 and what is it now"], 300)
-    hidden, inner, layers, heads, key_heads, vocabulary = SIZES[args.size]
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            intermediate_size=inner,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=key_heads,
-            max_position_embeddings=2048,
-        )
-    ).eval()
-    engine = NativeEngine(model, max_model_len=2048)
+    engine = NativeEngine(build_model(args.size, std=0.02), max_model_len=2048)
     row = {"prompt": [{"role": "user", "content": " what is it now" * (args.prompt_tokens // 4)}]}
     cases: dict[str, Callable[[], tuple[int, float, float]]] = {
         "completions": lambda: whole(engine, tokenizer, row, args),

@@ -129,8 +129,14 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def build_model(size: str, dtype: str, device: str = "cpu") -> Qwen2ForCausalLM:
-    """A Qwen2-shaped model with random weights."""
+def build_model(
+    size: str, dtype: str = "float32", device: str = "cpu", std: float = 0.002
+) -> Qwen2ForCausalLM:
+    """A Qwen2-shaped model with random weights of standard deviation `std`.
+
+    The default makes samples near-uniform, so that the stop tokens set the mean length; a
+    pretrained model's is 0.02.
+    """
     hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[size]
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -142,7 +148,7 @@ def build_model(size: str, dtype: str, device: str = "cpu") -> Qwen2ForCausalLM:
         num_key_value_heads=kv_heads,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
-        initializer_range=0.002,  # near-uniform samples: the stop tokens set the mean length
+        initializer_range=std,
     )
     with torch.device(device):  # filled there
         return Qwen2ForCausalLM(config).to(getattr(torch, dtype)).eval()
