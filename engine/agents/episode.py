@@ -138,7 +138,7 @@ class Episode:
     def begin_again(self) -> None:
         """Forget all of it: it is begun from its row."""
         self.transcript, self.messages, self.info, self.turn_rewards = None, [], {}, []
-        self.actions = []
+        self.actions, self.truncated, self.cut = [], False, False
 
     def next_turn(self, now: float) -> TurnRequest | None:
         """The turn to sample at `now`, of time.monotonic; None, with `end` set, if none may be."""

@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from engine.agents.episode import Episode
+from engine.agents.failures import EnvironmentFailure
 from engine.agents.local_environments import Environments, OpenEpisode
 from engine.agents.saved_episode import EpisodeTree, SavedTurn, load_episode, save_episode
 from engine.errors import EngineError, RolloutError
@@ -27,6 +28,7 @@ from engine.rollout.stream import PartialCompletion, PartialRequest, RolloutStre
 log = logging.getLogger(__name__)
 
 _GATHER_S = 0.005  # that an idle stream waits for another answer to come with the one it has
+_AGAIN = 2  # times that an episode is begun again whose process ended for another's sake
 _LATE_S = 30.0  # after its deadline, that an environment's answer or failure comes
 
 Row = Mapping[str, Any]  # of the data set
@@ -41,6 +43,7 @@ class _Playing:
     seat: OpenEpisode
     resumed: SavedTurn | None = None  # until its environment has the state that was saved
     submitted: float = 0.0  # when its turn was, of time.monotonic
+    again: int = 0  # times that it was begun again
 
 
 Answer = tuple[_Playing, Future[Any]]
@@ -226,12 +229,26 @@ class EpisodePlayer:
                     episode.begin_again()
                     self._ask(one, one.seat.reset(one.row))
                     return
+            elif self._begun_again(one, answer.exception()):
+                return
             elif episode.transcript is None:
                 episode.begin(one.row["prompt"], answer.result())
                 self._tell_of_length(episode)
             else:
                 episode.observe(answer.result())
             self._submit(one, resumed.tokens if resumed is not None else None)
+
+    def _begun_again(self, one: _Playing, error: BaseException | None) -> bool:
+        """Begin an episode again that was lost through no fault of its environment."""
+        lost = isinstance(error, EnvironmentFailure) and error.cause == "lost"
+        if not lost or one.again >= _AGAIN:
+            return False
+        if one.episode.latest_turn is not None:
+            self._stream.forget(one.episode.latest_turn)
+        one.again += 1
+        one.episode.begin_again()
+        self._ask(one, one.seat.reset(one.row))
+        return True
 
     @classmethod
     def _tell_of_length(cls, episode: Episode) -> None:

@@ -78,14 +78,14 @@ class SometimesFaulty(DigitGame):
 
 
 class SometimesGone(DigitGame):
-    """Hangs, or ends its process, in the last turn of an episode whose prompt begins with 3."""
+    """Hangs, or ends its process, in the last turn of an episode whose prompt begins so."""
 
-    def __init__(self, *, fault: str = "hang") -> None:
+    def __init__(self, *, fault: str = "hang", prompt: str = "3") -> None:
         super().__init__()
-        self.fault, self.bad = fault, False
+        self.fault, self.prompt, self.bad = fault, prompt, False
 
     async def reset(self, row: Mapping[str, Any]) -> Observation:
-        self.bad = row["prompt"][0]["content"].startswith("3")
+        self.bad = row["prompt"][0]["content"].startswith(self.prompt)
         return await super().reset(row)
 
     async def step(self, action: Action) -> Observation:

@@ -22,6 +22,7 @@ from engine.agents.episode import (
     plain_action,
 )
 from engine.agents.local_environments import LocalEnvironments, MakeEnvironment
+from engine.agents.pool import EnvironmentPool
 from engine.agents.rollout import EpisodePlayer
 from engine.batch import Batch
 from engine.data.collate import collate_prompts
@@ -55,13 +56,15 @@ class Table:
 
     def play(
         self,
-        make: MakeEnvironment,
+        make: MakeEnvironment | None,
         *,
         n: int = 2,
         width: int = 16,
+        places: int = 0,
         keep: bool = True,
         call_seconds: float = 20.0,
         failure_reward: float | None = None,
+        pool: Any = None,
         history: History = "append",
         **limits: Any,
     ) -> list[Episode]:
@@ -75,11 +78,11 @@ class Table:
         ]
         params = SamplingParams(max_new_tokens=40, seed=4, stop_token_ids=self.stop)
         stream = self.engine.stream(params, max_num_seqs=width, keep_prefixes=keep)
-        environments = LocalEnvironments(make, timeout_s=call_seconds)
+        environments = LocalEnvironments(make, timeout_s=call_seconds) if make else pool
         player = EpisodePlayer(
             stream,
             environments,
-            concurrency=width,
+            concurrency=places or width,
             call_seconds=call_seconds,
             failure_reward=failure_reward,
         )
@@ -227,6 +230,27 @@ def test_an_environment_that_fails_costs_its_episode(table: Table, fault: str) -
         if one.end == "failed"
     ]
     assert (scored.dropped, scored.turn_rewards[-1]) == (False, -1.0)
+
+
+@pytest.mark.slow
+def test_episodes_are_begun_again_whose_process_ended_for_another_s_sake(table: Table) -> None:
+    whole = table.play(DigitGame)
+    bad = [row["prompt"][0]["content"].startswith("1") for row in ROWS]
+    options = {"fault": "die", "prompt": "1"}
+    with EnvironmentPool("digit_games:SometimesGone", options, processes=1) as pool:
+        episodes = table.play(None, pool=pool, width=2, places=6)
+        assert pool.failures["crashed"] >= 1
+        assert pool.failures["lost"] >= 1
+    assert sum(bad) == 1
+    for episode, free in zip(episodes, whole, strict=True):
+        assert episode.transcript is not None
+        assert free.transcript is not None
+        if bad[episode.row]:
+            assert "ended with exit status 1" in episode.error
+        else:
+            assert episode.end == "done", episode.error
+            assert episode.transcript.ids == free.transcript.ids
+            assert episode.turn_rewards == pytest.approx(free.turn_rewards)
 
 
 def test_rows_of_episodes_attend_to_all_and_learn_from_what_was_sampled(table: Table) -> None:
