@@ -147,7 +147,7 @@ def _with_profile(
 
     @functools.wraps(body)
     def on_machines(profile: Profile, **inputs: Any) -> Any:
-        with _forgotten(f"{body.__module__}.{body.__name__}"):
+        with _unregistered(f"{body.__module__}.{body.__name__}"):
             stage = stage_on(profile)
             made = {name: make(profile, inputs) for name, make in made_inside.items()}
         return stage(**inputs, **made)
@@ -162,8 +162,8 @@ def _with_profile(
 
 
 @contextlib.contextmanager
-def _forgotten(workflow: str) -> Iterator[None]:
-    """Have nobody register what a run makes: stages, and the workflow of the dynamic task."""
+def _unregistered(workflow: str) -> Iterator[None]:
+    """Keep from registration what a run makes: stages, and the workflow of the dynamic task."""
     entities = FlyteEntities.entities
     before = {id(one) for one in entities}
     try:

@@ -1,6 +1,6 @@
 """verl's keys of supervised fine-tuning as those of `main_sft`.
 
-Both names of a setting are taken. A key that changes no result is told and left out; one that
+Both names of a setting are taken. A key that changes no result is printed and left out; one that
 would, and that there is no setting for, is rejected.
 """
 

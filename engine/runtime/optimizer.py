@@ -238,7 +238,7 @@ class Optimizer:
         if (kind := state.get("kind", "Adam")) != self._kind:
             raise CheckpointError(
                 f"the saved optimizer is {kind} and optim.optimizer is {self._kind}; resume with "
-                "the one that was saved, or start anew from the saved weights"
+                "the one that was saved, or start again from the saved weights"
             )
         for name, saved in state["moments"].items():
             wanted = list(self._stored[name].shape) if name in self._stored else None

@@ -78,8 +78,8 @@ class StepRecord:
     error: str  # "" of one that did not
 
 
-class _NotingGroup:
-    """A worker group whose calls are noted with their futures."""
+class _RecordingGroup:
+    """A worker group whose calls are recorded with their futures."""
 
     def __init__(self, group: WorkerGroup, calls: list[Call]) -> None:
         self._group, self._calls = group, calls
@@ -89,12 +89,12 @@ class _NotingGroup:
         if not callable(method):
             return method
 
-        def noted(*arguments: object, **keywords: object) -> Future[Any]:
+        def recorded(*arguments: object, **keywords: object) -> Future[Any]:
             result: Future[Any] = method(*arguments, **keywords)
             self._calls.append(Call(self._group.role, name, result))
             return result
 
-        return noted
+        return recorded
 
 
 class StepRecorder:
@@ -126,7 +126,7 @@ class StepRecorder:
         record, failure = OpenRecord(self._roles), ""
         record.roles = self._noting(record.calls)
         more = self._algo.more_prompts
-        self._algo.more_prompts = _noting_prompts(more, record.calls)
+        self._algo.more_prompts = _recording_prompts(more, record.calls)
         try:
             yield record
         except PreemptedError:
@@ -155,7 +155,7 @@ class StepRecorder:
         groups = {
             name: self._roles[name]
             if name in RUN_AGAIN
-            else cast(WorkerGroup, _NotingGroup(self._roles[name], calls))
+            else cast(WorkerGroup, _RecordingGroup(self._roles[name], calls))
             for name in self._roles
         }
         return Roles(groups, close=lambda: None, recorder=self._roles.recorder)
@@ -199,16 +199,16 @@ class StepRecorder:
         return True
 
 
-def _noting_prompts(
+def _recording_prompts(
     more: Callable[[], Batch] | None, calls: list[Call]
 ) -> Callable[[], Batch] | None:
-    def noted() -> Batch:
+    def recorded() -> Batch:
         assert more is not None
         batch = more()
         calls.append(Call(*_MORE_PROMPTS, Ready(batch)))
         return batch
 
-    return None if more is None else noted
+    return None if more is None else recorded
 
 
 def _finished(calls: list[Call]) -> Iterator[StateDict]:

@@ -48,7 +48,7 @@ def open_environments(agent: AgentConfig, plugins: tuple[str, ...]) -> Environme
     )
 
 
-def room_with_tools(
+def length_with_tools(
     model_path: str,
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Mapping[str, Any]],
@@ -84,7 +84,7 @@ class AgentRolloutWorker(RolloutWorker):
                 load_tokenizer(model_path), template_variables or {}
             )
             tools = self.environments.tools
-            max_model_len = room_with_tools(model_path, tokenizer, tools, max_model_len)
+            max_model_len = length_with_tools(model_path, tokenizer, tools, max_model_len)
             super().__init__(
                 context,
                 model_path=model_path,

@@ -20,7 +20,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.plugins import import_plugins
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.stream import open_stream
-from engine.workers.agent_rollout import open_environments, room_with_tools
+from engine.workers.agent_rollout import open_environments, length_with_tools
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.evaluation import EvaluationWorker
 
@@ -46,7 +46,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
         self.environments = open_environments(agent, plugins)
         try:
             self.tokenizer = load_tokenizer(model_path)
-            self.max_model_len = room_with_tools(
+            self.max_model_len = length_with_tools(
                 model_path, self.tokenizer, self.environments.tools, max_model_len
             )
             super().__init__(

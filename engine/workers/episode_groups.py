@@ -76,7 +76,7 @@ class EpisodeGroups:
             if not isinstance(saved, PartialEpisodes | None):
                 raise RolloutError(
                     f"group {key} was saved with completions of one turn; resume with "
-                    "rollout.multi_turn.enable=false, or begin anew"
+                    "rollout.multi_turn.enable=false, or begin again"
                 )
             trees = saved.by_index() if saved is not None else {}
             ids = list(prompt.columns["prompt_ids"][0])

@@ -95,7 +95,7 @@ class GroupStream:
             if not isinstance(partial, PartialGroup | None):
                 raise RolloutError(
                     f"group {key} was saved with episodes; resume with rollout.multi_turn.enable="
-                    "true, or begin anew"
+                    "true, or begin again"
                 )
             if partial is not None:
                 request = self._restore(key, list(ids), partial)
