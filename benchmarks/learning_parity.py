@@ -98,9 +98,9 @@ def reinforce(
         seed=seed,
         dtype=dtype,
     ) as trainer:
-        before = trainer.validate(rows)
+        before = trainer.validate(rows)["validation/reward"]
         trainer.fit()
-        after = trainer.validate(rows)
+        after = trainer.validate(rows)["validation/reward"]
         steps = trainer.history
     return before, after, [mean(step[name] for step in steps if name in step) for name in GAP]
 

@@ -20,7 +20,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.plugins import import_plugins
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.stream import open_stream
-from engine.workers.agent_rollout import open_environments, length_with_tools
+from engine.workers.agent_rollout import length_with_tools, open_environments
 from engine.workers.base import Dispatch, WorkerContext, dispatch
 from engine.workers.evaluation import EvaluationWorker
 

@@ -7,9 +7,10 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from once import MakeOnce
+from once import MakeOnce, OwnEntries
 
 # Ray's worker processes import the workers and rewards of `tiny_engine`.
 _HERE = str(Path(__file__).parent)
@@ -25,6 +26,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def own_entries(monkeypatch: pytest.MonkeyPatch) -> OwnEntries:
+    """`own_entries(registry)`: what the test adds to it from now on is gone afterwards."""
+
+    def keep(registry: Any) -> None:
+        registry.names()  # a module that is imported during the test would not register again
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+
+    return keep
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from once import OwnEntries
 
 import engine.algorithms
 from engine.algorithms import advantages, losses, preference
@@ -93,7 +94,7 @@ def test_a_name_is_registered_once_and_requirements_are_known() -> None:
 
 
 def test_a_new_file_is_found_without_touching_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_entries: OwnEntries
 ) -> None:
     package = tmp_path / "their_estimators"
     package.mkdir()
@@ -109,7 +110,7 @@ def test_a_new_file_is_found_without_touching_another(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     registry = advantages._base._registry
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    own_entries(registry)
     monkeypatch.setattr(registry, "_package", "their_estimators")
     monkeypatch.setattr(registry, "_complete", False)
     import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from once import OwnEntries
 
 from engine.algorithms.losses import LossOutput, PolicyLoss, get_policy_loss, register_policy_loss
 from engine.algorithms.losses import _base as losses
@@ -15,10 +16,9 @@ MASK = torch.tensor([[1, 1, 0]])
 
 
 @pytest.fixture(autouse=True)
-def registries(monkeypatch: pytest.MonkeyPatch) -> None:
+def registries(own_entries: OwnEntries) -> None:
     for registry in (losses._registry, preference._registry):
-        registry.names()  # what is imported now stays
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+        own_entries(registry)
 
 
 def loss_of(power: float) -> PolicyLoss:

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from once import OwnEntries
 from pydantic import JsonValue
 
 from engine.config import DataConfig
@@ -32,11 +33,11 @@ def config(name: str, **options: JsonValue) -> DataConfig:
 
 
 def test_a_source_from_outside_is_one_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_entries: OwnEntries
 ) -> None:
     (tmp_path / "source_of_test.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sources._registry, "_entries", dict(sources._registry._entries))
+    own_entries(sources._registry)
     mine = config("source_of_test:Mine", rows=3)
     splits = load_splits(mine, 0)
     assert len(splits.train) == 3
@@ -48,8 +49,8 @@ def test_a_source_from_outside_is_one_module(
         load_splits(config("rows_of_mine", row=3), 0)
 
 
-def test_a_registered_source_is_loaded_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources._registry, "_entries", {})
+def test_a_registered_source_is_loaded_by_its_name(own_entries: OwnEntries) -> None:
+    own_entries(sources._registry)
     tables = [pd.DataFrame({"row": [i]}) for i in range(5)]
 
     @register_source("mine")

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from once import OwnEntries
 
 from engine.errors import ConfigError, RewardError
 from engine.plugins import import_plugins
@@ -259,8 +260,8 @@ def test_what_can_t_be_loaded_is_said_before_any_call(modules: Path) -> None:
     assert "rewards_that_exit" not in sys.modules
 
 
-def test_a_reward_that_a_plugin_registers(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry._registry, "_entries", dict(registry._registry._entries))
+def test_a_reward_that_a_plugin_registers(modules: Path, own_entries: OwnEntries) -> None:
+    own_entries(registry._registry)
     plugin = ("plugin_of_a_process",)
     import_plugins(plugin)
     reward = open_reward("later_of_a_plugin", {"scale": 2}, plugins=plugin)

@@ -2,6 +2,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from once import OwnEntries
 
 from engine.errors import ConfigError
 from engine.rewards import registry
@@ -41,11 +42,11 @@ def parts(prompts, completions, *, ground_truth, **columns):
 
 
 @pytest.fixture
-def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_entries: OwnEntries) -> str:
     (tmp_path / "user_rewards_of_test.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "user_rewards_of_test", raising=False)
-    monkeypatch.setattr(registry._registry, "_entries", dict(registry._registry._entries))
+    own_entries(registry._registry)
     return "user_rewards_of_test"
 
 
@@ -98,8 +99,8 @@ def test_a_module_that_fails_on_import_is_named(
         resolve_reward("broken_reward_of_test:f")
 
 
-def test_registering_makes_a_name_selectable_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry._registry, "_entries", dict(registry._registry._entries))
+def test_registering_makes_a_name_selectable_once(own_entries: OwnEntries) -> None:
+    own_entries(registry._registry)
 
     @register_reward("length")
     def length(prompts, completions, *, ground_truth, **columns):  # type: ignore[no-untyped-def]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_cases import prompts, step
+from once import OwnEntries
 from tiny_engine import tiny_model
 
 from engine import HybridActor, measure_switch_overhead
@@ -45,8 +46,8 @@ class CopyingEngine(NativeEngine):
 
 
 @pytest.fixture
-def copying(monkeypatch: pytest.MonkeyPatch) -> HybridActor:
-    monkeypatch.setattr(protocol._registry, "_entries", dict(protocol._registry._entries))
+def copying(own_entries: OwnEntries) -> HybridActor:
+    own_entries(protocol._registry)
     register_engine("copying")(CopyingEngine)
     return HybridActor(tiny_model("llama"), rollout_engine="copying")
 
