@@ -23,6 +23,7 @@ from engine.config import (
     SFTConfig,
     digest,
 )
+from engine.config.promotion import RewardModelGateConfig
 from tasks.context import SHORT, RunContext, echo, user_facing_errors
 from tasks.credentials import with_secrets
 from tasks.decks import DECK_OF_SETTINGS, show_run
@@ -60,6 +61,7 @@ class PreferencePlan(NamedTuple):
     profile: Profile
     needs_approval: bool
     sft_profile: Profile  # without a warm start one without GPUs: the stage copies files
+    reward_model_gate: RewardModelGateConfig
 
 
 @task(**{**SHORT, **DECK_OF_SETTINGS, **with_secrets("hub")})
@@ -122,6 +124,7 @@ def plan_preferences(
         ready.profile,
         merged.promote.approval == "required",
         LAPTOP if merged.sft.skip else ready.profile,
+        merged.promote.reward_model,
     )
 
 

@@ -6,6 +6,7 @@ from tasks.evaluate import evaluate
 from tasks.pairs import pairs
 from tasks.preprocess import preprocess
 from tasks.report import report
+from tasks.reward_model_promotion import reward_model_promotion
 from tasks.reward_model_training import reward_model_training
 from tasks.rl import rl
 from tasks.sft import sft
@@ -78,6 +79,18 @@ def train_reward_model(p: Any, made: Any, policy: Any) -> Any:
         config=p.reward_model,
         dtype=p.dtype,
         too_long=p.too_long,
+        seed=p.seed,
+    )
+
+
+def promote_reward_model(p: Any, made: Any, scorer: Any) -> Any:
+    """A reward model in the registry, champion if it ranks held-out pairs well enough."""
+    return reward_model_promotion(
+        p.profile,
+        run=p.run,
+        pairs=made,
+        reward_model=scorer,
+        config=p.reward_model_gate,
         seed=p.seed,
     )
 

@@ -27,6 +27,7 @@ from workflows.parts import (
     make_preferences,
     make_warm_start,
     prepare_dataset,
+    promote_reward_model,
     train_reward_model,
 )
 
@@ -124,8 +125,12 @@ def reward_model(
     )
     dataset = prepare_dataset(p)
     warm_start = make_warm_start(p, dataset)
-    scorer = train_reward_model(p, make_preferences(p, dataset, warm_start), warm_start)
-    return finalize(run=p.run, artifact=scorer)
+    made = make_preferences(p, dataset, warm_start)
+    scorer = train_reward_model(p, made, warm_start)
+    registered = promote_reward_model(p, made, scorer)
+    done = finalize(run=p.run, artifact=scorer)
+    registered >> done  # which ends the run
+    return done
 
 
 @workflow(on_failure=failure.classic_rlhf_failed)
@@ -167,7 +172,9 @@ def classic_rlhf(
     )
     dataset = prepare_dataset(p)
     warm_start = make_warm_start(p, dataset)
-    scorer = train_reward_model(p, make_preferences(p, dataset, warm_start), warm_start)
+    made = make_preferences(p, dataset, warm_start)
+    scorer = train_reward_model(p, made, warm_start)
+    registered = promote_reward_model(p, made, scorer)
     policy = rl(
         p.profile,
         run=p.run,
@@ -180,6 +187,7 @@ def classic_rlhf(
         dtype=p.dtype,
         reward_model=scorer,
     )
+    registered >> policy  # a registry that can't be written to is found out before RL
     return evaluate_and_promote(p, dataset, warm_start, policy)
 
 

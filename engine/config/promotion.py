@@ -40,6 +40,29 @@ class ContaminationConfig(Section):
     )
 
 
+class RewardModelGateConfig(Section):
+    """When a reward model becomes the champion among reward models."""
+
+    model_name: str = Field(
+        "hybridflyte-reward-model", min_length=1, description="Registered model in MLflow"
+    )
+    alias: str = Field("champion", min_length=1, description="Alias that a promotion moves")
+    minimum_accuracy: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="Share of held-out pairs that it ranks right; the lower end of the interval "
+        "must top it",
+    )
+    minimum_gain: float = Field(
+        0.0,
+        ge=-1,
+        lt=1,
+        description="Over the champion on the same held-out pairs; the lower end of the interval "
+        "must top it",
+    )
+
+
 class PromoteConfig(Section):
     """When a model becomes the champion."""
 
@@ -71,3 +94,4 @@ class PromoteConfig(Section):
     )
     contamination: ContaminationConfig = ContaminationConfig()
     approval: Literal["none", "required"] = Field("none", description="Whether a person must agree")
+    reward_model: RewardModelGateConfig = RewardModelGateConfig()

@@ -25,7 +25,7 @@ def by_reward_model(config: RLConfig, folder: str) -> RLConfig:
     true, components = config.reward, dict.fromkeys(config.reward.components, 0.0)
     for spec in (true, *true.sources.values()):
         components |= dict.fromkeys(declared_components(spec.name) or (ANSWER,), 0.0)
-    name = "likelihood" if _is_language_model(folder) else "reward_model"
+    name = reward_of(folder)
     model = RewardSpec(name=name, options={"model": folder})
     reward = true.model_copy(
         update={
@@ -37,6 +37,11 @@ def by_reward_model(config: RLConfig, folder: str) -> RLConfig:
     if "critic" in choose_dataflow(config.algorithm).roles and not config.critic.model_path:
         changes["critic"] = config.critic.model_copy(update={"model_path": folder})
     return config.model_copy(update=changes)
+
+
+def reward_of(folder: str) -> str:
+    """The name of the reward that scores by the reward model in `folder`."""
+    return "likelihood" if _is_language_model(folder) else "reward_model"
 
 
 def _is_language_model(folder: str) -> bool:

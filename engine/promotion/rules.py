@@ -73,7 +73,7 @@ class Decision:
 
 def decide(measurements: Measurements, rules: PromoteConfig) -> Decision:
     """Check the measurements against every rule; promote if all of them pass."""
-    return _decision(_outcomes(measurements, rules))
+    return decision_of(_outcomes(measurements, rules))
 
 
 def decide_on_sets(sets: Mapping[str, Measurements], rules: PromoteConfig) -> Decision:
@@ -92,10 +92,11 @@ def decide_on_sets(sets: Mapping[str, Measurements], rules: PromoteConfig) -> De
                 outcomes.append(outcome)
     if not sets:
         return Decision(False, "Not promoted: no evaluation set was measured.", ())
-    return _decision(outcomes)
+    return decision_of(outcomes)
 
 
-def _decision(found: Iterable[RuleOutcome]) -> Decision:
+def decision_of(found: Iterable[RuleOutcome]) -> Decision:
+    """Promote if every rule passed; the reason says which did not, else what all found."""
     outcomes = tuple(found)
     failed = [outcome for outcome in outcomes if not outcome.passed]
     if failed:

@@ -25,12 +25,15 @@ from engine.config import (
     RLConfig,
     SFTConfig,
 )
+from engine.config.promotion import RewardModelGateConfig
 from engine.data.contract import PREFERENCE_PAIRS, check
+from engine.lineage.review import review
 from engine.models.unloaded import open_critic_model
 from engine.preferences.learned_reward import by_reward_model
 from engine.rewards.likelihood import likelihood
 from engine.rewards.reward_model import reward_model
 from engine.storage.manifest import Manifest, read_manifest, verify
+from engine.tracking import Tracker
 from engine.trainers.preference import PreferenceTrainer
 from tasks.context import StageError
 from tasks.pairs import pairs_stage
@@ -40,6 +43,7 @@ from tasks.preference_training import (
     reference_settings,
 )
 from tasks.preprocess import preprocess
+from tasks.reward_model_promotion import reward_model_promotion_stage
 from tasks.reward_model_training import reward_model_training_stage
 from tasks.sft import sft_stage
 
@@ -188,6 +192,49 @@ def test_from_rollouts_to_a_policy_and_a_reward_model(
     assert 0 <= judged.metrics["reward_model/validation_accuracy_low"] <= 1
     assert len(reward_model(["2+2?"], ["4"], model=str(scorer))) == 1
     assert open_critic_model(scorer, "float32") is not None
+
+    check_the_gate(stages, scorer, judged)
+
+
+def check_the_gate(stages: Stages, scorer: Path, made: Manifest) -> None:
+    """The rules are in tests/engine/promotion; here they meet artifacts and the registry."""
+    name, accuracy = "hybridflyte-reward-model", made.metrics["reward_model/validation_accuracy"]
+    declined = promote(stages, scorer, minimum_accuracy=0.99)
+    assert declined["promoted"] is False
+    assert declined["accuracy"][0] == accuracy, "the reward ranks as the trainer did"
+    assert Tracker().champion(name) is None
+
+    taken = promote(stages, scorer, minimum_accuracy=0.0)
+    assert (taken["promoted"], taken["model_version"]) == (accuracy > 0, declined["model_version"])
+    graph = review([f"models:/{name}@champion"]).graph
+    assert {"dataset", "pairs", "reward_model", "sft"} <= {n.kind for n in graph.nodes.values()}
+
+    assert "is the champion already" in promote(stages, scorer)["reason"]
+    other = train_scorer(stages, head="likelihood")
+    beside = promote(stages, other, minimum_accuracy=0.0)
+    assert beside["previous_champion"] == taken["model_version"]
+    low, champion = beside["gain"][1], Tracker().champion(name)
+    assert beside["promoted"] is (low > 0 and beside["accuracy"][1] > 0)
+    assert champion is not None
+    assert (champion.version == beside["model_version"]) is beside["promoted"]
+
+    with (other / "metrics.parquet").open("ab") as file:
+        file.write(b"0")
+    with pytest.raises(StageError, match="is not as recorded"):
+        promote(stages, other, minimum_accuracy=0.0, minimum_gain=-1.0)
+
+
+def promote(stages: Stages, scorer: Path, **rules: Any) -> dict[str, Any]:
+    """The gate's decision on a reward model of the pairs."""
+    done = reward_model_promotion_stage(
+        run=new_run(),
+        pairs=given(stages.pairs),
+        reward_model=given(scorer),
+        config=RewardModelGateConfig.model_validate(rules),
+        seed=0,
+    )
+    decision: dict[str, Any] = json.loads((folder(done) / "decision.json").read_text())
+    return decision
 
 
 def train_scorer(stages: Stages, **changes: Any) -> Path:

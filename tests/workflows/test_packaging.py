@@ -169,7 +169,7 @@ def test_the_workflows_of_preferences(packaged: dict[str, Any]) -> None:
         for name in OF_PREFERENCES
     }
     first, last = ["plan_preferences", "preprocess", "sft"], ["evaluate", "promotion", "report"]
-    scorer = ["pairs", "reward_model_training"]
+    scorer = ["pairs", "reward_model_training", "reward_model_promotion"]
     assert nodes["preference"] == [*first, "learn_in_rounds", *last]
     assert nodes["reward_model"] == [*first, *scorer, "finalize"]
     assert nodes["classic_rlhf"] == [*first, *scorer, "rl", *last]

@@ -1,0 +1,194 @@
+"""Task `reward_model_promotion`: registers a reward model, and moves the champion's alias.
+
+Artifact `reward_model_promotion`: `decision.json` (promoted or not, why, each rule's outcome,
+against which champion) and `rows.parquet`, a row a held-out pair with who ranked it right. The
+rules are `engine.promotion.reward_models`; as for policies, anything missing, unreadable or
+tampered with promotes nothing. Not cached: the champion may have changed. Running it again for the
+same model changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flytekit.types.directory import FlyteDirectory
+
+from engine.config.promotion import RewardModelGateConfig
+from engine.errors import ChampionChangedError, LineageError
+from tasks.context import LARGE, RunContext, echo
+from tasks.decks import DECK, show_facts
+from tasks.pairs import has_rows
+from tasks.stage import Stage, stage
+from tasks.variants import on_profiles
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+
+    from engine.promotion import Champions, Decision
+    from engine.tracking import Tracker
+    from engine.tracking.registry import ModelVersion
+
+DECISIONS = 5  # of one promotion, while others promote in between
+ROWS = "rows.parquet"
+HELD_OUT = "validation"
+
+
+# Not interruptible: it may be moving an alias. Running it again changes nothing. On the profile's
+# machine, as two reward models score the held-out pairs.
+@on_profiles(cache=False, requests=LARGE, retries=2, timeout=timedelta(hours=6), **DECK)
+def reward_model_promotion(
+    run: RunContext,
+    pairs: FlyteDirectory,
+    reward_model: FlyteDirectory,
+    config: RewardModelGateConfig,
+    seed: int,
+) -> FlyteDirectory:
+    """Register the reward model; make it champion if it ranks held-out pairs by the rules."""
+    from engine.preferences.held_out import ranked_right
+    from engine.promotion import Champions
+    from engine.promotion.checks import require_intact_copy, require_unmodified
+    from engine.storage.manifest import read_manifest
+    from engine.tracking import Tracker
+
+    settings = {"reward_model_gate": config.model_dump(mode="json"), "seed": seed}
+    with stage("reward_model_promotion", run, settings) as this:
+        rows = this.load_parent("pairs", pairs)
+        model = this.load_parent("reward_model", reward_model)
+        manifest = read_manifest(model)
+        trained_on = {parent.name: parent.digest for parent in manifest.parents}.get("pairs")
+        if trained_on != this.parent("pairs").digest:
+            raise LineageError(
+                f"the reward model {manifest.digest[:12]} was trained on pairs "
+                f"{str(trained_on)[:12]}, and pairs={this.parent('pairs').digest[:12]} were given; "
+                "give the artifacts of one run"
+            )
+        require_unmodified([this.parent("reward_model").uri])
+        tracker = Tracker(experiment=run.experiment)
+        tags = {
+            "artifact_uri": this.parent("reward_model").uri,
+            "pairs_uri": this.parent("pairs").uri,
+            "hybridflyte.run": run.run_id,
+            "flyte.execution": this.execution,
+        }
+        owner = tracker.active_run(manifest.mlflow_run, run.mlflow_run)
+        number = tracker.register_model(model, config.model_name, owner, tags)
+        version = tracker.model_version(f"models:/{config.model_name}/{number}")
+        require_intact_copy(tracker, version)
+        held_out = read_held_out(rows)
+        right = ranked_right(model, held_out)
+        case = Case(this, tracker, version, held_out, right, config, seed)
+        champions = Champions(tracker, config.model_name, config.alias)
+        request = f"{run.run_id}:{manifest.digest[:16]}"
+        return publish_decision(case, *decide_and_move(case, champions, request, run.run_id))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What one decision is made of."""
+
+    this: Stage
+    tracker: Tracker
+    version: ModelVersion
+    held_out: pd.DataFrame
+    right: np.ndarray  # [N] bool, of the new reward model
+    config: RewardModelGateConfig
+    seed: int
+
+
+def read_held_out(pairs: Path) -> pd.DataFrame:
+    """The held-out pairs of an artifact; without any, an empty table."""
+    import pandas as pd
+
+    if has_rows(pairs, HELD_OUT):
+        return pd.read_parquet(pairs / f"{HELD_OUT}.parquet")
+    return pd.DataFrame({"prompt": [], "chosen": [], "rejected": []})
+
+
+def decide_and_move(
+    case: Case, champions: Champions, request: str, by: str
+) -> tuple[Decision, ModelVersion | None]:
+    """Decide against the present champion, which is returned, and move the alias if the rules
+    allow. Where another promotion came in between, decide again."""
+    from engine.promotion import Decision
+    from engine.promotion.champion_evaluation import champion_to_compare
+    from engine.promotion.reward_models import decide_reward_model
+
+    version, alias = case.version, champions.alias
+    name = f"{version.name} version {version.version}"
+    for left in reversed(range(DECISIONS)):
+        former = champion_to_compare(case.tracker, champions, request)
+        if former is not None and former.version == version.version:
+            reason = f"{name} is the {alias} already"
+            echo(f"reward_model_promotion: {reason}")
+            return Decision(False, reason, ()), former
+        before = champion_ranking(case, former)
+        write_rows(case, before)
+        decision = decide_reward_model(case.right, before, case.config, case.seed)
+        if not decision.promote:
+            break
+        try:
+            replaced = former.version if former else None
+            champions.promote(version.version, replaced, decision.reason, request=request, by=by)
+            break
+        except ChampionChangedError as error:
+            if not left:
+                raise
+            echo(f"reward_model_promotion: decided again: {error}")
+    done = "is now" if decision.promote else "was not made"
+    echo(f"reward_model_promotion: {name} {done} {alias}: {decision.reason}")
+    return decision, former
+
+
+def champion_ranking(case: Case, champion: ModelVersion | None) -> np.ndarray | None:
+    """Which of the held-out pairs the champion's registered copy ranks right; None without one.
+
+    Raises LineageError for a copy that is not what the version's tags name.
+    """
+    from engine.preferences.held_out import ranked_right
+    from engine.tracking.copies import intact_copy
+
+    if champion is None:
+        return None
+    with tempfile.TemporaryDirectory(dir=case.this.folder.parent) as scratch:
+        return ranked_right(intact_copy(case.tracker, champion, Path(scratch)), case.held_out)
+
+
+def write_rows(case: Case, champion: np.ndarray | None) -> None:
+    """Write who ranked which held-out pair right."""
+    found = case.held_out[["chosen", "rejected"]].assign(right=case.right)
+    if champion is not None:
+        found = found.assign(champion_right=champion)
+    found.to_parquet(case.this.folder / ROWS, index=False)
+
+
+def publish_decision(case: Case, decision: Decision, former: ModelVersion | None) -> FlyteDirectory:
+    """Write the decision with the champion that it was made against, and publish the artifact."""
+    from engine.promotion.champion_evaluation import version_parent
+
+    this, version = case.this, case.version
+    parent = version_parent(former, "champion") if former else None
+    if parent is not None and parent.digest != this.parent("reward_model").digest:
+        this.parents.append(parent)
+    measured = {outcome.rule: outcome.value for outcome in decision.outcomes}
+    record: dict[str, Any] = {
+        "promoted": decision.promote,
+        "reason": decision.reason,
+        "model_name": version.name,
+        "model_version": version.version,
+        "alias": case.config.alias,
+        "previous_champion": former.version if former else None,
+        "accuracy": measured.get("accuracy"),
+        "gain": measured.get("gain"),
+        "held_out_pairs": len(case.held_out),
+    }
+    this.tracked.set_tags({key: str(value) for key, value in record.items()})
+    text = json.dumps({**record, "outcomes": decision.to_dict()["outcomes"]}, indent=2)
+    (this.folder / "decision.json").write_text(text)
+    show_facts("Decision", record)
+    return this.publish({"promoted": float(decision.promote)})
