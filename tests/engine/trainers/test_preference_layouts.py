@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_engine import random_completions
 from transformers import AutoModelForSequenceClassification
 
@@ -135,3 +136,49 @@ def test_a_reward_model_on_ranks_is_that_of_one_process(
     with torch.no_grad():
         logit = saved(input_ids=torch.tensor([ids])).logits[0, 0]
     assert float(logit) == pytest.approx(float(scores[0, 0]), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("what", "layout"),
+    [
+        ("preference", {"fsdp": 2}),
+        ("preference", {"pp": 2}),
+        ("reward_model", {"dp": 2}),
+        ("reward_model", {"tp": 2}),
+    ],
+    ids=str,
+)
+def test_a_run_on_ranks_that_is_stopped_goes_on_bit_for_bit(
+    tiny_folder: Path,
+    tmp_path: Path,
+    one_thread: None,
+    ray_cluster: None,
+    what: str,
+    layout: dict[str, int],
+) -> None:
+    start, rows = StartModel(str(tiny_folder), "float32"), pairs(10)
+    own = values(parallel=layout, save_freq=2, max_steps=4)
+
+    def trainer() -> PreferenceTrainer | RewardModelTrainer:
+        if what == "preference":
+            config = PreferenceTrainingConfig.model_validate(own)
+            return PreferenceTrainer(start, 0, config, seed=0)
+        return RewardModelTrainer(start, 0, RewardModelTrainingConfig.model_validate(own), seed=0)
+
+    saved = []
+    for stopped in (False, True):
+        place = tmp_path / str(stopped)
+        if stopped:
+            with trainer() as first:
+                first.on_step = stop_after_two
+                with pytest.raises(KeyboardInterrupt):
+                    first.fit(rows, [], place / "run")
+        resumed: list[int] = []
+        with trainer() as last:
+            last.on_resume = lambda folder, step, found=resumed: found.append(step)  # type: ignore[misc]
+            last.fit(rows, [], place / "run")
+            last.save(place / "out", tiny_folder)
+        assert resumed == ([2] if stopped else [])
+        saved.append(load_file(place / "out" / "model.safetensors"))
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(saved[1][name], tensor) for name, tensor in saved[0].items())

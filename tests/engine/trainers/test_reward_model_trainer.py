@@ -218,6 +218,40 @@ def test_a_language_model_learns_to_rank_by_its_log_probs(tmp_path: Path) -> Non
     assert found == pytest.approx(wanted, abs=1e-3)
 
 
+def test_a_language_model_s_adapters_are_trained_merged_and_resumed(tmp_path: Path) -> None:
+    start = write_tiny_folder(tmp_path / "start")
+    values = {"head": "likelihood", "threads": 1, "train_batch_size": 8, "optim": {"lr": 1e-2}}
+    config = RewardModelTrainingConfig.model_validate(values | {"max_steps": 4, "save_freq": 2})
+    lora = StartModel(str(start), "float32", LoRAConfig(rank=4), seed=3)
+    whole, first, again = (LikelihoodRewardTrainer(lora, 0, config, seed=0) for _ in range(3))
+    frozen = [p.clone() for p in whole.model.parameters() if not p.requires_grad]
+    whole.fit(pairs(10))
+
+    def stop(step: int, total: int, metrics: dict[str, float]) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    first.on_step = stop
+    with pytest.raises(KeyboardInterrupt):
+        first.fit(pairs(10), [], tmp_path / "checkpoints")
+    again.fit(pairs(10), [], tmp_path / "checkpoints")
+    own, other = whole.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(own[name], other[name]) for name in own)
+    kept = [p for p in whole.model.parameters() if not p.requires_grad]
+    assert len(kept) == len(frozen) > 0
+    assert all(torch.equal(a, b) for a, b in zip(frozen, kept, strict=True))
+
+    whole.save(tmp_path / "reward", start)
+    assert (tmp_path / "reward" / "adapter" / "adapter_config.json").is_file()
+    rows = pairs(6, seed=9)
+    merged = StartModel(str(tmp_path / "reward"), "float32")
+    with LikelihoodRewardTrainer(merged, 0, config, seed=0) as loaded:
+        torch.testing.assert_close(loaded.scores(rows), whole.scores(rows), rtol=1e-4, atol=1e-4)
+    assert (
+        whole.scores(rows) != LikelihoodRewardTrainer(lora, 0, config, seed=0).scores(rows)
+    ).all()
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [

@@ -33,7 +33,7 @@ from engine.workers.preference import PreferenceWorker
 from engine.workers.reward_model import RewardModelWorker
 
 Case = tuple[str, dict[str, Any]]  # what is trained, and its layout
-METHODS = ("sigmoid", "kto", "adapters", "reward_model")
+METHODS = ("sigmoid", "kto", "adapters", "reward_model", "likelihood", "likelihood adapters")
 TWO_RANKS: list[Case] = [
     ("sigmoid", {"dp": 2}),
     ("kto", {"fsdp": 2}),
@@ -41,6 +41,8 @@ TWO_RANKS: list[Case] = [
     ("adapters", {"fsdp": 2}),
     ("reward_model", {"fsdp": 2}),
     ("reward_model", {"tp": 2}),
+    ("likelihood", {"tp": 2}),
+    ("likelihood adapters", {"fsdp": 2}),
 ]
 FOUR_RANKS: list[Case] = [
     ("kto", {"dp": 2, "pp": 2}),
@@ -48,6 +50,8 @@ FOUR_RANKS: list[Case] = [
     ("adapters", {"dp": 4}),
     ("reward_model", {"fsdp": 2, "tp": 2}),
     ("reward_model", {"pp": 2, "dp": 2}),
+    ("likelihood", {"pp": 2, "dp": 2}),
+    ("likelihood", {"fsdp": 2, "tp": 2}),
 ]
 OPTIM = {"lr": 1e-2, "grad_clip": 0.3, "warmup_ratio": 0.0}
 
@@ -67,7 +71,7 @@ def course(folder: str, case: Case, out: str = "") -> tuple[list[dict[str, float
     """Three updates of pairs that don't go into two; metrics, and the weights at the end, whole."""
     method, parallel = case
     values = {"parallel": parallel, "optim": OPTIM, "max_tokens_per_micro_batch": 64}
-    lora = LoRAConfig(rank=4 if method == "adapters" else 0)
+    lora = LoRAConfig(rank=4 if "adapters" in method else 0)
     start = StartModel(folder, "float32", lora)
     layout = Layout(**parallel)
     context = WorkerContext("preference", dist.get_rank(), dist.get_world_size(), layout=layout)
@@ -76,7 +80,10 @@ def course(folder: str, case: Case, out: str = "") -> tuple[list[dict[str, float
         config = RewardModelTrainingConfig.model_validate(values)
         worker = RewardModelWorker(context, model=start, config=config, seed=0)
     else:
-        own = {"loss": "kto" if method == "kto" else "sigmoid", "reference": "live", "beta": 0.3}
+        own: dict[str, Any] = {"loss": "kto" if method == "kto" else "sigmoid"}
+        own |= {"reference": "live", "beta": 0.3}
+        if "likelihood" in method:  # as LikelihoodRewardTrainer
+            own = {"loss": "likelihood", "sft_weight": 1.0}
         policy = PreferenceTrainingConfig.model_validate(values | own)
         worker = PreferenceWorker(context, model=start, config=policy, seed=0)
     worker.begin(3)
