@@ -2,10 +2,11 @@
 
     python benchmarks/distillation.py --teacher outputs/artifacts/rl/DIGEST --seeds 0,1
 
-The student has a smaller hidden size and the teacher's tokenizer; a short warm start on the default
-task's solutions, then `algorithm.dataflow=distillation` on its training prompts. Its greedy pass@1
-on the 512 held-out problems is compared with the teacher's, on the same problems. Seeds are the
-student's: of weights, batches and samples; data are the teacher's, of seed `--data-seed`.
+The student starts from the teacher's first two of three layers (`--layers`; empty: from scratch, of
+the shape `--model`), with a short warm start on the default task's solutions, and then learns by
+`algorithm.dataflow=distillation` on its training prompts. Its greedy pass@1 on the 512 held-out
+problems is compared with the teacher's, on the same problems. Seeds are the student's: of batches
+and samples, and of weights from scratch; data are the teacher's, of seed `--data-seed`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,20 @@ from engine.data.sources import Splits, load_splits
 from engine.data.templates import encode_prompts, encode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.models import build_model, load_model, save_model, saved_dtype
+from engine.models.layer_selection import keep_layers
 from engine.trainers.rl import RLTrainer
 from engine.trainers.sft import SFTExample, SFTTrainer
 
 MODEL = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 2}
 RL = {
-    "algorithm": {"dataflow": "distillation", "distillation": {"loss": "reverse_kl"}},
-    "actor": {"use_kl_loss": False},
+    "algorithm": {"dataflow": "distillation", "distillation": {"loss": "forward_kl"}},
+    "actor": {
+        "use_kl_loss": False,
+        "optim": {"lr": 1e-3, "schedule": "cosine"},
+        "ppo_mini_batch_size": 128,
+    },
     "rollout": {"n": 4},
+    "trainer": {"train_batch_size": 256, "total_training_steps": 60},
 }
 
 
@@ -76,7 +83,13 @@ def parse_args() -> argparse.Namespace:
     add("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0])
     add("--data-seed", type=int, default=0, help="of the run that made the teacher")
     add("--threads", type=int, default=os.cpu_count() or 1)
-    add("--epochs", type=float, default=2.0, help="of the student's warm start")
+    add(
+        "--layers",
+        type=lambda text: list(map(int, filter(None, text.split(",")))),
+        default=[0, 1],
+        help="of the teacher, that the student starts from; empty: a student from scratch",
+    )
+    add("--epochs", type=float, default=0.5, help="of the student's warm start; 0: none")
     add("--model", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the student")
     add("--rl", nargs="*", default=[], metavar="KEY=VALUE", help="settings of distillation")
     return parser.parse_args()
@@ -87,8 +100,13 @@ def warm_start(
 ) -> Path:
     """A student that has seen the task's solutions."""
     tokenizer, train = load_tokenizer(teacher), splits.sft_train
-    student = ModelConfig.model_validate(merged(MODEL, nested(args.model)))
-    model = build_model(student, tokenizer, seed)
+    if args.layers:
+        model = keep_layers(load_model(teacher), args.layers)
+    else:
+        student = ModelConfig.model_validate(merged(MODEL, nested(args.model)))
+        model = build_model(student, tokenizer, seed)
+    if not args.epochs:
+        return save_model(model, tokenizer, folder)
     prompts = encode_prompts(tokenizer, train["prompt"], "sft_train")
     examples = [
         SFTExample(prompt, encode_response(tokenizer, response))
