@@ -46,7 +46,9 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
             tensors[name] = tensor
         elif int(found[1]) in layers:
             tensors[f"{place}.{layers.index(int(found[1]))}.{found[2]}"] = tensor
-    smaller: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    smaller: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=model.dtype, trust_remote_code=False
+    )
     try:
         smaller.load_state_dict(tensors)
     except RuntimeError as error:  # layers of several shapes, told apart by their numbers
