@@ -1,16 +1,17 @@
 """Causal attention over packed rows as one compiled function: `cpu/attention.h`.
 
-In bfloat16 on CPUs that multiply it (AVX512-BF16): each thread takes the rows that share a prompt,
-one key head of them at a time, and keeps their keys in its cache. Scores and sums are float32.
+In bfloat16 on CPUs that multiply it (AVX512-BF16): each thread takes the rows that share a prompt
+or more, one key head of them at a time, and keeps their keys in its cache. Scores and sums are
+float32.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
+from collections import deque
 from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.models.cpu_kernels import library
-from engine.models.row_attention import Run, is_tree
+from engine.models.row_attention import Run
 
 _LONGEST = 1024  # keys of a token
 
@@ -34,23 +35,56 @@ _TENSORS = ("q", "k", "v", "out", "of_q", "of_k", "of_v")
 class _Call(ctypes.Structure):
     _fields_ = [
         ("runs", c_void_p),
-        ("groups", c_void_p),
+        ("trees", c_void_p),
         *((name, c_int64) for name in _COUNTS),
         ("scale", c_double),
         *((name, _Heads) for name in _TENSORS),
     ]
 
 
-@lru_cache(maxsize=4)
-def _groups(runs: tuple[Run, ...]) -> tuple[Tensor, Tensor, int] | None:
-    """The runs int64 [S, 4], where groups begin among them [G + 1], the keys of a run at most;
-    None of a tree."""
-    if is_tree(runs):
-        return None
-    keys = itertools.groupby(runs, lambda run: run[0] if run[0] < run[1] else run[2])
-    sizes = [len(list(group)) for _, group in keys]
-    longest = max(sum(run[1::2]) - sum(run[::2]) for run in runs)
-    return torch.tensor(runs), torch.tensor([0, *itertools.accumulate(sizes)]), longest
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Runs as the C function takes them."""
+
+    runs: Tensor  # int64 [S, 3]; tokens before each, its first and last + 1
+    trees: Tensor  # int64 [G + 1]; where those begin that have none before, and S
+    longest: int  # keys of a run at most
+
+
+_recent: deque[tuple[tuple[Run, ...], _Plan | None]] = deque(maxlen=4)
+
+
+def _plan(runs: tuple[Run, ...]) -> _Plan | None:
+    """Of runs each of which begins with what is left of the path to the one before it; else None.
+
+    All layers ask for the same ones, so that to compare them would take longer than to attend.
+    """
+    for known, plan in tuple(_recent):
+        if known is runs:
+            return plan
+    plan = _laid_out(runs)
+    _recent.append((runs, plan))
+    return plan
+
+
+def _laid_out(runs: tuple[Run, ...]) -> _Plan | None:
+    path: list[tuple[int, Run]] = []  # how many tokens there are up to the end of each run, which
+    table: list[tuple[int, int, int]] = []
+    for run in runs:
+        *_, start, end = run
+        before = sum(run[1:-2:2]) - sum(run[:-2:2])
+        while path and path[-1][0] > before:
+            path.pop()
+        prefix = path[-1][1] if path else ()
+        if before and run[:-2] != prefix:
+            return None
+        joined = prefix and prefix[-1] == start
+        parts = (*prefix[:-1], end) if joined else (*prefix, start, end)
+        path.append((before + end - start, parts))
+        table.append((before, start, end))
+    trees = [at for at, (before, *_) in enumerate(table) if not before]
+    longest = max(before + end - start for before, start, end in table)
+    return _Plan(torch.tensor(table), torch.tensor([*trees, len(table)]), longest)
 
 
 def takes_compiled(query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...]) -> bool:
@@ -60,10 +94,9 @@ def takes_compiled(query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, .
         return False
     if any(t.stride(3) != 1 for t in every) or library() is None:
         return False
-    if (laid := _groups(runs)) is None:
+    if (plan := _plan(runs)) is None or plan.longest > _LONGEST:
         return False
-    _, groups, longest = laid
-    return longest <= _LONGEST and (len(groups) - 1) * key.shape[1] >= torch.get_num_threads()
+    return (len(plan.trees) - 1) * key.shape[1] >= torch.get_num_threads()
 
 
 def compiled_attention(
@@ -104,14 +137,13 @@ def _like(tensor: Tensor) -> Tensor:
 
 def _attend(runs: tuple[Run, ...], scale: float, tensors: Sequence[Tensor]) -> None:
     """Forward of four tensors [1, heads, T, d], backward of seven."""
-    found, plan = library(), _groups(runs)
+    found, plan = library(), _plan(runs)
     assert found is not None  # `takes_compiled` was asked
     assert plan is not None
-    laid, groups, longest = plan
     (_, heads, _, d), kv_heads = tensors[0].shape, tensors[1].shape[1]
     call = _Call(
-        laid.data_ptr(), groups.data_ptr(), len(groups) - 1, longest, heads, kv_heads, d,
-        torch.get_num_threads(), scale,
+        plan.runs.data_ptr(), plan.trees.data_ptr(), len(plan.trees) - 1, plan.longest,
+        heads, kv_heads, d, torch.get_num_threads(), scale,
         *(_Heads(t.data_ptr(), t.stride(2), t.stride(1)) for t in tensors),
     )  # fmt: skip
     if not found.packed_attention(ctypes.byref(call), len(tensors) > 4):

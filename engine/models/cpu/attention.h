@@ -1,5 +1,5 @@
-// Causal attention of packed rows, forward and backward: a group of rows, which may share a prompt,
-// by one key head at a time. Scores, probabilities and all sums are float32.
+// Causal attention of packed rows, forward and backward: a tree of runs, which share what they begin
+// with, by one key head at a time. Scores, probabilities and all sums are float32.
 
 #pragma once
 
@@ -12,7 +12,8 @@
 #define BLOCK 48  // queries whose scores exist at a time; a multiple of TILE
 #define TILE 6    // rows of a product that are summed together
 
-typedef struct { int64_t prefix, prefix_end, start, end; } Run;  // first and last + 1
+// First and last + 1 of a run's tokens; they follow the first `before` of the run above's and its own.
+typedef struct { int64_t before, start, end; } Run;
 
 typedef struct {  // [T, heads, d]: numbers between tokens, and between heads
     bf16 *data;
@@ -21,8 +22,8 @@ typedef struct {  // [T, heads, d]: numbers between tokens, and between heads
 
 typedef struct {
     const Run *runs;
-    const int64_t *groups;  // [count + 1]; the first run of each, the number of runs
-    int64_t count, longest;  // groups; keys of the run that has most
+    const int64_t *trees;    // [count + 1]; the first run of each, the number of runs
+    int64_t count, longest;  // trees; keys of the run that has most
     int64_t heads, kv_heads, d, threads;
     double scale;
     Heads q, k, v, out;             // backward: `out` is its gradient
@@ -34,6 +35,7 @@ typedef struct {  // of a thread; widths are multiples of 16
     float *k, *v, *kt, *vt, *of_k, *of_v;  // [longest + TILE, d], or [d, keys]
     float *q, *g, *o;                      // [BLOCK, d]
     float *p, *s;                          // [BLOCK, keys]
+    const Run **path;                      // [longest]; runs whose keys are there, in order
 } Room;
 
 INLINE int64_t upto(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -177,40 +179,45 @@ static void block_backward(const Attention *a, const Room *r, int64_t head, int6
     scatter(r->o, r->d, count, a->d, (float)a->scale, a->of_q, head, token);
 }
 
-// The rows of a group by key head `kv`: a prompt first, if they share one, whose keys stay.
-static void attend(const Attention *a, const Room *r, int64_t group, int64_t kv, int backward) {
-    int64_t shared = a->heads / a->kv_heads, prompt = a->groups[group], prompt_keys = 0;
-    for (int64_t i = prompt; i < a->groups[group + 1]; i++) {
-        Run run = a->runs[i];
-        int64_t before = run.prefix_end - run.prefix, count = run.end - run.start;
-        int64_t all = before + count, of_row = before * r->d;
-        gather(a->k, kv, run.start, count, a->d, r->d, 1.0f, r->k + of_row);
-        gather(a->v, kv, run.start, count, a->d, r->d, 1.0f, r->v + of_row);
-        transpose(r->k, r->d, before, all, r->kt, r->keys);
-        if (backward) {
-            size_t bytes = (count + TILE) * r->d * sizeof(float);
-            transpose(r->v, r->d, before, all, r->vt, r->keys);
-            memset(r->of_k + of_row, 0, bytes);
-            memset(r->of_v + of_row, 0, bytes);
-        }
+// The run's own keys and values, behind the `before` that are there.
+static void take_keys(const Attention *a, const Room *r, const Run *run, int64_t kv, int backward) {
+    int64_t count = run->end - run->start, all = run->before + count, at = run->before * r->d;
+    gather(a->k, kv, run->start, count, a->d, r->d, 1.0f, r->k + at);
+    gather(a->v, kv, run->start, count, a->d, r->d, 1.0f, r->v + at);
+    transpose(r->k, r->d, run->before, all, r->kt, r->keys);
+    if (!backward) return;
+    size_t bytes = (count + TILE) * r->d * sizeof(float);
+    transpose(r->v, r->d, run->before, all, r->vt, r->keys);
+    memset(r->of_k + at, 0, bytes);
+    memset(r->of_v + at, 0, bytes);
+}
+
+// Their gradients, once no run that follows has them.
+static void give_gradients(const Attention *a, const Room *r, const Run *run, int64_t kv) {
+    int64_t count = run->end - run->start, at = run->before * r->d;
+    scatter(r->of_k + at, r->d, count, a->d, 1.0f, a->of_k, kv, run->start);
+    scatter(r->of_v + at, r->d, count, a->d, 1.0f, a->of_v, kv, run->start);
+}
+
+// The runs of a tree by key head `kv`, in an order in which each follows what is left of the path.
+static void attend(const Attention *a, const Room *r, int64_t tree, int64_t kv, int backward) {
+    int64_t shared = a->heads / a->kv_heads, depth = 0;
+    const Run *end = a->runs + a->trees[tree + 1];
+    for (const Run *run = a->runs + a->trees[tree]; run < end; run++) {
+        for (; depth && r->path[depth - 1]->before >= run->before; depth--)
+            if (backward) give_gradients(a, r, r->path[depth - 1], kv);
+        r->path[depth++] = run;
+        take_keys(a, r, run, kv, backward);
+        int64_t count = run->end - run->start;
         int64_t blocks = (count + BLOCK - 1) / BLOCK, size = (count + blocks - 1) / blocks;
         for (int64_t h = kv * shared; h < (kv + 1) * shared; h++)
             for (int64_t t = 0; t < count; t += size) {
                 int64_t some = least(size, count - t);
-                (backward ? block_backward : block_forward)(a, r, h, run.start + t, some,
-                                                            before + t + 1);
+                (backward ? block_backward : block_forward)(a, r, h, run->start + t, some,
+                                                            run->before + t + 1);
             }
-        if (i == prompt) prompt_keys = count;
-        else if (backward) {
-            scatter(r->of_k + of_row, r->d, count, a->d, 1.0f, a->of_k, kv, run.start);
-            scatter(r->of_v + of_row, r->d, count, a->d, 1.0f, a->of_v, kv, run.start);
-        }
     }
-    if (backward) {
-        int64_t start = a->runs[prompt].start;
-        scatter(r->of_k, r->d, prompt_keys, a->d, 1.0f, a->of_k, kv, start);
-        scatter(r->of_v, r->d, prompt_keys, a->d, 1.0f, a->of_v, kv, start);
-    }
+    for (; backward && depth; depth--) give_gradients(a, r, r->path[depth - 1], kv);
 }
 
 // Lays a thread's room out, and zeros it; NULL where there is no memory.
@@ -221,7 +228,9 @@ static float *make_room(const Attention *a, int backward, Room *r) {
     int64_t queries = BLOCK * r->d, scores = BLOCK * r->keys;
     int64_t both = 2 * rows + columns + 2 * queries + scores;
     int64_t size = both + (backward ? 2 * rows + columns + queries + scores : 0);
-    float *room = calloc(size, sizeof(float)), *at = room;
+    int64_t path = a->longest * (int64_t)(sizeof(Run *) / sizeof(float));
+    float *room = calloc(path + size, sizeof(float)), *at = room + path;
+    r->path = (const Run **)room;
     float **const parts[] = {&r->k, &r->v, &r->kt, &r->q, &r->o, &r->p,
                              &r->of_k, &r->of_v, &r->vt, &r->g, &r->s};
     const int64_t sizes[] = {rows, rows, columns, queries, queries, scores,

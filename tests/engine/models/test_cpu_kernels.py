@@ -102,8 +102,30 @@ def test_rotary_positions_and_their_gradient(d: int, batch: int) -> None:
 def test_attention_and_its_gradient_are_torch_s(
     heads: int, kv_heads: int, d: int, groups: list[tuple[int, list[int]]]
 ) -> None:
-    segments = Segments.of(groups, torch.device("cpu"))
-    tokens = segments.runs[-1][3]
+    check_attention(heads, kv_heads, d, Segments.of(groups, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(3, 1, 32), (4, 2, 80)])
+def test_attention_of_a_tree_and_its_gradient_are_torch_s(
+    heads: int, kv_heads: int, d: int
+) -> None:
+    """Branches of several lengths at several depths, and a row alone."""
+    runs = [
+        *[
+            (0, 0, 0, 30),
+            (0, 30, 30, 31),
+            (0, 31, 31, 90),
+            (0, 31, 90, 91),
+            (0, 31, 90, 91, 91, 99),
+        ],
+        *[(0, 31, 90, 91, 99, 104), (0, 30, 104, 107), (107, 107, 107, 120)],
+        *[(120, 120, 120, 137), (120, 137, 137, 190), (120, 190, 190, 260), (120, 190, 260, 261)],
+    ]
+    check_attention(heads, kv_heads, d, Segments.of_runs(runs, torch.device("cpu")))
+
+
+def check_attention(heads: int, kv_heads: int, d: int, segments: Segments) -> None:
+    tokens = segments.runs[-1][-1]
     shapes = [(1, tokens, count, d) for count in (heads, kv_heads, kv_heads)]
     every = [(2 * randn(*s, seed=i)).transpose(1, 2) for i, s in enumerate(shapes)]
     above = randn(1, tokens, heads, d, seed=9)
@@ -120,7 +142,7 @@ def test_attention_and_its_gradient_are_torch_s(
         assert (found.float() - true).abs().max() < 0.02 * true.abs().max()
 
 
-def test_long_rows_trees_and_few_rows_go_another_way() -> None:
+def test_long_rows_few_rows_and_what_is_no_tree_go_another_way() -> None:
     cpu = torch.device("cpu")
 
     def takes(
@@ -134,8 +156,10 @@ def test_long_rows_trees_and_few_rows_go_another_way() -> None:
     assert not takes([(4, [1021])])
     assert not takes([(4, [7])], torch.float32)
     assert takes(Segments.of_runs([(0, 0, 0, 4), (0, 4, 4, 9)], cpu))
-    assert not takes(Segments.of_runs([(0, 0, 0, 4), (0, 4, 4, 9), (0, 9, 9, 12)], cpu))
-    assert not takes(Segments.of_runs([(0, 0, 0, 4), (0, 3, 4, 9), (0, 3, 7, 9, 9, 12)], cpu))
+    assert takes(Segments.of_runs([(0, 0, 0, 4), (0, 4, 4, 9), (0, 9, 9, 12), (0, 4, 12, 13)], cpu))
+    assert not takes(Segments.of_runs([(0, 0, 0, 4), (0, 3, 4, 9)], cpu))
+    assert not takes(Segments.of_runs([(0, 0, 0, 4), (0, 4, 4, 9), (0, 4, 5, 9, 9, 12)], cpu))
+    assert not takes(Segments.of_runs([(0, 0, 0, 4), (0, 4, 4, 9), (0, 2, 4, 6, 9, 12)], cpu))
     torch.set_num_threads(2)
     assert not takes([(4, [7, 8])]), "one thread would have all of it"
 
