@@ -15,7 +15,7 @@ from engine.data.tokenizer import train_tokenizer
 from engine.models import build_model, save_model
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-ONE_STEP = ["trainer.total_training_steps=1", "trainer.train_batch_size=8"]
+ONE_STEP = ["trainer.total_training_steps=1", "trainer.train_batch_size=32"]
 
 pytestmark = pytest.mark.slow
 
