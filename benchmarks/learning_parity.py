@@ -1,27 +1,35 @@
-"""What runs learn in float32 and in reduced dtypes: the default task, several seeds.
+"""What runs of the default task learn in float32 and in reduced dtypes, over several seeds.
 
-`python benchmarks/learning_parity.py --help`. Each seed has its own rows and weights, which all
-dtypes share; the warm start and RL (GRPO) then run in one dtype from end to end, in this process.
+    python benchmarks/learning_parity.py --seeds 0,1,2
+
+Each seed has its own rows and initial weights, which all dtypes share. Warm start and RL then run
+in one dtype from end to end, with the workflow's default settings but for `--steps`. Greedy pass@1
+on the 512 held-out problems is compared with the first dtype's, problem by problem.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 import torch
-from training_case import quiet
+from our_side import merged
+from pass_at_1 import DEFAULTS, LONGEST, Clock, gain, rate, right
+from time_to_accuracy import fine_tune, numbers
+from transformers.utils import logging as transformers_logging
+from vs_trl import machine
 
-from engine.config import DataConfig, ModelConfig, RLConfig, SFTConfig
+from engine.config import RLConfig
+from engine.console import quiet
 from engine.data.loader import PromptLoader
 from engine.data.sources import Splits, load_splits
-from engine.data.templates import encode_prompts, encode_response
-from engine.data.tokenizer import train_tokenizer
-from engine.models import build_model, save_model
+from engine.data.templates import encode_prompts
+from engine.data.tokenizer import load_tokenizer
 from engine.trainers.rl import RLTrainer
-from engine.trainers.sft import SFTExample, SFTTrainer
 
 GAP = ("rollout_corr/k3_kl", "rollout_corr/log_prob_diff_mean", "rollout_corr/log_prob_diff_max")
 
@@ -29,80 +37,51 @@ GAP = ("rollout_corr/k3_kl", "rollout_corr/log_prob_diff_mean", "rollout_corr/lo
 def main() -> None:
     args = parse_args()
     quiet()
-    print(f"{'seed':<5}{'dtype':<10}{'SFT loss':>9}{'warm':>7}{'after':>7}{'gap k3':>10}"
-          f"{'mean':>9}{'max':>8}", flush=True)  # fmt: skip
-    for seed in range(args.seeds):
-        data = DataConfig(
-            difficulty=args.difficulty, sft_size=args.sft_steps * 32, train_size=2048,
-            validation_size=args.validation, test_size=16,
-        )  # fmt: skip
-        splits = load_splits(data, seed)
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(args.threads)
+    print(machine(args.threads).partition("; TRL")[0], flush=True)
+    for seed in args.seeds:
+        splits = load_splits(DEFAULTS.data, seed)
+        learned: dict[str, np.ndarray] = {}
         for dtype in args.dtypes:
-            with tempfile.TemporaryDirectory() as folder:
-                loss = warm_start(args, Path(folder), splits, dtype, seed)
-                before, after, gap = reinforce(args, Path(folder), splits, dtype, seed)
-            print(f"{seed:<5}{dtype:<10}{loss:>9.4f}{before:>7.3f}{after:>7.3f}"
-                  f"{gap[0]:>10.1e}{gap[1]:>9.1e}{gap[2]:>8.1e}", flush=True)  # fmt: skip
-
-
-def warm_start(
-    args: argparse.Namespace, folder: Path, splits: Splits, dtype: str, seed: int
-) -> float:
-    """Fine-tune a new model into `folder`; return the validation loss."""
-    rows = splits.sft_train
-    prompts = [message["content"] for prompt in rows["prompt"] for message in prompt]
-    tokenizer = train_tokenizer([*prompts, *rows["response"]], 512)
-    shape = ModelConfig.model_validate(
-        {
-            "hidden_size": args.hidden,
-            "intermediate_size": 3 * args.hidden,
-            "num_attention_heads": args.hidden // 32,
-            "num_key_value_heads": 1,
-            "dtype": dtype,
-        }
-    )
-    model = build_model(shape, tokenizer, seed)
-    config = SFTConfig(max_steps=args.sft_steps, threads=args.threads, validate_every=1 << 20)
-
-    def examples(name: str) -> list[SFTExample]:
-        frame = getattr(splits, name)
-        ids = encode_prompts(tokenizer, frame["prompt"], name)
-        answers = [encode_response(tokenizer, text) for text in frame["response"]]
-        return [SFTExample(*pair) for pair in zip(ids, answers, strict=True)]
-
-    trainer = SFTTrainer(model, tokenizer.pad_token_id, config, seed=seed)
-    final = trainer.fit(examples("sft_train"), examples("sft_validation"))
-    save_model(model, tokenizer, folder)
-    return final["sft/validation_loss"]
+            begin = Clock.start()
+            with tempfile.TemporaryDirectory() as place:
+                start, after = Path(place) / "start", Path(place) / "after"
+                fine_tune(seed, splits, start, dtype)
+                gap = reinforce(args, seed, splits, start, after, dtype)
+                before, learned[dtype] = (right(one, start, splits.test) for one in (start, after))
+            gaps = ", ".join(f"{value:.1e}" for value in gap)
+            print(
+                f"seed {seed}: {dtype}: warm start {rate(before)}, after RL "
+                f"{rate(learned[dtype])}; gap of log-probs: k3, mean, max {gaps}; {begin}",
+                flush=True,
+            )
+        first, *others = args.dtypes
+        for dtype in others:
+            over = gain(learned[first], learned[dtype])
+            print(f"seed {seed}: {dtype} over {first}: {over}", flush=True)
 
 
 def reinforce(
-    args: argparse.Namespace, folder: Path, splits: Splits, dtype: str, seed: int
-) -> tuple[float, float, list[float]]:
-    """Greedy reward on held-out prompts before and after RL; the mean of each metric of GAP."""
-    trainer_config = {
-        "total_training_steps": args.steps,
-        "train_batch_size": args.prompts,
-        "test_freq": 1 << 20,
-        "placement": "local",
-        "threads": args.threads,
-    }
-    config = RLConfig.model_validate({"trainer": trainer_config, "actor": {"use_kl_loss": False}})
-    rows = [{str(k): v for k, v in row.items()} for row in splits.validation.to_dict("records")]
+    args: argparse.Namespace, seed: int, splits: Splits, start: Path, out: Path, dtype: str
+) -> list[float]:
+    """RL from `start` to `out`; return the mean of each metric of `GAP`."""
+    trainer = {"total_training_steps": args.steps, "threads": args.threads}
+    config = RLConfig.model_validate(merged(DEFAULTS.rl.model_dump(), {"trainer": trainer}))
+    prompts = encode_prompts(load_tokenizer(start), splits.train["prompt"], "train")
     with RLTrainer(
-        folder,
+        start,
         config,
-        PromptLoader(splits.train, args.prompts, seed),
-        max_response_length=64,
-        max_model_len=256,
+        PromptLoader(splits.train, config.trainer.train_batch_size, seed),
+        max_response_length=LONGEST,
+        max_model_len=max(map(len, prompts)) + LONGEST,
         seed=seed,
         dtype=dtype,
-    ) as trainer:
-        before = trainer.validate(rows)["validation/reward"]
-        trainer.fit()
-        after = trainer.validate(rows)["validation/reward"]
-        steps = trainer.history
-    return before, after, [mean(step[name] for step in steps if name in step) for name in GAP]
+    ) as run:
+        run.fit()
+        run.save(out)
+        steps = run.history
+    return [mean(step[name] for step in steps if name in step) for name in GAP]
 
 
 def parse_args() -> argparse.Namespace:
@@ -112,17 +91,10 @@ def parse_args() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    add("--seeds", type=int, default=3)
-    add("--hidden", type=int, default=128, help="width of the model")
-    add("--difficulty", type=int, default=1, help="of the arithmetic problems")
-    add("--sft-steps", type=int, default=500, help="of 32 rows")
-    add("--steps", type=int, default=40, help="of RL")
-    add("--prompts", type=int, default=32, help="a step, with 8 completions each")
-    add("--validation", type=int, default=256, help="held-out prompts")
-    add("--threads", type=int, default=2)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    return args
+    add("--seeds", type=numbers, default=[0, 1, 2], help="e.g. 0,1,2")
+    add("--steps", type=int, default=20, help="of RL")
+    add("--threads", type=int, default=os.cpu_count() or 1)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -106,10 +106,16 @@ def warm_start(seed: int, splits: Splits) -> Path:
     if (folder / "config.json").is_file():
         return folder
     print(f"making the warm start of seed {seed} in {folder}", flush=True)
+    return fine_tune(seed, splits, folder)
+
+
+def fine_tune(seed: int, splits: Splits, folder: Path, dtype: str = "auto") -> Path:
+    """The default task's warm start as the workflow makes it, written to `folder`."""
     train = splits.sft_train
     questions = [message["content"] for prompt in train["prompt"] for message in prompt]
     tokenizer = train_tokenizer([*questions, *train["response"]], DEFAULTS.data.vocab_size)
-    model = build_model(DEFAULTS.model, tokenizer, seed)
+    config = DEFAULTS.model.model_copy(update={"dtype": dtype})
+    model = build_model(config, tokenizer, seed)
     prompts = encode_prompts(tokenizer, train["prompt"], "sft_train")
     examples = [
         SFTExample(prompt, encode_response(tokenizer, response))
