@@ -9,13 +9,16 @@ killed, so is the fork. Not for what is to see a process's imports, its children
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import json
 import os
 import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _ADDRESS = "HYBRIDFLYTE_TESTS_LOADER"
-_LOAD = "import sys; sys.path[:] = {path!r}; import forks; forks.serve()()"
+_LOAD = "import sys; sys.path[:] = {path!r}; import forks; forks.run(forks.serve())"
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -184,6 +187,31 @@ def _program(arguments: list[str], path: list[str]) -> Callable[[], object]:
         return lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     sys.argv[:], sys.path[:] = arguments, [os.path.dirname(os.path.abspath(kind)), *path]
     return lambda: runpy.run_path(kind, run_name="__main__")
+
+
+def run(program: Callable[[], object]) -> NoReturn:
+    """End as an interpreter does, but without freeing what was loaded, which takes seconds."""
+    status: object = None
+    try:
+        program()
+    except SystemExit as ended:
+        status = ended.code
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    if status is not None and not isinstance(status, int):
+        print(status, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit.unregister(gc.unfreeze)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+            stream.flush()
+    code = status if isinstance(status, int) else int(status is not None)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 def test_auto_is_what_the_hardware_computes_in(instructions: str) -> None:
     wanted = "float32" if instructions == "neither" else "bfloat16"
-    assert resolve_dtype("auto", 128) == wanted
+    assert resolve_dtype("auto", 96) == wanted
     assert resolve_dtype("auto", 4096, compute_dtype="bfloat16") == wanted
     assert resolve_dtype("auto", 4096, gpu=True) == "bfloat16"  # in another machine
-    assert resolve_dtype("auto", 96) == "float32"
+    assert resolve_dtype("auto", 32) == "float32"
     assert resolve_dtype("auto", 4096, compute_dtype="float32") == "float32"
     for dtype in ("float32", "bfloat16", "float16"):
         assert resolve_dtype(dtype, 96) == dtype
