@@ -14,6 +14,7 @@ from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.models.literals import Literal, LiteralMap
 from flytekit.types.error.error import FlyteError
+from forks import interpreter
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from protobufs import Registered
@@ -182,7 +183,7 @@ def test_a_killed_pod_is_recorded_by_the_registered_command(
     arguments = [filled.get(argument, argument) for argument in container.args]
     assert arguments[0] == "pyflyte-execute"
     done = subprocess.run(
-        [sys.executable, "-m", "flytekit.bin.entrypoint", *arguments],
+        [*interpreter(), "-m", "flytekit.bin.entrypoint", *arguments],
         env=place.environment({"FLYTE_INTERNAL_EXECUTION_ID": "f4e2"}),
         cwd=root / "work",
         capture_output=True,

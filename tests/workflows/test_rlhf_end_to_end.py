@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from flyte_runs import REPOSITORY, SECRET, STAGES, TINY, Finished
+from forks import interpreter
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from tracker_files import tensorboard_points
@@ -96,7 +96,7 @@ def test_the_artifacts_chain_from_the_promotion_to_the_source(finished: Finished
 
 def test_the_lineage_command_walks_from_the_model_to_the_source(finished: Finished) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "engine.lineage", str(finished.artifact("rl")), "--verify"],
+        [*interpreter(), "-m", "engine.lineage", str(finished.artifact("rl")), "--verify"],
         env=finished.place.environment(),
         cwd=REPOSITORY,
         capture_output=True,
