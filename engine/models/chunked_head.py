@@ -2,8 +2,9 @@
 a time.
 
 Logits [N, V] of a whole batch never exist, in the backward pass neither: it computes each chunk's
-again. Where all tokens fit in one chunk their log-probs are kept instead. The same statistics of
-logits that are there: `token_statistics`.
+again. Where all tokens fit in one chunk they are kept instead. In bfloat16 on the CPU a compiled
+loop (`cpu/head.h`) reads logits as they are. The same statistics of logits that are there:
+`token_statistics`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from engine.models import cpu_kernels
 from engine.models.products import input_gradient, linear, recurring_size, weight_gradient
 
 _CPU_ELEMENTS = 1 << 24  # logits of a chunk
@@ -104,20 +106,19 @@ class _Head(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         count = hidden.shape[0]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        log_probs, entropies, squares = (hidden.new_zeros(count, dtype=wide) for _ in range(3))
+        log_probs, sums, entropies, squares = (
+            hidden.new_zeros(count, dtype=wide) for _ in range(4)
+        )
         kept: Tensor | None = None
         for at in _chunks(count, asked.chunk_tokens):
-            log_p = _log_softmax(hidden[at], weight, bias, asked.temperature)
-            log_probs[at] = log_p.gather(1, targets[at, None]).squeeze(1)
-            if asked.entropy or asked.sum_pi_squared:
-                p = log_p.exp()
-                if asked.sum_pi_squared:
-                    squares[at] = p.square().sum(-1)
-                if asked.entropy:
-                    entropies[at] = p.mul_(_finite(log_p)).sum(-1).neg_()
-            if count <= asked.chunk_tokens:
-                kept = log_p
-        ctx.save_for_backward(hidden, weight, bias, targets, entropies, kept)
+            logits = _logits(hidden[at], weight, bias)
+            log_probs[at], kept, *others = _statistics(logits, targets[at], asked)
+            for whole, part in zip((sums, entropies, squares), others, strict=True):
+                if part is not None:
+                    whole[at] = part
+        if count > asked.chunk_tokens:
+            kept = None
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies, sums, kept)
         ctx.asked = asked
         ctx.mark_non_differentiable(squares, *([] if asked.entropy_gradient else [entropies]))
         return log_probs, entropies, squares
@@ -125,9 +126,9 @@ class _Head(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        hidden, weight, bias, targets, entropies, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, entropies, sums, kept = ctx.saved_tensors
         asked: _Asked = ctx.asked
-        of_log_probs, of_entropy, _ = gradients
+        of_log_probs, of_entropy = (gradient.contiguous() for gradient in gradients[:2])
         to_hidden, to_weight, to_bias, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if to_hidden else None
         # Of two chunks or more, sums in float32.
@@ -135,18 +136,12 @@ class _Head(torch.autograd.Function):
         grad_bias = _zeros(bias, of_log_probs.dtype) if to_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             for at in _chunks(hidden.shape[0], asked.chunk_tokens):
-                log_p = kept
-                if log_p is None:
-                    log_p = _log_softmax(hidden[at], weight, bias, asked.temperature)
-                slope = log_p.exp()
-                terms: Tensor | None = None
-                if asked.entropy_gradient:
-                    terms = _finite(log_p).add_(entropies[at, None]).mul_(slope)
-                slope.mul_(of_log_probs[at, None])
-                if terms is not None:
-                    slope += terms.mul_(of_entropy[at, None])
-                slope.neg_().scatter_add_(1, targets[at, None], of_log_probs[at, None])
-                slope = slope.div_(asked.temperature).to(weight.dtype)
+                read = kept
+                if read is None:
+                    read = _logits(hidden[at], weight, bias)
+                    read = read if cpu_kernels.takes(read) else _log_softmax(read, asked)
+                of_chunk = (of_log_probs[at], entropies[at], of_entropy[at])
+                slope = _slope(read, targets[at], sums[at], *of_chunk, asked).to(weight.dtype)
                 if grad_hidden is not None:
                     grad_hidden[at] = input_gradient(slope, weight)
                 if grad_weight is not None:
@@ -162,13 +157,65 @@ class _Head(torch.autograd.Function):
         )
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) [n, V] in float32, or float64."""
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = linear(hidden, weight, bias)
+        return linear(hidden, weight, bias)
+
+
+def _statistics(
+    logits: Tensor, targets: Tensor, asked: _Asked
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Log-probs [n]; what `_slope` reads [n, V]; and, where they are computed, [n] each: logs of
+    sums of exponentials, entropies and Σ p²."""
+    if cpu_kernels.takes(logits):
+        log_probs, *others = cpu_kernels.head_statistics(
+            logits,
+            targets,
+            asked.temperature,
+            entropy=asked.entropy,
+            squares=asked.sum_pi_squared,
+        )
+        return log_probs, logits, *others
+    log_p = _log_softmax(logits, asked)
+    entropies = squares = None
+    if asked.entropy or asked.sum_pi_squared:
+        p = log_p.exp()
+        squares = p.square().sum(-1) if asked.sum_pi_squared else None
+        entropies = p.mul_(_finite(log_p)).sum(-1).neg_() if asked.entropy else None
+    return log_p.gather(1, targets[:, None]).squeeze(1), log_p, None, entropies, squares
+
+
+def _slope(
+    read: Tensor,
+    targets: Tensor,
+    sums: Tensor,
+    of_log_probs: Tensor,
+    entropies: Tensor,
+    of_entropy: Tensor,
+    asked: _Asked,
+) -> Tensor:
+    """Gradients of logits [n, V], of what `_statistics` keeps of them."""
+    if cpu_kernels.takes(read):
+        entropy = (entropies, of_entropy) if asked.entropy_gradient else None
+        return cpu_kernels.head_gradients(
+            read, targets, sums, of_log_probs, asked.temperature, entropy
+        )
+    slope, terms = read.exp(), None
+    if asked.entropy_gradient:
+        terms = _finite(read).add_(entropies[:, None]).mul_(slope)
+    slope.mul_(of_log_probs[:, None])
+    if terms is not None:
+        slope += terms.mul_(of_entropy[:, None])
+    slope.neg_().scatter_add_(1, targets[:, None], of_log_probs[:, None])
+    return slope.div_(asked.temperature)
+
+
+def _log_softmax(logits: Tensor, asked: _Asked) -> Tensor:
+    """log softmax(logits / temperature) [n, V] in float32, or float64."""
+    with torch.autocast(logits.device.type, enabled=False):
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        if temperature != 1.0:
-            logits.div_(temperature)
+        if asked.temperature != 1.0:
+            logits.div_(asked.temperature)
         return logits.log_softmax(-1)
 
 

@@ -35,6 +35,8 @@ def library() -> ctypes.CDLL | None:
     found.rotate.argtypes = [p, p, p, n, n, n, n, n, n, p]
     found.silu_product.argtypes = [p, p, n, n, p]
     found.silu_product_backward.argtypes = [p, p, p, n, n, p, p, p]
+    found.head_statistics.argtypes = [p, p, n, n, c_double, n, p, p, p, p]
+    found.head_gradients.argtypes = [p, p, p, p, p, p, n, n, c_double, n, p]
     found.packed_attention.argtypes, found.packed_attention.restype = [p, n], n
     return found
 
@@ -112,6 +114,41 @@ def column_sums(x: Tensor) -> Tensor:
     shares = torch.empty(threads, x.shape[1], dtype=torch.float32)
     _library().column_sums(x.data_ptr(), *x.shape, threads, shares.data_ptr())
     return shares.sum(0).to(x.dtype)
+
+
+def head_statistics(
+    logits: Tensor, targets: Tensor, temperature: float, *, entropy: bool, squares: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Of softmax(logits [N, V] / temperature), float32 [N]: log-probs of `targets` [N], log of the
+    sum of exponentials; on request the entropy and Σ p²."""
+    rows, size = logits.shape
+    log_probs, sums = (torch.empty(rows, dtype=torch.float32) for _ in range(2))
+    entropies, found = (torch.empty_like(sums) if asked else None for asked in (entropy, squares))
+    _library().head_statistics(
+        logits.data_ptr(), targets.data_ptr(), rows, size, 1 / temperature,
+        torch.get_num_threads(), log_probs.data_ptr(), sums.data_ptr(),
+        _address(entropies), _address(found),
+    )  # fmt: skip
+    return log_probs, sums, entropies, found
+
+
+def head_gradients(
+    logits: Tensor,
+    targets: Tensor,
+    sums: Tensor,
+    of_log_probs: Tensor,
+    temperature: float,
+    entropy: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Gradients of logits [N, V], by those of log-probs and of the `entropy`, which comes before
+    its own; of contiguous float32 [N]."""
+    (entropies, of_entropy), out = entropy or (None, None), torch.empty_like(logits)
+    _library().head_gradients(
+        logits.data_ptr(), targets.data_ptr(), sums.data_ptr(), of_log_probs.data_ptr(),
+        _address(entropies), _address(of_entropy), *logits.shape, 1 / temperature,
+        torch.get_num_threads(), out.data_ptr(),
+    )  # fmt: skip
+    return out
 
 
 class AdamSettings(ctypes.Structure):

@@ -5,3 +5,4 @@
 #include "adamw.h"
 #include "attention.h"
 #include "elementwise.h"
+#include "head.h"

@@ -13,6 +13,7 @@ from engine.config import OptimConfig
 from engine.models import cpu_kernels
 from engine.models.compiled_attention import compiled_attention, takes_compiled
 from engine.models.packed_attention import Segments, _by_segment
+from engine.models.token_statistics import token_statistics
 from engine.runtime import update_rules
 from engine.runtime.optimizer import Optimizer
 
@@ -162,6 +163,45 @@ def test_long_rows_few_rows_and_what_is_no_tree_go_another_way() -> None:
     assert not takes(Segments.of_runs([(0, 0, 0, 4), (0, 4, 4, 9), (0, 2, 4, 6, 9, 12)], cpu))
     torch.set_num_threads(2)
     assert not takes([(4, [7, 8])]), "one thread would have all of it"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("size", [5, 32, 301])
+def test_what_a_head_says_and_its_gradients_are_torch_s(size: int, threads: int) -> None:
+    """One entry of some rows can't be sampled."""
+    torch.set_num_threads(threads)
+    logits = 4 * randn(7, size)
+    logits[2:4, 1] = -torch.inf
+    targets = torch.tensor([0, size - 1, 2, 3, 0, 4, 3])
+    exact = logits.float().requires_grad_()
+    asked = {"entropy": True, "entropy_gradient": True, "sum_pi_squared": True}
+    wanted = token_statistics(exact, targets, 0.7, **asked)
+    of_log_probs, of_entropy = (randn(7, seed=seed).float() for seed in (1, 2))
+    ((wanted["log_probs"] * of_log_probs) + wanted["entropy"] * of_entropy).sum().backward()
+    log_probs, sums, entropy, squares = cpu_kernels.head_statistics(
+        logits, targets, 0.7, entropy=True, squares=True
+    )
+    assert entropy is not None
+    assert squares is not None
+    found = {"log_probs": log_probs, "entropy": entropy, "sum_pi_squared": squares}
+    for name, got in found.items():
+        torch.testing.assert_close(got, wanted[name].detach(), rtol=1e-5, atol=1e-5)
+    both = (entropy, of_entropy)
+    assert exact.grad is not None
+    near(cpu_kernels.head_gradients(logits, targets, sums, of_log_probs, 0.7, both), exact.grad)
+
+    exact.grad = None
+    (token_statistics(exact, targets, 0.7)["log_probs"] * of_log_probs).sum().backward()
+    assert exact.grad is not None
+    near(cpu_kernels.head_gradients(logits, targets, sums, of_log_probs, 0.7), exact.grad)
+
+
+def test_a_nan_among_logits_stays_one() -> None:
+    logits = randn(2, 40)
+    logits[1, 7] = torch.nan
+    targets = torch.tensor([3, 3])
+    every = cpu_kernels.head_statistics(logits, targets, 1.0, entropy=True, squares=True)
+    assert [[*t.isnan()] for t in every if t is not None] == [[False, True]] * 4
 
 
 @pytest.mark.parametrize("clip", [1e9, 0.5])
