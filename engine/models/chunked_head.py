@@ -168,14 +168,14 @@ def _statistics(
     """Log-probs [n]; what `_slope` reads [n, V]; and, where they are computed, [n] each: logs of
     sums of exponentials, entropies and Σ p²."""
     if cpu_kernels.takes(logits):
-        log_probs, *others = cpu_kernels.head_statistics(
+        log_probs, sums, entropies, squares = cpu_kernels.head_statistics(
             logits,
             targets,
             asked.temperature,
             entropy=asked.entropy,
             squares=asked.sum_pi_squared,
         )
-        return log_probs, logits, *others
+        return log_probs, logits, sums, entropies, squares
     log_p = _log_softmax(logits, asked)
     entropies = squares = None
     if asked.entropy or asked.sum_pi_squared:
