@@ -34,19 +34,40 @@ def measure_peak(dtype: torch.dtype) -> Peak:
 
 def product_rates(shape: Size, dtype: torch.dtype, tokens: int = 1280) -> Iterator[str]:
     """Gflop/s of a layer's products alone: forward, of the input's gradient, of the weight's."""
-    kv, hidden, inner = (
-        shape.hidden // shape.heads * shape.kv_heads,
-        shape.hidden,
-        shape.intermediate,
-    )
+    kv, hidden, inner = _sizes(shape)
     for inputs, outputs in [(hidden, hidden), (hidden, kv), (hidden, inner), (inner, hidden)]:
-        x, above = (torch.randn(tokens, size).to(dtype) for size in (inputs, outputs))
-        weight, rates = torch.randn(outputs, inputs).to(dtype), []
-        calls = (linear, x, weight), (input_gradient, above, weight), (weight_gradient, above, x)
-        for call, *tensors in calls:
-            seconds = best(partial(call, *tensors), 10)
-            rates.append(f"{2 * tokens * inputs * outputs / seconds / 1e9:.0f}")
+        flops = 2 * tokens * inputs * outputs
+        rates = [f"{flops / s / 1e9:.0f}" for s in _seconds(tokens, inputs, outputs, dtype)]
         yield f"{tokens} tokens, {inputs} → {outputs}: {', '.join(rates)}"
+
+
+def product_seconds(shape: Size, dtype: torch.dtype, tokens: int, read: int) -> float:
+    """Of a training pass's products alone, forward and backward, each at its own shape's rate.
+
+    `read` of the `tokens` predict one: the head and what follows the last layer's attention take
+    those. Attention itself is no product of a library, and not among them.
+    """
+    kv, hidden, inner = _sizes(shape)
+    early = [(hidden, hidden, 1), (hidden, kv, 2)]
+    late = [(hidden, hidden, 1), (hidden, inner, 2), (inner, hidden, 1)]
+    counted = [(tokens, i, o, shape.layers * count) for i, o, count in early]
+    counted += [(tokens, i, o, (shape.layers - 1) * count) for i, o, count in late]
+    counted += [(read, i, o, count) for i, o, count in late]
+    counted.append((read, hidden, shape.vocabulary, 1))
+    return sum(count * sum(_seconds(n, i, o, dtype)) for n, i, o, count in counted)
+
+
+def _sizes(shape: Size) -> tuple[int, int, int]:
+    """Widths of keys, of the layers, and within the MLP."""
+    return shape.hidden // shape.heads * shape.kv_heads, shape.hidden, shape.intermediate
+
+
+def _seconds(tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> list[float]:
+    """Of a linear layer's forward product, of its input's gradient, of its weight's."""
+    x, above = (torch.randn(tokens, size).to(dtype) for size in (inputs, outputs))
+    weight = torch.randn(outputs, inputs).to(dtype)
+    calls = (linear, x, weight), (input_gradient, above, weight), (weight_gradient, above, x)
+    return [best(partial(call, *tensors), 10) for call, *tensors in calls]
 
 
 def best(call: Callable[[], object], repeats: int) -> float:

@@ -7,7 +7,9 @@ The machine: the rate of a large matrix product (GEMM) and the bandwidth of read
 float32 and bfloat16, measured here. A phase's bound is the longer of two times: its matrix products
 at that rate, and the bytes that it must read at that bandwidth. Counted is what the algorithm
 needs, not what is computed: a group's prompt once, no padding, and the head and what follows the
-last layer's attention for the tokens that predict a response's. The update is the actor's call in a
+last layer's attention for the tokens that predict a response's. Of a training phase there is also
+what its products alone take, each at the rate that the library reaches at that very shape, and
+which share of the phase that is. The update is the actor's call in a
 GRPO step of `vs_trl_cases` (forward, backward, AdamW), sft a whole step of the warm start; prefill
 and decoding are the native engine alone. `--growth` shows instead how a step's time grows with
 prompts, length, parameters and ranks.
@@ -26,7 +28,7 @@ from typing import Any
 
 import torch
 from case_folder import read_case
-from machine_rates import Peak, best, measure_peak, product_rates
+from machine_rates import Peak, best, measure_peak, product_rates, product_seconds
 from vs_trl import STEPS, contestant, machine
 from vs_trl_cases import (
     PROMPT,
@@ -55,6 +57,8 @@ class Phase:
     seconds: float
     flops: float
     bytes: float
+    products: float = 0.0
+    """Seconds of its matrix products alone, of a training phase."""
 
     def bound(self, peak: Peak) -> float:
         """Seconds that it takes at least."""
@@ -78,7 +82,7 @@ def main() -> None:
             print("\n".join(f"  {line}" for line in product_rates(SIZES[size], DTYPES[dtype])))
     print(
         f"\n{'model':<7}{'dtype':<10}{'phase':<9}{'ms':>9}{'tokens/s':>10}{'Gflop/s':>9}"
-        f"{'of GEMM':>9}{'bound ms':>10}{'of bound':>9}"
+        f"{'of GEMM':>9}{'bound ms':>10}{'of bound':>9}{'products ms':>13}{'of those':>10}"
     )
     for size in args.sizes:
         for dtype in args.dtypes:
@@ -88,7 +92,9 @@ def main() -> None:
                     f"{size:<7}{dtype:<10}{phase.name:<9}{phase.seconds * 1e3:>9.1f}"
                     f"{phase.tokens / phase.seconds:>10.0f}{rate / 1e9:>9.1f}"
                     f"{rate / peaks[dtype].flops:>9.1%}{bound * 1e3:>10.1f}"
-                    f"{bound / phase.seconds:>9.1%}",
+                    f"{bound / phase.seconds:>9.1%}"
+                    + f"{phase.products * 1e3:>13.1f}{phase.products / phase.seconds:>10.1%}"
+                    * bool(phase.products),
                     flush=True,
                 )
 
@@ -163,7 +169,8 @@ def update_phase(args: argparse.Namespace, size: str, dtype: str) -> Phase:
     rows = shape.prompts * args.n
     tokens = shape.prompts * (PROMPT + args.n * (length - 1))
     flops = training_flops(shape, tokens, rows * length, (PROMPT + length) / 2)
-    return Phase("update", round(tokens), seconds, flops, adamw_bytes(shape))
+    alone = product_seconds(shape, DTYPES[dtype], round(tokens), round(rows * length))
+    return Phase("update", round(tokens), seconds, flops, adamw_bytes(shape), alone)
 
 
 def sft_phase(args: argparse.Namespace, size: str, dtype: str) -> Phase:
@@ -182,7 +189,8 @@ def sft_phase(args: argparse.Namespace, size: str, dtype: str) -> Phase:
     seconds = statistics.median(turn["seconds"] for turn in turns) / case.steps
     tokens = case.prompts * (prompt + response - 1)
     flops = training_flops(shape, tokens, case.prompts * response, (prompt + response) / 2)
-    return Phase("sft", round(tokens), seconds, flops, adamw_bytes(shape))
+    alone = product_seconds(shape, DTYPES[dtype], round(tokens), round(case.prompts * response))
+    return Phase("sft", round(tokens), seconds, flops, adamw_bytes(shape), alone)
 
 
 def training_flops(shape: Size, tokens: float, read: float, context: float) -> float:

@@ -28,7 +28,7 @@ _BLOCK = 256  # queries whose scores exist at a time
 _TOGETHER = 64  # queries of several segments that are computed with a mask (≤ _BLOCK)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Segments:
     """S runs of a packed sequence's T tokens, in order, each of one row.
 
@@ -39,7 +39,6 @@ class Segments:
     runs: tuple[Run, ...]
     starts: Tensor  # [S + 1] int32; where each segment begins, and T
     key_starts: Tensor  # [S + 1] int32; where they begin with their prefixes before them
-    keys: Tensor | None  # [K] long; the tokens in that order; None: there are no prefixes
     longest: int  # tokens of the longest segment
     longest_keys: int  # the same with its prefix
 
@@ -58,18 +57,27 @@ class Segments:
     @classmethod
     def of_runs(cls, runs: Sequence[Run], device: torch.device) -> Segments:
         """Of runs that follow each other."""
-        parts = [list(zip(run[::2], run[1::2], strict=True)) for run in runs]
-        seen = [sum(stop - start for start, stop in each) for each in parts]
-        keys = [np.arange(*ends) for each in parts for ends in each]
+        seen = [sum(run[1::2]) - sum(run[::2]) for run in runs]
         last = runs[-1][-1]
         return cls(
             tuple(runs),
             torch.tensor([*(run[-2] for run in runs), last], dtype=torch.int32, device=device),
             torch.tensor([0, *itertools.accumulate(seen)], dtype=torch.int32, device=device),
-            torch.from_numpy(np.concatenate(keys)).to(device) if sum(seen) > last else None,
             max(run[-1] - run[-2] for run in runs),
             max(seen),
         )
+
+    @functools.cached_property
+    def keys(self) -> Tensor | None:
+        """The tokens in the order of `key_starts`: [K] long; None: there are no prefixes.
+
+        Compiled attention doesn't ask for them, and of many runs they take long.
+        """
+        parts = [ends for run in self.runs for ends in zip(run[::2], run[1::2], strict=True)]
+        keys = np.concatenate([np.arange(*ends) for ends in parts])
+        if len(keys) == self.runs[-1][-1]:
+            return None
+        return torch.from_numpy(keys).to(self.starts.device)
 
     def with_prefixes(self, *tensors: Tensor) -> Iterator[Tensor]:
         """Tensors [1, heads, T, d] as [1, heads, K, d]: each segment after its prefix."""

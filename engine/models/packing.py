@@ -10,6 +10,7 @@ rows go together, and what is read off the outputs, are the callers' matter.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -78,21 +79,22 @@ def pack_rows(
         alone = [[row] for row in range(len(ids))]
         groups = alone if prompts is None else same_prompts(ids, prompts)
         tree = prompt_tree(groups, ends if prompts is None else prompts.tolist())
-    places = np.zeros(ids.shape, dtype=np.int64)
-    source: list[np.ndarray] = []  # columns of `ids`, flat
+    firsts: list[int] = []  # of each piece, flat among `ids`
     runs: list[Run] = []
     path: list[tuple[int, int, int]] = []  # pieces before: a column's end, first and last + 1 here
-    at = before = 0
+    at = 0
     for (row, pieces), shared in zip(tree.pieces(ends), tree.shared, strict=True):
-        places[row, :shared] = places[before, :shared]
         path = [piece for piece in path if piece[0] <= shared]
-        before = row
         for start, stop in pieces:
-            source.append(np.arange(row * width + start, row * width + stop))
+            firsts.append(row * width + start)
             runs.append((*_prefix(path, at), at, at + stop - start))
-            path.append((stop, at, at + stop - start))
-            places[row, start:stop] = np.arange(at, at := at + stop - start)
-    flat = torch.from_numpy(np.concatenate(source)).to(ids.device)
+            path.append((stop, at, at := at + stop - start))
+    source = _ranges(firsts, [run[-1] - run[-2] for run in runs])
+    places = np.zeros(ids.shape, dtype=np.int64)
+    places.reshape(-1)[source] = np.arange(at)
+    for (before, row), shared in zip(itertools.pairwise(tree.order), tree.shared[1:], strict=True):
+        places[row, :shared] = places[before, :shared]
+    flat = torch.from_numpy(source).to(ids.device)
     tokens, positions = ids.flatten()[flat], flat % width
     size = recurring_size(at) if recurring else at
     if missing := size + -size % multiple - at:
@@ -105,6 +107,12 @@ def pack_rows(
         torch.from_numpy(places).to(ids.device),
         Segments.of_runs(runs, ids.device),
     )
+
+
+def _ranges(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    """Ranges of those many numbers from each of `firsts` on, one behind the other."""
+    ends = np.cumsum(counts)
+    return np.repeat(np.array(firsts) - ends + counts, counts) + np.arange(ends[-1])
 
 
 def _prefix(path: Sequence[tuple[int, int, int]], at: int) -> list[int]:

@@ -66,8 +66,8 @@ def prefix_tree(
     rows = [row[:end] for row, end in zip(ids.cpu().numpy(), lengths, strict=True)]
     order = sorted(range(len(rows)), key=lambda i: rows[i].tobytes())
     shared, depths = [0], [0]  # depths: where the pieces of the row before end
-    for before, row in itertools.pairwise(order):
-        common = _common(rows[before], rows[row])
+    alike = _common(ids.cpu().numpy(), lengths, order)
+    for (before, row), common in zip(itertools.pairwise(order), alike, strict=True):
         same = prompts[before] == prompts[row] <= common
         while depths[-1] > common:
             depths.pop()
@@ -77,8 +77,10 @@ def prefix_tree(
     return PrefixTree(tuple(order), tuple(shared[: len(order)]))
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two rows begin with in common."""
-    size = min(len(a), len(b))
-    differ = np.flatnonzero(a[:size] != b[:size])
-    return int(differ[0]) if len(differ) else size
+def _common(ids: np.ndarray, lengths: Sequence[int], order: Sequence[int]) -> list[int]:
+    """How many tokens each row begins with in common with the one before it in the order."""
+    ordered, ends = ids[list(order)], np.array(lengths)[list(order)]
+    differ = ordered[1:] != ordered[:-1]
+    first = np.where(differ.any(1), differ.argmax(1), ids.shape[1])
+    common: list[int] = np.minimum(first, np.minimum(ends[1:], ends[:-1])).tolist()
+    return common
