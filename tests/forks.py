@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -26,7 +27,14 @@ if TYPE_CHECKING:
     import subprocess
     from pathlib import Path
 
+    import pytest
+
 _ADDRESS = "HYBRIDFLYTE_TESTS_LOADER"
+_LOADING_S = 300.0
+_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}  # some tests train one when they are loaded
+_TASKS = "/proc/self/task"
+# jemalloc, in pyarrow, holds its locks during a fork; flytekit's loop is idle, one for a process.
+_ABLE_TO_FORK = ("jemalloc_bg_thd", "MainThread : loop-runner")
 _LOAD = "import sys; sys.path[:] = {path!r}; import forks; forks.run(forks.serve())"
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 
@@ -47,6 +55,7 @@ def start_loader(arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
             [sys.executable, "-c", _LOAD.format(path=path), str(listener.fileno()), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            env=_ONE_THREAD | os.environ,
             pass_fds=[listener.fileno()],
         )
 
@@ -63,13 +72,20 @@ def interpreter() -> list[str]:
 def join(address: str, arguments: list[str]) -> NoReturn:
     """Have a fork run Python's command line `arguments` in this process's place."""
     with socket.socket(socket.AF_UNIX) as loader:
-        loader.connect(address)
-        request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
-        socket.send_fds(loader, [len(request).to_bytes(4, "little")], [0, 1, 2])
-        loader.sendall(request)
-        fork = os.pidfd_open(int.from_bytes(_receive(loader, 4), "little"))
+        try:
+            loader.settimeout(_LOADING_S + 30.0)
+            loader.connect(address)
+            request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
+            socket.send_fds(loader, [len(request).to_bytes(4, "little")], [0, 1, 2])
+            loader.sendall(request)
+            _, forks, _, _ = socket.recv_fds(loader, 1, 1)
+            if not forks:
+                raise EOFError("it has ended")
+            loader.settimeout(None)
+        except (EOFError, OSError) as error:
+            sys.exit(f"no fork of the process that loads the tests, see above: {error!r}")
         for number in _PASSED_ON:
-            signal.signal(number, lambda number, _: signal.pidfd_send_signal(fork, number))
+            signal.signal(number, lambda number, _: signal.pidfd_send_signal(forks[0], number))
         for stream in (0, 1, 2):
             os.close(stream)
         status = int.from_bytes(_receive(loader, 4), "little", signed=True)
@@ -98,9 +114,13 @@ def serve() -> Callable[[], object]:
 
     listener = socket.socket(fileno=int(sys.argv[1]))
     library = [p for p in sys.path if p.startswith((sys.prefix, sys.base_prefix))]
+    faulthandler.dump_traceback_later(_LOADING_S, exit=True)
+    threads = _Threads()
     # Uncaptured: libraries keep the streams that they find when they are imported.
-    pytest.main([*sys.argv[2:], "-n0", "--collect-only", "-s"])
+    pytest.main([*sys.argv[2:], "-n0", "--collect-only", "-s"], plugins=[threads])
     _read_constants()
+    faulthandler.cancel_dump_traceback_later()
+    threads.refuse()
     clients: dict[int, tuple[int, socket.socket]] = {}  # by a file descriptor of the fork; its id
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
@@ -130,11 +150,41 @@ def serve() -> Callable[[], object]:
                 for fork in clients:
                     os.close(fork)
                 return _become(streams, library, *request)
-            clients[os.pidfd_open(pid)] = pid, client
+            fork = os.pidfd_open(pid)
+            clients[fork] = pid, client
             for stream in streams:
                 os.close(stream)
             with contextlib.suppress(OSError):  # it has been killed
-                client.sendall(pid.to_bytes(4, "little"))
+                socket.send_fds(client, [b"+"], [fork])
+
+
+class _Threads:
+    """A plugin of pytest that knows which test files start threads when they are imported.
+
+    A fork has none of them, but the locks that they held, for which it might wait without end.
+    """
+
+    def __init__(self) -> None:
+        self.started_by = dict.fromkeys(os.listdir(_TASKS), "pytest")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        for thread in os.listdir(_TASKS):
+            self.started_by.setdefault(thread, report.nodeid)
+
+    def refuse(self) -> None:
+        """End this process if it has threads of libraries that do not provide for forks."""
+        if (pid := os.fork()) == 0:  # OpenBLAS ends its threads before a fork
+            os._exit(0)
+        os.waitpid(pid, 0)
+        of_python = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+        for thread in os.listdir(_TASKS):
+            with open(f"{_TASKS}/{thread}/comm") as file:
+                name = of_python.get(thread) or file.read().strip()
+            if thread != str(os.getpid()) and name not in _ABLE_TO_FORK:
+                sys.exit(
+                    f"loading {self.started_by.get(thread) or 'conftest.py'} starts a thread, "
+                    f"{name}, and what is loaded is forked to run the tests: start it in a test"
+                )
 
 
 def _read_constants() -> None:
@@ -163,8 +213,7 @@ def _become(
         os.dup2(stream, number)
         os.close(stream)
     os.environ.clear()
-    # The library's threads are gone; it says so itself in a variable, which clear() has taken.
-    os.environ.update({"TOKENIZERS_PARALLELISM": "false"} | variables)
+    os.environ.update(_ONE_THREAD | variables)
     os.chdir(folder)
     if arguments[0] == "-u":  # as execnet starts it, which writes without a buffer
         del arguments[0]

@@ -6,10 +6,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-LOAD = """
+COMMAND = """
 import engine, sys
 import workflows.launch_plans  # what each command of pyflyte loads
-assert not {"torch", "transformers", "mlflow", "kubernetes"} & sys.modules.keys()
+print(*{"torch", "transformers", "mlflow", "kubernetes"} & sys.modules.keys())
+"""
+
+# What is loaded grows: each line may have loaded nothing that it names.
+WORKER = """
+import sys
+from engine.data.tokenizer import load_tokenizer, train_tokenizer
+import engine.data.collate, engine.workers.reward
+from engine.controller.ray_session import ray_session
+train_tokenizer(["3+4=7"], 512).save_pretrained(sys.argv[1])
+assert load_tokenizer(sys.argv[1]).decode(load_tokenizer(sys.argv[1])("3+4").input_ids) == "3+4"
+with ray_session("local"):
+    pass
+unused = {"torch._dynamo", "transformers.modeling_utils", "sympy", "pandas", "pyarrow", "ray"}
+print(*unused & sys.modules.keys())
+import engine.trainers.sft  # a warm start from rows in memory reads no files
+print(*{"pandas", "pyarrow", "ray", "mlflow"} & sys.modules.keys())
+import engine
 assert "HybridActor" in dir(engine)
 from engine import *
 assert HybridActor.__module__ == "engine.runtime.hybrid_actor"
@@ -26,30 +43,19 @@ from transformers import GenerationMixin
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 """
 
-REWARD = """
-import sys
-from engine.data.tokenizer import load_tokenizer, train_tokenizer
-import engine.data.collate, engine.workers.reward
-from engine.controller.ray_session import ray_session
-train_tokenizer(["3+4=7"], 512).save_pretrained(sys.argv[1])
-assert load_tokenizer(sys.argv[1]).decode(load_tokenizer(sys.argv[1])("3+4").input_ids) == "3+4"
-with ray_session("local"):
-    pass
-unused = {"torch._dynamo", "transformers.modeling_utils", "sympy", "pandas", "pyarrow", "ray"}
-print(*unused & sys.modules.keys())
-import engine.trainers.sft  # a warm start from rows in memory reads no files
-print(*{"pandas", "pyarrow", "ray", "mlflow"} & sys.modules.keys())
-"""
 
-
-def test_importing_engine_is_light_and_a_worker_loads_no_library_that_it_does_not_use() -> None:
-    done = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == ""
-
-
-def test_a_process_without_a_model_loads_nothing_that_models_are_made_of(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", REWARD, str(tmp_path)]
+def printed(code: str, *arguments: str) -> str:
+    """What a process of its own prints."""
+    command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == ""
+    return done.stdout.strip()
+
+
+def test_importing_engine_is_light() -> None:
+    assert printed(COMMAND) == ""
+
+
+def test_a_process_loads_no_library_that_it_does_not_use(tmp_path: Path) -> None:
+    """One that scores, then one that trains on rows, then one with a model."""
+    assert printed(WORKER, str(tmp_path)) == ""

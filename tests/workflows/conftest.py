@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -103,5 +104,10 @@ def model_folder(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def registered() -> Registered:
-    return serialised()
+def registered(make_once: MakeOnce) -> Registered:
+    def write(folder: Path) -> None:
+        (folder / "messages.pickle").write_bytes(pickle.dumps(serialised()))
+
+    found = make_once("registered", write) / "messages.pickle"
+    messages: Registered = pickle.loads(found.read_bytes())
+    return messages

@@ -1,4 +1,4 @@
-"""What is registered, as protobufs by short name, serialised in this process."""
+"""What is registered, as protobufs by short name."""
 
 from __future__ import annotations
 

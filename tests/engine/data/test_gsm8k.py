@@ -248,20 +248,21 @@ import sys
 from engine.config import DataConfig
 from engine.data.sources import load_splits
 from engine.errors import DataError, StorageError
-try:
-    splits = load_splits(DataConfig(source="gsm8k", path=sys.argv[1]), 0)
-    print(len(splits.train), len(splits.test), splits.source_digest)
-except DataError as error:
-    print("DataError", error)
+for path in sys.argv[1:]:
+    try:
+        splits = load_splits(DataConfig(source="gsm8k", path=path), 0)
+        print(len(splits.train), len(splits.test), splits.source_digest)
+    except DataError as error:
+        print("DataError", error)
 """
 
 
-def load_from_hub(endpoint: str, cache: Path, hub_id: str) -> str:
+def load_from_hub(endpoint: str, cache: Path, *hub_ids: str) -> list[str]:
     """Run in a process of its own: the hub's address is read when its client is imported."""
     env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
-    command = [sys.executable, "-c", LOAD, hub_id]
+    command = [sys.executable, "-c", LOAD, *hub_ids]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
-    return run.stdout.strip()
+    return run.stdout.splitlines()
 
 
 def test_a_hub_id_is_downloaded_and_then_found_without_the_hub(tmp_path: Path, local: Path) -> None:
@@ -269,14 +270,13 @@ def test_a_hub_id_is_downloaded_and_then_found_without_the_hub(tmp_path: Path, l
     threading.Thread(target=server.serve_forever, daemon=True).start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
     try:
-        first = load_from_hub(endpoint, tmp_path / "cache", "team/sums")
-        unknown = load_from_hub(endpoint, tmp_path / "cache", "team/nothing")
+        first, unknown = load_from_hub(endpoint, tmp_path / "cache", "team/sums", "team/nothing")
     finally:
         server.shutdown()
         server.server_close()
     assert first == f"40 20 {source_digest(config(local), 0)}"
     assert unknown.startswith("DataError data.path='team/nothing' is neither a local folder nor")
-    assert load_from_hub(endpoint, tmp_path / "cache", "team/sums") == first
-    offline = load_from_hub(endpoint, tmp_path / "empty", "team/sums")
+    assert load_from_hub(endpoint, tmp_path / "cache", "team/sums") == [first]
+    (offline,) = load_from_hub(endpoint, tmp_path / "empty", "team/sums")
     assert offline.startswith("DataError data.path='team/sums' is neither a local folder nor")
     assert "download it where there is a network" in offline

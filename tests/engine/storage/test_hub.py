@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
@@ -100,10 +102,11 @@ PIN = """
 import sys
 from engine.errors import ModelError
 from engine.storage.hub import pin_revision
-try:
-    print(pin_revision(sys.argv[1]))
-except ModelError as error:
-    print("ModelError", error)
+for name in sys.stdin:
+    try:
+        print(pin_revision(name.strip()), flush=True)
+    except ModelError as error:
+        print("ModelError", error, flush=True)
 """
 LOAD = """
 import sys
@@ -113,50 +116,63 @@ from engine.models import load_policy_model, vocabulary_and_context
 from engine.models.load import adapter_base_path
 from engine.models.lora import save_adapter
 from pathlib import Path
-path, out = sys.argv[1], Path(sys.argv[2])
+path, out = sys.stdin.readline().strip(), Path(sys.argv[1])
 model = load_policy_model(path, "float32", LoRAConfig(rank=2))
 save_adapter(model, out)
 assert vocabulary_and_context(path)[0] == model.config.vocab_size
 assert len(load_tokenizer(path)) > 0
 norm = next(p for n, p in model.named_parameters() if "norm" in n)
-print(adapter_base_path(out), norm.mean().item())
+print(adapter_base_path(out), norm.mean().item(), flush=True)
 """
+Ask = Callable[[str], str]
 
 
-def run(code: str, endpoint: str, cache: Path, *arguments: str) -> str:
-    """Run in a process of its own: the hub's address is read when its client is imported."""
+@contextlib.contextmanager
+def asking(code: str, endpoint: str, cache: Path, *arguments: str) -> Iterator[Ask]:
+    """`ask(line)` of a process of its own: the hub's client reads its address when imported."""
     env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+    with subprocess.Popen(command, env=env, stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        to, answers = process.stdin, process.stdout
+
+        def ask(line: str) -> str:
+            print(line, file=to, flush=True)
+            return answers.readline().strip()
+
+        yield ask
+        to.close()
+        assert process.wait(400) == 0
 
 
 def test_a_name_has_the_commit_of_its_branch_and_that_is_loaded(hub: Hub, tmp_path: Path) -> None:
     cache, out = tmp_path / "cache", tmp_path / "adapter"
-    first = run(PIN, hub.endpoint, cache, "team/tiny")
-    assert first == f"team/tiny@{FIRST}"
-    hub.main = SECOND  # a push
-    second = run(PIN, hub.endpoint, cache, "team/tiny@main")
-    assert second == f"team/tiny@{SECOND}"
-    loaded = run(LOAD, hub.endpoint, cache, first, str(out))
-    base, mean = loaded.split()
-    assert base == first, "adapters name the commit that they belong to"
-    assert float(mean) == pytest.approx(1.0), "not what the branch has now"
-    assert run(PIN, hub.endpoint, cache, first) == first
+    with asking(PIN, hub.endpoint, cache) as pinned:
+        first = pinned("team/tiny")
+        assert first == f"team/tiny@{FIRST}"
+        hub.main = SECOND  # a push
+        assert pinned("team/tiny@main") == f"team/tiny@{SECOND}"
+    with asking(LOAD + PIN, hub.endpoint, cache, str(out)) as loaded_then_pinned:
+        base, mean = loaded_then_pinned(first).split()
+        assert base == first, "adapters name the commit that they belong to"
+        assert float(mean) == pytest.approx(1.0), "not what the branch has now"
+        assert loaded_then_pinned(first) == first
 
 
 def test_without_the_hub_its_cache_says_which(hub: Hub, tmp_path: Path) -> None:
-    first = run(PIN, hub.endpoint, tmp_path / "cache", "team/tiny")
+    with asking(PIN, hub.endpoint, tmp_path / "cache") as pinned:
+        first = pinned("team/tiny")
+        assert pinned("team/nothing").startswith("ModelError model.path='team/nothing'")
     nowhere = "http://127.0.0.1:9"
-    assert run(PIN, nowhere, tmp_path / "cache", "team/tiny") == first
-    said = run(PIN, nowhere, tmp_path / "empty", "team/tiny")
+    with asking(PIN, nowhere, tmp_path / "cache") as pinned:
+        assert pinned("team/tiny") == first
+    with asking(PIN, nowhere, tmp_path / "empty") as pinned:
+        said = pinned("team/tiny")
     assert said.startswith(
         "ModelError model.path='team/tiny' is no folder, and neither the Hugging"
     )
     assert "check the name, the network and HF_TOKEN, or give a folder" in said
-    said = run(PIN, hub.endpoint, tmp_path / "empty", "team/nothing")
-    assert said.startswith("ModelError model.path='team/nothing'")
 
 
 def test_folders_are_no_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

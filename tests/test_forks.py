@@ -1,0 +1,64 @@
+"""Forks end as interpreters do, and nothing waits for one that can't be had."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from forks import interpreter, start_loader
+
+STARTS_A_THREAD = """
+import threading, time
+threading.Thread(target=time.sleep, args=(60,), name="sleepy", daemon=True).start()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A short path for a loader's socket; afterwards this process's own loader counts again."""
+    monkeypatch.setenv("HYBRIDFLYTE_TESTS_LOADER", "")
+    return tmp_path_factory.mktemp("f")
+
+
+@pytest.fixture
+def loader(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    (folder / "test_nothing.py").touch()
+    started = start_loader([str(folder), "-p", "no:cacheprovider"], folder)
+    yield started
+    started.communicate()
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    command = [*interpreter(), "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_a_fork_ends_as_an_interpreter_does(loader: subprocess.Popen[bytes]) -> None:
+    done = run("import atexit; atexit.register(print, 'at the end'); print('begun', end='; ')")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "begun; at the end\n", "")
+    assert run("raise SystemExit(3)").returncode == 3
+    said = run("raise SystemExit('said')")
+    assert (said.returncode, said.stderr) == (1, "said\n")
+    failed = run("{}['missing']")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("Traceback")
+    assert failed.stderr.endswith("KeyError: 'missing'\n")
+    assert run("import os, signal; os.kill(os.getpid(), signal.SIGTERM)").returncode == -15
+    loader.kill()
+    loader.wait()
+    assert "Connection refused" in run("").stderr
+
+
+def test_what_is_loaded_may_not_have_started_a_thread(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "test_sleepy.py").write_text(STARTS_A_THREAD)
+    started = start_loader([str(folder), "-p", "no:cacheprovider"], folder)
+    done = run("")
+    assert done.returncode == 1
+    assert "no fork of the process that loads the tests" in done.stderr
+    started.communicate(timeout=60)
+    assert started.returncode == 1
+    assert "test_sleepy.py starts a thread, sleepy, and" in capfd.readouterr().err
