@@ -33,6 +33,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 # Ray runs its workers at niceness 15, and beside the other tests' processes they would starve.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# A server that is not there is asked as often as ever, without seconds between.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0")
 # Where it is set, as in many containers, each process would compile all sources again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

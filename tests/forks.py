@@ -183,7 +183,8 @@ class _Threads:
             if thread != str(os.getpid()) and name not in _ABLE_TO_FORK:
                 sys.exit(
                     f"loading {self.started_by.get(thread) or 'conftest.py'} starts a thread, "
-                    f"{name}, and what is loaded is forked to run the tests: start it in a test"
+                    f"{name}, and what is loaded is forked to run the tests: start it in a test, "
+                    "or run pytest with -n0"
                 )
 
 
