@@ -233,6 +233,9 @@ def _program(arguments: list[str], path: list[str]) -> Callable[[], object]:
         code, sys.argv[:], sys.path[:] = rest[0], ["-c", *rest[1:]], ["", *path]
         return lambda: exec(compile(code, "<string>", "exec"), vars(main))
     if kind == "-m":
+        for name in (rest[0], f"{rest[0]}.__main__"):
+            if not hasattr(sys.modules.get(name), "__path__"):  # runpy warns of a loaded module
+                sys.modules.pop(name, None)
         sys.argv[:], sys.path[:] = ["-m", *rest[1:]], [os.getcwd(), *path]
         return lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     sys.argv[:], sys.path[:] = arguments, [os.path.dirname(os.path.abspath(kind)), *path]
