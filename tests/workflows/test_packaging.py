@@ -19,9 +19,10 @@ from tasks.preprocess import SPLITS
 IMAGE = "ghcr.io/x/y:1"
 ON_PREFERENCES = ("pairs", "reference_log_probs", "preference_training", "reward_model_training")
 # These write the stage of a profile.
-ON_MACHINES = {"sft", "rl", "evaluate", "promote", *ON_PREFERENCES}
+ON_MACHINES = {"sft", "rl", "evaluate", "promote", "reward_model_promotion", *ON_PREFERENCES}
 STAGES = {f"{name}_stage" for name in ON_MACHINES} | {"evaluate_part_stage"}
-CACHED = {"preprocess", "ingest", *STAGES} - {"promote_stage"}
+DECIDE = {"promote_stage", "reward_model_promotion_stage"}
+CACHED = {"preprocess", "ingest", *STAGES} - DECIDE
 OF_PREFERENCES = ("preference", "reward_model", "classic_rlhf", "make_pairs")  # workflows
 HANDLERS = {"rlhf_failed", "evaluate_only_failed", "promote_only_failed", "retraining_failed"}
 HANDLERS |= {"agents_failed"}
@@ -38,7 +39,7 @@ AROUND = {
         "rollback",
     ),
 }
-ALL = CACHED | HANDLERS | AROUND | ON_MACHINES | {"promote_stage"}
+ALL = CACHED | HANDLERS | AROUND | ON_MACHINES | DECIDE
 MESSAGES: dict[str, Any] = {"1": TaskSpec, "2": WorkflowSpec, "3": LaunchPlan}
 
 
