@@ -237,7 +237,6 @@ def _program(arguments: list[str], path: list[str]) -> Callable[[], object]:
             if not hasattr(sys.modules.get(name), "__path__"):  # runpy warns of a loaded module
                 sys.modules.pop(name, None)
         sys.argv[:], sys.path[:] = ["-m", *rest[1:]], [os.getcwd(), *path]
-        sys.modules.pop(f"{rest[0]}.__main__", None)  # runpy warns of a program that is loaded
         return lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     sys.argv[:], sys.path[:] = arguments, [os.path.dirname(os.path.abspath(kind)), *path]
     return lambda: runpy.run_path(kind, run_name="__main__")
