@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     import pytest
 
+freeze, unfreeze = gc.freeze, gc.unfreeze  # which `conftest` replaces
+
 _ADDRESS = "HYBRIDFLYTE_TESTS_LOADER"
 _LOADING_S = 300.0
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}  # some tests train one when they are loaded
@@ -255,7 +257,7 @@ def run(program: Callable[[], object]) -> NoReturn:
     if status is not None and not isinstance(status, int):
         print(status, file=sys.stderr)
     threading._shutdown()  # type: ignore[attr-defined]
-    atexit.unregister(gc.unfreeze)
+    atexit.unregister(unfreeze)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import sys
@@ -33,10 +32,11 @@ def extensions() -> Iterator[None]:
     """The extensions are registered while this file's tests run, and not in those of others."""
     importlib.import_module(EXTENSIONS)
     yield
-    for registry in (found for found in gc.get_objects() if isinstance(found, Registry)):
-        entries = registry._entries
-        for name in [n for n, e in entries.items() if e.target.__module__ == EXTENSIONS]:
-            del entries[name]
+    for module in [one for name, one in sys.modules.items() if name.startswith("engine.")]:
+        for registry in [one for one in vars(module).values() if isinstance(one, Registry)]:
+            entries = registry._entries
+            for name in [n for n, e in entries.items() if e.target.__module__ == EXTENSIONS]:
+                del entries[name]
     del sys.modules[EXTENSIONS]
 
 
