@@ -19,7 +19,6 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, EvaluateConfig, PromoteConfig
-from engine.errors import ChampionChangedError
 from tasks.context import (
     LARGE,
     SHORT,
@@ -36,11 +35,10 @@ from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
     from engine.promotion import Champions, Decision
-    from engine.storage.manifest import Manifest, Parent
+    from engine.storage.manifest import Parent
     from engine.tracking import Tracker
     from engine.tracking.registry import ModelVersion
 
-DECISIONS = 5  # of one promotion, while others promote in between
 CHAMPION_ROWS = "rows_champion.parquet"
 
 
@@ -78,17 +76,14 @@ def promote(
         require_same_settings(read_manifest(evidence), data, evaluate, seed)
         datasets = require_unmodified([this.parents[1].uri, this.parents[2].uri])
         tracker = Tracker(experiment=run.experiment)
-        new = read_manifest(model)
-        version = register_model(tracker, this, model, new, run, config.model_name)
+        version = register_model(tracker, this, model, run, config.model_name)
         require_intact_copy(tracker, version)
         champions = Champions(tracker, config.model_name, config.alias)
         champions.record_approval_rule(config.approval)
         case = PromotionCase(
             this, test, model, evidence, datasets, data, evaluate, config, seed, approved_by
         )
-        comparison = decide_and_move(
-            case, tracker, champions, version, f"{run.run_id}:{new.digest[:16]}", run.run_id
-        )
+        comparison = pass_gate(case, tracker, champions, version, run.run_id)
         return publish_decision(case, version, comparison)
 
 
@@ -147,13 +142,15 @@ class Comparison:
 
 
 def register_model(
-    tracker: Tracker, this: Stage, model: Path, manifest: Manifest, run: RunContext, name: str
+    tracker: Tracker, this: Stage, model: Path, run: RunContext, name: str
 ) -> ModelVersion:
     """Register the model as a version tagged with its origin; once for the same content.
 
     Its files go to the MLflow run that made it. Where that is unknown or deleted (a lost attempt),
     they go to the pipeline's run, which every retry shares.
     """
+    from engine.storage.manifest import read_manifest
+
     policy, evidence = this.parents[1], this.parents[2]
     tags = {
         "artifact_uri": policy.uri,
@@ -162,55 +159,37 @@ def register_model(
         "hybridflyte.run": run.run_id,
         "flyte.execution": this.execution,
     }
-    owner = tracker.active_run(manifest.mlflow_run, run.mlflow_run)
+    owner = tracker.active_run(read_manifest(model).mlflow_run, run.mlflow_run)
     number = tracker.register_model(model, name, owner, tags)
     return tracker.model_version(f"models:/{name}/{number}")
 
 
-def decide_and_move(
-    case: PromotionCase,
-    tracker: Tracker,
-    champions: Champions,
-    version: ModelVersion,
-    request: str,
-    by: str,
+def pass_gate(
+    case: PromotionCase, tracker: Tracker, champions: Champions, version: ModelVersion, run_id: str
 ) -> Comparison:
-    """Decide against the present champion, and move the alias if the rules allow.
+    """Decide against the present champion, and move the alias if the rules allow."""
+    from engine.promotion.gate import decide_and_move
+    from engine.storage.manifest import read_manifest
 
-    Another promotion may come in between; then the decision is made again, against its champion.
-    """
-    from engine.promotion import Decision
-    from engine.promotion.champion_evaluation import champion_to_compare
+    made: list[Comparison] = []
 
-    name, alias = f"{version.name} version {version.version}", champions.alias
-    for left in reversed(range(DECISIONS)):
-        former = champion_to_compare(tracker, champions, request)
-        digest = version.tags["artifact_digest"]
-        if former is not None and former.tags.get("artifact_digest") == digest:
-            reason = f"{name} is the {alias} already"
-            echo(f"promotion: {reason}")
-            return Comparison(former, Decision(False, reason, ()))
-        comparison = compare_and_decide(case, tracker, former)
-        decision = comparison.decision
-        if not decision.promote:
-            break
-        try:
-            champions.promote(
-                version.version,
-                former.version if former else None,
-                decision.reason,
-                request=request,
-                by=case.approved_by or by,
-                approved_by=case.approved_by,
-            )
-            break
-        except ChampionChangedError as error:
-            if not left:
-                raise
-            echo(f"promotion: decided again: {error}")
-    done = "is now" if decision.promote else "was not made"
-    echo(f"promotion: {name} {done} {alias}: {decision.reason}")
-    return comparison
+    def judge(former: ModelVersion | None) -> Decision:
+        made.append(compare_and_decide(case, tracker, former))
+        return made[-1].decision
+
+    decision, former = decide_and_move(
+        tracker,
+        champions,
+        version,
+        judge,
+        request=f"{run_id}:{read_manifest(case.policy).digest[:16]}",
+        by=case.approved_by or run_id,
+        approved_by=case.approved_by,
+        notify=lambda text: echo(f"promotion: {text}"),
+    )
+    if made and made[-1].decision is decision:
+        return made[-1]
+    return Comparison(former, decision)  # it is the champion already
 
 
 def compare_and_decide(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config.promotion import RewardModelGateConfig
-from engine.errors import ChampionChangedError, LineageError
+from engine.errors import LineageError
 from tasks.context import LARGE, RunContext, echo
 from tasks.decks import DECK, show_facts
 from tasks.pairs import has_rows
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from engine.tracking import Tracker
     from engine.tracking.registry import ModelVersion
 
-DECISIONS = 5  # of one promotion, while others promote in between
 ROWS = "rows.parquet"
 HELD_OUT = "validation"
 
@@ -84,8 +83,7 @@ def reward_model_promotion(
         right = ranked_right(model, held_out)
         case = Case(this, tracker, version, held_out, right, config, seed)
         champions = Champions(tracker, config.model_name, config.alias)
-        request = f"{run.run_id}:{manifest.digest[:16]}"
-        return publish_decision(case, *decide_and_move(case, champions, request, run.run_id))
+        return publish_decision(case, *pass_gate(case, champions, run.run_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,39 +108,28 @@ def read_held_out(pairs: Path) -> pd.DataFrame:
     return pd.DataFrame({"prompt": [], "chosen": [], "rejected": []})
 
 
-def decide_and_move(
-    case: Case, champions: Champions, request: str, by: str
+def pass_gate(
+    case: Case, champions: Champions, run_id: str
 ) -> tuple[Decision, ModelVersion | None]:
     """Decide against the present champion, which is returned, and move the alias if the rules
-    allow. Where another promotion came in between, decide again."""
-    from engine.promotion import Decision
-    from engine.promotion.champion_evaluation import champion_to_compare
+    allow."""
+    from engine.promotion.gate import decide_and_move
     from engine.promotion.reward_models import decide_reward_model
 
-    version, alias = case.version, champions.alias
-    name = f"{version.name} version {version.version}"
-    for left in reversed(range(DECISIONS)):
-        former = champion_to_compare(case.tracker, champions, request)
-        if former is not None and former.version == version.version:
-            reason = f"{name} is the {alias} already"
-            echo(f"reward_model_promotion: {reason}")
-            return Decision(False, reason, ()), former
+    def judge(former: ModelVersion | None) -> Decision:
         before = champion_ranking(case, former)
         write_rows(case, before)
-        decision = decide_reward_model(case.right, before, case.config, case.seed)
-        if not decision.promote:
-            break
-        try:
-            replaced = former.version if former else None
-            champions.promote(version.version, replaced, decision.reason, request=request, by=by)
-            break
-        except ChampionChangedError as error:
-            if not left:
-                raise
-            echo(f"reward_model_promotion: decided again: {error}")
-    done = "is now" if decision.promote else "was not made"
-    echo(f"reward_model_promotion: {name} {done} {alias}: {decision.reason}")
-    return decision, former
+        return decide_reward_model(case.right, before, case.config, case.seed)
+
+    return decide_and_move(
+        case.tracker,
+        champions,
+        case.version,
+        judge,
+        request=f"{run_id}:{case.this.parent('reward_model').digest[:16]}",
+        by=run_id,
+        notify=lambda text: echo(f"reward_model_promotion: {text}"),
+    )
 
 
 def champion_ranking(case: Case, champion: ModelVersion | None) -> np.ndarray | None:

@@ -20,7 +20,7 @@ from promotion_bench import NAME, Bench, champion, digest, spoil
 import tasks.promote
 from engine.config import GuardConfig, PromoteConfig
 from engine.errors import TrackingError
-from engine.promotion import Champions
+from engine.promotion import Champions, gate
 from engine.storage.artifacts import publish, staging
 from engine.storage.manifest import Draft, read_manifest
 from engine.tracking import Tracker
@@ -172,7 +172,7 @@ def test_against_a_champion_that_came_during_the_evaluation_it_is_decided_again(
 
     monkeypatch.setattr(tasks.promote, "compare_and_decide", slow)
     with monkeypatch.context() as once:
-        once.setattr(tasks.promote, "DECISIONS", 1)
+        once.setattr(gate, "DECISIONS", 1)
         with pytest.raises(StageError, match=r"on version 2 now, .* by ada: a rival"):
             bench.promote(model, evidence)
     assert champion() == digest(rival)
