@@ -18,20 +18,17 @@ from pathlib import Path
 
 import torch
 from our_side import merged, nested
-from pass_at_1 import DEFAULTS, LONGEST, Clock, gain, rate, right
+from pass_at_1 import DEFAULTS, Clock, gain, rate, reinforce, right, solutions
 from transformers.utils import logging as transformers_logging
 from vs_trl import machine
 
 from engine.config import ModelConfig, RLConfig, SFTConfig
 from engine.console import quiet
-from engine.data.loader import PromptLoader
 from engine.data.sources import Splits, load_splits
-from engine.data.templates import encode_prompts, encode_response
 from engine.data.tokenizer import load_tokenizer
-from engine.models import build_model, load_model, save_model, saved_dtype
+from engine.models import build_model, load_model, save_model
 from engine.models.layer_selection import keep_layers
-from engine.trainers.rl import RLTrainer
-from engine.trainers.sft import SFTExample, SFTTrainer
+from engine.trainers.sft import SFTTrainer
 
 MODEL = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 2}
 RL = {
@@ -99,7 +96,7 @@ def warm_start(
     args: argparse.Namespace, seed: int, splits: Splits, teacher: Path, folder: Path
 ) -> Path:
     """A student that has seen the task's solutions."""
-    tokenizer, train = load_tokenizer(teacher), splits.sft_train
+    tokenizer = load_tokenizer(teacher)
     if args.layers:
         model = keep_layers(load_model(teacher), args.layers)
     else:
@@ -107,14 +104,11 @@ def warm_start(
         model = build_model(student, tokenizer, seed)
     if not args.epochs:
         return save_model(model, tokenizer, folder)
-    prompts = encode_prompts(tokenizer, train["prompt"], "sft_train")
-    examples = [
-        SFTExample(prompt, encode_response(tokenizer, response))
-        for prompt, response in zip(prompts, train["response"], strict=True)
-    ]
     values = DEFAULTS.sft.model_dump() | {"epochs": args.epochs, "threads": args.threads}
     config = SFTConfig.model_validate(values)
-    SFTTrainer(model, tokenizer.pad_token_id or 0, config, seed=seed).fit(examples, [])
+    SFTTrainer(model, tokenizer.pad_token_id or 0, config, seed=seed).fit(
+        solutions(tokenizer, splits), []
+    )
     return save_model(model, tokenizer, folder)
 
 
@@ -125,24 +119,12 @@ def distil(
     values = merged(DEFAULTS.rl.model_dump(), {"trainer": {"threads": args.threads}})
     values = merged(merged(values, RL), {"algorithm": {"teacher": str(teacher)}})
     config = RLConfig.model_validate(merged(values, nested(args.rl)))
-    prompts = encode_prompts(load_tokenizer(start), splits.train["prompt"], "train")
 
     def finished(step: int, total: int, metrics: dict[str, float]) -> None:
         if step % 10 == 0:
             print(f"    step {step} of {total}: right {metrics['reward/correct']:.3f}", flush=True)
 
-    with RLTrainer(
-        start,
-        config,
-        PromptLoader(splits.train, config.trainer.train_batch_size, seed),
-        max_response_length=LONGEST,
-        max_model_len=max(map(len, prompts)) + LONGEST,
-        seed=seed,
-        dtype=saved_dtype(start),
-        on_step=finished,
-    ) as trainer:
-        trainer.fit()
-        trainer.save(out)
+    reinforce(start, out, config, splits, seed, finished)
 
 
 def parameters(folder: Path) -> int:

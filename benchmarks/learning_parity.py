@@ -3,7 +3,7 @@
     python benchmarks/learning_parity.py --seeds 0,1,2
 
 Each seed has its own rows and initial weights, which all dtypes share. Warm start and RL then run
-in one dtype from end to end, with the workflow's default settings but for `--steps`. Greedy pass@1
+in one dtype from end to end, with the workflow's default settings. Greedy pass@1
 on the 512 held-out problems is compared with the first dtype's, problem by problem.
 """
 
@@ -18,18 +18,14 @@ from statistics import mean
 import numpy as np
 import torch
 from our_side import merged
-from pass_at_1 import DEFAULTS, LONGEST, Clock, gain, rate, right
+from pass_at_1 import DEFAULTS, Clock, gain, rate, reinforce, right
 from time_to_accuracy import fine_tune, numbers
 from transformers.utils import logging as transformers_logging
 from vs_trl import machine
 
 from engine.config import RLConfig
 from engine.console import quiet
-from engine.data.loader import PromptLoader
-from engine.data.sources import Splits, load_splits
-from engine.data.templates import encode_prompts
-from engine.data.tokenizer import load_tokenizer
-from engine.trainers.rl import RLTrainer
+from engine.data.sources import load_splits
 
 GAP = ("rollout_corr/k3_kl", "rollout_corr/log_prob_diff_mean", "rollout_corr/log_prob_diff_max")
 
@@ -40,6 +36,8 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
     print(machine(args.threads).partition("; TRL")[0], flush=True)
+    trainer = {"total_training_steps": args.steps, "threads": args.threads}
+    config = RLConfig.model_validate(merged(DEFAULTS.rl.model_dump(), {"trainer": trainer}))
     for seed in args.seeds:
         splits = load_splits(DEFAULTS.data, seed)
         learned: dict[str, np.ndarray] = {}
@@ -48,7 +46,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as place:
                 start, after = Path(place) / "start", Path(place) / "after"
                 fine_tune(seed, splits, start, dtype)
-                gap = reinforce(args, seed, splits, start, after, dtype)
+                steps = reinforce(start, after, config, splits, seed, dtype=dtype)
+                gap = [mean(step[name] for step in steps if name in step) for name in GAP]
                 before, learned[dtype] = (right(one, start, splits.test) for one in (start, after))
             gaps = ", ".join(f"{value:.1e}" for value in gap)
             print(
@@ -62,28 +61,6 @@ def main() -> None:
             print(f"seed {seed}: {dtype} over {first}: {over}", flush=True)
 
 
-def reinforce(
-    args: argparse.Namespace, seed: int, splits: Splits, start: Path, out: Path, dtype: str
-) -> list[float]:
-    """RL from `start` to `out`; return the mean of each metric of `GAP`."""
-    trainer = {"total_training_steps": args.steps, "threads": args.threads}
-    config = RLConfig.model_validate(merged(DEFAULTS.rl.model_dump(), {"trainer": trainer}))
-    prompts = encode_prompts(load_tokenizer(start), splits.train["prompt"], "train")
-    with RLTrainer(
-        start,
-        config,
-        PromptLoader(splits.train, config.trainer.train_batch_size, seed),
-        max_response_length=LONGEST,
-        max_model_len=max(map(len, prompts)) + LONGEST,
-        seed=seed,
-        dtype=dtype,
-    ) as run:
-        run.fit()
-        run.save(out)
-        steps = run.history
-    return [mean(step[name] for step in steps if name in step) for name in GAP]
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Learning in float32 and in reduced dtypes.",
@@ -92,7 +69,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--dtypes", nargs="+", default=["float32", "bfloat16"])
     add("--seeds", type=numbers, default=[0, 1, 2], help="e.g. 0,1,2")
-    add("--steps", type=int, default=20, help="of RL")
+    add("--steps", type=int, default=DEFAULTS.rl.trainer.total_training_steps, help="of RL")
     add("--threads", type=int, default=os.cpu_count() or 1)
     return parser.parse_args()
 

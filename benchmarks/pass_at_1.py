@@ -1,24 +1,29 @@
-"""What measurements of learning share: greedy pass@1 of a model, gains, seconds."""
+"""What measurements of learning share: the task's solutions, RL, greedy pass@1, gains, seconds."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from transformers import PreTrainedTokenizerBase
 
-from engine.config import EvaluateConfig, PipelineConfig
-from engine.data.templates import decode_response, encode_prompts
+from engine.config import EvaluateConfig, PipelineConfig, RLConfig
+from engine.data.loader import PromptLoader
+from engine.data.sources import Splits
+from engine.data.templates import decode_response, encode_prompts, encode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.evaluation.decode import decode
 from engine.evaluation.metrics import paired_bootstrap, wilson_interval
 from engine.models import saved_dtype
 from engine.rewards.answer_match import answer_match
 from engine.runtime.save_policy import StartModel
+from engine.trainers.rl import RLTrainer
+from engine.trainers.sft import SFTExample
 
 DEFAULTS = PipelineConfig()
 LONGEST = DEFAULTS.data.max_response_length
@@ -39,6 +44,45 @@ class Clock:
     def __str__(self) -> str:
         wall, cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
         return f"{wall:.0f} s, {cpu:.0f} of the CPU"
+
+
+def solutions(tokenizer: PreTrainedTokenizerBase, splits: Splits) -> list[SFTExample]:
+    """The default task's examples of a warm start."""
+    train = splits.sft_train
+    prompts = encode_prompts(tokenizer, train["prompt"], "sft_train")
+    return [
+        SFTExample(prompt, encode_response(tokenizer, response))
+        for prompt, response in zip(prompts, train["response"], strict=True)
+    ]
+
+
+def reinforce(
+    start: Path,
+    out: Path,
+    config: RLConfig,
+    splits: Splits,
+    seed: int,
+    on_step: Callable[[int, int, dict[str, float]], None] | None = None,
+    dtype: str = "",
+) -> list[dict[str, float]]:
+    """RL from `start` to `out` on the training prompts; returns the metrics of each step.
+
+    dtype: of the weights; empty: that of `start`.
+    """
+    prompts = encode_prompts(load_tokenizer(start), splits.train["prompt"], "train")
+    with RLTrainer(
+        start,
+        config,
+        PromptLoader(splits.train, config.trainer.train_batch_size, seed),
+        max_response_length=LONGEST,
+        max_model_len=max(map(len, prompts)) + LONGEST,
+        seed=seed,
+        dtype=dtype or saved_dtype(start),
+        on_step=on_step,
+    ) as trainer:
+        trainer.fit()
+        trainer.save(out)
+        return trainer.history
 
 
 def rule(texts: Sequence[str], rows: Sequence[Any]) -> list[float]:

@@ -30,7 +30,7 @@ import numpy as np
 import pandas as pd
 import torch
 from our_side import merged, nested
-from pass_at_1 import DEFAULTS, LONGEST, Clock, gain, load, rate, right
+from pass_at_1 import DEFAULTS, LONGEST, Clock, gain, load, rate, reinforce, right
 from time_to_accuracy import warm_start
 from transformers.utils import logging as transformers_logging
 from vs_trl import machine
@@ -46,20 +46,16 @@ from engine.config import (
 )
 from engine.config.base import Section
 from engine.console import quiet
-from engine.data.loader import PromptLoader
 from engine.data.preference_examples import read_preferences, read_reward_pairs
 from engine.data.preference_rows import Kind
 from engine.data.sources import Splits, load_splits
-from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.evaluation.overoptimisation import MODEL_REWARD
-from engine.models import saved_dtype
 from engine.preferences.from_rollouts import ScoredRollouts, score_rollouts
 from engine.preferences.learned_reward import by_reward_model
 from engine.trainers.likelihood_reward import LikelihoodRewardTrainer
 from engine.trainers.preference import PreferenceTrainer
 from engine.trainers.reward_model import RewardModelTrainer
-from engine.trainers.rl import RLTrainer
 
 TASKS = ("reward", "dpo", "kto", "ppo")
 SECTIONS = (*TASKS, "pairs")  # which the command line sets
@@ -242,26 +238,14 @@ def ppo(bench: Bench) -> None:
     begin = Clock.start()
     values = merged(bench.classic.rl.model_dump(), {"trainer": {"threads": bench.threads}})
     asked = RLConfig.model_validate(merged(values, bench.settings["ppo"]))
-    config, train = by_reward_model(asked, str(bench.folder / "reward")), bench.splits.train
-    prompts = encode_prompts(load_tokenizer(bench.start), train["prompt"], "train")
+    config = by_reward_model(asked, str(bench.folder / "reward"))
 
     def finished(step: int, total: int, metrics: dict[str, float]) -> None:
         if step % 10 == 0 or step == 1:
             model, true = metrics[f"reward/{MODEL_REWARD}"], metrics["reward/correct"]
             print(f"    step {step}: reward model {model:.2f}, true reward {true:.3f}", flush=True)
 
-    with RLTrainer(
-        bench.start,
-        config,
-        PromptLoader(train, config.trainer.train_batch_size, bench.seed),
-        max_response_length=LONGEST,
-        max_model_len=max(map(len, prompts)) + LONGEST,
-        seed=bench.seed,
-        dtype=saved_dtype(bench.start),
-        on_step=finished,
-    ) as trainer:
-        trainer.fit()
-        trainer.save(bench.folder / "ppo")
+    reinforce(bench.start, bench.folder / "ppo", config, bench.splits, bench.seed, finished)
     say(bench, f"ppo with the reward model: {against(bench, bench.folder / 'ppo')}", begin)
 
 

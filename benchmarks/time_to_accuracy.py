@@ -24,25 +24,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from case_folder import Case, write_case
+from pass_at_1 import DEFAULTS, LONGEST, right, solutions
 from transformers.utils import logging as transformers_logging
 from trl_environment import CACHE, trl_python
 from turns import Contestant
 from vs_trl import THEIRS, contestant, machine
 
-from engine.config import PipelineConfig
 from engine.console import quiet
 from engine.data.sources import Splits, load_splits
-from engine.data.templates import decode_response, encode_prompts, encode_response, stop_token_ids
+from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer, train_tokenizer
-from engine.models import build_model, load_model, save_model
-from engine.rewards.answer_match import extract_answer, normalise_number
-from engine.rollout.protocol import SamplingParams, create_engine
-from engine.trainers.sft import SFTExample, SFTTrainer
-
-DEFAULTS = PipelineConfig()
+from engine.models import build_model, save_model
+from engine.trainers.sft import SFTTrainer
 
 
 @dataclass(slots=True)
@@ -116,13 +111,8 @@ def fine_tune(seed: int, splits: Splits, folder: Path, dtype: str = "auto") -> P
     tokenizer = train_tokenizer([*questions, *train["response"]], DEFAULTS.data.vocab_size)
     config = DEFAULTS.model.model_copy(update={"dtype": dtype})
     model = build_model(config, tokenizer, seed)
-    prompts = encode_prompts(tokenizer, train["prompt"], "sft_train")
-    examples = [
-        SFTExample(prompt, encode_response(tokenizer, response))
-        for prompt, response in zip(prompts, train["response"], strict=True)
-    ]
     trainer = SFTTrainer(model, tokenizer.pad_token_id or 0, DEFAULTS.sft, seed=seed)
-    trainer.fit(examples, [])
+    trainer.fit(solutions(tokenizer, splits), [])
     return save_model(model, tokenizer, folder)
 
 
@@ -131,7 +121,7 @@ def race(args: argparse.Namespace, seed: int, start: Path, splits: Splits) -> di
     names = [name.strip() for name in args.contestants.split(",")]
     trl = trl_python() if any(name in THEIRS for name in names) else None
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
-        before = accuracy(start, start, splits.test)
+        before = float(right(start, start, splits.test).mean())
         print(f"seed {seed}: {before:.1%} before", flush=True)
         running: dict[str, tuple[Contestant, Path]] = {}
         for name in names:
@@ -146,7 +136,7 @@ def race(args: argparse.Namespace, seed: int, start: Path, splits: Splits) -> di
                 curve = curves[name]
                 curve.seconds += one.turn()["seconds"]
                 saved = folder / ("trl" if name in THEIRS else "ours")
-                score = accuracy(saved, start, splits.test)
+                score = float(right(saved, start, splits.test).mean())
                 assert curve.points is not None
                 curve.points.append((curve.seconds, score))
                 print(f"  {name}: {curve.seconds:.1f} s, {score:.1%}", file=sys.stderr)
@@ -168,7 +158,7 @@ def write_accuracy_case(args: argparse.Namespace, seed: int, folder: Path, split
         mix="default",
         prompts=args.trl_prompts,
         n=DEFAULTS.rl.rollout.n,
-        max_new_tokens=DEFAULTS.data.max_response_length,
+        max_new_tokens=LONGEST,
         max_prompt=max(map(len, encoded)),
         steps=args.every,
         turns=1000,
@@ -178,33 +168,6 @@ def write_accuracy_case(args: argparse.Namespace, seed: int, folder: Path, split
         seed=seed,
     )
     return write_case(folder, case, rows)
-
-
-def accuracy(folder: Path, start: Path, test: pd.DataFrame) -> float:
-    """Greedy pass@1 of the model in `folder` on held-out problems."""
-    tokenizer, model = load_tokenizer(start), load_model(folder).eval()
-    prompts = encode_prompts(tokenizer, test["prompt"], "test")
-    longest = DEFAULTS.data.max_response_length
-    engine = create_engine(
-        "native",
-        model,
-        max_num_seqs=512,
-        max_model_len=max(map(len, prompts)) + longest,
-        kv_cache_memory_mb=256,
-    )
-    stops = stop_token_ids(tokenizer, model.config)
-    try:
-        greedy = engine.generate(
-            prompts, SamplingParams(max_new_tokens=longest, temperature=0.0, stop_token_ids=stops)
-        )
-    finally:
-        engine.close()
-    right = [
-        extract_answer(decode_response(tokenizer, one.token_ids))
-        == normalise_number(str(rule["ground_truth"]))
-        for one, rule in zip(greedy, test["reward_model"], strict=True)
-    ]
-    return sum(right) / len(right)
 
 
 def report(args: argparse.Namespace, seed: int, curves: dict[str, Curve]) -> None:
