@@ -50,6 +50,8 @@ def start(model: nn.Module, options: VllmOptions) -> LLM:
             )
         if options.mode == "ranks":
             stack.enter_context(external_launcher.launched_by_trainer(options.rank_groups))
+        if _live and options.mode != "workers":
+            _form_expert_groups()
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridflyte-vllm-"))
         _save_config(model, folder)
         try:
@@ -74,6 +76,25 @@ def stop(llm: LLM) -> None:
     llm.llm_engine.engine_core.shutdown()
     if _live.pop(id(llm), None) is not None:
         _end_groups()
+
+
+def _form_expert_groups() -> None:
+    """Form the groups of experts, which vLLM leaves out where a model without experts came first.
+
+    Engines of one process share their groups; one of experts can then start beside one without.
+    """
+    from vllm.distributed import parallel_state
+
+    if parallel_state._EP is not None:
+        return
+    world, size = parallel_state.get_world_group(), parallel_state.get_tp_group().world_size
+    ranks = range(torch.distributed.get_world_size())
+    parallel_state._EP = parallel_state.init_model_parallel_group(
+        [list(ranks[at : at + size]) for at in ranks[::size]],
+        world.local_rank,
+        torch.distributed.get_backend(world.device_group),
+        group_name="ep",
+    )
 
 
 def _free_memory() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_models import CONTEXT, VOCABULARY, make_prompts, reference_log_probs, train
+from rollout_models import CONTEXT, VOCABULARY, build, make_prompts, reference_log_probs, train
 from server_process import vllm_url
 from transformers import (
     MixtralConfig,
@@ -120,6 +120,26 @@ def test_updates_reach_the_experts(family: str, in_process: bool) -> None:
             engine.update_weights(model, version)
     finally:
         engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_experts_start_beside_a_model_without() -> None:
+    dense, experts = build("qwen2"), mixture("qwen3_moe")
+    prompts, params = make_prompts(4, seed=2), SamplingParams(max_new_tokens=12, seed=3)
+    engines: list[VllmEngine] = []
+    try:
+        for model in (dense, experts):
+            engines.append(
+                VllmEngine(model, max_num_seqs=8, max_model_len=64, kv_cache_memory_mb=32)
+            )
+        for model, engine in zip((dense, experts), engines, strict=True):
+            for c in engine.generate(prompts, params):
+                expected = reference_log_probs(model, prompts[c.prompt_index], c.token_ids)
+                assert (expected - torch.tensor(c.log_probs)).abs().max() < 1e-4
+    finally:
+        for engine in engines:
+            engine.close()
 
 
 def served_mixture() -> Any:
