@@ -3,8 +3,8 @@
     python benchmarks/learning_parity.py --seeds 0,1,2
 
 Each seed has its own rows and initial weights, which all dtypes share. Warm start and RL then run
-in one dtype from end to end, with the workflow's default settings. Greedy pass@1
-on the 512 held-out problems is compared with the first dtype's, problem by problem.
+in one dtype from end to end, with the workflow's default settings. Greedy pass@1 on the 512
+held-out problems is compared with the first dtype's, problem by problem.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from engine.evaluation.metrics import paired_bootstrap, wilson_interval
 from engine.models import saved_dtype
 from engine.rewards.answer_match import answer_match
 from engine.runtime.save_policy import StartModel
-from engine.trainers.rl import RLTrainer
+from engine.trainers.rl import OnStep, RLTrainer
 from engine.trainers.sft import SFTExample
 
 DEFAULTS = PipelineConfig()
@@ -62,7 +62,7 @@ def reinforce(
     config: RLConfig,
     splits: Splits,
     seed: int,
-    on_step: Callable[[int, int, dict[str, float]], None] | None = None,
+    on_step: OnStep = lambda step, total, metrics: None,
     dtype: str = "",
 ) -> list[dict[str, float]]:
     """RL from `start` to `out` on the training prompts; returns the metrics of each step.
