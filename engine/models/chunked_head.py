@@ -150,7 +150,7 @@ class _Head(torch.autograd.Function):
                     grad_bias += slope.sum(0, dtype=grad_bias.dtype)
         return (
             grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
+            grad_weight,
             None if grad_bias is None else grad_bias.to(bias.dtype),
             None,
             None,

@@ -92,7 +92,7 @@ def takes_compiled(query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, .
     every = (query, key, value)
     if not all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in every):
         return False
-    if any(t.stride(3) != 1 for t in every) or library() is None:
+    if not all(map(_in_words, every)) or library() is None:
         return False
     if (plan := _plan(runs)) is None or plan.longest > _LONGEST:
         return False
@@ -124,10 +124,15 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         [above], every = gradients, list(ctx.saved_tensors)
-        above = above if above.stride(3) == 1 else above.contiguous()
+        above = above if _in_words(above) else above.contiguous()
         found = [_like(tensor).transpose(1, 2) for tensor in every]
         _attend(ctx.runs, ctx.scale, [*every, above.transpose(1, 2), *found])
         return *found, None, None
+
+
+def _in_words(tensor: Tensor) -> bool:
+    """Whether neighbours in the last dimension can be read in twos."""
+    return tensor.stride(3) == 1 and not any(size % 2 for size in tensor.stride()[1:3])
 
 
 def _like(tensor: Tensor) -> Tensor:

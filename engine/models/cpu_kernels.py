@@ -38,6 +38,9 @@ def library() -> ctypes.CDLL | None:
     found.head_statistics.argtypes = [p, p, n, n, c_double, n, p, p, p, p]
     found.head_gradients.argtypes = [p, p, p, p, p, p, n, n, c_double, n, p]
     found.packed_attention.argtypes, found.packed_attention.restype = [p, n], n
+    for name in ("mlp_forward", "mlp_backward", "linears_forward", "linears_backward"):
+        function = getattr(found, name)
+        function.argtypes, function.restype = [p], n
     return found
 
 
@@ -65,14 +68,14 @@ def norm(x: Tensor, weight: Tensor, eps: float, plus: Tensor | None = None) -> t
 def norm_gradients(
     x: Tensor, weight: Tensor, scale: Tensor, above: Tensor, plus: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of x, added to `plus`, and of the weight."""
+    """Of x, added to `plus`, and of the weight in float32."""
     grad, width, threads = torch.empty_like(x), x.shape[-1], torch.get_num_threads()
     shares = torch.empty(threads, width, dtype=torch.float32)
     _library().norm_backward(
         x.data_ptr(), weight.data_ptr(), scale.data_ptr(), above.data_ptr(), _address(plus),
         len(scale), width, threads, grad.data_ptr(), shares.data_ptr(),
     )  # fmt: skip
-    return grad, shares.sum(0).to(weight.dtype)
+    return grad, shares.sum(0)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
@@ -109,11 +112,11 @@ def silu_product_gradients(
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """Sums [W] over the rows of x [R, W]."""
+    """Sums [W] over the rows of x [R, W], in float32."""
     threads = torch.get_num_threads()
     shares = torch.empty(threads, x.shape[1], dtype=torch.float32)
     _library().column_sums(x.data_ptr(), *x.shape, threads, shares.data_ptr())
-    return shares.sum(0).to(x.dtype)
+    return shares.sum(0)
 
 
 def head_statistics(

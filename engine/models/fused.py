@@ -26,6 +26,7 @@ from engine.models.fused_functions import (
     linears,
     rms_norm,
     rotate,
+    rotated_linears,
     silu_product,
 )
 from engine.models.rows_read import RowsRead
@@ -195,14 +196,8 @@ def _attention_forward(
         )
         return (out if read is None else read.of(out)), weights
     shape = hidden_states.shape[:-1]
-    projections = [module.q_proj, module.k_proj, module.v_proj]
-    query, key, value = (
-        out.view(*shape, -1, module.head_dim) for out in _project(hidden_states, projections)
-    )
-    if hasattr(module, "q_norm"):
-        query, key = module.q_norm(query), module.k_norm(key)
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [B, L, 1, d]
-    query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    query, key, value = _queries_keys_values(module, hidden_states, cos, sin)
     attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(
         module.config._attn_implementation,
         sys.modules[type(module).__module__].eager_attention_forward,
@@ -223,6 +218,20 @@ def _attention_forward(
     out = out.reshape(*shape, -1)
     (out,) = _project(out if read is None else read.of(out), [module.o_proj])
     return out, weights
+
+
+def _queries_keys_values(module: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """[B, L, heads, d] each, with rotary positions where they belong."""
+    projections = [module.q_proj, module.k_proj, module.v_proj]
+    norms = hasattr(module, "q_norm")
+    if not norms and all(map(_is_plain, projections)):
+        return rotated_linears(x, [(each.weight, each.bias) for each in projections], cos, sin)
+    query, key, value = (
+        out.view(*x.shape[:-1], -1, module.head_dim) for out in _project(x, projections)
+    )
+    if norms:
+        query, key = module.q_norm(query), module.k_norm(key)
+    return rotate(query, cos, sin), rotate(key, cos, sin), value
 
 
 def _project(x: Tensor, modules: list[Any]) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.models import cpu_kernels
+from engine.models import cpu_kernels, cpu_products
 from engine.models.products import input_gradient, linear, weight_gradient
 
 _CHUNK_ELEMENTS = 1 << 18  # whose float32 intermediates stay in a core's cache
@@ -50,8 +50,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def linears(x: Tensor, affines: Sequence[Affine]) -> tuple[Tensor, ...]:
     """x [..., in] through several linear layers."""
     flat = [tensor for affine in affines for tensor in affine]
-    out: tuple[Tensor, ...] = _Linears.apply(x, *flat)
+    out: tuple[Tensor, ...] = _Linears.apply(x, None, *flat)
     return out
+
+
+def rotated_linears(
+    x: Tensor, affines: Sequence[Affine], cos: Tensor, sin: Tensor
+) -> tuple[Tensor, ...]:
+    """x [B, L, in] through linear layers to [B, L, heads, d]; all but the last are then rotated."""
+    weights, biases = zip(*affines, strict=True)
+    shape = (*x.shape[:-1], -1, cos.shape[-1])
+    if cpu_products.takes(x, weights, biases) and cpu_kernels.takes(cos, sin):
+        flat = [tensor for affine in affines for tensor in affine]
+        rotary = cpu_products.Rotary(cos, sin, len(affines) - 1)
+        return tuple(out.view(shape) for out in _Linears.apply(x, rotary, *flat))
+    *turned, last = (out.view(shape) for out in linears(x, affines))
+    return *(rotate(out, cos, sin) for out in turned), last
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
@@ -62,7 +76,7 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 
 def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """down(silu(gate(x)) · up(x)) of three matrices [out, in]."""
-    out: Tensor = _GatedMLP.apply(x, gate, up, down)
+    out: Tensor = _GatedMLP.apply(x, gate, up, down, torch.is_grad_enabled())
     return out
 
 
@@ -166,9 +180,16 @@ class _Linears(torch.autograd.Function):
     """The gradients of the input are summed by the products that make them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *affines: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, rotary: cpu_products.Rotary | None, *affines: Tensor | None
+    ) -> tuple[Tensor, ...]:
         weights, biases = affines[::2], affines[1::2]
         ctx.save_for_backward(x, *weights)
+        ctx.compiled = cpu_products.takes(x, weights, biases)  # type: ignore[arg-type]
+        if ctx.compiled:
+            ctx.rotary, rows = rotary, x.reshape(-1, x.shape[-1])
+            outs = cpu_products.linears(rows, weights, biases, rotary)  # type: ignore[arg-type]
+            return tuple(out.view(*x.shape[:-1], -1) for out in outs)
         return tuple(linear(x, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
@@ -176,16 +197,28 @@ class _Linears(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
+        if ctx.compiled:
+            to_x, _, *wanted = ctx.needs_input_grad
+            of_rows, found = cpu_products.linear_gradients(
+                rows,
+                weights,
+                [gradient.contiguous() for gradient in gradients],
+                to_x=to_x,
+                to_weights=wanted[::2],
+                to_biases=wanted[1::2],
+                rotary=ctx.rotary,
+            )
+            return None if of_rows is None else of_rows.view(x.shape), None, *found
         of_x: Tensor | None = None
         out: list[Tensor | None] = []
         for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
             above = gradient.reshape(-1, weight.shape[0])
             if ctx.needs_input_grad[0]:
                 of_x = input_gradient(above, weight, of_x)
-            to_weight, to_bias = ctx.needs_input_grad[1 + 2 * index : 3 + 2 * index]
+            to_weight, to_bias = ctx.needs_input_grad[2 + 2 * index : 4 + 2 * index]
             out.append(weight_gradient(above, rows) if to_weight else None)
             out.append(_column_sums(above) if to_bias else None)
-        return (None if of_x is None else of_x.view(x.shape), *out)
+        return (None if of_x is None else of_x.view(x.shape), None, *out)
 
 
 class _SiluProduct(torch.autograd.Function):
@@ -212,8 +245,13 @@ class _GatedMLP(torch.autograd.Function):
     """Keeps the outputs of gate and up; silu and the product are computed again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, keep: bool) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
+        ctx.compiled = cpu_products.takes(rows, [gate, up, down])
+        if ctx.compiled:
+            out, *kept = cpu_products.mlp(rows, gate, up, down, keep=keep)
+            ctx.save_for_backward(x, gate, up, down, *kept)
+            return out.view(x.shape)
         gated, raised = linear(rows, gate), linear(rows, up)
         ctx.save_for_backward(x, gate, up, down, gated, raised)
         out = linear(_gated(gated, raised), down)
@@ -223,9 +261,19 @@ class _GatedMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         x, gate, up, down, gated, raised = ctx.saved_tensors
-        to_x, to_gate, to_up, to_down = ctx.needs_input_grad
+        to_x, to_gate, to_up, to_down, _ = ctx.needs_input_grad
         rows = x.reshape(-1, x.shape[-1])
         above = gradients[0].reshape(-1, down.shape[0])
+        if ctx.compiled:
+            of_rows, *found = cpu_products.mlp_gradients(
+                [gate, up, down],
+                rows,
+                [gated, raised],
+                above.contiguous(),
+                to_x=to_x,
+                to_weights=to_gate or to_up or to_down,
+            )
+            return None if of_rows is None else of_rows.view(x.shape), *found, None
         of_product = input_gradient(above, down)
         of_gated, of_raised, product = _gated_gradients(gated, raised, of_product, to_down)
         of_down = None if product is None else weight_gradient(above, product)
@@ -237,6 +285,7 @@ class _GatedMLP(torch.autograd.Function):
             weight_gradient(of_gated, rows) if to_gate else None,
             weight_gradient(of_raised, rows) if to_up else None,
             of_down,
+            None,
         )
 
 

@@ -7,7 +7,7 @@
 #include <omp.h>
 #include <stdlib.h>
 
-#include "vectors.h"
+#include "products.h"
 
 #define BLOCK 48  // queries whose scores exist at a time; a multiple of TILE
 #define TILE 6    // rows of a product that are summed together
@@ -32,7 +32,8 @@ typedef struct {
 
 typedef struct {  // of a thread; widths are multiples of 16
     int64_t d, keys;                      // numbers in a row of the keys, and of the scores
-    float *k, *v, *kt, *vt, *of_k, *of_v;  // [longest + TILE, d], or [d, keys]
+    float *k, *v, *of_k, *of_v;            // [longest + TILE, d]
+    word *kt, *vt;                         // [d / 2, keys]
     float *q, *g, *o;                      // [BLOCK, d]
     float *p, *s;                          // [BLOCK, keys]
     const Run **path;                      // [longest]; runs whose keys are there, in order
@@ -106,21 +107,28 @@ static void scatter(const float *from, int64_t width, int64_t count, int64_t d, 
     }
 }
 
-// Rows [from, to) of x [.., width] as columns of t [width, keys].
-static void transpose(const float *x, int64_t width, int64_t from, int64_t to, float *t,
+// Words of `count` rows from `token` on as columns of t [d / 2, keys].
+static void transpose(Heads from, int64_t head, int64_t token, int64_t count, int64_t d, word *t,
                       int64_t keys) {
-    for (int64_t j = from; j < to; j++)
-        for (int64_t c = 0; c < width; c++) t[c * keys + j] = x[j * width + c];
+    int64_t step = from.token / 2;
+    const word *base = (const word *)(from.data + token * from.token + head * from.head);
+    for (int64_t j = 0; j < count; j += 16)
+        for (int64_t c = 0; c < d / 2; c++) {
+            __mmask16 m = lanes(j, count);
+            __m512i found = strided_words(m, base + j * step + c, step);
+            _mm512_mask_storeu_epi32(t + c * keys + j, m, found);
+        }
 }
 
-// Probabilities of a row of scores: of the first `seen`, zeros up to `end`.
-static void softmax(float *s, int64_t seen, int64_t end) {
+// Probabilities of a row of scores times `scale`: of the first `seen`, zeros up to `end`.
+static void softmax(float *s, int64_t seen, int64_t end, float scale) {
     __m512 high = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
     for (int64_t c = 0; c < seen; c += 16)
         high = _mm512_mask_max_ps(high, lanes(c, seen), high, _mm512_loadu_ps(s + c));
     high = _mm512_set1_ps(_mm512_reduce_max_ps(high));
     for (int64_t c = 0; c < seen; c += 16) {
-        __m512 e = exp16(_mm512_sub_ps(_mm512_loadu_ps(s + c), high));
+        __m512 e = _mm512_sub_ps(_mm512_loadu_ps(s + c), high);
+        e = exp16(_mm512_mul_ps(e, _mm512_set1_ps(scale)));
         e = _mm512_maskz_mov_ps(lanes(c, seen), e);
         sum = _mm512_add_ps(sum, e);
         _mm512_storeu_ps(s + c, e);
@@ -147,13 +155,20 @@ static void softmax_backward(const float *p, float *s, int64_t seen, int64_t end
     }
 }
 
+// s [count, end of keys] = rows from `token` on · t [d / 2, keys]
+static void scores(Heads rows, int64_t head, int64_t token, int64_t count, int64_t d, const word *t,
+                   int64_t keys, int64_t end, float *s) {
+    const word *at = (const word *)(rows.data + token * rows.token + head * rows.head);
+    words_product(s, keys, at, rows.token / 2, 1, t, keys, PANEL, count, end, d / 2, 0);
+}
+
 // Probabilities of `count` queries of a head from `token` on, the first of which sees `seen` keys.
 static void probabilities(const Attention *a, const Room *r, int64_t head, int64_t token,
                           int64_t count, int64_t seen) {
     int64_t end = upto(seen + count - 1, 16);
-    gather(a->q, head, token, count, a->d, r->d, (float)a->scale, r->q);
-    product(r->p, r->keys, r->q, r->d, 1, r->kt, r->keys, count, end, r->d, 0);
-    for (int64_t i = 0; i < count; i++) softmax(r->p + i * r->keys, seen + i, end + 16);
+    scores(a->q, head, token, count, a->d, r->kt, r->keys, end, r->p);
+    for (int64_t i = 0; i < count; i++)
+        softmax(r->p + i * r->keys, seen + i, end + 16, (float)a->scale);
 }
 
 static void block_forward(const Attention *a, const Room *r, int64_t head, int64_t token,
@@ -167,8 +182,9 @@ static void block_backward(const Attention *a, const Room *r, int64_t head, int6
                            int64_t count, int64_t seen) {
     int64_t all = seen + count - 1, end = upto(all, 16);
     probabilities(a, r, head, token, count, seen);
+    gather(a->q, head, token, count, a->d, r->d, (float)a->scale, r->q);
     gather(a->out, head, token, count, a->d, r->d, 1.0f, r->g);
-    product(r->s, r->keys, r->g, r->d, 1, r->vt, r->keys, count, end, r->d, 0);
+    scores(a->out, head, token, count, a->d, r->vt, r->keys, end, r->s);
     for (int64_t i = 0; i < count; i++) {
         int64_t at = i * r->keys;
         softmax_backward(r->p + at, r->s + at, seen + i, end + 16);
@@ -181,13 +197,15 @@ static void block_backward(const Attention *a, const Room *r, int64_t head, int6
 
 // The run's own keys and values, behind the `before` that are there.
 static void take_keys(const Attention *a, const Room *r, const Run *run, int64_t kv, int backward) {
-    int64_t count = run->end - run->start, all = run->before + count, at = run->before * r->d;
-    gather(a->k, kv, run->start, count, a->d, r->d, 1.0f, r->k + at);
-    gather(a->v, kv, run->start, count, a->d, r->d, 1.0f, r->v + at);
-    transpose(r->k, r->d, run->before, all, r->kt, r->keys);
-    if (!backward) return;
+    int64_t count = run->end - run->start, at = run->before * r->d;
+    transpose(a->k, kv, run->start, count, a->d, r->kt + run->before, r->keys);
+    if (!backward) {
+        gather(a->v, kv, run->start, count, a->d, r->d, 1.0f, r->v + at);
+        return;
+    }
     size_t bytes = (count + TILE) * r->d * sizeof(float);
-    transpose(r->v, r->d, run->before, all, r->vt, r->keys);
+    gather(a->k, kv, run->start, count, a->d, r->d, 1.0f, r->k + at);
+    transpose(a->v, kv, run->start, count, a->d, r->vt + run->before, r->keys);
     memset(r->of_k + at, 0, bytes);
     memset(r->of_v + at, 0, bytes);
 }
@@ -224,18 +242,25 @@ static void attend(const Attention *a, const Room *r, int64_t tree, int64_t kv, 
 static float *make_room(const Attention *a, int backward, Room *r) {
     r->d = upto(a->d, 16);
     r->keys = upto(a->longest, 16) + 16;
-    int64_t rows = (a->longest + TILE) * r->d, columns = r->d * r->keys;
+    int64_t rows = (a->longest + TILE) * r->d, columns = r->d / 2 * r->keys;
     int64_t queries = BLOCK * r->d, scores = BLOCK * r->keys;
-    int64_t both = 2 * rows + columns + 2 * queries + scores;
-    int64_t size = both + (backward ? 2 * rows + columns + queries + scores : 0);
+    int64_t both = rows + columns + queries + scores;
+    int64_t size = both + (backward ? 2 * rows + columns + 2 * queries + scores : 0);
     int64_t path = a->longest * (int64_t)(sizeof(Run *) / sizeof(float));
     float *room = calloc(path + size, sizeof(float)), *at = room + path;
     r->path = (const Run **)room;
-    float **const parts[] = {&r->k, &r->v, &r->kt, &r->q, &r->o, &r->p,
-                             &r->of_k, &r->of_v, &r->vt, &r->g, &r->s};
-    const int64_t sizes[] = {rows, rows, columns, queries, queries, scores,
-                             rows, rows, columns, queries, scores};
-    for (int i = 0; i < (backward ? 11 : 6); i++) *parts[i] = at, at += sizes[i];
+    r->k = r->v = at, at += rows;  // the backward pass needs k alone, the forward pass v
+    r->kt = (word *)at, at += columns;
+    r->o = at, at += queries;
+    r->p = at, at += scores;
+    if (backward) {
+        r->of_k = at, at += rows;
+        r->of_v = at, at += rows;
+        r->vt = (word *)at, at += columns;
+        r->q = at, at += queries;
+        r->g = at, at += queries;
+        r->s = at;
+    }
     return room;
 }
 

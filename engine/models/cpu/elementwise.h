@@ -87,32 +87,37 @@ void norm_backward(const bf16 *x, const bf16 *w, const float *scale, const bf16 
     }
 }
 
-// Rotary positions of x [rows, heads, d] by cos and sin [period, d], row r by row r mod period;
-// `back`: as the gradient is rotated.
+// Rotary positions of one token's x [heads, d] by its cos and sin [d]; `back`: as the gradient is
+// rotated. In place where out is x.
+INLINE void rotate_token(const bf16 *x, const bf16 *cos, const bf16 *sin, int64_t heads, int64_t d,
+                         int64_t back, bf16 *out) {
+    int64_t half = d / 2;
+    for (int64_t c = 0; c < half; c += 16) {
+        __mmask16 m = lanes(c, half);
+        __m512 cos0 = load_lanes(m, cos + c), cos1 = load_lanes(m, cos + half + c);
+        __m512 sin0 = load_lanes(m, sin + c), sin1 = load_lanes(m, sin + half + c);
+        __m512 of_b = back ? sin1 : _mm512_sub_ps(_mm512_setzero_ps(), sin0);
+        __m512 of_a = back ? _mm512_sub_ps(_mm512_setzero_ps(), sin0) : sin1;
+        for (int64_t at = c; at < heads * d; at += d) {
+            __m512 a = load_lanes(m, x + at), b = load_lanes(m, x + at + half);
+            __m512 first = _mm512_fmadd_ps(b, of_b, _mm512_mul_ps(a, cos0));
+            __m512 second = _mm512_fmadd_ps(a, of_a, _mm512_mul_ps(b, cos1));
+            store_lanes(out + at, m, first);
+            store_lanes(out + at + half, m, second);
+        }
+    }
+}
+
+// The same of x [rows, heads, d] by cos and sin [period, d], row r by row r mod period.
 void rotate(const bf16 *x, const bf16 *cos, const bf16 *sin, int64_t rows, int64_t heads, int64_t d,
             int64_t period, int64_t back, int64_t threads, bf16 *out) {
-    int64_t half = d / 2;
 #pragma omp parallel num_threads(threads)
     {
-        int64_t from, to;
+        int64_t from, to, width = heads * d;
         own_share(rows, 1, &from, &to);
         for (int64_t r = from; r < to; r++) {
-            const bf16 *c0 = cos + r % period * d, *s0 = sin + r % period * d;
-            for (int64_t c = 0; c < half; c += 16) {
-                __mmask16 m = lanes(c, half);
-                __m512 cos0 = load_lanes(m, c0 + c), cos1 = load_lanes(m, c0 + half + c);
-                __m512 sin0 = load_lanes(m, s0 + c), sin1 = load_lanes(m, s0 + half + c);
-                __m512 of_b = back ? sin1 : _mm512_sub_ps(_mm512_setzero_ps(), sin0);
-                __m512 of_a = back ? _mm512_sub_ps(_mm512_setzero_ps(), sin0) : sin1;
-                for (int64_t h = 0; h < heads; h++) {
-                    int64_t at = (r * heads + h) * d + c;
-                    __m512 a = load_lanes(m, x + at), b = load_lanes(m, x + at + half);
-                    __m512 first = _mm512_fmadd_ps(b, of_b, _mm512_mul_ps(a, cos0));
-                    __m512 second = _mm512_fmadd_ps(a, of_a, _mm512_mul_ps(b, cos1));
-                    store_lanes(out + at, m, first);
-                    store_lanes(out + at + half, m, second);
-                }
-            }
+            int64_t at = r % period * d;
+            rotate_token(x + r * width, cos + at, sin + at, heads, d, back, out + r * width);
         }
     }
 }

@@ -117,7 +117,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, packed: boo
     got = outputs_and_gradients(model, batch)
     for name, true in exact.items():
         error = (plain[name].float() - true).norm()
-        assert (got[name].float() - true).norm() <= 1.3 * error + 0.01 * true.norm(), name
+        assert (got[name].float() - true).norm() <= 1.3 * error + 0.02 * true.norm(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
