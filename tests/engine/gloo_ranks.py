@@ -1,19 +1,21 @@
-"""Real torch.distributed ranks on gloo for tests, each run on processes of its own.
+"""Real torch.distributed ranks on gloo for tests, in processes of their own.
 
 `run_ranks(4, function, *arguments)` calls `function(*arguments)` on ranks 0 to 3 of a process group
 and returns what each gave. The function must be importable (a test module's top level) and what
 goes in and out picklable. A rank that fails or hangs ends the processes, and is named.
 
 Ranks are forked from a copy of this process as it was before any test ran, so that they import next
-to nothing. They end with the run: each group that a test makes leaves a thread behind that wakes a
-hundred times a second.
+to nothing. They are kept for the next run as long as each run ends well and none of its groups
+stays: torch caches what it knows of a group, whose threads wake a hundred times a second.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
+import random
 import signal
 import socket
 import sys
@@ -29,6 +31,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 _LARGEST = 4
 
@@ -59,16 +65,20 @@ def run_ranks(
     _start(world_size)
     try:
         with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
-            for number, rank in enumerate(_ranks):
+            for number, rank in enumerate(_ranks[:world_size]):
                 rank.pipe.send(sys.path)  # before what is found by it
                 rank.pipe.send((function, arguments, number, world_size, folder))
-            return _collect(timeout_s)
-    finally:
+            results = _collect(timeout_s, world_size)
+    except BaseException:
         stop_ranks()
+        raise
+    if any(used for _, used in results):
+        stop_ranks()
+    return [value for value, _ in results]
 
 
-def _collect(timeout_s: float) -> list[Any]:
-    waiting = {rank.pipe: number for number, rank in enumerate(_ranks)}
+def _collect(timeout_s: float, world_size: int) -> list[Any]:
+    waiting = {rank.pipe: number for number, rank in enumerate(_ranks[:world_size])}
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
@@ -132,7 +142,7 @@ def _fork_ranks(control: socket.socket) -> NoReturn:
 def _start(world_size: int) -> None:
     copy_process()
     assert _forking is not None
-    for _ in range(world_size):
+    for _ in range(world_size - len(_ranks)):
         ours, theirs = Pipe()
         with theirs:
             socket.send_fds(_forking, [b"+"], [theirs.fileno()])
@@ -155,9 +165,27 @@ atexit.register(stop_ranks)
 
 
 def _serve(pipe: Connection) -> None:
+    drawn = random.getstate(), torch.get_rng_state()
     with contextlib.suppress(EOFError):
-        pipe.send(_receive(pipe))
-        pipe.recv()  # until the end comes
+        while True:
+            random.setstate(drawn[0])
+            torch.set_rng_state(drawn[1])
+            pipe.send(_receive(pipe))
+
+
+def _forget_groups() -> bool:
+    """Let go of a run's groups and what torch has cached for them; whether one is left."""
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    gc.collect()
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
+            names.append(file.read())
+    return any("gloo" in name for name in names)
 
 
 def _receive(pipe: Connection) -> tuple[bool, Any]:
@@ -178,6 +206,6 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
         dist.barrier()  # a rank that is done at once would break off others' connecting
         result = function(*arguments)
         dist.destroy_process_group()
-        return True, result
+        return True, (result, _forget_groups())
     except BaseException:
         return False, traceback.format_exc()

@@ -100,11 +100,14 @@ def packed_tokens(batch: Batch) -> int:
 
 def on_a_rank(layout: Layout, broken: int) -> tuple[Tensor, Any]:
     ranks = Ranks.form(layout)
-    with pytest.MonkeyPatch.context() as patch:
-        if ranks.rank == broken:
-            damage(patch)
-        subject = sharded(True, "llama", ranks)
-        return log_probs(subject), packing_of(subject.module)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if ranks.rank == broken:
+                damage(patch)
+            subject = sharded(True, "llama", ranks)
+            return log_probs(subject), packing_of(subject.module)
+    finally:
+        forget()
 
 
 def test_ranks_agree_to_pad() -> None:
