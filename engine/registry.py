@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
-
 from engine.errors import ConfigError
 
 T = TypeVar("T")
@@ -263,6 +261,8 @@ def _converted(value: object, kind: Any, where: str) -> object:
         return value
     if isinstance(value, bool) and kind in (int, float):
         raise ConfigError(f"{where}={value}: give a number, not true or false")
+    from pydantic import TypeAdapter, ValidationError  # which a reward's process starts without
+
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:

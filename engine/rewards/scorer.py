@@ -10,9 +10,8 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from engine.config import RewardConfig, RewardSpec
 from engine.redaction import redact_values
 from engine.rewards.combined import CombinedReward
 from engine.rewards.components import ordered_weights
@@ -21,6 +20,9 @@ from engine.rewards.registry import registered_reward, resolve_reward
 from engine.rewards.result import Scores
 from engine.rewards.runner import OnError, score
 from engine.rewards.threads import RewardScorer
+
+if TYPE_CHECKING:
+    from engine.config import RewardConfig, RewardSpec
 
 R = TypeVar("R")
 RIGHT = ("correct", "answer")  # components that say which completions are right
@@ -168,6 +170,7 @@ def scorer_identity(config: RewardConfig, code: str = "") -> str:
 
     `code` is a digest of the modules that rewards are in. Deadlines and processes don't count.
 
+    >>> from engine.config import RewardConfig
     >>> scorer_identity(RewardConfig())
     'answer_match'
     """
