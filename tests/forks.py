@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import select
@@ -35,6 +36,8 @@ _ADDRESS = "HYBRIDFLYTE_TESTS_LOADER"
 _LOADING_S = 300.0
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}  # some tests train one when they are loaded
 _TASKS = "/proc/self/task"
+# What tests load when they run, slowly beside all else: wandb looks through all modules.
+_LOADED_LATER = ("scipy.signal", "wandb.sdk.launch.inputs.internal")
 # jemalloc, in pyarrow, holds its locks during a fork; flytekit's loop is idle, one for a process.
 _ABLE_TO_FORK = ("jemalloc_bg_thd", "MainThread : loop-runner")
 _LOAD = "import sys; sys.path[:] = {path!r}; import forks; forks.run(forks.serve())"
@@ -120,6 +123,9 @@ def serve() -> Callable[[], object]:
     threads = _Threads()
     # Uncaptured: libraries keep the streams that they find when they are imported.
     pytest.main([*sys.argv[2:], "-n0", "--collect-only", "-s"], plugins=[threads])
+    for name in _LOADED_LATER:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     _read_constants()
     faulthandler.cancel_dump_traceback_later()
     threads.refuse()
