@@ -32,6 +32,8 @@ def csv_rows(file: BinaryIO, name: str, delimiter: str) -> Iterator[Numbered]:
         header = next(rows, [])
     except csv.Error as error:
         raise DataError(f"{name}: its header can't be read ({error}); write it again") from None
+    if not _is_utf8("".join(header)):
+        raise DataError(f"{name}: its header is not UTF-8; write the file in that encoding")
     if len(set(header)) < len(header) or not all(cell.strip() for cell in header):
         raise DataError(
             f"{name}: the header {header!r:.200} must name each column once; write one as the "

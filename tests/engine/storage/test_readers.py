@@ -123,6 +123,7 @@ def test_the_same_rows_come_from_every_format(tmp_path: Path) -> None:
     [
         ("d.csv", b"a,a\n1,2\n", "the header .* must name each column once"),
         ("d.csv", b"a,b\n", "has no rows"),
+        ("d.csv", b"caf\xe9\n1\n", "its header is not UTF-8; write the file in that encoding"),
         ("d.json", b'{"a": 1}', "is no array of objects"),
         ("d.json", b"[{]", "not valid JSON"),
         ("d.json", b"[]", "has no rows"),
