@@ -24,7 +24,7 @@ _LARGEST = 1 << 19  # elements of a matrix; beyond, oneDNN's products are the fa
 
 _MLP = (
     *("x", "gate", "up", "down", "gated", "raised", "out", "above"),
-    *("of_gate", "of_up", "of_down"),
+    *("of_gate", "of_up", "of_down", "residual"),
 )
 _AFFINE = ("weight", "bias", "out", "above", "of_weight", "of_bias")
 
@@ -66,12 +66,19 @@ def takes(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] 
 
 
 def mlp(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, keep: bool
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    residual: Tensor | None = None,
+    *,
+    keep: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """down(silu(gate(x)) · up(x)) of rows x [n, H]; with `keep` also gate(x) and up(x)."""
+    """residual + down(silu(gate(x)) · up(x)) of rows x [n, H]; with `keep` also gate(x) and
+    up(x)."""
     out = torch.empty_like(x)
     gated, raised = (x.new_empty(len(x), len(gate)) if keep else None for _ in range(2))
-    every = (x, gate, up, down, gated, raised, out, None, None, None, None)
+    every = (x, gate, up, down, gated, raised, out, None, None, None, None, residual)
     _call("mlp_forward", _mlp_of(every))
     return out, gated, raised
 
@@ -88,7 +95,7 @@ def mlp_gradients(
     """Gradients of x and, in float32, of the three `matrices`; `kept`: gate(x) and up(x)."""
     of_x = torch.empty_like(x) if to_x else None
     found = [torch.empty_like(m, dtype=torch.float32) if to_weights else None for m in matrices]
-    every = [x, *matrices, *kept, of_x, above, *found]
+    every = [x, *matrices, *kept, of_x, above, *found, None]
     _call("mlp_backward", _mlp_of(every))
     return [of_x, *found]
 

@@ -157,7 +157,10 @@ def _layer_forward(
     attended, _ = attention(hidden_states=normed, read=read, **kwargs)
     residual = residual if read is None else read.of(residual)
     residual, normed = add_norm(residual, attended, norms[1])
-    return residual + module.mlp(normed)
+    mlp = module.mlp
+    if mlp._forward_hooks or mlp._forward_pre_hooks or mlp._backward_hooks:
+        return residual + mlp(normed)
+    return mlp(normed, residual=residual)
 
 
 def _norm_forward(module: Any, plain: Callable[..., Any], hidden_states: Tensor) -> Any:
@@ -166,12 +169,17 @@ def _norm_forward(module: Any, plain: Callable[..., Any], hidden_states: Tensor)
     return rms_norm(hidden_states, module.weight, module.variance_epsilon)
 
 
-def _mlp_forward(module: Any, plain: Callable[..., Any], x: Tensor) -> Any:
+def _mlp_forward(
+    module: Any, plain: Callable[..., Any], x: Tensor, residual: Tensor | None = None
+) -> Any:
+    """As the module's own, plus `residual`, where it is given."""
     matrices = [module.gate_proj, module.up_proj, module.down_proj]
     if all(_is_plain(linear) and linear.bias is None for linear in matrices):
-        return gated_mlp(x, *(linear.weight for linear in matrices))
+        gate, up, down = (linear.weight for linear in matrices)
+        return gated_mlp(x, gate, up, down, residual)
     gate, up = _project(x, matrices[:2])
-    return module.down_proj(silu_product(gate, up))
+    out = module.down_proj(silu_product(gate, up))
+    return out if residual is None else residual + out
 
 
 def _attention_forward(

@@ -74,9 +74,11 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """down(silu(gate(x)) · up(x)) of three matrices [out, in]."""
-    out: Tensor = _GatedMLP.apply(x, gate, up, down, torch.is_grad_enabled())
+def gated_mlp(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, residual: Tensor | None = None
+) -> Tensor:
+    """residual + down(silu(gate(x)) · up(x)) of three matrices [out, in]."""
+    out: Tensor = _GatedMLP.apply(x, gate, up, down, residual, torch.is_grad_enabled())
     return out
 
 
@@ -245,23 +247,32 @@ class _GatedMLP(torch.autograd.Function):
     """Keeps the outputs of gate and up; silu and the product are computed again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, keep: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        residual: Tensor | None,
+        keep: bool,
+    ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        ctx.compiled = cpu_products.takes(rows, [gate, up, down])
+        ctx.compiled = cpu_products.takes(rows, [gate, up, down], [residual])
         if ctx.compiled:
-            out, *kept = cpu_products.mlp(rows, gate, up, down, keep=keep)
+            out, *kept = cpu_products.mlp(rows, gate, up, down, residual, keep=keep)
             ctx.save_for_backward(x, gate, up, down, *kept)
             return out.view(x.shape)
         gated, raised = linear(rows, gate), linear(rows, up)
         ctx.save_for_backward(x, gate, up, down, gated, raised)
-        out = linear(_gated(gated, raised), down)
-        return out.view(*x.shape[:-1], down.shape[0])
+        out = linear(_gated(gated, raised), down).view(*x.shape[:-1], down.shape[0])
+        return out if residual is None else residual + out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         x, gate, up, down, gated, raised = ctx.saved_tensors
-        to_x, to_gate, to_up, to_down, _ = ctx.needs_input_grad
+        to_x, to_gate, to_up, to_down, to_residual, _ = ctx.needs_input_grad
+        of_residual = gradients[0] if to_residual else None
         rows = x.reshape(-1, x.shape[-1])
         above = gradients[0].reshape(-1, down.shape[0])
         if ctx.compiled:
@@ -273,11 +284,12 @@ class _GatedMLP(torch.autograd.Function):
                 to_x=to_x,
                 to_weights=to_gate or to_up or to_down,
             )
-            return None if of_rows is None else of_rows.view(x.shape), *found, None
+            of_x = None if of_rows is None else of_rows.view(x.shape)
+            return of_x, *found, of_residual, None
         of_product = input_gradient(above, down)
         of_gated, of_raised, product = _gated_gradients(gated, raised, of_product, to_down)
         of_down = None if product is None else weight_gradient(above, product)
-        of_x: Tensor | None = None
+        of_x = None
         if to_x:
             of_x = input_gradient(of_raised, up, input_gradient(of_gated, gate)).view(x.shape)
         return (
@@ -285,6 +297,7 @@ class _GatedMLP(torch.autograd.Function):
             weight_gradient(of_gated, rows) if to_gate else None,
             weight_gradient(of_raised, rows) if to_up else None,
             of_down,
+            of_residual,
             None,
         )
 

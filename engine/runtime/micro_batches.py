@@ -35,7 +35,8 @@ def micro_batches(
     """
     for index in _cut(batch, max_tokens, packing):
         rows = torch.tensor(index)
-        yield rows, trim(batch.rows(rows))
+        every = index == list(range(len(batch)))
+        yield rows, trim(batch if every else batch.rows(rows))
 
 
 def _cut(batch: Batch, max_tokens: int, packing: Packing) -> list[list[int]]:

@@ -134,8 +134,11 @@ class Optimizer:
         if self._ranks is None or self._ranks.mesh is None:
             if self._compiled is None:
                 return float(nn.utils.clip_grad_norm_(self.parameters, self._clip))
-            norm = float(
-                nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+            found = [p.grad for p in self.parameters if p.grad is not None]
+            norm = (
+                float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found))))
+                if found
+                else 0.0
             )
             self._compiled.factor = min(1.0, self._clip / (norm + 1e-6))
             return norm
@@ -198,6 +201,8 @@ class Optimizer:
             self._move_state(list(self._named), to_device=True)
 
     def _move_state(self, names: list[str], *, to_device: bool) -> None:
+        if self._compiled is not None:
+            return  # all of it is in CPU memory
         for name in names:
             stored, device = self._stored[name], local_tensor(self._named[name]).device
             state = self._rule.state.get(stored, {})

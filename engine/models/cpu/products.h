@@ -138,6 +138,7 @@ typedef struct {
     bf16 *out;                         // [rows, hidden]; backward: gradient of x, or NULL
     const bf16 *above;                 // backward alone, as what follows: of `out`
     float *of_gate, *of_up, *of_down;  // all or none
+    const bf16 *residual;              // forward alone: what `out` is added to, or NULL
     int64_t rows, hidden, inner, threads;
 } Mlp;
 
@@ -160,7 +161,13 @@ INLINE void store_rows(const float *from, int64_t count, int64_t width, bf16 *to
     for (int64_t i = 0; i < count * width; i += 16) store16(to + i, _mm512_load_ps(from + i));
 }
 
-// out = down(silu(gate(x)) · up(x)); returns 0 where there was no memory.
+INLINE void add_residual(const float *from, int64_t count, int64_t width, const bf16 *residual,
+                         bf16 *to) {
+    for (int64_t i = 0; i < count * width; i += 16)
+        store16(to + i, _mm512_add_ps(load16(residual + i), rounded(_mm512_load_ps(from + i))));
+}
+
+// out = residual + down(silu(gate(x)) · up(x)); returns 0 where there was no memory.
 int64_t mlp_forward(const Mlp *m) {
     int64_t h = m->hidden, n = m->inner, outer = panels(n, h / 2), last = panels(h, n / 2);
     word *gate = room_for(2 * outer + last), *up = gate + outer, *down = up + outer;
@@ -187,7 +194,8 @@ int64_t mlp_forward(const Mlp *m) {
                 words_product(o, h, (word *)p, INNER / 2, 1, down + c / 2 * PANEL, PANEL,
                               PANEL * (n / 2), count, h, width / 2, c > 0);
             }
-            store_rows(o, count, h, m->out + r * h);
+            if (m->residual) add_residual(o, count, h, m->residual + r * h, m->out + r * h);
+            else store_rows(o, count, h, m->out + r * h);
         }
         free(g);
     }

@@ -59,6 +59,11 @@ def test_a_gated_mlp_and_its_gradients(rows: int, width: int, inner: int, thread
         check(mine.grad, their.grad, 0.006)
     with torch.no_grad():  # which keeps nothing
         assert torch.equal(gated_mlp(ours[0], ours[1], ours[2], ours[3]), got)
+    residual = drawn(1, rows, width, seed=3)
+    added = gated_mlp(*(tensor.detach() for tensor in ours), residual)
+    assert torch.equal(added, residual + got)
+    (of_residual,) = torch.autograd.grad(added, residual, above)
+    assert torch.equal(of_residual, above)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
