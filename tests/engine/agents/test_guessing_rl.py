@@ -22,7 +22,7 @@ def test_a_search_is_learned(tmp_path: Path, estimator: str) -> None:
         {
             "algorithm": {"adv_estimator": estimator},
             "actor": {
-                "optim": {"lr": 2e-3, "weight_decay": 0.0, "warmup_ratio": 0.0},
+                "optim": {"lr": 1e-3, "weight_decay": 0.0, "warmup_ratio": 0.0},
                 "use_kl_loss": False,
             },
             "rollout": {
