@@ -9,7 +9,7 @@ loop (`cpu/head.h`) reads logits as they are. The same statistics of logits that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from engine.models import cpu_kernels
+from engine.models import cpu_kernels, cpu_products
 from engine.models.products import input_gradient, linear, recurring_size, weight_gradient
 
 _CPU_ELEMENTS = 1 << 24  # logits of a chunk
@@ -129,7 +129,7 @@ class _Head(torch.autograd.Function):
         hidden, weight, bias, targets, entropies, sums, kept = ctx.saved_tensors
         asked: _Asked = ctx.asked
         of_log_probs, of_entropy = (gradient.contiguous() for gradient in gradients[:2])
-        to_hidden, to_weight, to_bias, *_ = ctx.needs_input_grad
+        wanted = to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if to_hidden else None
         # Of two chunks or more, sums in float32.
         grad_weight = _zeros(weight, of_log_probs.dtype) if to_weight else None
@@ -142,12 +142,12 @@ class _Head(torch.autograd.Function):
                     read = read if cpu_kernels.takes(read) else _log_softmax(read, asked)
                 of_chunk = (of_log_probs[at], entropies[at], of_entropy[at])
                 slope = _slope(read, targets[at], sums[at], *of_chunk, asked).to(weight.dtype)
-                if grad_hidden is not None:
-                    grad_hidden[at] = input_gradient(slope, weight)
-                if grad_weight is not None:
-                    grad_weight += weight_gradient(slope, hidden[at])
-                if grad_bias is not None:
-                    grad_bias += slope.sum(0, dtype=grad_bias.dtype)
+                of_hidden, *others = _gradients(slope, hidden[at], weight, wanted)
+                if grad_hidden is not None and of_hidden is not None:
+                    grad_hidden[at] = of_hidden
+                for whole, part in zip((grad_weight, grad_bias), others, strict=True):
+                    if whole is not None and part is not None:
+                        whole += part
         return (
             grad_hidden,
             grad_weight,
@@ -158,8 +158,28 @@ class _Head(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if cpu_products.takes(hidden, [weight], [bias]):
+        [out] = cpu_products.linears(hidden, [weight], [bias])
+        return out
     with torch.autocast(hidden.device.type, enabled=False):
         return linear(hidden, weight, bias)
+
+
+def _gradients(
+    slope: Tensor, hidden: Tensor, weight: Tensor, wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Of hidden states, weight and bias, where they are wanted, by those of logits."""
+    to_hidden, to_weight, to_bias = wanted
+    if cpu_products.takes(hidden, [weight], [slope]):
+        of_hidden, others = cpu_products.linear_gradients(
+            hidden, [weight], [slope], to_x=to_hidden, to_weights=[to_weight], to_biases=[to_bias]
+        )
+        return of_hidden, *others
+    return (
+        input_gradient(slope, weight) if to_hidden else None,
+        weight_gradient(slope, hidden) if to_weight else None,
+        slope.sum(0, dtype=torch.promote_types(slope.dtype, torch.float32)) if to_bias else None,
+    )
 
 
 def _statistics(

@@ -39,6 +39,7 @@ class _Call(ctypes.Structure):
         *((name, c_int64) for name in _COUNTS),
         ("scale", c_double),
         *((name, _Heads) for name in _TENSORS),
+        ("softmax", c_void_p),
     ]
 
 
@@ -108,25 +109,26 @@ def compiled_attention(
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps no scores: the backward pass computes the probabilities again."""
+    """Keeps two numbers a query of its scores: the backward pass computes the others again."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...], scale: float
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.runs, ctx.scale = runs, scale
         out = _like(query)
-        _attend(runs, scale, [query, key, value, out.transpose(1, 2)])
+        softmax = torch.empty(*out.shape[1:3], 2)
+        ctx.save_for_backward(query, key, value, softmax)
+        ctx.runs, ctx.scale = runs, scale
+        _attend(runs, scale, softmax, [query, key, value, out.transpose(1, 2)])
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        [above], every = gradients, list(ctx.saved_tensors)
+        [above], (*inputs, softmax) = gradients, ctx.saved_tensors
         above = above if _in_words(above) else above.contiguous()
-        found = [_like(tensor).transpose(1, 2) for tensor in every]
-        _attend(ctx.runs, ctx.scale, [*every, above.transpose(1, 2), *found])
+        found = [_like(tensor).transpose(1, 2) for tensor in inputs]
+        _attend(ctx.runs, ctx.scale, softmax, [*inputs, above.transpose(1, 2), *found])
         return *found, None, None
 
 
@@ -140,7 +142,9 @@ def _like(tensor: Tensor) -> Tensor:
     return tensor.new_empty(1, tensor.shape[2], tensor.shape[1], tensor.shape[3])
 
 
-def _attend(runs: tuple[Run, ...], scale: float, tensors: Sequence[Tensor]) -> None:
+def _attend(
+    runs: tuple[Run, ...], scale: float, softmax: Tensor, tensors: Sequence[Tensor]
+) -> None:
     """Forward of four tensors [1, heads, T, d], backward of seven."""
     found, plan = library(), _plan(runs)
     assert found is not None  # `takes_compiled` was asked
@@ -150,6 +154,7 @@ def _attend(runs: tuple[Run, ...], scale: float, tensors: Sequence[Tensor]) -> N
         plan.runs.data_ptr(), plan.trees.data_ptr(), len(plan.trees) - 1, plan.longest,
         heads, kv_heads, d, torch.get_num_threads(), scale,
         *(_Heads(t.data_ptr(), t.stride(2), t.stride(1)) for t in tensors),
+        softmax=softmax.data_ptr(),
     )  # fmt: skip
     if not found.packed_attention(ctypes.byref(call), len(tensors) > 4):
         raise MemoryError("no memory for attention: give micro-batches fewer tokens")

@@ -9,6 +9,7 @@ here has a gradient: `fused_functions` calls these. Attention is in `compiled_at
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -31,7 +32,7 @@ def library() -> ctypes.CDLL | None:
     found.norm_forward.argtypes = [p, p, p, n, n, c_double, n, p, p, p]
     found.norm_backward.argtypes = [p, p, p, p, p, n, n, n, p, p]
     found.column_sums.argtypes = [p, n, n, n, p]
-    found.adamw.argtypes = [p, p, n, n, p, p, p, p]
+    found.adamw.argtypes = [p, p, n, n]
     found.rotate.argtypes = [p, p, p, n, n, n, n, n, n, p]
     found.silu_product.argtypes = [p, p, n, n, p]
     found.silu_product_backward.argtypes = [p, p, p, n, n, p, p, p]
@@ -166,16 +167,22 @@ class AdamSettings(ctypes.Structure):
     ]
 
 
-def adamw(
-    settings: AdamSettings, gradient: Tensor, master: Tensor, m: Tensor, v: Tensor, working: Tensor
-) -> None:
-    """Update float32 `master` and moments, and `working`, its bfloat16 weights: all contiguous."""
-    count = master.numel()
-    _library().adamw(
-        ctypes.byref(settings), gradient.data_ptr(), count,
-        torch.get_num_threads() if count >= _NUMBERS_OF_TWO else 1,
-        master.data_ptr(), m.data_ptr(), v.data_ptr(), working.data_ptr(),
-    )  # fmt: skip
+class _Trained(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("gradient", "master", "m", "v", "working")),
+        ("count", c_int64),
+    ]
+
+
+def adamw(settings: AdamSettings, tensors: Sequence[tuple[Tensor, ...]]) -> None:
+    """Of each (gradient, master, m, v, working) update the float32 master, its moments, and its
+    bfloat16 weights: all contiguous."""
+    made = (_Trained * len(tensors))()
+    for index, parts in enumerate(tensors):
+        made[index] = _Trained(*(part.data_ptr() for part in parts), parts[0].numel())
+    count = sum(gradient.numel() for gradient, *_ in tensors)
+    threads = torch.get_num_threads() if count >= _NUMBERS_OF_TWO else 1
+    _library().adamw(ctypes.byref(settings), made, len(made), threads)
 
 
 def _library() -> ctypes.CDLL:

@@ -60,7 +60,8 @@ def rotated_linears(
     """x [B, L, in] through linear layers to [B, L, heads, d]; all but the last are then rotated."""
     weights, biases = zip(*affines, strict=True)
     shape = (*x.shape[:-1], -1, cos.shape[-1])
-    if cpu_products.takes(x, weights, biases) and cpu_kernels.takes(cos, sin):
+    whole = all(len(weight) % cpu_products.STEP == 0 for weight in weights)
+    if whole and cpu_products.takes(x, weights, biases) and cpu_kernels.takes(cos, sin):
         flat = [tensor for affine in affines for tensor in affine]
         rotary = cpu_products.Rotary(cos, sin, len(affines) - 1)
         return tuple(out.view(shape) for out in _Linears.apply(x, rotary, *flat))

@@ -6,6 +6,7 @@ otherwise. Its state is that of torch's AdamW.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,28 +37,34 @@ class CompiledAdamW(torch.optim.AdamW):
         """Update every master that has a gradient."""
         assert closure is None
         for group in self.param_groups:
-            for master in group["params"]:
-                if master.grad is not None:
-                    self._update(master, group)
+            masters = [master for master in group["params"] if master.grad is not None]
+            self._update(masters, group)
 
-    def _update(self, master: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[master]
+    def _update(self, masters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        by_step = defaultdict[float, list[tuple[Tensor, ...]]](list)
+        for master in masters:
+            assert master.grad is not None
+            gradient, state = master.grad.float().contiguous(), self._state_of(master)
+            state["step"] += 1
+            moments, working = (state["exp_avg"], state["exp_avg_sq"]), self._working[master]
+            every = (gradient, master, *moments, local_tensor(working))
+            by_step[float(state["step"])].append(every)
+        beta1, beta2 = group["betas"]
+        for step, tensors in by_step.items():
+            settings = cpu_kernels.AdamSettings(
+                self.factor, group["lr"], beta1, beta2, group["eps"], group["weight_decay"],
+                1 - beta1**step, 1 - beta2**step,
+            )  # fmt: skip
+            cpu_kernels.adamw(settings, tensors)
+        increment_version([self._working[master] for master in masters])
+
+    def _state_of(self, master: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(master)
             state["exp_avg_sq"] = torch.zeros_like(master)
-        state["step"] += 1
-        step, (beta1, beta2) = float(state["step"]), group["betas"]
-        settings = cpu_kernels.AdamSettings(
-            self.factor, group["lr"], beta1, beta2, group["eps"], group["weight_decay"],
-            1 - beta1**step, 1 - beta2**step,
-        )  # fmt: skip
-        assert master.grad is not None
-        gradient = master.grad.float().contiguous()
-        moments = state["exp_avg"], state["exp_avg_sq"]
-        parameter = self._working[master]
-        cpu_kernels.adamw(settings, gradient, master, *moments, local_tensor(parameter))
-        increment_version(parameter)
+        return state
 
 
 def takes_masters(working: Mapping[Tensor, nn.Parameter], count: int) -> bool:

@@ -61,7 +61,7 @@ class Inputs:
             values |= {"start": plan.start, "start_digest": plan.start_digest, "config": plan.sft}
         else:
             task = rl.rl_stage
-            values |= {"warm_start": self.warm_start, "data": plan.data}
+            values |= {"warm_start": self.warm_start, "data": plan.data, "reward_model": None}
             values |= {"config": plan.rl, "lora": plan.lora, "dtype": plan.rl_dtype}
         hints = task.python_interface.inputs
         assert set(values) == set(hints)

@@ -1,4 +1,4 @@
-// AdamW of one tensor in one pass: gradients are scaled, and the rounded weights written, on the way.
+// AdamW in one pass: gradients are scaled, and the rounded weights written, on the way.
 
 #pragma once
 
@@ -10,9 +10,17 @@ typedef struct {
     double correction1, correction2;  // 1 − beta^step
 } Adam;
 
+typedef struct {
+    const float *gradient;
+    float *master, *m, *v;
+    bf16 *working;
+    int64_t count;
+} Trained;
+
 // master −= rate · (decay · master + m / correction1 / (√(v / correction2) + eps)); working = master
-void adamw(const Adam *a, const float *gradient, int64_t count, int64_t threads, float *master,
-           float *m, float *v, bf16 *working) {
+static void adamw_one(const Adam *a, const Trained *one) {
+    const float *gradient = one->gradient;
+    float *master = one->master, *m = one->m, *v = one->v;
     const __m512 factor = _mm512_set1_ps((float)a->factor), eps = _mm512_set1_ps((float)a->eps);
     const __m512 beta1 = _mm512_set1_ps((float)a->beta1), beta2 = _mm512_set1_ps((float)a->beta2);
     const __m512 new1 = _mm512_set1_ps((float)(1.0 - a->beta1));
@@ -20,28 +28,31 @@ void adamw(const Adam *a, const float *gradient, int64_t count, int64_t threads,
     const __m512 kept = _mm512_set1_ps((float)(1.0 - a->rate * a->decay));
     const __m512 size = _mm512_set1_ps((float)(a->rate / a->correction1));
     const __m512 root = _mm512_set1_ps((float)(1.0 / sqrt(a->correction2)));
-#pragma omp parallel num_threads(threads)
-    {
-        int64_t from, to;
-        own_share(count, 64, &from, &to);
-        for (int64_t i = from; i < to; i += 16) {
-            __mmask16 here = lanes(i, to);
-            fetch(gradient + i + AHEAD);
-            fetch(m + i + AHEAD);
-            fetch(v + i + AHEAD);
-            fetch(master + i + AHEAD);
-            __m512 g = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, gradient + i), factor);
-            __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, m + i), beta1);
-            __m512 y = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, v + i), beta2);
-            x = _mm512_fmadd_ps(g, new1, x);
-            y = _mm512_fmadd_ps(_mm512_mul_ps(g, g), new2, y);
-            __m512 below = _mm512_fmadd_ps(_mm512_sqrt_ps(y), root, eps);
-            __m512 w = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, master + i), kept);
-            w = _mm512_fnmadd_ps(size, _mm512_div_ps(x, below), w);
-            _mm512_mask_storeu_ps(m + i, here, x);
-            _mm512_mask_storeu_ps(v + i, here, y);
-            _mm512_mask_storeu_ps(master + i, here, w);
-            store_lanes(working + i, here, w);
-        }
+    int64_t from, to;
+    own_share(one->count, 64, &from, &to);
+    for (int64_t i = from; i < to; i += 16) {
+        __mmask16 here = lanes(i, to);
+        fetch(gradient + i + AHEAD);
+        fetch(m + i + AHEAD);
+        fetch(v + i + AHEAD);
+        fetch(master + i + AHEAD);
+        __m512 g = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, gradient + i), factor);
+        __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, m + i), beta1);
+        __m512 y = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, v + i), beta2);
+        x = _mm512_fmadd_ps(g, new1, x);
+        y = _mm512_fmadd_ps(_mm512_mul_ps(g, g), new2, y);
+        __m512 below = _mm512_fmadd_ps(_mm512_sqrt_ps(y), root, eps);
+        __m512 w = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, master + i), kept);
+        w = _mm512_fnmadd_ps(size, _mm512_div_ps(x, below), w);
+        _mm512_mask_storeu_ps(m + i, here, x);
+        _mm512_mask_storeu_ps(v + i, here, y);
+        _mm512_mask_storeu_ps(master + i, here, w);
+        store_lanes(one->working + i, here, w);
     }
+}
+
+// Of `count` tensors.
+void adamw(const Adam *a, const Trained *tensors, int64_t count, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+    for (int64_t t = 0; t < count; t++) adamw_one(a, tensors + t);
 }

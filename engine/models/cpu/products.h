@@ -1,7 +1,7 @@
 // Linear layers and the gated MLP in training, forward and backward: matrix products of bfloat16 with
-// float32 sums, and what lies between them while it is in a core's cache. Widths are multiples of 16.
-// Two numbers that one instruction multiplies with two others are a word: neighbours of a row, or one
-// below the other.
+// float32 sums, and what lies between them while it is in a core's cache. Widths are multiples of 16,
+// but for outputs of linear layers that are not rotated. Two numbers that one instruction multiplies
+// with two others are a word: neighbours of a row, or one below the other.
 
 #pragma once
 
@@ -88,33 +88,69 @@ static void pair_rows(const bf16 *m, int64_t width, int64_t from, int64_t to, wo
         }
 }
 
-// A matrix m [depth · 2, width] as panels, a row below the next; the threads share its rows.
-static void panels_of_rows(const bf16 *m, int64_t width, int64_t depth, word *out) {
-#pragma omp for schedule(static)
+INLINE int64_t upto(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// A matrix m [rows, width] as panels, a row below the next, and zeros up to a multiple of 16 rows. As
+// in the functions that follow, the threads share the work, and don't wait for each other at its end.
+static void panels_of_rows(const bf16 *m, int64_t width, int64_t rows, word *out) {
+    int64_t depth = upto(rows, 16) / 2;
+#pragma omp for schedule(static) nowait
     for (int64_t r = 0; r < depth; r++)
         for (int64_t c = 0; c < width; c += 16) {
-            __m256i a = _mm256_loadu_si256((const __m256i *)(m + 2 * r * width + c));
-            __m256i b = _mm256_loadu_si256((const __m256i *)(m + (2 * r + 1) * width + c));
+            const bf16 *from = m + 2 * r * width + c;
+            __m256i a = {0}, b = {0};
+            if (2 * r < rows) a = _mm256_loadu_si256((const __m256i *)from);
+            if (2 * r + 1 < rows) b = _mm256_loadu_si256((const __m256i *)(from + width));
             int64_t at = c / PANEL * PANEL * depth + r * PANEL + c % PANEL;
             _mm512_storeu_si512(out + at, below(a, b));
         }
 }
 
-// Those of sixteen words, `step` apart, that m has.
-INLINE __m512i strided_words(__mmask16 m, const word *from, int64_t step) {
-    __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    __m512i at = _mm512_mullo_epi32(lane, _mm512_set1_epi32((int)step));
-    return _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), m, at, from, 4);
+// Columns of up to 16 rows of up to 16 words, `step` apart, to rows that are `to_step` apart.
+INLINE void transpose16(const word *from, int64_t step, int64_t rows, int64_t columns, word *to,
+                        int64_t to_step) {
+    __m512i r[16], t[16];
+    __mmask16 there = lanes(0, columns), out = lanes(0, rows);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+        r[i] = _mm512_maskz_loadu_epi32(i < rows ? there : 0, from + (i < rows ? i : 0) * step);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {  // of four rows, column 4 · lane + k to r[i + k]
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+        __m512i even = _mm512_shuffle_i32x4(r[k], r[4 + k], 0x88);
+        __m512i odd = _mm512_shuffle_i32x4(r[k], r[4 + k], 0xDD);
+        __m512i even2 = _mm512_shuffle_i32x4(r[8 + k], r[12 + k], 0x88);
+        __m512i odd2 = _mm512_shuffle_i32x4(r[8 + k], r[12 + k], 0xDD);
+        t[k] = _mm512_shuffle_i32x4(even, even2, 0x88);
+        t[4 + k] = _mm512_shuffle_i32x4(odd, odd2, 0x88);
+        t[8 + k] = _mm512_shuffle_i32x4(even, even2, 0xDD);
+        t[12 + k] = _mm512_shuffle_i32x4(odd, odd2, 0xDD);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+        if (i < columns) _mm512_mask_storeu_epi32(to + i * to_step, out, t[i]);
 }
 
 // Its transpose, of m [width, depth · 2].
 static void panels_of_columns(const bf16 *m, int64_t width, int64_t depth, word *out) {
     const word *from = (const word *)m;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t c = 0; c < width; c += 16)
-        for (int64_t r = 0; r < depth; r++) {
+        for (int64_t r = 0; r < depth; r += 16) {
             int64_t at = c / PANEL * PANEL * depth + r * PANEL + c % PANEL;
-            _mm512_storeu_si512(out + at, strided_words(0xFFFF, from + c * depth + r, depth));
+            transpose16(from + c * depth + r, depth, least(16, width - c), least(16, depth - r),
+                        out + at, PANEL);
         }
 }
 
@@ -123,12 +159,13 @@ INLINE void *room_for(int64_t words) { return aligned_alloc(64, (size_t)(words /
 // to[count]: the sum of what each thread has, `size` numbers apart.
 static void sum_shares(const float *shares, int64_t size, int64_t count, float *to) {
     int64_t threads = omp_get_num_threads();
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < count; i += 16) {
-        __m512 sum = _mm512_loadu_ps(shares + i);
+        __mmask16 m = lanes(i, count);
+        __m512 sum = _mm512_maskz_loadu_ps(m, shares + i);
         for (int64_t t = 1; t < threads; t++)
-            sum = _mm512_add_ps(sum, _mm512_loadu_ps(shares + t * size + i));
-        _mm512_storeu_ps(to + i, sum);
+            sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(m, shares + t * size + i));
+        _mm512_mask_storeu_ps(to + i, m, sum);
     }
 }
 
@@ -181,6 +218,7 @@ int64_t mlp_forward(const Mlp *m) {
         panels_of_columns(m->gate, n, h / 2, gate);
         panels_of_columns(m->up, n, h / 2, up);
         panels_of_columns(m->down, h, n / 2, down);
+#pragma omp barrier
         own_share(m->rows, STRIP, &from, &to);
         if (!g) failed = 1, to = from;
         for (int64_t r = from; r < to; r += SOME) {
@@ -293,9 +331,10 @@ int64_t mlp_backward(const Mlp *m) {
             float *room = make_mlp_room(m, &t), *own = shares + 3 * size * omp_get_thread_num();
             int64_t from, to;
             t.of_gate = own, t.of_up = own + size, t.of_down = own + 2 * size;
-            panels_of_rows(m->down, n, h / 2, down);
-            panels_of_rows(m->gate, h, n / 2, gate);
-            panels_of_rows(m->up, h, n / 2, up);
+            panels_of_rows(m->down, n, h, down);
+            panels_of_rows(m->gate, h, n, gate);
+            panels_of_rows(m->up, h, n, up);
+#pragma omp barrier
             own_share(m->rows, STRIP, &from, &to);
             if (!room) failed = 1, to = from;
             if (from == to) memset(own, 0, 3 * size * sizeof(float));
@@ -343,9 +382,10 @@ static void rotate_part(const Linears *l, const bf16 *x, int64_t first, int64_t 
 INLINE void store_affine(const float *from, int64_t rows, int64_t width, const bf16 *bias, bf16 *to,
                          int64_t ld) {
     for (int64_t c = 0; c < width; c += 16) {
-        __m512 b = bias ? load16(bias + c) : _mm512_setzero_ps();
+        __mmask16 m = lanes(c, width);
+        __m512 b = bias ? load_lanes(m, bias + c) : _mm512_setzero_ps();
         for (int64_t r = 0; r < rows; r++)
-            store16(to + r * ld + c, _mm512_add_ps(_mm512_load_ps(from + r * INNER + c), b));
+            store_lanes(to + r * ld + c, m, _mm512_add_ps(_mm512_load_ps(from + r * INNER + c), b));
     }
 }
 
@@ -361,6 +401,7 @@ int64_t linears_forward(const Linears *l) {
             int64_t from, to, at = 0;
             for (int64_t k = 0; k < l->count; at += panels(l->parts[k++].width, depth))
                 panels_of_columns(l->parts[k].weight, l->parts[k].width, depth, weights + at);
+#pragma omp barrier
             own_share(l->rows, STRIP, &from, &to);
             for (int64_t r = from; r < to; r += SOME) {
                 int64_t count = least(SOME, to - r);
@@ -371,7 +412,7 @@ int64_t linears_forward(const Linears *l) {
                     for (int64_t c = 0; c < p->width; c += INNER) {
                         int64_t width = least(INNER, p->width - c);
                         words_product(some, INNER, x, depth, 1, w + c * depth, PANEL, PANEL * depth,
-                                      count, width, depth, 0);
+                                      count, upto(width, 16), depth, 0);
                         store_affine(some, count, width, p->bias ? p->bias + c : NULL, out + c,
                                      p->width);
                     }
@@ -384,13 +425,23 @@ int64_t linears_forward(const Linears *l) {
     return !failed;
 }
 
-// of[width] (+)= the sums over `count` rows.
-static void add_rows(const bf16 *rows, int64_t count, int64_t width, float *of, int add) {
+// of[width] (+)= the sums over `count` rows, `ld` apart.
+static void add_rows(const bf16 *rows, int64_t ld, int64_t count, int64_t width, float *of,
+                     int add) {
     for (int64_t c = 0; c < width; c += 16) {
-        __m512 sum = add ? _mm512_loadu_ps(of + c) : _mm512_setzero_ps();
-        for (int64_t r = 0; r < count; r++) sum = _mm512_add_ps(sum, load16(rows + r * width + c));
-        _mm512_storeu_ps(of + c, sum);
+        __mmask16 m = lanes(c, width);
+        __m512 sum = add ? _mm512_maskz_loadu_ps(m, of + c) : _mm512_setzero_ps();
+        for (int64_t r = 0; r < count; r++)
+            sum = _mm512_add_ps(sum, load_lanes(m, rows + r * ld + c));
+        _mm512_mask_storeu_ps(of + c, m, sum);
     }
+}
+
+// Rows with zeros behind them up to a multiple of 16.
+static void pad_rows(const bf16 *rows, int64_t count, int64_t width, bf16 *to) {
+    for (int64_t r = 0, ld = upto(width, 16); r < count; r++)
+        for (int64_t c = 0; c < width; c += 16)
+            store16(to + r * ld + c, load_lanes(lanes(c, width), rows + r * width + c));
 }
 
 // A block of rows; `weights` are panels, `sums` the gradients of weights and biases so far.
@@ -404,18 +455,17 @@ static void linears_block(const Linears *l, const word *weights, float *sums, wo
     for (int64_t k = 0; k < l->count; k++) {
         const Affine *p = l->parts + k;
         const bf16 *above = p->above + first * p->width;
-        int64_t depth = p->width / 2, wide = p->width + PAD;
-        if (p->rotated) {
-            rotate_part(l, above, first, count, p->width, 1, turned);
-            above = turned;
-        }
-        pair_rows(above, p->width, 0, count, top);
+        int64_t even = upto(p->width, 16), depth = even / 2, wide = even + PAD;
+        if (p->rotated) rotate_part(l, above, first, count, p->width, 1, turned);
+        else if (even != p->width) pad_rows(above, count, p->width, turned);
+        if (p->rotated || even != p->width) above = turned;
+        pair_rows(above, even, 0, count, top);
         if (l->of_x)
             words_product(of_x, l->in, (const word *)above, depth, 1, weights, PANEL,
                           PANEL * depth, count, l->in, depth, k > 0);
         if (p->of_weight)
             words_product(sums, l->in, top, 1, wide, x, ld, PANEL, p->width, l->in, pairs, add);
-        if (p->of_bias) add_rows(above, count, p->width, sums + p->width * l->in, add);
+        if (p->of_bias) add_rows(above, even, count, p->width, sums + p->width * l->in, add);
         weights += panels(l->in, depth), sums += p->width * (l->in + 1);
     }
     if (l->of_x) store_rows(of_x, count, l->in, l->of_x + first * l->in);
@@ -424,9 +474,9 @@ static void linears_block(const Linears *l, const word *weights, float *sums, wo
 int64_t linears_backward(const Linears *l) {
     int64_t size = 0, held = 0, widest = 0;
     for (int64_t k = 0; k < l->count; k++) {
-        int64_t width = l->parts[k].width;
-        size += width * (l->in + 1), held += panels(l->in, width / 2);
-        widest = widest > width ? widest : width;
+        int64_t width = l->parts[k].width, even = upto(width, 16);
+        size += width * (l->in + 1), held += panels(l->in, even / 2);
+        widest = widest > even ? widest : even;
     }
     word *weights = room_for(held);
     float *shares = room_for(size * l->threads);
@@ -438,8 +488,12 @@ int64_t linears_backward(const Linears *l) {
             word *room = room_for(own);
             float *sums = shares + size * omp_get_thread_num();
             int64_t from, to, at = 0;
-            for (int64_t k = 0; k < l->count; at += panels(l->in, l->parts[k++].width / 2))
-                panels_of_rows(l->parts[k].weight, l->in, l->parts[k].width / 2, weights + at);
+            for (int64_t k = 0; k < l->count; k++) {
+                int64_t width = l->parts[k].width;
+                panels_of_rows(l->parts[k].weight, l->in, width, weights + at);
+                at += panels(l->in, upto(width, 16) / 2);
+            }
+#pragma omp barrier
             own_share(l->rows, STRIP, &from, &to);
             if (!room) failed = 1, to = from;
             if (from == to) memset(sums, 0, size * sizeof(float));

@@ -71,8 +71,8 @@ def test_a_gated_mlp_and_its_gradients(rows: int, width: int, inner: int, thread
 def test_linear_layers_and_their_gradients(rows: int, width: int, out: int, threads: int) -> None:
     torch.set_num_threads(threads)
     x = drawn(1, rows, width)
-    weights = [drawn(n, width, seed=n, scale=width**-0.5) for n in (out, 32, 16)]
-    biases = [drawn(out, seed=5), None, drawn(16, seed=6)]
+    weights = [drawn(n, width, seed=n, scale=width**-0.5) for n in (out, 32, 79)]
+    biases = [drawn(out, seed=5), None, drawn(79, seed=6)]
     above = [drawn(1, rows, len(w), seed=7) for w in weights]
     leaves = [x, *weights, *(bias for bias in biases if bias is not None)]
     for leaf in leaves[1:]:
@@ -156,7 +156,9 @@ def test_other_tensors_go_another_way() -> None:
     assert cpu_products.takes(x, [w], [None])
     assert not cpu_products.takes(x.float(), [w.float()])
     assert not cpu_products.takes(x[:0], [w])
-    assert not cpu_products.takes(x, [w[:20]]), "not a multiple of sixteen"
+    assert cpu_products.takes(x, [w[:21]])
+    narrow = [drawn(4, 40).detach(), drawn(32, 40).detach()]
+    assert not cpu_products.takes(narrow[0], narrow[1:]), "not a multiple of sixteen"
     assert not cpu_products.takes(x.T.contiguous().T, [w])
     assert not cpu_products.takes(x, [w], [drawn(32).detach().float()])
     large = torch.empty(1024, 1024, dtype=torch.bfloat16)
