@@ -19,11 +19,11 @@ from engine.models.packing import (
     Packing,
     is_worthwhile,
     pack_rows,
-    packed_size,
     packing_of,
     same_prompts,
     worthwhile_tree,
 )
+from engine.models.prefix_tree import prompt_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +112,11 @@ def pack(
     if not packing or seqs.lengths is None or seqs.prompts is None:
         return None
     lengths = torch.maximum(seqs.lengths - 1, seqs.prompts)
-    tree = worthwhile_tree(seqs.input_ids, lengths.tolist(), seqs.prompts)
-    if packing == "auto":
-        groups = same_prompts(seqs.input_ids, seqs.prompts)
-        tokens = packed_size(groups, lengths.tolist(), seqs.prompts.tolist())
-        tokens = tokens if tree is None else tree.size(lengths.tolist())
-        if not is_worthwhile(packing, tokens, seqs.input_ids.numel()):
-            return None
+    ends, own = lengths.tolist(), seqs.prompts.tolist()
+    by_prompt = prompt_tree(same_prompts(seqs.input_ids, seqs.prompts), own)
+    tree = worthwhile_tree(seqs.input_ids, ends, own, by_prompt) or by_prompt
+    if not is_worthwhile(packing, tree.size(ends), seqs.input_ids.numel()):
+        return None
     device = next(model.parameters()).device
     ids, prompts = seqs.input_ids.to(device), seqs.prompts.to(device)
     recurring = device.type == "cpu"

@@ -93,11 +93,14 @@ def takes_compiled(query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, .
     every = (query, key, value)
     if not all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in every):
         return False
-    if not all(map(_in_words, every)) or library() is None:
-        return False
+    return all(map(_in_words, every)) and library() is not None and takes_runs(runs, key.shape[1])
+
+
+def takes_runs(runs: tuple[Run, ...], kv_heads: int) -> bool:
+    """Whether rows are short enough, and enough for all threads."""
     if (plan := _plan(runs)) is None or plan.longest > _LONGEST:
         return False
-    return (len(plan.trees) - 1) * key.shape[1] >= torch.get_num_threads()
+    return (len(plan.trees) - 1) * kv_heads >= torch.get_num_threads()
 
 
 def compiled_attention(
@@ -108,6 +111,30 @@ def compiled_attention(
     return out
 
 
+def attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...], scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `compiled_attention`, without a gradient; and what `attention_gradients` needs of it."""
+    out = _like(query)
+    softmax = torch.empty(*out.shape[1:3], 2)
+    _attend(runs, scale, softmax, [query, key, value, out.transpose(1, 2)])
+    return out, softmax
+
+
+def attention_gradients(
+    inputs: Sequence[Tensor],
+    softmax: Tensor,
+    above: Tensor,
+    runs: tuple[Run, ...],
+    scale: float,
+) -> list[Tensor]:
+    """Of query, key and value, the `inputs`, by that of the output: [1, T, heads, d] each."""
+    found = [_like(tensor) for tensor in inputs]
+    turned = [tensor.transpose(1, 2) for tensor in (above, *found)]
+    _attend(runs, scale, softmax, [*inputs, *turned])
+    return found
+
+
 class _Attention(torch.autograd.Function):
     """Keeps two numbers a query of its scores: the backward pass computes the others again."""
 
@@ -115,11 +142,9 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...], scale: float
     ) -> Tensor:
-        out = _like(query)
-        softmax = torch.empty(*out.shape[1:3], 2)
+        out, softmax = attention_forward(query, key, value, runs, scale)
         ctx.save_for_backward(query, key, value, softmax)
         ctx.runs, ctx.scale = runs, scale
-        _attend(runs, scale, softmax, [query, key, value, out.transpose(1, 2)])
         return out
 
     @staticmethod
@@ -127,9 +152,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         [above], (*inputs, softmax) = gradients, ctx.saved_tensors
         above = above if _in_words(above) else above.contiguous()
-        found = [_like(tensor).transpose(1, 2) for tensor in inputs]
-        _attend(ctx.runs, ctx.scale, softmax, [*inputs, above.transpose(1, 2), *found])
-        return *found, None, None
+        found = attention_gradients(inputs, softmax, above, ctx.runs, ctx.scale)
+        return *(tensor.transpose(1, 2) for tensor in found), None, None
 
 
 def _in_words(tensor: Tensor) -> bool:

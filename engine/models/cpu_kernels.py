@@ -31,6 +31,7 @@ def library() -> ctypes.CDLL | None:
     p, n = c_void_p, c_int64
     found.norm_forward.argtypes = [p, p, p, n, n, c_double, n, p, p, p]
     found.norm_backward.argtypes = [p, p, p, p, p, n, n, n, p, p]
+    found.spread_rows.argtypes = [p, p, n, n, n, n, p]
     found.column_sums.argtypes = [p, n, n, n, p]
     found.adamw.argtypes = [p, p, n, n]
     found.rotate.argtypes = [p, p, p, n, n, n, n, n, n, p]
@@ -110,6 +111,15 @@ def silu_product_gradients(
         torch.get_num_threads(), of_gate.data_ptr(), above.data_ptr(), _address(out),
     )  # fmt: skip
     return of_gate, above, out
+
+
+def spread_rows(x: Tensor, index: Tensor, tokens: int) -> Tensor:
+    """[T, W] with rows of x [N, W] at `index` [N] long, all different, and zeros elsewhere."""
+    out = x.new_empty(tokens, x.shape[1])
+    _library().spread_rows(
+        x.data_ptr(), index.data_ptr(), *x.shape, tokens, torch.get_num_threads(), out.data_ptr()
+    )
+    return out
 
 
 def column_sums(x: Tensor) -> Tensor:

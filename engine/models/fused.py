@@ -1,35 +1,29 @@
 """The Llama family's training forward with fewer passes over memory, on the model's own parameters.
 
-`apply_fused` gives norms, attention and MLP of one model instance forwards of ours. They compute
-what transformers' do; backward is written out, so that a sum of gradients is part of a matrix
-product, and what a pass can compute again is not kept. What attends (SDPA, packed rows, Ulysses) is
-the module's own choice as before. The functions are in `fused_functions`, their matrix products in
-`products`. On the CPU only: a GPU has better ways.
+`apply_fused` gives norms, rotary positions, attention, MLP and the layers of one model instance
+forwards of ours, those of `fused_forwards`, and says whether they compute what transformers' do. On
+the CPU only: a GPU has better ways.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.models import cpu_kernels
-from engine.models.fused_functions import (
-    add_norm,
-    gated_mlp,
-    linears,
-    rms_norm,
-    rotate,
-    rotated_linears,
-    silu_product,
+from engine.models.fused_forwards import (
+    FusedForward,
+    attention_forward,
+    is_fused,
+    is_sharded,
+    layer_forward,
+    mlp_forward,
+    norm_forward,
+    rotary_forward,
 )
-from engine.models.rows_read import RowsRead
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +40,7 @@ def apply_fused(model: Any) -> bool:
     computes something else than transformers' when it is tried here.
     """
     layers = _layers(model)
-    if not layers or _is_fused(layers[0].mlp):
+    if not layers or is_fused(layers[0].mlp):
         return bool(layers)
     if not _agrees(layers[0], model):
         log.warning(
@@ -67,20 +61,8 @@ def gains_by_fusion(dtype: torch.dtype) -> bool:
 def remove_fused(model: Any) -> None:
     """Give `model` transformers' forwards back."""
     for module in model.modules():
-        if _is_fused(module):
+        if is_fused(module):
             _restore(module)
-
-
-class _Fused:
-    """A forward method that takes the place of a module's own, `plain`, where it can."""
-
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        self.plain, self._module, self._run = module.forward, module, run
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_autocast_enabled("cpu"):  # it chooses dtypes by operation
-            return self.plain(*args, **kwargs)
-        return self._run(self._module, self.plain, *args, **kwargs)
 
 
 def _layers(model: Any) -> list[Any]:
@@ -88,7 +70,7 @@ def _layers(model: Any) -> list[Any]:
     if getattr(getattr(model, "config", None), "model_type", None) not in _FAMILIES:
         return []
     body = _body(model)
-    if not all(p.device.type == "cpu" and not _is_sharded(p) for p in body.parameters()):
+    if not all(p.device.type == "cpu" and not is_sharded(p) for p in body.parameters()):
         return []
     layers = list(body.layers)
     return layers if all(_is_gated(layer.mlp) for layer in layers) else []
@@ -100,28 +82,27 @@ def _body(model: Any) -> Any:
 
 
 def _parts(layers: list[Any], body: Any) -> list[nn.Module]:
-    """Norms, attentions, MLPs and the layers themselves."""
-    norms = [m for m in body.modules() if type(m).__name__.endswith("RMSNorm")]
+    """Norms, rotary positions, attentions, MLPs and the layers themselves."""
+    own = ("RMSNorm", "RotaryEmbedding")
+    norms = [m for m in body.modules() if type(m).__name__.endswith(own)]
     return [*norms, *(part for layer in layers for part in (layer.self_attn, layer.mlp, layer))]
 
 
 def _fuse(module: Any) -> None:
     if type(module).__name__.endswith("RMSNorm"):
-        module.forward = _Fused(module, _norm_forward)
+        module.forward = FusedForward(module, norm_forward)
+    elif type(module).__name__.endswith("RotaryEmbedding"):
+        module.forward = FusedForward(module, rotary_forward)
     elif hasattr(module, "self_attn"):
-        module.forward = _Fused(module, _layer_forward)
+        module.forward = FusedForward(module, layer_forward)
     elif hasattr(module, "gate_proj"):
-        module.forward = _Fused(module, _mlp_forward)
+        module.forward = FusedForward(module, mlp_forward)
     else:
-        module.forward = _Fused(module, _attention_forward)
+        module.forward = FusedForward(module, attention_forward)
 
 
 def _restore(module: Any) -> None:
     del module.__dict__["forward"]
-
-
-def _is_fused(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get("forward"), _Fused)
 
 
 def _is_gated(mlp: Any) -> bool:
@@ -136,130 +117,7 @@ def takes_rows_read(model: Any) -> bool:
     Its forward then takes `read`, a `RowsRead`, and the last hidden states are those of its rows.
     """
     layers = _body(model).layers if hasattr(_body(model), "layers") else []
-    return bool(layers) and _is_fused(layers[-1]) and not torch.is_autocast_enabled("cpu")
-
-
-def _layer_forward(
-    module: Any,
-    plain: Callable[..., Any],
-    hidden_states: Tensor,
-    *args: Any,
-    read: RowsRead | None = None,
-    **kwargs: Any,
-) -> Any:
-    attention, norms = module.self_attn, (module.input_layernorm, module.post_attention_layernorm)
-    if attention.layer_idx < attention.config.num_hidden_layers - 1:
-        read = None
-    if args or any(norm._forward_hooks or norm._forward_pre_hooks for norm in norms):
-        out = plain(hidden_states, *args, **kwargs)
-        return out if read is None else read.of(out)
-    residual, normed = add_norm(hidden_states, None, norms[0])
-    attended, _ = attention(hidden_states=normed, read=read, **kwargs)
-    residual = residual if read is None else read.of(residual)
-    residual, normed = add_norm(residual, attended, norms[1])
-    mlp = module.mlp
-    if mlp._forward_hooks or mlp._forward_pre_hooks or mlp._backward_hooks:
-        return residual + mlp(normed)
-    return mlp(normed, residual=residual)
-
-
-def _norm_forward(module: Any, plain: Callable[..., Any], hidden_states: Tensor) -> Any:
-    if hidden_states.dtype != module.weight.dtype:
-        return plain(hidden_states)
-    return rms_norm(hidden_states, module.weight, module.variance_epsilon)
-
-
-def _mlp_forward(
-    module: Any, plain: Callable[..., Any], x: Tensor, residual: Tensor | None = None
-) -> Any:
-    """As the module's own, plus `residual`, where it is given."""
-    matrices = [module.gate_proj, module.up_proj, module.down_proj]
-    if all(_is_plain(linear) and linear.bias is None for linear in matrices):
-        gate, up, down = (linear.weight for linear in matrices)
-        return gated_mlp(x, gate, up, down, residual)
-    gate, up = _project(x, matrices[:2])
-    out = module.down_proj(silu_product(gate, up))
-    return out if residual is None else residual + out
-
-
-def _attention_forward(
-    module: Any,
-    plain: Callable[..., Any],
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    read: RowsRead | None = None,
-    **kwargs: Any,
-) -> Any:
-    """As the module's own, which decodes with a cache by itself; outputs are those of `read`."""
-    cos, sin = position_embeddings
-    if past_key_values is not None or cos.shape[-1] != module.head_dim:
-        out, weights = plain(
-            hidden_states=hidden_states,
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
-        return (out if read is None else read.of(out)), weights
-    shape = hidden_states.shape[:-1]
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [B, L, 1, d]
-    query, key, value = _queries_keys_values(module, hidden_states, cos, sin)
-    attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(
-        module.config._attn_implementation,
-        sys.modules[type(module).__module__].eager_attention_forward,
-    )
-    out, weights = attend(
-        module,
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attention_mask,
-        dropout=module.attention_dropout if module.training else 0.0,
-        scaling=module.scaling,
-        sliding_window=getattr(
-            module, "sliding_window", getattr(module.config, "sliding_window", None)
-        ),
-        **kwargs,
-    )
-    out = out.reshape(*shape, -1)
-    (out,) = _project(out if read is None else read.of(out), [module.o_proj])
-    return out, weights
-
-
-def _queries_keys_values(module: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """[B, L, heads, d] each, with rotary positions where they belong."""
-    projections = [module.q_proj, module.k_proj, module.v_proj]
-    norms = hasattr(module, "q_norm")
-    if not norms and all(map(_is_plain, projections)):
-        return rotated_linears(x, [(each.weight, each.bias) for each in projections], cos, sin)
-    query, key, value = (
-        out.view(*x.shape[:-1], -1, module.head_dim) for out in _project(x, projections)
-    )
-    if norms:
-        query, key = module.q_norm(query), module.k_norm(key)
-    return rotate(query, cos, sin), rotate(key, cos, sin), value
-
-
-def _project(x: Tensor, modules: list[Any]) -> tuple[Tensor, ...]:
-    """`x` through linear layers that share it; adapted and quantised ones run by themselves."""
-    if all(_is_plain(linear) for linear in modules):
-        return linears(x, [(linear.weight, linear.bias) for linear in modules])
-    return tuple(linear(x) for linear in modules)
-
-
-def _is_plain(linear: Any) -> bool:
-    return (
-        type(linear) is nn.Linear
-        and not linear._forward_hooks
-        and not linear._forward_pre_hooks
-        and not _is_sharded(linear.weight)
-    )
-
-
-def _is_sharded(parameter: Any) -> bool:
-    return isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor)
+    return bool(layers) and is_fused(layers[-1]) and not torch.is_autocast_enabled("cpu")
 
 
 def _agrees(layer: Any, model: Any) -> bool:
@@ -288,7 +146,7 @@ def _agrees(layer: Any, model: Any) -> bool:
                 found += [out.detach().float(), grad.float()]
     finally:
         for part in parts:
-            if _is_fused(part):
+            if is_fused(part):
                 _restore(part)
         layer.train(training)
     tolerance = 1e-4 if weight.dtype == torch.float32 else 0.05

@@ -137,21 +137,15 @@ def same_prompts(ids: Tensor, prompts: Tensor) -> list[list[int]]:
     return list(groups.values())
 
 
-def packed_size(
-    groups: Sequence[Sequence[int]], lengths: Sequence[int], prompts: Sequence[int]
-) -> int:
-    """Tokens of packed rows that make up those groups."""
-    return sum(lengths) - sum((len(group) - 1) * prompts[group[0]] for group in groups)
-
-
-def worthwhile_tree(ids: Tensor, lengths: Sequence[int], prompts: Tensor) -> PrefixTree | None:
-    """The tree of left-aligned rows, where it has fewer tokens than common prompts alone leave.
+def worthwhile_tree(
+    ids: Tensor, lengths: Sequence[int], prompts: Sequence[int], by_prompt: PrefixTree
+) -> PrefixTree | None:
+    """The tree of left-aligned rows, where it has fewer tokens than `by_prompt`, their prompts'.
 
     So has one of an episode's branches, and of prompts with a long beginning in common.
     """
-    shares = packed_size(same_prompts(ids, prompts), lengths, prompts.tolist())
-    tree = prefix_tree(ids, lengths, prompts.tolist())
-    return tree if tree.size(lengths) <= WORTHWHILE * shares else None
+    tree = prefix_tree(ids, lengths, prompts)
+    return tree if tree.size(lengths) <= WORTHWHILE * by_prompt.size(lengths) else None
 
 
 def is_worthwhile(packing: Packing, tokens: int, positions: int) -> bool:
@@ -257,6 +251,13 @@ class _Unpacked:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+def attends_packed(attention: Any) -> bool:
+    """Whether the attention module, given segments, calls `packed_attention`."""
+    if attention.config._attn_implementation != _NAME:
+        return False
+    return not getattr(attention, _OWN)._attn_implementation.startswith("flash")
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.models import cpu_kernels
 from engine.models.products import recurring_size
 
 
@@ -32,23 +33,28 @@ class RowsRead:
 
     def of(self, x: Tensor) -> Tensor:
         """Of x [1, T, H] those rows: [1, N, H]."""
-        out: Tensor = _TakeRows.apply(x, self.index, self.count)
+        out: Tensor = _TakeRows.apply(x, self)
         return out
+
+    def back(self, above: Tensor, tokens: int) -> Tensor:
+        """Gradients [T, H] of all tokens by those [N, H] of what is read.
+
+        No two rows are added up, where index_select's backward pass is made for that.
+        """
+        index, above = self.index[: self.count], above[: self.count]
+        if cpu_kernels.takes(above):
+            return cpu_kernels.spread_rows(above, index, tokens)
+        out = above.new_zeros(tokens, above.shape[1])
+        return out.index_copy_(0, index, above)
 
 
 class _TakeRows(torch.autograd.Function):
-    """No two rows are added up in the backward pass, where index_select's is made for that."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, count: int) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.tokens, ctx.count = x.shape[1], count
-        return x[0].index_select(0, index)[None]
+    def forward(ctx: Any, x: Tensor, read: RowsRead) -> Tensor:
+        ctx.read, ctx.tokens = read, x.shape[1]
+        return x[0].index_select(0, read.index)[None]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        [above], [index] = gradients, ctx.saved_tensors
-        out = above.new_zeros(1, ctx.tokens, above.shape[2])
-        out[0].index_copy_(0, index[: ctx.count], above[0, : ctx.count])
-        return out, None, None
+        return ctx.read.back(gradients[0][0], ctx.tokens)[None], None

@@ -17,10 +17,10 @@ from engine.models.alignment import left_align
 from engine.models.packing import (
     Packing,
     is_worthwhile,
-    packed_size,
     same_prompts,
     worthwhile_tree,
 )
+from engine.models.prefix_tree import prompt_tree
 
 
 def micro_batches(
@@ -46,16 +46,16 @@ def _cut(batch: Batch, max_tokens: int, packing: Packing) -> list[list[int]]:
     if not packing or not lengths:
         return padded
     prompts = mask[:, : mask.shape[1] - width].sum(1)
-    ids = left_align(batch).input_ids
+    ids, own = left_align(batch).input_ids, prompts.tolist()
+    groups = same_prompts(ids, prompts)
+    by_prompt = prompt_tree(groups, own)
     positions = sum(len(rows) * max(lengths[i] for i in rows) for rows in padded)
-    tree = worthwhile_tree(ids, lengths, prompts)
+    tree = worthwhile_tree(ids, lengths, own, by_prompt)
     if tree is not None and is_worthwhile(packing, tree.size(lengths), positions):
         return prefix_tree_batches(tree.order, tree.shared, lengths, max_tokens)
-    groups = same_prompts(ids, prompts)
-    tokens = packed_size(groups, lengths, prompts.tolist())
-    if not is_worthwhile(packing, tokens, positions):
+    if not is_worthwhile(packing, by_prompt.size(lengths), positions):
         return padded
-    return shared_prompt_batches(groups, lengths, prompts.tolist(), max_tokens)
+    return shared_prompt_batches(groups, lengths, own, max_tokens)
 
 
 def trim(batch: Batch) -> Batch:

@@ -192,3 +192,18 @@ void silu_product_backward(const bf16 *gate, const bf16 *up, const bf16 *above, 
         }
     }
 }
+
+// to[tokens, width]: row r of `from` [count, width] at index[r], zeros elsewhere.
+void spread_rows(const bf16 *from, const int64_t *index, int64_t count, int64_t width,
+                 int64_t tokens, int64_t threads, bf16 *to) {
+    size_t row = width * sizeof(bf16);
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, last;
+        own_share(tokens, 1, &first, &last);
+        memset(to + first * width, 0, (last - first) * row);
+#pragma omp barrier
+        own_share(count, 1, &first, &last);
+        for (int64_t r = first; r < last; r++) memcpy(to + index[r] * width, from + r * width, row);
+    }
+}

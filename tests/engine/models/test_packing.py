@@ -25,9 +25,9 @@ from engine.models.packing import (
     apply_packing,
     pack_rows,
     packed_forward,
-    packed_size,
     same_prompts,
 )
+from engine.models.prefix_tree import prompt_tree
 from engine.models.products import recurring_size
 from engine.models.token_statistics import token_statistics
 from engine.parallel.fsdp import run_forward, shard_model
@@ -107,7 +107,7 @@ def test_tokens_are_counted_before_they_are_packed(groups: tuple[Tensor, Tensor,
     ids, lengths, prompts = groups
     found = same_prompts(ids, prompts)
     assert sorted(row for rows in found for row in rows) == list(range(len(ids)))
-    counted = packed_size(found, lengths.tolist(), prompts.tolist())
+    counted = prompt_tree(found, prompts.tolist()).size(lengths.tolist())
     assert counted == pack_rows(ids, lengths, prompts).input_ids.numel()
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from engine.data.bucketing import prefix_tree_batches
 from engine.models import alignment, packed_attention
 from engine.models.forward import response_log_probs
-from engine.models.packing import apply_packing, pack_rows, worthwhile_tree
-from engine.models.prefix_tree import prefix_tree
+from engine.models.packing import apply_packing, pack_rows, same_prompts, worthwhile_tree
+from engine.models.prefix_tree import prefix_tree, prompt_tree
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,7 +76,9 @@ def test_completions_of_one_turn_are_laid_out_as_before() -> None:
     seqs = alignment.left_align(shared_prompts_batch())
     assert seqs.lengths is not None
     assert seqs.prompts is not None
-    assert worthwhile_tree(seqs.input_ids, seqs.lengths.tolist(), seqs.prompts) is None
+    prompts, lengths = seqs.prompts.tolist(), seqs.lengths.tolist()
+    by_prompt = prompt_tree(same_prompts(seqs.input_ids, seqs.prompts), prompts)
+    assert worthwhile_tree(seqs.input_ids, lengths, prompts, by_prompt) is None
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gpt2"])
