@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -111,6 +112,7 @@ def _launch_ray(
     if not ray.is_initialized():
         init_ray(init_options(placement, os.environ))
     require_capacity(placement.pools, _nodes(), placement.strategy)
+    deadline = time.monotonic() + placement.start_timeout_s
     options = iter(_reserve(placement, closing))
     run = f"hybridflyte-{placement.run}{'-' if placement.run else ''}{uuid.uuid4().hex[:6]}"
     actor_class: Any = ray.remote(RayHost)
@@ -147,7 +149,7 @@ def _launch_ray(
         for actor, zero in zip(actors, rank_zeros, strict=True)
     ]
     labels = {ref: f"{name}its start" for ref, name in zip(built, names, strict=True)}
-    wait_all(labels, placement.start_timeout_s)
+    wait_all(labels, placement.start_timeout_s, until=deadline)
 
     def spans() -> list[Span]:
         refs: list[ObjectRef[list[Span]]] = [actor.spans.remote() for actor in actors]

@@ -35,17 +35,22 @@ class RolloutProcess:
 
 
 class RolloutProcesses:
-    """At most one running process a worker; others may be starting or closing."""
+    """At most one running process a worker; others may be starting or closing.
+
+    Each process that has started is closed in the end, or its share of a Ray cluster stays taken.
+    """
 
     def __init__(self, spawn: Callable[[str, int], Roles], workers: int) -> None:
         self._spawn = spawn
         self._starting: dict[tuple[str, int], futures.Future[Roles]] = {}
-        self._threads = futures.ThreadPoolExecutor(2 * workers, "rollout-start")
+        self._starters = futures.ThreadPoolExecutor(2 * workers, "rollout-start")
+        self._closing: list[futures.Future[None]] = []
+        self._closers = futures.ThreadPoolExecutor(2 * workers, "rollout-close")
         self.running: dict[str, RolloutProcess] = {}
 
     def start(self, name: str, attempt: int) -> None:
         """Start a process; `poll_started` tells when it is up."""
-        self._starting[name, attempt] = self._threads.submit(self._spawn, name, attempt)
+        self._starting[name, attempt] = self._starters.submit(self._spawn, name, attempt)
 
     def poll_started(self) -> Iterator[tuple[str, int, Roles | BaseException]]:
         """Processes that have started since the last call, or the error of each that failed."""
@@ -59,7 +64,7 @@ class RolloutProcesses:
 
     def close_unused(self, roles: Roles) -> None:
         """Close the roles of a process that is not needed any more, without waiting."""
-        self._threads.submit(roles.close)
+        self._closing.append(self._closers.submit(roles.close))
 
     def kill(self, name: str) -> None:
         """Close a worker's running process, if any, without waiting."""
@@ -68,12 +73,14 @@ class RolloutProcesses:
             self.close_unused(process.roles)
 
     def close(self, timeout_s: float) -> None:
-        """Close all processes, also those that are still starting."""
+        """Close all processes. What takes longer goes on: those that are still starting, too."""
         for starting in self._starting.values():
             starting.add_done_callback(_close_late)
-        closing = [self._threads.submit(p.roles.close) for p in self.running.values()]
-        futures.wait(closing, timeout=timeout_s)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for name in list(self.running):
+            self.kill(name)
+        self._starters.shutdown(wait=False, cancel_futures=True)
+        futures.wait(self._closing, timeout=timeout_s)
+        self._closers.shutdown(wait=False)
 
 
 def spans_of(processes: list[RolloutProcess]) -> list[Span]:

@@ -2,7 +2,7 @@
 
 Between its compiled functions a layer of a small model is Python, modules and autograd's nodes, on
 one thread; here it is one node. The numbers are those of the parts in `fused_functions`, to the
-bit. `fused` calls it for layers without adapters and hooks.
+bit. `fused_forwards` calls it for layers without adapters and hooks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def takes_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> bool:
 
 
 def compiled_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> Tensor:
-    """The layer's outputs [1, N, H] of `call.read`, or of all T tokens of x [1, T, H]."""
+    """The layer's outputs [1, N, H] of `call.read`, or of all T tokens of x [1, T, H].
+
+    All is bfloat16 on the CPU, as `takes_layer` has found; the gradient of a gradient is an error.
+    """
     affines = zip(weights.projections, weights.biases, strict=True)
     flat = [tensor for affine in affines for tensor in affine]
     out: Tensor = _Layer.apply(
@@ -69,6 +72,8 @@ def compiled_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> Tensor:
 
 
 class _Layer(torch.autograd.Function):
+    """What its passes share are the tensors that it saves, in the order of the forward pass."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -126,8 +131,8 @@ class _Layer(torch.autograd.Function):
         )  # fmt: skip
         assert of_attended is not None
         if call.read is not None:
-            of_attended = call.read.back(of_attended, len(x))
-            plus = call.read.back(plus, len(x))
+            of_attended = call.read.scatter(of_attended, len(x))
+            plus = call.read.scatter(plus, len(x))
         d = call.rotary.cos.shape[-1]
         of_heads = attention_gradients(
             _heads([q, k, v], call), softmax, of_attended.view(1, len(x), -1, d),

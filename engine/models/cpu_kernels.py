@@ -31,7 +31,7 @@ def library() -> ctypes.CDLL | None:
     p, n = c_void_p, c_int64
     found.norm_forward.argtypes = [p, p, p, n, n, c_double, n, p, p, p]
     found.norm_backward.argtypes = [p, p, p, p, p, n, n, n, p, p]
-    found.spread_rows.argtypes = [p, p, n, n, n, n, p]
+    found.scatter_rows.argtypes = [p, p, n, n, n, n, p]
     found.column_sums.argtypes = [p, n, n, n, p]
     found.adamw.argtypes = [p, p, n, n]
     found.rotate.argtypes = [p, p, p, n, n, n, n, n, n, p]
@@ -113,10 +113,10 @@ def silu_product_gradients(
     return of_gate, above, out
 
 
-def spread_rows(x: Tensor, index: Tensor, tokens: int) -> Tensor:
+def scatter_rows(x: Tensor, index: Tensor, tokens: int) -> Tensor:
     """[T, W] with rows of x [N, W] at `index` [N] long, all different, and zeros elsewhere."""
     out = x.new_empty(tokens, x.shape[1])
-    _library().spread_rows(
+    _library().scatter_rows(
         x.data_ptr(), index.data_ptr(), *x.shape, tokens, torch.get_num_threads(), out.data_ptr()
     )
     return out

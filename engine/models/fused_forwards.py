@@ -33,7 +33,7 @@ from engine.models.packing import attends_packed
 from engine.models.rows_read import RowsRead
 
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # frequencies that don't follow the length
-_FEW = 4  # tokens at a position, from which on each position's rotary numbers are computed once
+_MIN_TOKENS_A_POSITION = 4  # from which on each position's rotary numbers are computed once
 
 
 class FusedForward:
@@ -133,7 +133,7 @@ def rotary_forward(
 ) -> tuple[Tensor, Tensor]:
     """Of many tokens at few positions each position's is computed once."""
     last = int(position_ids.max()) + 1
-    if module.rope_type not in _STATIC_ROPE or _FEW * last > position_ids.numel():
+    if module.rope_type not in _STATIC_ROPE or _MIN_TOKENS_A_POSITION * last > position_ids.numel():
         found: tuple[Tensor, Tensor] = plain(x, position_ids)
         return found
     cos, sin = plain(x, torch.arange(last, device=position_ids.device)[None])

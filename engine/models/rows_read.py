@@ -36,14 +36,14 @@ class RowsRead:
         out: Tensor = _TakeRows.apply(x, self)
         return out
 
-    def back(self, above: Tensor, tokens: int) -> Tensor:
+    def scatter(self, above: Tensor, tokens: int) -> Tensor:
         """Gradients [T, H] of all tokens by those [N, H] of what is read.
 
         No two rows are added up, where index_select's backward pass is made for that.
         """
         index, above = self.index[: self.count], above[: self.count]
         if cpu_kernels.takes(above):
-            return cpu_kernels.spread_rows(above, index, tokens)
+            return cpu_kernels.scatter_rows(above, index, tokens)
         out = above.new_zeros(tokens, above.shape[1])
         return out.index_copy_(0, index, above)
 
@@ -57,4 +57,4 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        return ctx.read.back(gradients[0][0], ctx.tokens)[None], None
+        return ctx.read.scatter(gradients[0][0], ctx.tokens)[None], None

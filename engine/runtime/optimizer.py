@@ -135,11 +135,7 @@ class Optimizer:
             if self._compiled is None:
                 return float(nn.utils.clip_grad_norm_(self.parameters, self._clip))
             found = [p.grad for p in self.parameters if p.grad is not None]
-            norm = (
-                float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found))))
-                if found
-                else 0.0
-            )
+            norm = float(nn.utils.get_total_norm(found))
             self._compiled.factor = min(1.0, self._clip / (norm + 1e-6))
             return norm
         return gradients.clip_grad_norm(

@@ -194,7 +194,7 @@ void silu_product_backward(const bf16 *gate, const bf16 *up, const bf16 *above, 
 }
 
 // to[tokens, width]: row r of `from` [count, width] at index[r], zeros elsewhere.
-void spread_rows(const bf16 *from, const int64_t *index, int64_t count, int64_t width,
+void scatter_rows(const bf16 *from, const int64_t *index, int64_t count, int64_t width,
                  int64_t tokens, int64_t threads, bf16 *to) {
     size_t row = width * sizeof(bf16);
 #pragma omp parallel num_threads(threads)

@@ -67,6 +67,16 @@ def test_elementwise_loops_are_torch_s(width: int, threads: int) -> None:
         near(got, exact)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("rows", "tokens", "width"), [(0, 3, 32), (5, 5, 7), (40, 90, 330)])
+def test_scattered_rows_are_index_copy_s(rows: int, tokens: int, width: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    x = randn(rows, width)
+    index = torch.randperm(tokens, generator=torch.Generator().manual_seed(0))[:rows]
+    wanted = torch.zeros(tokens, width, dtype=torch.bfloat16).index_copy_(0, index, x)
+    assert torch.equal(cpu_kernels.scatter_rows(x, index, tokens), wanted)
+
+
 def test_a_gate_may_be_of_any_size() -> None:
     gate = torch.tensor([-1e30, -200.0, -88.0, -20.0, 0.0, 88.0, 200.0, 1e30]).bfloat16()
     up = torch.ones_like(gate)

@@ -17,13 +17,15 @@ from tiny_engine import (
     tiny_model,
 )
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.batch import Batch
 from engine.config import LoRAConfig
 from engine.models import add_adapters, fused_functions
 from engine.models.forward import token_outputs
 from engine.models.fused import apply_fused, remove_fused
+from engine.models.fused_forwards import rotary_forward
 from engine.models.fused_functions import gated_mlp, linears, rms_norm, rotate, silu_product
 from engine.models.packing import apply_packing
 from engine.models.products import recurring_size
@@ -213,3 +215,35 @@ def test_written_gradients_are_those_of_finite_differences(
     assert check(lambda t: rotate(t, cos, sin), (q,))
     weight = tensors((4,))[0]
     assert check(lambda t, w: rms_norm(t, w, 1e-3), (x, weight))
+
+
+@pytest.mark.parametrize(
+    ("rope", "once"),
+    [
+        ({"rope_type": "default"}, True),
+        ({"rope_type": "linear", "factor": 2.0}, True),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}, True),
+        ({"rope_type": "dynamic", "factor": 2.0}, False),  # follows the longest row of each call
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_position_s_rotary_numbers_are_computed_once(
+    rope: dict[str, Any], once: bool, dtype: torch.dtype
+) -> None:
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=2, max_position_embeddings=16,
+        rope_parameters={"rope_theta": 10000.0} | rope,
+    )  # fmt: skip
+    module, x = LlamaRotaryEmbedding(config), torch.zeros(1, dtype=dtype)
+    computed: list[int] = []
+
+    def plain(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        computed.append(position_ids.numel())
+        return LlamaRotaryEmbedding(config)(x, position_ids)
+
+    positions = torch.randint(0, 24, (2, 100))
+    got, wanted = rotary_forward(module, plain, x, positions), module(x, positions)
+    assert torch.equal(torch.stack(got), torch.stack(wanted))
+    assert computed == [int(positions.max()) + 1 if once else 200]
+    rotary_forward(module, plain, x, positions[:, :10])
+    assert computed[-1] == 20

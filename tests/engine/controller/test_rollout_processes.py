@@ -1,0 +1,91 @@
+"""Rollout workers' processes: whatever starts is closed, however busy the closing is."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from probe_worker import Probe
+
+from engine.controller.launch import Placement, Pool, launch
+from engine.controller.roles import Roles
+from engine.controller.rollout_processes import RolloutProcesses
+from engine.controller.worker_host import RoleSpec
+
+
+def probe(name: str) -> Roles:
+    return launch(Placement((Pool((name,)),), "local"), [RoleSpec(name, Probe)], threads=1)
+
+
+class Starts:
+    """Starts roles, and has each close wait for `may_close`, and attempt 1 for `may_start`."""
+
+    def __init__(self) -> None:
+        self.may_start, self.may_close = threading.Event(), threading.Event()
+        self.started: list[str] = []
+        self.closed: list[str] = []
+
+    def __call__(self, name: str, attempt: int) -> Roles:
+        if attempt:
+            self.may_start.wait(30)
+        roles = probe(name)
+        self.started.append(name)
+        close = roles.close
+
+        def slowly() -> None:
+            self.may_close.wait(30)
+            close()
+            self.closed.append(name)
+
+        roles.close = slowly  # type: ignore[method-assign]
+        return roles
+
+
+@pytest.fixture
+def starts() -> Starts:
+    return Starts()
+
+
+def running(starts: Starts, names: list[str]) -> RolloutProcesses:
+    processes = RolloutProcesses(starts, 1)
+    for name in names:
+        processes.start(name, 0)
+    deadline = time.monotonic() + 30
+    while len(processes.running) < len(names) and time.monotonic() < deadline:
+        for name, attempt, roles in processes.poll_started():
+            assert isinstance(roles, Roles)
+            processes.accept(name, attempt, roles)
+    return processes
+
+
+def wait_for_all_closed(starts: Starts) -> None:
+    deadline = time.monotonic() + 30
+    while sorted(starts.closed) != sorted(starts.started) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sorted(starts.closed) == sorted(starts.started)
+
+
+def test_processes_that_are_given_up_are_closed_though_the_rollout_ends(starts: Starts) -> None:
+    names = [f"sampler{i}" for i in range(4)]
+    processes = running(starts, names)
+    for name in names[:3]:  # one more than there are threads
+        processes.kill(name)
+    processes.close(timeout_s=0.1)
+    assert not processes.running
+    assert not starts.closed
+    starts.may_close.set()
+    wait_for_all_closed(starts)
+    assert len(starts.closed) == 4
+
+
+def test_starts_do_not_hold_up_closing_and_are_closed_when_they_are_over(starts: Starts) -> None:
+    starts.may_close.set()
+    processes = running(starts, ["sampler0"])
+    for number in (1, 2, 3):  # the third never begins
+        processes.start("sampler0", number)
+    processes.close(timeout_s=20)
+    assert starts.closed == ["sampler0"]
+    starts.may_start.set()
+    wait_for_all_closed(starts)
+    assert len(starts.closed) <= 3
