@@ -237,6 +237,13 @@ class Slurm:
             assert time.monotonic() < until, self.everything()
             time.sleep(0.2)
 
+    def ended(self, process: subprocess.Popen[str], seconds: float) -> int:
+        """Its exit status."""
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end within {seconds} s: {self.everything()}") from None
+
     def everything(self) -> str:
         logs = sorted(self.folder.glob("hybridflyte-*/*.log"))
         return "\n".join([self.output(), *(f"{x.name}:\n{x.read_text()}" for x in logs)])
@@ -321,7 +328,7 @@ def test_ray_comes_up_the_program_is_told_to_save_and_the_job_comes_back(slurm: 
     assert stat_mode(folder) == 0o700
 
     job.send_signal(signal.SIGTERM)
-    assert job.wait(60) == 7, slurm.everything()
+    assert slurm.ended(job, 60) == 7, slurm.everything()
     assert (slurm.folder / "saved").exists()
     assert slurm.requeued()
     assert not folder.exists()
@@ -341,7 +348,7 @@ def test_a_head_that_can_t_start_ends_the_job_with_its_log(slurm: Slurm) -> None
     (slurm.temporary / "file").write_text("in the way")
     slurm.environment["HYBRIDFLYTE_TMP"] += "/file"
     job = slurm.start("--gpu-vendor", "none", "--module", "probe")
-    assert job.wait(60) == 1, slurm.everything()
+    assert slurm.ended(job, 60) == 1, slurm.everything()
     assert "Ray on localhost ended with status 1, 3 times; its log: " in slurm.output()
     assert "mkdir: " in slurm.output(), "the end of that log"
     assert not slurm.requeued()
@@ -361,13 +368,13 @@ def test_only_a_job_that_still_runs_comes_back(
     job = slurm.start("--gpu-vendor", "none", "--module", "probe")
     slurm.wait_for("Ray at ", job)
     job.send_signal(signal.SIGTERM)
-    assert job.wait(60) == 143, slurm.everything()
+    assert slurm.ended(job, 60) == 143, slurm.everything()
     assert slurm.requeued() == comes_back
     gone(slurm)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)  # 45 s where nothing else runs
 def test_a_run_that_was_told_to_end_goes_on_after_it_was_requeued(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,14 +400,14 @@ def test_a_run_that_was_told_to_end_goes_on_after_it_was_requeued(
     first = slurm.start("--gpu-vendor", "none", "--", *arguments)
     slurm.wait_for("rl    2/60", first, 240)
     first.send_signal(signal.SIGTERM)
-    assert first.wait(120) == 143, slurm.everything()
+    assert slurm.ended(first, 120) == 143, slurm.everything()
     (stopped,) = re.findall(r"pre-empted after step (\d+)", slurm.output())
     assert slurm.requeued()
     gone(slurm)
 
     slurm.environment["SLURM_RESTART_COUNT"] = "1"
     second = slurm.start("--gpu-vendor", "none", "--", *arguments)
-    assert second.wait(300) == 0, slurm.everything()
+    assert slurm.ended(second, 600) == 0, slurm.everything()
     steps = [int(x) for x in re.findall(r"rl +(\d+)/60", slurm.output())]
     assert steps[0] == int(stopped) + 1
     assert steps[-1] == 60
