@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from engine.futures import Future
 if TYPE_CHECKING:
     from engine.controller.roles import StreamRolloutGroup
     from engine.workers.stream_rollout import PollResult
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -79,7 +82,9 @@ class RolloutProcesses:
         for name in list(self.running):
             self.kill(name)
         self._starters.shutdown(wait=False, cancel_futures=True)
-        futures.wait(self._closing, timeout=timeout_s)
+        closed, _ = futures.wait(self._closing, timeout=timeout_s)
+        for error in filter(None, (closing.exception() for closing in closed)):
+            log.warning("a rollout worker's process was not closed: %s", error)
         self._closers.shutdown(wait=False)
 
 

@@ -49,6 +49,7 @@ class FusedForward:
 
 
 def is_fused(module: nn.Module) -> bool:
+    """Whether `fused` has put a forward in place of the module's own."""
     return isinstance(module.__dict__.get("forward"), FusedForward)
 
 
@@ -60,6 +61,10 @@ def layer_forward(
     read: RowsRead | None = None,
     **kwargs: Any,
 ) -> Any:
+    """Outputs [B, T, H] of the layer; with `read`, of packed rows, those [1, N, H] that are read.
+
+    Only the last layer takes `read` into account.
+    """
     attention, norms = module.self_attn, (module.input_layernorm, module.post_attention_layernorm)
     if attention.layer_idx < attention.config.num_hidden_layers - 1:
         read = None

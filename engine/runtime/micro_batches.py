@@ -46,16 +46,16 @@ def _cut(batch: Batch, max_tokens: int, packing: Packing) -> list[list[int]]:
     if not packing or not lengths:
         return padded
     prompts = mask[:, : mask.shape[1] - width].sum(1)
-    ids, own = left_align(batch).input_ids, prompts.tolist()
+    ids, prompt_lengths = left_align(batch).input_ids, prompts.tolist()
     groups = same_prompts(ids, prompts)
-    by_prompt = prompt_tree(groups, own)
+    by_prompt = prompt_tree(groups, prompt_lengths)
     positions = sum(len(rows) * max(lengths[i] for i in rows) for rows in padded)
-    tree = worthwhile_tree(ids, lengths, own, by_prompt)
+    tree = worthwhile_tree(ids, lengths, prompt_lengths, by_prompt)
     if tree is not None and is_worthwhile(packing, tree.size(lengths), positions):
         return prefix_tree_batches(tree.order, tree.shared, lengths, max_tokens)
     if not is_worthwhile(packing, by_prompt.size(lengths), positions):
         return padded
-    return shared_prompt_batches(groups, lengths, own, max_tokens)
+    return shared_prompt_batches(groups, lengths, prompt_lengths, max_tokens)
 
 
 def trim(batch: Batch) -> Batch:

@@ -139,6 +139,9 @@ def test_what_is_set_stays_and_the_token_is_not_shown() -> None:
     output = dry_run("--dry-run", "--nodes", "a", NCCL_DEBUG="INFO", RAY_AUTH_TOKEN="c0ffee")
     assert exports(output)["NCCL_DEBUG"] == "INFO"
     assert "c0ffee" not in output
+    assert exports(output)["RAY_worker_niceness"] == "0"
+    output = dry_run("--dry-run", "--nodes", "a", RAY_worker_niceness="5")
+    assert exports(output)["RAY_worker_niceness"] == "5"
 
 
 def test_the_temporary_folder_is_the_jobs_alone(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from engine.trainers.rollout_sources.source import (
 )
 from engine.trainers.rollout_state import Rollout
 
-_REPORT_S = 5.0  # after its deadline, for a start that failed to say why
+_START_GRACE_S = 5.0  # after its deadline, for a start that failed to say why
 
 
 @register_rollout_source("async")
@@ -116,7 +116,7 @@ class AsyncSource(RolloutSource):
             HealthPolicy(
                 suspect_after=silence / 4,
                 dead_after=silence,
-                start_timeout=config.start_timeout_s + _REPORT_S,
+                start_timeout=config.start_timeout_s + _START_GRACE_S,
                 sync_timeout=silence,
                 max_restarts=config.max_rollout_restarts,
             ),

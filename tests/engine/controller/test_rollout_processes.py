@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from probe_worker import Probe
@@ -12,6 +14,7 @@ from engine.controller.launch import Placement, Pool, launch
 from engine.controller.roles import Roles
 from engine.controller.rollout_processes import RolloutProcesses
 from engine.controller.worker_host import RoleSpec
+from engine.errors import WorkerError
 
 
 def probe(name: str) -> Roles:
@@ -47,8 +50,8 @@ def starts() -> Starts:
     return Starts()
 
 
-def running(starts: Starts, names: list[str]) -> RolloutProcesses:
-    processes = RolloutProcesses(starts, 1)
+def running(start: Callable[[str, int], Roles], names: list[str]) -> RolloutProcesses:
+    processes = RolloutProcesses(start, 1)
     for name in names:
         processes.start(name, 0)
     deadline = time.monotonic() + 30
@@ -89,3 +92,21 @@ def test_starts_do_not_hold_up_closing_and_are_closed_when_they_are_over(starts:
     starts.may_start.set()
     wait_for_all_closed(starts)
     assert len(starts.closed) <= 3
+
+
+def test_a_process_that_can_t_be_closed_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise WorkerError("its actor does not answer")
+
+    def start(name: str, attempt: int) -> Roles:
+        roles = probe(name)
+        closes.append(roles.close)
+        roles.close = fail  # type: ignore[method-assign]
+        return roles
+
+    closes: list[Callable[[], None]] = []
+    processes = running(start, ["sampler0"])
+    with caplog.at_level(logging.WARNING):
+        processes.close(timeout_s=20)
+    closes[0]()
+    assert "was not closed: its actor does not answer" in caplog.text
