@@ -6,7 +6,8 @@ rollout with staleness 0. `sync` beside it is the default loop, both in one proc
 the cores in turn. The modes take turns within a repeat; the best repeat of each counts.
 
 Two processes that never waited for each other would be (rollout + update) / max(rollout, update)
-times as fast as the base, whose best repeat gives these seconds: the bound.
+times as fast as the base: the bound. The seconds of the update are those of steps that the base
+makes with a timeline, before those that are timed; the rest of its best repeat's are rollout's.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ def main() -> None:
         model = write_model(Path(folder) / "model", args.hidden, args.layers)
         for repeat in range(args.repeats):
             for name, settings in modes.items():
-                steps = args.warm + args.steps
-                settings = settings | {"timeline_steps": steps}
+                untimed = args.warm + (args.steps if name == BASE else 0)
+                settings = settings | {"timeline_steps": untimed}
+                steps = untimed + args.steps
                 with make_trainer(model, steps, args.prompts, args.n, **settings) as trainer:
-                    seconds = timed_fit(trainer, args.warm)
+                    seconds = timed_fit(trainer, untimed)
                 rate = args.steps * args.prompts * args.n / seconds
                 if name == BASE and rate > best.get(name, 0.0):
                     update = update_seconds(trainer.spans, args.warm)
@@ -72,10 +74,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=16, help="a step")
     parser.add_argument("--n", type=int, default=8, help="completions a prompt")
-    parser.add_argument("--steps", type=int, default=8, help="timed")
+    parser.add_argument("--steps", type=int, default=16, help="timed")
     parser.add_argument("--warm", type=int, default=3, help="steps before, untimed")
     parser.add_argument("--threads", type=int, default=1, help="of rollout, and of the trainer")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
 

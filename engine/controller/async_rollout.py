@@ -51,9 +51,9 @@ class AsyncRollout:
 
     `spawn(name, attempt)` starts a worker's process and returns roles with one role of that name
     that has `poll` and `load_weights`; `next_prompt()` gives the next prompt, a batch of one row;
-    `score(group)` starts scoring a finished group; `keep(group)` says whether it may be learned
-    from (None: always). The first three are called from the event loop's thread. `finished` are
-    groups that an earlier rollout's `paused` gave.
+    `score(groups)` starts scoring the rows of finished groups; `keep(group)` says whether it may
+    be learned from (None: always). The first three are called from the event loop's thread.
+    `finished` are groups that an earlier rollout's `paused` gave.
     """
 
     def __init__(
@@ -273,8 +273,7 @@ class AsyncRollout:
             self._report_done(name)
         process.busy, process.full = result.busy, result.full
         process.idle_until = now + _IDLE_S
-        for group in result.groups:
-            self.queue.finish(name, group)
+        self.queue.finish(name, result.groups)
 
     def _report_done(self, name: str) -> None:
         """A worker has reported its unfinished groups, or never will."""

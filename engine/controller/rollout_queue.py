@@ -7,7 +7,9 @@ and the scoring of finished ones. Not thread-safe: `async_rollout` calls it unde
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -23,6 +25,22 @@ from engine.rollout.partial_groups import (
 
 EPISODES = "episode_turns"  # a column of groups of episodes
 _SCORES = "token_level_scores"
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Groups that are being scored in one call, each with its rows there."""
+
+    groups: dict[Ticket, tuple[Batch, slice]]  # without those that were given up meanwhile
+    scores: Future[Batch]
+
+    def take_scored(self) -> Iterator[tuple[Ticket, Batch]]:
+        """The groups with their scores; raises what the scoring raised."""
+        scores = self.scores.result()
+        for ticket, (group, rows) in self.groups.items():
+            own = scores.rows(rows)
+            width = group["response_mask"].shape[1]  # wider groups may have been scored beside it
+            yield ticket, group | (own | {_SCORES: own[_SCORES][:, :width]})
 
 
 class RolloutQueue:
@@ -44,7 +62,7 @@ class RolloutQueue:
         self.admission = Admission(limits, version=version, consumed=consumed, drawn=consumed)
         self.completions = self.tokens = 0  # finished since the start
         self._prompts: dict[int, Batch] = {}  # by key, until consumed
-        self._scoring: dict[Ticket, tuple[Batch, Future[Batch]]] = {}
+        self._scoring: list[Scoring] = []
         self._scored: dict[int, Batch] = {}
         self._resample: deque[Batch] = deque()  # prompts that come before all others
         for prompt, group in finished:
@@ -57,35 +75,33 @@ class RolloutQueue:
             started.append(self._begin_one(worker, version))
         return started
 
-    def finish(self, worker: str, group: Batch) -> None:
-        """Start scoring a group that a worker has finished, unless it was given up."""
-        in_flight = self.admission.in_flight.get(int(group["group_ids"][0]))
-        if in_flight is None or in_flight.worker != worker:
-            return
-        self.completions += len(group)
-        self.tokens += int(group["response_mask"].sum())
-        self._scoring[in_flight.ticket] = (group, self._score(group))
+    def finish(self, worker: str, groups: Sequence[Batch]) -> None:
+        """Start scoring groups that a worker has finished, except for those that were given up."""
+        current: list[tuple[Ticket, Batch]] = []
+        for group in groups:
+            in_flight = self.admission.in_flight.get(int(group["group_ids"][0]))
+            if in_flight is not None and in_flight.worker == worker:
+                current.append((in_flight.ticket, group))
+        self._begin_scoring(current)
+        for _, group in current:
+            self.completions += len(group)
+            self.tokens += int(group["response_mask"].sum())
 
     def poll_scores(self) -> bool:
         """Queue the groups whose scores are there, or drop them; return whether there were any."""
-        done = [ticket for ticket, (_, score) in self._scoring.items() if score.done()]
-        for ticket in done:
-            group, score = self._scoring.pop(ticket)
-            group = group | score.result()
-            if self._keep is not None and not self._keep(group):
-                self.admission = self.admission.reject(ticket)
-                self._prompts.pop(ticket.key, None)
-                continue
-            self.admission, counts = self.admission.finished(ticket, _versions(group))
-            if counts:
-                self._scored[ticket.key] = group
+        done = [scoring for scoring in self._scoring if scoring.scores.done()]
+        for scoring in done:
+            self._scoring.remove(scoring)
+            for ticket, group in scoring.take_scored():
+                self._scored_group(ticket, group)
         return bool(done)
 
     def worker_lost(self, worker: str) -> None:
         """Sample again what a worker had in flight."""
         self.admission, lost = self.admission.lost(worker)
-        for ticket in lost:
-            self._scoring.pop(ticket, None)
+        for scoring in self._scoring:
+            for ticket in lost:
+                scoring.groups.pop(ticket, None)
 
     def take(self) -> tuple[Batch, Batch] | None:
         """Prompts and completions of the next batch, oldest first; None if it isn't there yet."""
@@ -106,7 +122,8 @@ class RolloutQueue:
         keys = [group.ticket.key for group in self.admission.queue]
         finished = [(self._prompts[key], self._scored[key]) for key in keys]
         partial, unscored = {**reported}, set()
-        for ticket, (group, _) in self._scoring.items():
+        scoring = [item for call in self._scoring for item in call.groups.items()]
+        for ticket, (group, _) in scoring:
             if EPISODES in group:
                 unscored.add(ticket.key)
                 finished.append((self._prompts[ticket.key], group))
@@ -117,6 +134,27 @@ class RolloutQueue:
             for key in sorted(self._prompts.keys() - self._scored - unscored)
         ]
         return finished, [*unfinished, *self._resample]
+
+    def _begin_scoring(self, groups: Sequence[tuple[Ticket, Batch]]) -> None:
+        """Score groups in one call: a call a group would cost more than the scores of a fast
+        reward, and takes its time from the cores of rollout and trainer."""
+        if not groups:
+            return
+        ends = list(accumulate(len(group) for _, group in groups))
+        rows = [slice(end - len(group), end) for (_, group), end in zip(groups, ends, strict=True)]
+        scores = self._score(Batch.concat([group for _, group in groups]))
+        found = {ticket: (group, own) for (ticket, group), own in zip(groups, rows, strict=True)}
+        self._scoring.append(Scoring(found, scores))
+
+    def _scored_group(self, ticket: Ticket, group: Batch) -> None:
+        """Queue a group, or drop it where nothing is to be learned from it."""
+        if self._keep is not None and not self._keep(group):
+            self.admission = self.admission.reject(ticket)
+            self._prompts.pop(ticket.key, None)
+            return
+        self.admission, counts = self.admission.finished(ticket, _versions(group))
+        if counts:
+            self._scored[ticket.key] = group
 
     def _begin_one(self, worker: str, version: int) -> Batch:
         """The next prompt, with its partial group if an earlier run started one."""
@@ -151,7 +189,7 @@ class RolloutQueue:
         if _SCORES in group:
             self._scored[key] = group
         else:
-            self._scoring[ticket] = (group, self._score(group))
+            self._begin_scoring([(ticket, group)])
 
 
 def _versions(group: Batch) -> set[int]:
