@@ -30,6 +30,7 @@ SIZES = {
     "1M": (128, 384, 4, 4, 2, 512),
     "10M": (320, 960, 8, 10, 2, 4096),
     "100M": (768, 2304, 12, 12, 4, 16384),
+    "135M": (576, 1536, 30, 9, 3, 49152),  # SmolLM2's
 }
 LARGE = {  # for a GPU: Qwen2.5's
     "0.5B": (896, 4864, 24, 14, 2, 151936),
@@ -37,7 +38,12 @@ LARGE = {  # for a GPU: Qwen2.5's
 }
 SHAPES = SIZES | LARGE
 DTYPES = ("float32", "bfloat16")
-PROMPTS = {"1M": 64, "10M": 16, "100M": 4}  # about equally long for transformers.generate
+PROMPTS = {
+    "1M": 64,
+    "10M": 16,
+    "100M": 4,
+    "135M": 4,
+}  # about equally long for transformers.generate
 Rollout = Callable[[int], int]  # seed → useful tokens
 
 

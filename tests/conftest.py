@@ -74,9 +74,10 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let each process begin with what would cost more if others had it as well.
 
-    These are the tests of half an hour, which would keep the last process busy alone, and those
-    that share what takes seconds to make. xdist gives each process a stretch of the tests, and the
-    last ones of a stretch to who has none left: what begins a stretch stays in one process.
+    These are the tests of many minutes, which would keep the last process busy alone and want the
+    memory that shared engines take later, and those that share what takes seconds to make. xdist
+    gives each process a stretch of the tests, and the last ones of a stretch to who has none left:
+    what begins a stretch stays in one process.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     first: list[list[pytest.Item]] = [[] for _ in range(workers)]

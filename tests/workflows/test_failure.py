@@ -188,7 +188,7 @@ def test_a_killed_pod_is_recorded_by_the_registered_command(
         cwd=root / "work",
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (root / "out" / "outputs.pb").exists(), done.stdout + done.stderr

@@ -46,11 +46,11 @@ def test_a_kill_in_the_middle_of_a_step_leaves_no_trace(
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     begun, again = tmp_path / "begun", tmp_path / "again"
-    assert start(tiny_folder, whole, tmp_path / "log", name).wait(200) == 0
+    assert start(tiny_folder, whole, tmp_path / "log", name).wait(600) == 0
     assert (asked(tmp_path / "log", "reset"), asked(tmp_path / "log", "step")) == (48, 144)
 
     first = start(tiny_folder, killed, begun, name)
-    until = time.monotonic() + 100
+    until = time.monotonic() + 300
     saved = killed / "checkpoints" / "episodes" / "rollout-00000-of-00001.safetensors"
     while asked(begun, "reset") < ASKED + 10 or not saved.exists():  # in the second step
         assert first.poll() is None
@@ -59,7 +59,7 @@ def test_a_kill_in_the_middle_of_a_step_leaves_no_trace(
     time.sleep(0.25)  # for a save
     first.kill()
     first.wait()
-    assert start(tiny_folder, killed, again, name).wait(200) == 0
+    assert start(tiny_folder, killed, again, name).wait(600) == 0
 
     if name == "SavedGame":  # what was saved of the second step isn't played again
         assert asked(again, "reset") <= 2 * ASKED - 6

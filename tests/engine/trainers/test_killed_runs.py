@@ -26,7 +26,7 @@ def trained(folder: Path, out: Path, kills: int, mode: str) -> list[list[int]]:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=280,
+        timeout=900,
     )
     return [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
 

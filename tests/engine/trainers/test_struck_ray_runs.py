@@ -22,7 +22,7 @@ STRIKES = int(os.environ.get("STRIKES", "100"))  # of all modes and parts togeth
 SEED = int(os.environ.get("STRIKES_SEED", random.SystemRandom().randrange(10**6)))
 STEP_TIMEOUT_S = float(os.environ.get("STRIKES_STEP_TIMEOUT_S", "15"))
 SLACK_S = 30.0  # of a busy machine, and of Ray's own deadlines
-TIMEOUT_S = 1200.0  # of a part
+TIMEOUT_S = 1700.0  # of a part
 
 
 def rounds(folder: Path, out: Path, mode: str, strikes: int, seed: int) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def whole(mode: str, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(1750)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_strike_leaves_a_trace(
     mode: str, part: int, whole: Path, tiny_folder: Path, tmp_path: Path

@@ -135,7 +135,7 @@ def test_another_process_goes_on_bit_for_bit(folder: Path, tmp_path: Path) -> No
     subprocess.run(
         [sys.executable, "-c", RESUMED, str(folder), found.folder, str(out)],
         check=True,
-        timeout=200,
+        timeout=600,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
     )
     results = torch.load(out, weights_only=True)
