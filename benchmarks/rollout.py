@@ -38,12 +38,8 @@ LARGE = {  # for a GPU: Qwen2.5's
 }
 SHAPES = SIZES | LARGE
 DTYPES = ("float32", "bfloat16")
-PROMPTS = {
-    "1M": 64,
-    "10M": 16,
-    "100M": 4,
-    "135M": 4,
-}  # about equally long for transformers.generate
+# About equally long for transformers.generate.
+PROMPTS = {"1M": 64, "10M": 16, "100M": 4, "135M": 4}
 Rollout = Callable[[int], int]  # seed → useful tokens
 
 

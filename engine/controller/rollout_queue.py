@@ -27,15 +27,15 @@ EPISODES = "episode_turns"  # a column of groups of episodes
 _SCORES = "token_level_scores"
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """Groups that are being scored in one call, each with its rows there."""
+@dataclass(slots=True)
+class ScoringCall:
+    """Groups that are being scored in one call of the reward role."""
 
-    groups: dict[Ticket, tuple[Batch, slice]]  # without those that were given up meanwhile
-    scores: Future[Batch]
+    groups: dict[Ticket, tuple[Batch, slice]]  # with their rows in the call; without lost ones
+    scores: Future[Batch]  # `token_level_scores` [all groups' rows, R of the widest]
 
-    def take_scored(self) -> Iterator[tuple[Ticket, Batch]]:
-        """The groups with their scores; raises what the scoring raised."""
+    def scored_groups(self) -> Iterator[tuple[Ticket, Batch]]:
+        """Each group with its own scores `[n, response]`; raises what the scoring raised."""
         scores = self.scores.result()
         for ticket, (group, rows) in self.groups.items():
             own = scores.rows(rows)
@@ -62,7 +62,7 @@ class RolloutQueue:
         self.admission = Admission(limits, version=version, consumed=consumed, drawn=consumed)
         self.completions = self.tokens = 0  # finished since the start
         self._prompts: dict[int, Batch] = {}  # by key, until consumed
-        self._scoring: list[Scoring] = []
+        self._scoring: list[ScoringCall] = []
         self._scored: dict[int, Batch] = {}
         self._resample: deque[Batch] = deque()  # prompts that come before all others
         for prompt, group in finished:
@@ -92,7 +92,7 @@ class RolloutQueue:
         done = [scoring for scoring in self._scoring if scoring.scores.done()]
         for scoring in done:
             self._scoring.remove(scoring)
-            for ticket, group in scoring.take_scored():
+            for ticket, group in scoring.scored_groups():
                 self._scored_group(ticket, group)
         return bool(done)
 
@@ -144,7 +144,7 @@ class RolloutQueue:
         rows = [slice(end - len(group), end) for (_, group), end in zip(groups, ends, strict=True)]
         scores = self._score(Batch.concat([group for _, group in groups]))
         found = {ticket: (group, own) for (ticket, group), own in zip(groups, rows, strict=True)}
-        self._scoring.append(Scoring(found, scores))
+        self._scoring.append(ScoringCall(found, scores))
 
     def _scored_group(self, ticket: Ticket, group: Batch) -> None:
         """Queue a group, or drop it where nothing is to be learned from it."""
