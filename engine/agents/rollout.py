@@ -40,7 +40,7 @@ class _Playing:
 
     episode: Episode
     row: Row
-    seat: OpenEpisode
+    environment: OpenEpisode
     resumed: SavedTurn | None = None  # until its environment has the state that was saved
     submitted: float = 0.0  # when its turn was, of time.monotonic
     again: int = 0  # times that it was begun again
@@ -129,7 +129,7 @@ class EpisodePlayer:
             self._take_answers(left, idle=True)
         if not self._environments.resumable:
             return {}
-        asked = [(one, one.seat.get_state()) for one in self._sampling.values()]
+        asked = [(one, one.environment.get_state()) for one in self._sampling.values()]
         wait([call for _, call in asked], max(0.0, until - time.monotonic()))
         partials = {partial.key: partial for partial in self._stream.partials()}
         found: dict[int, EpisodeTree] = {}
@@ -147,7 +147,7 @@ class EpisodePlayer:
         """Drop what plays and give the environments back; the stream is the caller's."""
         self._waiting.clear()
         for one in self._open.values():
-            one.seat.close()
+            one.environment.close()
         self._open.clear()
         self._sampling.clear()
 
@@ -157,10 +157,10 @@ class EpisodePlayer:
         one = _Playing(episode, row, self._environments.open(), resumed)
         self._open[id(episode)] = one
         if resumed is None:
-            self._ask(one, one.seat.reset(row))
+            self._ask(one, one.environment.reset(row))
         else:
             episode.started -= resumed.seconds
-            self._ask(one, one.seat.set_state(resumed.environment))
+            self._ask(one, one.environment.set_state(resumed.environment))
 
     def _decode(self) -> None:
         """Decode a token of each turn; what ended goes to its environment."""
@@ -169,7 +169,7 @@ class EpisodePlayer:
             one = self._sampling.pop(done.key)
             with self._faults_of(one):
                 action = one.episode.add_turn(done.completion)
-                self._ask(one, one.seat.step(action))
+                self._ask(one, one.environment.step(action))
 
     def _cut_slow(self) -> None:
         """Let turns end that take longer than they may."""
@@ -227,7 +227,7 @@ class EpisodePlayer:
                 if answer.exception() is not None:
                     log.warning("an episode is begun again: %s", answer.exception())
                     episode.begin_again()
-                    self._ask(one, one.seat.reset(one.row))
+                    self._ask(one, one.environment.reset(one.row))
                     return
             elif self._begun_again(one, answer.exception()):
                 return
@@ -247,7 +247,7 @@ class EpisodePlayer:
             self._stream.forget(one.episode.latest_turn)
         one.again += 1
         one.episode.begin_again()
-        self._ask(one, one.seat.reset(one.row))
+        self._ask(one, one.environment.reset(one.row))
         return True
 
     @classmethod
@@ -293,7 +293,7 @@ class EpisodePlayer:
         except Exception as error:  # a parser, a template: code of others
             episode.fail(f"{type(error).__name__}: {error}", self._failure_reward)
         if episode.end is not None:
-            self._open.pop(id(episode)).seat.close()
+            self._open.pop(id(episode)).environment.close()
             self._ended.append(episode)
             if episode.latest_turn is not None:
                 self._stream.forget(episode.latest_turn)

@@ -61,6 +61,6 @@ class Turns:
         starts = mask_out(self.mask & ~before, x)
         return self.sum(starts)
 
-    def spread(self, x: Tensor) -> Tensor:
+    def to_tokens(self, x: Tensor) -> Tensor:
         """`x` `[E, K]` on all tokens of each turn, `[B, T]`; 0 outside the mask."""
         return mask_out(self.mask, x[self.episode[:, None], self.number])

@@ -1,6 +1,6 @@
-"""Over how many ranks a run is spread: `trainer.n_gpus_per_node` and `nnodes`, as verl counts them.
+"""Over how many ranks a run is split: `trainer.n_gpus_per_node` and `nnodes`, as verl counts them.
 
-`spread` fills in the layouts that the settings leave open; `gpu_pools` gives each rank its GPU,
+`fill_layouts` fills in the layouts that the settings leave open; `gpu_pools` gives each rank its GPU,
 once it is known what Ray has. A layout by hand is `rl.actor.parallel`, one by estimate
 `rl.trainer.placement=auto`.
 """
@@ -14,7 +14,7 @@ from engine.errors import ConfigError, PlacementError
 from engine.parallel.layout import AXES, Layout
 
 
-def spread(config: RunConfig) -> tuple[RunConfig, list[str]]:
+def fill_layouts(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """The configuration with layouts of so many ranks as are asked for, and notices about them.
 
     Sizes that are given stay; of the rest `fsdp` takes all, or `dp` where `fsdp` is given. Raises

@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from engine.cli.interpolation import resolved_values
-from engine.cli.ranks import spread
+from engine.cli.ranks import fill_layouts
 from engine.cli.renamed_keys import VERL, Key
 from engine.cli.reward_keys import KNOWN as REWARD_KEYS
 from engine.cli.reward_keys import RewardKeys, is_reward_key
@@ -131,7 +131,7 @@ def resolve_pairs(pairs: Sequence[tuple[str, object]], *, verl_defaults: bool = 
     result = _resolve_keys(last)
     try:
         config = RunConfig.model_validate(result.values())
-        result.config, notices = spread(config)
+        result.config, notices = fill_layouts(config)
     except ValidationError as error:
         raise ConfigError(result.with_typed_keys(explain(error))) from None
     except ConfigError as error:

@@ -32,6 +32,6 @@ def gae_turn(
         advantages[:, k] = torch.where(here, delta + gamma * lam * next_advantage, 0.0)
         next_value = torch.where(here, values[:, k], next_value)
         next_advantage = torch.where(here, advantages[:, k], next_advantage)
-    tokens = turns.spread(advantages)
-    returns = turns.spread(advantages + values)
+    tokens = turns.to_tokens(advantages)
+    returns = turns.to_tokens(advantages + values)
     return AdvantageOutputs(masked_whiten(tokens, turns.mask) if whiten else tokens, returns)

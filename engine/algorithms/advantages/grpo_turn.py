@@ -48,9 +48,9 @@ def grpo_turn(
         ],
         dim=1,
     )
-    tokens = turns.spread(turn_weight * relative)
+    tokens = turns.to_tokens(turn_weight * relative)
     tokens = tokens + turns.mask * episodes[:, None]
-    return AdvantageOutputs(tokens, turns.spread(returns))
+    return AdvantageOutputs(tokens, turns.to_tokens(returns))
 
 
 def _relative(x: Tensor, group_ids: Tensor, rows: Tensor, by_std: bool, epsilon: float) -> Tensor:

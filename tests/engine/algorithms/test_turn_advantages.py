@@ -34,14 +34,14 @@ def test_turns_are_runs_of_sampled_tokens() -> None:
     assert turns.sum(clean).tolist() == [[1, 2, 4], [3, 1, 0], [2, 0, 0]]
     firsts = turns.first(torch.where(MASK.bool(), VALUES, 0.0))
     assert firsts.tolist() == [[0.5, 1, 2], [1, 0.5, 0], [1, 0, 0]]
-    spread = turns.spread(torch.arange(9.0).view(3, 3))
-    assert spread.tolist() == [[0, 0, 0, 1, 0, 2], [0, 3, 0, 0, 4, 4], [6, 0, 0, 0, 0, 0]]
+    tokens = turns.to_tokens(torch.arange(9.0).view(3, 3))
+    assert tokens.tolist() == [[0, 0, 0, 1, 0, 2], [0, 3, 0, 0, 4, 4], [6, 0, 0, 0, 0, 0]]
 
 
 def test_no_turn_at_all() -> None:
     turns = Turns.of(torch.zeros(2, 3))
     assert turns.sum(torch.ones(2, 3)).tolist() == [[0], [0]]
-    assert turns.spread(torch.ones(2, 1)).tolist() == [[0] * 3] * 2
+    assert turns.to_tokens(torch.ones(2, 1)).tolist() == [[0] * 3] * 2
 
 
 def test_gae_by_turn() -> None:
