@@ -53,7 +53,7 @@ def redact(text: str) -> str:
     return _TOKEN.sub(HIDDEN, text)
 
 
-def redact_values(value: Any) -> Any:
+def redact_values(value: object) -> Any:
     """Return JSON values with every text redacted; a setting's name may tell that it is a secret.
 
     >>> redact_values({"options": {"api_key": "abc", "url": "http://a:b@c"}, "max_tokens": 5})

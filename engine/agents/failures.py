@@ -66,7 +66,7 @@ def checked_observation(who: str, value: object) -> Observation:
     return Observation(messages, reward, done, info)
 
 
-def _message(message: Any) -> Message:
+def _message(message: object) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError('a message is a mapping with "role" and "content"')
     if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
@@ -76,7 +76,7 @@ def _message(message: Any) -> Message:
     return found
 
 
-def plain(value: Any, depth: int = 0) -> Any:
+def plain(value: object, depth: int = 0) -> Any:
     """The value as JSON has it, arrays as lists; raise ValueError for what has no such form."""
     if depth > _DEEPEST:
         raise ValueError("it is nested too deeply")
@@ -93,7 +93,7 @@ def plain(value: Any, depth: int = 0) -> Any:
     raise ValueError(f"{type(value).__name__} is no plain value")
 
 
-def _told(value: Any) -> Any:
+def _told(value: object) -> Any:
     """An entry of `info`: plain, or else its text, as nothing depends on it."""
     try:
         return plain(value)

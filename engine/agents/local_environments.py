@@ -139,7 +139,7 @@ class LocalEpisode:
 
         self._all.start(give_back())
 
-    async def _call(self, kind: str, value: Any) -> Observation:
+    async def _call(self, kind: str, value: object) -> Observation:
         who, limit = f"the environment's {kind}", self._all.timeout_s
         try:
             answer = await asyncio.wait_for(getattr(self._take(), kind)(value), limit)

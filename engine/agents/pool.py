@@ -144,7 +144,7 @@ class PooledEpisode:
             self._process.leave(self._number)
             self._pool._left(self._process)
 
-    def _call(self, kind: Any, value: Any) -> Future[Any]:
+    def _call(self, kind: Any, value: object) -> Future[Any]:
         asked = self._process.call(self._number, kind, value, self._pool._timeout_s)
         told: Future[Any] = Future()
         asked.add_done_callback(lambda done: self._tell(kind, done, told))

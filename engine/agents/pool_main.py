@@ -242,7 +242,7 @@ async def _closing(environment: Environment) -> None:
     await environment.close()
 
 
-def _sending(coroutine: Coroutine[Any, Any, Any], value: Any) -> Callable[[], Any]:
+def _sending(coroutine: Coroutine[Any, Any, Any], value: object) -> Callable[[], Any]:
     return lambda: coroutine.send(value)
 
 

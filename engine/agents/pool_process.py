@@ -64,7 +64,7 @@ class EnvironmentProcess:
         self._put(None)
         return self._loaded.result()
 
-    def call(self, episode: int, kind: CallKind, value: Any, timeout_s: float) -> Future[Any]:
+    def call(self, episode: int, kind: CallKind, value: object, timeout_s: float) -> Future[Any]:
         """Ask for a call; the future ends soon after `timeout_s` at the latest."""
         future: Future[Any] = Future()
         with self._waking:
@@ -225,7 +225,7 @@ class EnvironmentProcess:
         self._living.clear()
         self._fail_all("crashed", f"its process {how}")
 
-    def _fail_all(self, cause: Any, words: str) -> None:
+    def _fail_all(self, cause: object, words: str) -> None:
         pending, self._pending = self._pending, {}
         for one in pending.values():
             self._fail(one, cause, words)

@@ -94,7 +94,7 @@ class ResumableEnvironment(Protocol):
         """The episode's state, picklable."""
         ...
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: object) -> None:
         """Continue the episode whose `get_state` this was, in place of `reset`."""
         ...
 

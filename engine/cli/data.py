@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from engine.cli.settings import DataFilesConfig, RunConfig
 from engine.data.control_tokens import rows_spelling_control_tokens
 from engine.data.loader import PromptLoader, add_prompt_ids, frame_of
-from engine.data.rl_rows import Row
 from engine.data.row_files import data_files, read_file_rows
 from engine.data.templates import with_template_variables
 from engine.errors import ConfigError, DataError
+from engine.storage.json_rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,7 +26,7 @@ def resolved_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _value(value, key, values, _DEPTH) for key, value in values.items()}
 
 
-def _value(value: Any, key: str, values: Mapping[str, Any], depth: int) -> Any:
+def _value(value: object, key: str, values: Mapping[str, Any], depth: int) -> Any:
     if not isinstance(value, str) or "${" not in value or depth == 0:
         return value
     whole = _ONE.fullmatch(value)

@@ -1,7 +1,7 @@
 """Over how many ranks a run is split: `trainer.n_gpus_per_node` and `nnodes`, as verl counts them.
 
-`fill_layouts` fills in the layouts that the settings leave open; `gpu_pools` gives each rank its GPU,
-once it is known what Ray has. A layout by hand is `rl.actor.parallel`, one by estimate
+`fill_layouts` fills in the layouts that the settings leave open; `gpu_pools` gives each rank its
+GPU, once it is known what Ray has. A layout by hand is `rl.actor.parallel`, one by estimate
 `rl.trainer.placement=auto`.
 """
 

@@ -152,6 +152,6 @@ def each_row(function: Callable[..., Any]) -> Callable[..., Any]:
     return reward_async if inspect.iscoroutinefunction(function) else reward
 
 
-def _number(result: Any) -> Any:
+def _number(result: object) -> Any:
     """verl's functions return a number, or a dict with `score` beside what is only logged."""
     return result["score"] if isinstance(result, dict) else result

@@ -24,12 +24,13 @@ from engine.plugins import import_plugins
 from engine.rollouts.columns import VALIDATION
 from engine.rollouts.files import FOLDER as ROLLOUTS
 from engine.rollouts.writer import RolloutLog
+from engine.storage.json_rows import Row
 from engine.tracking.metric_logs import MetricLogs
 from engine.trainers.attempts import run_with_retries
 from engine.trainers.export import resolve_checkpoint, write_policy
 from engine.trainers.final_model import FinalModel, choose_final_model
 from engine.trainers.resume import SCORE
-from engine.trainers.rl import Metrics, OnRollouts, RLTrainer, Row
+from engine.trainers.rl import Metrics, OnRollouts, RLTrainer
 from engine.trainers.rl_setup import resolve_placement
 
 if TYPE_CHECKING:

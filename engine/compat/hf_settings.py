@@ -37,7 +37,7 @@ _LORA = {
 Row = tuple[str, Any, str]  # theirs, its value, ours
 
 
-def training_arguments(arguments: Any) -> tuple[dict[str, Any], list[Row]]:
+def training_arguments(arguments: object) -> tuple[dict[str, Any], list[Row]]:
     """The settings of a `TrainingArguments`, and the rows of the table.
 
     Its batch size is of rows a device in a step of the optimizer; here it is prompts of a step.

@@ -37,8 +37,8 @@ class Trainer:
         config_path: str | Path | None = None,
         *,
         args: Any = None,
-        peft_config: Any = None,
-        quantization_config: Any = None,
+        peft_config: object = None,
+        quantization_config: object = None,
         algo: str | None = None,
         verl_defaults: bool = False,
         **settings: Any,
@@ -74,7 +74,7 @@ class Trainer:
         return run(self.config)
 
 
-def _of_objects(arguments: Any, peft: Any, quantization: Any) -> dict[str, Any]:
+def _of_objects(arguments: object, peft: object, quantization: object) -> dict[str, Any]:
     """The settings of the libraries' objects; prints what became of them."""
     settings: dict[str, Any] = {}
     rows: list[Row] = []

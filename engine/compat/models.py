@@ -48,7 +48,7 @@ def write_actor(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: P
 
 
 def write_critic(
-    critic: Any, actor: Any, tokenizer: PreTrainedTokenizerBase, folder: Path
+    critic: object, actor: object, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> str | None:
     """Write what a critic has learned as a folder for `critic.model_path`, which it returns.
 

@@ -27,7 +27,7 @@ _COMPLETIONS = ("completions", "completion", "responses", "response", "outputs",
 
 
 def reward_settings(
-    function: Any, models: Sequence[Any], tokenizer: PreTrainedTokenizerBase
+    function: object, models: Sequence[Any], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, Any], bool]:
     """The section `reward` for a function (or a name) and models, and whether a run of several
     processes can have it too.
@@ -48,7 +48,7 @@ def reward_settings(
     return first, anywhere
 
 
-def _of_function(function: Any) -> tuple[dict[str, Any], bool]:
+def _of_function(function: object) -> tuple[dict[str, Any], bool]:
     if isinstance(function, str):
         return {"name": function}, True
     if not callable(function):

@@ -41,14 +41,14 @@ class RLTrainer(rl.RLTrainer):
         self,
         *native: Any,
         pipeline: DataPipeline | None = None,
-        actor_model: Any = None,
-        actor_engine: Any = None,
-        critic_model: Any = None,
+        actor_model: object = None,
+        actor_engine: object = None,
+        critic_model: object = None,
         tokenizer: Any = None,
         algo: str | None = None,
-        data_loader: Any = None,
-        reward_fn: Any = None,
-        reward_model: Any = None,
+        data_loader: object = None,
+        reward_fn: object = None,
+        reward_model: object = None,
         device_mesh: DeviceMesh | None = None,
         config: Mapping[str, Any] | RLConfig | None = None,
         **options: Any,
@@ -135,7 +135,7 @@ class RLTrainer(rl.RLTrainer):
     def __enter__(self) -> Self:
         return self
 
-    def _start(self, actor: Any, tokenizer: Any, dtype: str) -> tuple[str, str, Any]:
+    def _start(self, actor: object, tokenizer: Any, dtype: str) -> tuple[str, str, Any]:
         """The folder that workers load, its dtype, and the tokenizer."""
         if isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(tokenizer)
@@ -147,7 +147,7 @@ class RLTrainer(rl.RLTrainer):
         folder = Path(self._folder.name) / "start"
         return str(folder), write_actor(self._actor, tokenizer, folder), tokenizer
 
-    def _critic(self, critic: Any, tokenizer: Any) -> str | None:
+    def _critic(self, critic: object, tokenizer: Any) -> str | None:
         if critic is None:
             return None
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="hybridflyte-")
@@ -168,7 +168,7 @@ def _with_critic(config: RLConfig, path: str | None) -> RLConfig:
     )
 
 
-def _with_reward(config: RLConfig, function: Any, models: Any, tokenizer: Any) -> RLConfig:
+def _with_reward(config: RLConfig, function: object, models: object, tokenizer: Any) -> RLConfig:
     several = list(models) if isinstance(models, Sequence) and not isinstance(models, str) else None
     listed = several if several is not None else ([] if models is None else [models])
     section, anywhere = reward_settings(function, listed, tokenizer)
@@ -207,7 +207,7 @@ def _with_mesh(config: RLConfig, mesh: DeviceMesh | None) -> RLConfig:
     )
 
 
-def _loader(given: Any, run: RunConfig) -> PromptLoader:
+def _loader(given: object, run: RunConfig) -> PromptLoader:
     if isinstance(given, PromptLoader):
         return given
     if isinstance(given, str | Path):

@@ -35,7 +35,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_the_place_s_defaults(cls, values: Any) -> Any:
+    def _keep_the_place_s_defaults(cls, values: object) -> Any:
         if not isinstance(values, Mapping):
             return values
         defaults = {name: info.default for name, info in cls.model_fields.items()}
@@ -46,7 +46,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> Any:
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and kind in (int, float):
             raise PydanticCustomError("not_a_number", "give a number, not true or false")
@@ -58,7 +58,7 @@ class NamedSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_alone(cls, value: Any) -> Any:
+    def _name_alone(cls, value: object) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
     @classmethod
@@ -79,7 +79,7 @@ def filled_up(section: object, given: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: object) -> type[BaseModel] | None:
     """The section that a field of this annotation holds, or may hold; None for a plain value."""
     kinds = get_args(annotation) if get_origin(annotation) is types.UnionType else (annotation,)
     found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -72,7 +72,7 @@ def choices(info: FieldInfo) -> str:
     return "one of " + ", ".join(map(as_yaml, get_args(info.annotation)))
 
 
-def as_yaml(value: Any) -> str:
+def as_yaml(value: object) -> str:
     """A default as one writes it in YAML, on one line."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")

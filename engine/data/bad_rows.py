@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from engine.config import RowsConfig
 from engine.data.hub_dataset import HUB, hub_rows
 from engine.data.mapping import RowMapper
-from engine.data.rl_rows import Row
 from engine.data.rows import SHOWN, row_numbers
 from engine.errors import DataError, EmptyFileError
-from engine.storage.json_rows import Numbered
+from engine.storage.json_rows import Numbered, Row
 from engine.storage.readers import stream_rows
 
 

@@ -39,18 +39,18 @@ def _column(*rules: pa.Check, required: bool = True) -> pa.Column:
     return pa.Column(checks=list(rules), nullable=True, required=required)
 
 
-def _has_ground_truth(value: Any) -> bool:
+def _has_ground_truth(value: object) -> bool:
     truth = value.get("ground_truth") if isinstance(value, dict) else ""
     return not is_missing(truth) and (not isinstance(value, dict) or bool(str(truth).strip()))
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         return False
     return int(value) >= 0
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return False
     return math.isfinite(float(value))

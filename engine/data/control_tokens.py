@@ -92,7 +92,7 @@ class ControlTokens:
         self._stood_in = re.compile(rf"{mark}\d{{6}}")
         self._twin: Tokenizer | None = None
 
-    def spelled_in(self, value: Any) -> bool:
+    def spelled_in(self, value: object) -> bool:
         """Whether a text, or any text of messages, spells a control token."""
         return any(self._spelled.search(t) or self._is_read(t) for t in _texts(value))
 
@@ -103,12 +103,12 @@ class ControlTokens:
         read = set(self._backend.encode(text, add_special_tokens=False).ids)
         return not read.isdisjoint(set(self.ids.values()) - {self._unknown})
 
-    def example(self, value: Any) -> str:
+    def example(self, value: object) -> str:
         """A control token that is spelled in `value`."""
         found = (m[0] for text in _texts(value) for m in self._spelled.finditer(text))
         return next(found, next(iter(self.ids)))
 
-    def stand_in(self, value: Any) -> Any:
+    def stand_in(self, value: object) -> Any:
         """`value` with stand-ins for the control tokens that its texts spell."""
         if isinstance(value, str):
             return self._spelled.sub(lambda found: self._stand_ins[found[0]], value)
@@ -169,7 +169,7 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
         model["unk_token"] = names.get(unknown, unknown)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Every text in a value, keys included."""
     if isinstance(value, str):
         yield value

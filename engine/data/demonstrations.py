@@ -20,8 +20,8 @@ from engine.config import DataConfig
 from engine.data.sources import Splits
 from engine.data.templates import Message
 from engine.errors import ConfigError
+from engine.storage.json_rows import Row
 
-Row = dict[str, Any]
 T = TypeVar("T")
 
 HELD_OUT = {"test": 0.2, "validation": 0.1}  # shares of the prompts; the rest is trained on

@@ -15,10 +15,10 @@ from engine.config import DataConfig, EvaluationSetConfig
 from engine.data.bad_rows import BadRows, mapped_rows
 from engine.data.columns import uniform_columns
 from engine.data.files import rl_columns
-from engine.data.rl_rows import Row
 from engine.data.sources import OF_ONE_FORM
 from engine.data.split_names import address_digest, split_addresses
 from engine.errors import DataError
+from engine.storage.json_rows import Row
 
 
 def read_evaluation_sets(

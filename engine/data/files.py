@@ -18,11 +18,11 @@ import pandas as pd
 from engine.config import DataConfig
 from engine.data.bad_rows import BadRows, mapped_rows
 from engine.data.columns import uniform_columns
-from engine.data.rl_rows import Row
 from engine.data.rows import EXTRA, RULE, TRUTH, as_text, normalise, prompt_text
 from engine.data.sources import Splits, register_source
 from engine.data.split_names import address_digest, split_addresses
 from engine.errors import DataError
+from engine.storage.json_rows import Row
 
 CARVED = 5  # at most one row in so many goes to a split that is taken from the training rows
 

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.config import DataConfig
-from engine.data.demonstrations import Row, deal, made_digest, make_splits, turn_rows
+from engine.data.demonstrations import deal, made_digest, make_splits, turn_rows
 from engine.data.rows import rl_row
 from engine.data.sources import Splits, register_source
 from engine.data.templates import Message
 from engine.errors import ConfigError
+from engine.storage.json_rows import Row
 
 HIGHER, LOWER = "higher", "lower"  # what the environment says
 NAMES = (

@@ -18,12 +18,12 @@ import pandas as pd
 from engine.config import SamplingConfig
 from engine.data.order import EpochOrder, Order, WeightedOrder, difficulty_of
 from engine.data.pass_rates import PassRates
-from engine.data.rl_rows import Row
 from engine.data.row_files import read_rl_rows
 from engine.data.rows import row_numbers
 from engine.data.templates import encode_prompts, encode_short_prompts
 from engine.data.truncation import Truncation
 from engine.errors import ConfigError, DataError
+from engine.storage.json_rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,7 +104,7 @@ class PromptLoader:
         """
         return [dict(self._rows[self._order.next()]) for _ in range(self.batch_size)]
 
-    def observe(self, prompt: Any, rate: float) -> None:
+    def observe(self, prompt: object, rate: float) -> None:
         """Note the share of right completions that a prompt has had (`sampling.pass_rate`)."""
         for row in self._rows_of.get(hash(_as_json(prompt)), ()):
             self._order.observe(row, rate)
@@ -231,10 +231,10 @@ def _digest_prompts(rows: list[dict[str, Any]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _as_json(value: Any) -> str:
+def _as_json(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=_plain)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Let JSON write what a frame read from Parquet holds: arrays instead of lists."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else repr(value)

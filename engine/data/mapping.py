@@ -12,9 +12,10 @@ from jinja2 import StrictUndefined, Template, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config import RowsConfig
-from engine.data.rl_rows import Row, canonical_row
+from engine.data.rl_rows import canonical_row
 from engine.data.rows import is_messages, is_missing
 from engine.errors import ConfigError, DataError
+from engine.storage.json_rows import Row
 
 _BOXES = ("\\boxed{", "\\fbox{")
 _CONVERSATIONS = ("prompt", "chosen", "rejected", "completion")  # columns of messages, or text

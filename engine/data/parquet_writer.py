@@ -92,7 +92,7 @@ class ParquetWriter:
         return row
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A value with a type that Parquet has for all rows: lists and dictionaries as JSON."""
     if is_missing(value):
         return None
@@ -101,7 +101,7 @@ def _plain(value: Any) -> Any:
     return value if type(value) in _KINDS else as_text(value)
 
 
-def _kind(value: Any) -> pa.DataType:
+def _kind(value: object) -> pa.DataType:
     return _KINDS[type(value)]
 
 

@@ -18,10 +18,10 @@ import numpy as np
 from engine.config import RowsConfig
 from engine.data.bad_rows import BadRows, mapped_rows
 from engine.data.mapping import RowMapper
-from engine.data.rl_rows import Row
 from engine.data.row_files import FileRows, data_files
 from engine.data.rows import brief, has_words, is_messages, is_missing, is_utf8, user_message
 from engine.errors import DataError
+from engine.storage.json_rows import Row
 
 Kind = Literal["pairs", "labels", "steps"]
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
@@ -118,7 +118,7 @@ def steps_row(row: Row, where: str) -> Row:
     return {"prompt": prompt, "completions": steps, "labels": found}
 
 
-def _entries(cell: Any) -> list[Any]:
+def _entries(cell: object) -> list[Any]:
     return list(cell) if isinstance(cell, list | tuple | np.ndarray) else []
 
 
@@ -162,7 +162,7 @@ def _prompt(row: Row, where: str) -> list[dict[str, Any]] | None:
     return [_message(one) for one in prompt]
 
 
-def _response(cell: Any, name: str, where: str) -> tuple[list[dict[str, Any]], str]:
+def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, Any]], str]:
     """The messages before a response, which its cell may have, and its text."""
     messages: Any = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
     if not is_messages(messages) or not has_words(messages) or not is_utf8(messages):
@@ -210,7 +210,7 @@ def _margin(given: Any, where: str) -> float:
     return float(given)
 
 
-def _plain_label(given: Any) -> str:
+def _plain_label(given: object) -> str:
     if isinstance(given, float | np.floating) and float(given).is_integer():
         given = int(given)
     return str(given).strip().lower()

@@ -20,12 +20,12 @@ from engine.data.card import CARD, SplitCard, card_markdown
 from engine.data.decontamination import HeldOut, hold_out_files, question_text
 from engine.data.files import prompt_key, rl_columns
 from engine.data.parquet_writer import ParquetWriter
-from engine.data.rl_rows import Row
 from engine.data.rows import prompt_text
 from engine.data.seen_prompts import SeenPrompts
 from engine.data.split_names import address_digest, split_addresses
 from engine.data.templates import encode_short_prompts
 from engine.errors import DataError
+from engine.storage.json_rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.config import DataConfig
-from engine.data.demonstrations import Row, made_digest, make_splits, turn_rows
+from engine.data.demonstrations import made_digest, make_splits, turn_rows
 from engine.data.rows import rl_row
 from engine.data.sources import Splits, register_source
 from engine.data.templates import Message
 from engine.errors import ConfigError
+from engine.storage.json_rows import Row
 
 _FORM = 'Give the answer in the last line as "#### number".'
 

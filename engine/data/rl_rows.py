@@ -8,7 +8,7 @@ A canonical row has the columns of the contract and any others of its file, chat
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from engine.data.rows import (
     EXTRA,
@@ -24,8 +24,7 @@ from engine.data.rows import (
     user_message,
 )
 from engine.errors import DataError
-
-Row: TypeAlias = dict[str, Any]
+from engine.storage.json_rows import Row
 
 
 def canonical_rows(rows: Sequence[Row], name: str, *, need_truth: bool = False) -> list[Row]:

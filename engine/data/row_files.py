@@ -11,10 +11,11 @@ from pathlib import Path
 from engine.config import RowsConfig
 from engine.data.bad_rows import BadRows, mapped_rows
 from engine.data.hub_dataset import HUB
-from engine.data.rl_rows import Row, missing_truths, same_columns
+from engine.data.rl_rows import missing_truths, same_columns
 from engine.data.rows import RULE, TRUTH
 from engine.errors import DataError
 from engine.storage.filesystem import as_path, is_remote
+from engine.storage.json_rows import Row
 from engine.storage.readers import is_data_file, list_files
 
 

@@ -56,14 +56,14 @@ def normalise(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def is_missing(value: Any) -> bool:
+def is_missing(value: object) -> bool:
     """Whether a cell holds nothing: None, NaN (JSON's, or a null of Parquet) or pandas' NA."""
     if value is None or value is getattr(sys.modules.get("pandas"), "NA", None):
         return True
     return isinstance(value, float | np.floating) and bool(value != value)
 
 
-def is_messages(value: Any) -> bool:
+def is_messages(value: object) -> bool:
     """Chat messages: a sequence of {"role": str, "content": str}; Parquet gives it as an array."""
     return isinstance(value, list | tuple | np.ndarray) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
@@ -90,7 +90,7 @@ def is_utf8(value: Any) -> bool:
     return True
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """A value as a message shows it, in 80 characters at most."""
     text = repr(value[:80] if isinstance(value, str) else value)  # not of megabytes
     return text if len(text) <= 80 else text[:77] + "…"

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.data.rl_rows import Row
 from engine.errors import DataError
+from engine.storage.json_rows import Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from engine.config import RowsConfig
 from engine.data.bad_rows import BadRows, mapped_rows
 from engine.data.mapping import RowMapper
-from engine.data.rl_rows import Row
 from engine.data.row_files import data_files
 from engine.data.rows import brief, is_messages, user_message
 from engine.data.templates import encode_prompts, encode_response, with_template_variables
 from engine.errors import DataError
+from engine.storage.json_rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,9 +16,9 @@ from engine.batch import Batch
 from engine.config import RowsConfig
 from engine.data.collate import collate_completions
 from engine.data.preference_rows import read_preference_rows
-from engine.data.rl_rows import Row
 from engine.data.templates import encode_conversation, refusals, with_template_variables
 from engine.errors import DataError
+from engine.storage.json_rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

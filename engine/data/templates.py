@@ -141,7 +141,7 @@ def with_template_variables(
     return copied
 
 
-def _jinja(value: Any) -> str:
+def _jinja(value: object) -> str:
     """A JSON value as a literal of a template."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_jinja(str(k))}: {_jinja(v)}" for k, v in value.items()) + "}"

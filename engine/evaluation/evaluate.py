@@ -126,7 +126,7 @@ def _problems(frame: pd.DataFrame, sets: Mapping[str, pd.DataFrame]) -> Problems
     )
 
 
-def _level(extra: Any) -> str:
+def _level(extra: object) -> str:
     """How hard a problem is, as its row's `extra_info` says: `level`, or `difficulty`."""
     found = extra if isinstance(extra, Mapping) else {}
     value = next((found[key] for key in ("level", "difficulty") if found.get(key) is not None), "")

@@ -27,7 +27,7 @@ _DEVICE_ELEMENTS = 1 << 26
 _FEWEST_TOKENS = 256  # of a chunk, or its matrix product would be slow
 
 
-def takes_chunks(head: Any) -> bool:
+def takes_chunks(head: object) -> bool:
     """Whether `chunked_statistics` computes what the module `head` does: a plain linear layer.
 
     Not one that is split over ranks, quantised, adapted, or has hooks.

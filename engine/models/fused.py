@@ -58,14 +58,14 @@ def gains_by_fusion(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_kernels.library() is not None)
 
 
-def remove_fused(model: Any) -> None:
+def remove_fused(model: nn.Module) -> None:
     """Give `model` transformers' forwards back."""
     for module in model.modules():
         if is_fused(module):
             _restore(module)
 
 
-def _layers(model: Any) -> list[Any]:
+def _layers(model: nn.Module) -> list[Any]:
     """The decoder layers that can have fused forwards; none of a model that can't."""
     if getattr(getattr(model, "config", None), "model_type", None) not in _FAMILIES:
         return []
@@ -76,19 +76,19 @@ def _layers(model: Any) -> list[Any]:
     return layers if all(_is_gated(layer.mlp) for layer in layers) else []
 
 
-def _body(model: Any) -> Any:
+def _body(model: nn.Module) -> Any:
     """The decoder: that of a model or a critic; a pipeline stage is one itself."""
     return getattr(model, "base_model", model)
 
 
-def _parts(layers: list[Any], body: Any) -> list[nn.Module]:
+def _parts(layers: list[Any], body: nn.Module) -> list[nn.Module]:
     """Norms, rotary positions, attentions, MLPs and the layers themselves."""
     own = ("RMSNorm", "RotaryEmbedding")
     norms = [m for m in body.modules() if type(m).__name__.endswith(own)]
     return [*norms, *(part for layer in layers for part in (layer.self_attn, layer.mlp, layer))]
 
 
-def _fuse(module: Any) -> None:
+def _fuse(module: nn.Module) -> None:
     if type(module).__name__.endswith("RMSNorm"):
         module.forward = FusedForward(module, norm_forward)
     elif type(module).__name__.endswith("RotaryEmbedding"):
@@ -101,17 +101,17 @@ def _fuse(module: Any) -> None:
         module.forward = FusedForward(module, attention_forward)
 
 
-def _restore(module: Any) -> None:
+def _restore(module: nn.Module) -> None:
     del module.__dict__["forward"]
 
 
-def _is_gated(mlp: Any) -> bool:
+def _is_gated(mlp: nn.Module) -> bool:
     names = ("gate_proj", "up_proj", "down_proj")
     silu = type(getattr(mlp, "act_fn", None)).__name__ in ("SiLUActivation", "SiLU")
     return silu and all(hasattr(mlp, name) for name in names)
 
 
-def takes_rows_read(model: Any) -> bool:
+def takes_rows_read(model: nn.Module) -> bool:
     """Whether `model`'s last layer can leave out tokens whose outputs nobody reads.
 
     Its forward then takes `read`, a `RowsRead`, and the last hidden states are those of its rows.

@@ -128,13 +128,13 @@ def _as_one(
     return compiled_layer(x, weights, call) if takes_layer(x, weights, call) else None
 
 
-def _is_hooked(module: Any) -> bool:
+def _is_hooked(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
     return any(hooks) or not is_fused(module)
 
 
 def rotary_forward(
-    module: Any, plain: Callable[..., Any], x: Tensor, position_ids: Tensor
+    module: nn.Module, plain: Callable[..., Any], x: Tensor, position_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Of many tokens at few positions each position's is computed once."""
     last = int(position_ids.max()) + 1
@@ -232,7 +232,7 @@ def _project(x: Tensor, modules: list[Any]) -> tuple[Tensor, ...]:
     return tuple(linear(x) for linear in modules)
 
 
-def _is_plain(linear: Any) -> bool:
+def _is_plain(linear: nn.Module) -> bool:
     return (
         type(linear) is nn.Linear
         and not linear._forward_hooks

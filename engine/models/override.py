@@ -99,7 +99,7 @@ def _rope_of_this_version(config: PretrainedConfig, changes: dict[str, Any]) -> 
     return changes | {"rope_parameters": dict(config.rope_parameters or {}) | scaling}
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     """YAML reads 1e6 as a text."""
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 

@@ -183,12 +183,12 @@ def apply_packing(model: PreTrainedModel | CriticModel, packing: Packing = True)
     set_packing(model, packing)
 
 
-def set_packing(model: Any, packing: Packing) -> None:
+def set_packing(model: nn.Module, packing: Packing) -> None:
     """Say when `model`, which packing was applied to, is to be given packed rows."""
     getattr(model, "base_model", model).__dict__[_MARK] = packing
 
 
-def packing_of(model: Any) -> Packing:
+def packing_of(model: nn.Module) -> Packing:
     """When `model` (or the model whose body it is) is to be given packed rows.
 
     False for one that packing was not applied to.

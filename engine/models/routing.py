@@ -89,7 +89,7 @@ class Routing:
         return columns < ends[:, None]
 
     def _hook(self, layer: int) -> Any:
-        def choose(router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        def choose(router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]) -> Any:
             logits, scores, chosen = output
             if self._replayed is not None:
                 chosen = self._replayed[:, layer]
@@ -101,7 +101,7 @@ class Routing:
 
 
 @contextmanager
-def routing(model: Any, batch: Batch, *, replay: bool = False) -> Iterator[Routing]:
+def routing(model: nn.Module, batch: Batch, *, replay: bool = False) -> Iterator[Routing]:
     """Record what `model`'s routers choose in a pass over `batch`, or `replay` what it says."""
     found, body = Routing(model, batch, replay), _body(model)
     handles = [
@@ -117,7 +117,7 @@ def routing(model: Any, batch: Batch, *, replay: bool = False) -> Iterator[Routi
             handle.remove()
 
 
-def open_routing(model: Any) -> Routing | None:
+def open_routing(model: nn.Module) -> Routing | None:
     """The Routing that is open for `model`, or for the model whose body it is."""
     found: Routing | None = getattr(_body(model), _OPEN, None)
     return found
@@ -128,7 +128,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
 
 
-def _scores(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+def _scores(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
     """The weights `[T, k]` of the chosen experts, as the router makes them of its own choice."""
     probs = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, chosen)
     if getattr(router, "norm_topk_prob", True):  # Mixtral's have no such setting
@@ -136,5 +136,5 @@ def _scores(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
     return probs
 
 
-def _body(model: Any) -> Any:
+def _body(model: nn.Module) -> Any:
     return getattr(model, "base_model", model)

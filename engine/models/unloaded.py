@@ -233,7 +233,7 @@ def _files(name: str, revision: str) -> WeightFiles:
         raise _WholeOnly(f"its files can't be opened ({error})") from error
 
 
-def _find(model: Any, files: WeightFiles) -> dict[str, str]:
+def _find(model: nn.Module, files: WeightFiles) -> dict[str, str]:
     """Where the files have each parameter and persistent buffer, under each of its names."""
     prefix = f"{model.base_model_prefix}."
     alike: dict[int, list[str]] = {}  # names of one tensor, such as a tied head's
@@ -250,7 +250,7 @@ def _find(model: Any, files: WeightFiles) -> dict[str, str]:
     return found
 
 
-def _tensors(model: Any) -> dict[str, torch.Tensor]:
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by each of their names."""
     found: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     return found

@@ -107,7 +107,7 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         return self.get_submodule(self._head_name) if self.last else None
 
     def forward(
-        self, inputs: Tensor, position_ids: Tensor | None = None, segments: Any = None
+        self, inputs: Tensor, position_ids: Tensor | None = None, segments: object = None
     ) -> Tensor:
         decoder: Any = self.get_submodule(self._decoder_name)
         hidden = self._embed(decoder, inputs) if self.first else inputs

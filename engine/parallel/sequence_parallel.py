@@ -120,7 +120,7 @@ class _Share:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Share:
         return self  # process groups can't be copied
 
-    def check(self, query: Tensor, key: Tensor, mask: Any, positions: Tensor | None) -> None:
+    def check(self, query: Tensor, key: Tensor, mask: object, positions: Tensor | None) -> None:
         """Raise WorkerError for inputs that are not a stretch of left-aligned rows."""
         if mask is not None or key.shape[2] != query.shape[2]:
             raise WorkerError(

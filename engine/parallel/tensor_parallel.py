@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -198,7 +197,7 @@ def _check(model: nn.Module, tp: int) -> _Split:
     return _Split(plan, shape, tp)
 
 
-def _check_module(name: str, module: Any, plan: DecoderPlan) -> None:
+def _check_module(name: str, module: nn.Module, plan: DecoderPlan) -> None:
     within, last = within_layer(name), name.rpartition(".")[2]
     base = getattr(module, "base_layer", module)
     if within in plan.columns | plan.rows or last == _HEAD:

@@ -192,7 +192,7 @@ def _own(targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     return targets.clamp(0, max(0, width - 1)), (targets >= 0) & (targets < width)
 
 
-def _over_shards(values: Tensor, group: dist.ProcessGroup | None, how: Any) -> None:
+def _over_shards(values: Tensor, group: dist.ProcessGroup | None, how: object) -> None:
     if group is not None:
         dist.all_reduce(values, op=how, group=group)
 

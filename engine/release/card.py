@@ -137,7 +137,7 @@ def _lineage(model: ReleasedModel) -> str:
     )
 
 
-def public_values(value: Any) -> Any:
+def public_values(value: object) -> Any:
     """JSON values in which a folder or address is its last part alone.
 
     >>> public_values({"path": "/home/me/models/base", "lr": 0.1})

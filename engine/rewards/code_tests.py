@@ -160,7 +160,7 @@ class Assertions:
         return [one is True for one in passed][: self.count]
 
 
-def read_tests(truth: Any, row: int) -> CodeTests:
+def read_tests(truth: object, row: int) -> CodeTests:
     """The tests of a ground truth; RewardError where it has none that can be read."""
     try:
         tests = _tests(_loaded(truth))
@@ -212,7 +212,7 @@ def _assertions(text: str, entry_point: str) -> Assertions:
     return Assertions(text, entry_point, count)
 
 
-def _loaded(value: Any) -> Any:
+def _loaded(value: object) -> Any:
     """JSON text as its value; any other value, and any other text, as it is."""
     if not isinstance(value, str):
         return value
@@ -222,7 +222,7 @@ def _loaded(value: Any) -> Any:
         return value
 
 
-def _call_arguments(value: Any) -> Any:
+def _call_arguments(value: object) -> Any:
     """A list of arguments; text has one a line, in JSON."""
     if isinstance(value, str):
         lines = [_plain(json.loads(line)) for line in value.strip().splitlines()]
@@ -235,7 +235,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else "\n".join(map(str, value))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Arrays, as Parquet gives them, as lists; tuples too, as JSON has none."""
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
@@ -273,7 +273,7 @@ def _same_result(said: Any, wanted: Any) -> bool:
     return same_value(said, wanted) or (alone and same_value(said, wanted[0]))
 
 
-def same_value(said: Any, wanted: Any) -> bool:
+def same_value(said: object, wanted: object) -> bool:
     """Whether two results are the same; tuples are lists, and floats are close."""
     said, wanted = _plain(said), _plain(wanted)
     if isinstance(wanted, list) and isinstance(said, list):

@@ -41,7 +41,7 @@ class Caller:
         self._turn = asyncio.Semaphore(concurrency)
         self._timeout_s, self._retries, self._reward = timeout_s, retries, reward
 
-    async def post(self, url: str, content: Any) -> Any:
+    async def post(self, url: str, content: object) -> Any:
         """The JSON that answers; raise RewardError where there is none after all retries."""
         problem = ""
         for attempt in range(self._retries + 1):

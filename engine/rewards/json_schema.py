@@ -42,7 +42,7 @@ def json_schema(
     return [float(_keeps(text, truth if schema is None else schema)) for text, truth in pairs]
 
 
-def _keeps(text: str, schema: Any) -> bool:
+def _keeps(text: str, schema: object) -> bool:
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
     from referencing import Registry

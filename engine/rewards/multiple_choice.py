@@ -48,7 +48,7 @@ def multiple_choice(
     return [float(choice(text) == _letter(truth, i)) for i, (text, truth) in enumerate(pairs)]
 
 
-def _letter(truth: Any, row: int) -> str:
+def _letter(truth: object, row: int) -> str:
     written = str(truth).strip().strip("().").upper()
     if written.isascii() and written.isdigit() and int(written[:3]) < 26:
         return chr(ord("A") + int(written[:3]))

@@ -37,7 +37,7 @@ def regular_expression(
     return [float(_matches(wanted, text, truth)) for text, truth in pairs]
 
 
-def _matches(wanted: re.Pattern[str], text: str, truth: Any) -> bool:
+def _matches(wanted: re.Pattern[str], text: str, truth: object) -> bool:
     if "answer" not in wanted.groupindex:
         return wanted.search(text) is not None
     last = None

@@ -79,11 +79,11 @@ def plain(values: Any) -> Any:
     return json.loads(json.dumps(list(values), default=_listed))
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def _scores(answer: Any, count: int) -> list[float]:
+def _scores(answer: object, count: int) -> list[float]:
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, list) or len(scores) != count:
         raise RewardError(

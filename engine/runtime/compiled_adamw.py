@@ -33,7 +33,7 @@ class CompiledAdamW(torch.optim.AdamW):
         self.factor = 1.0  # of the next step's gradients
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: object = None) -> Any:
         """Update every master that has a gradient."""
         assert closure is None
         for group in self.param_groups:

@@ -42,7 +42,9 @@ class _LogitsReader(ABC):
         seqs = left_align(micro)
         return self._read(model_logits(module, seqs), seqs, micro)
 
-    def from_hidden(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+    def from_hidden(
+        self, module: nn.Module, hidden: Tensor, seqs: Sequences, micro: Batch
+    ) -> Outputs:
         """Apply the head."""
         return self._read(
             response_logits(require_vocabulary_head(module), hidden, seqs), seqs, micro

@@ -134,7 +134,7 @@ def _resolve(
     return config
 
 
-def _refuse(name: str, value: Any, way_out: str = "") -> None:
+def _refuse(name: str, value: object, way_out: str = "") -> None:
     shown = value if isinstance(value, str | int | float | list | tuple) else type(value).__name__
     if not way_out and (near := get_close_matches(name, _SUPPORTED, n=1)):
         way_out = f"did you mean {near[0]}?"

@@ -81,7 +81,7 @@ class LogProbReader:
         }
         return ("log_probs", *(name for name, wanted in requested.items() if wanted))
 
-    def from_model(self, module: Any, micro: Batch) -> Outputs:
+    def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
         """One forward pass of a causal language model of any family."""
         if self.reference is not None:
             seqs = left_align(micro)
@@ -104,7 +104,9 @@ class LogProbReader:
             return nullcontext()
         return routing(module, micro, replay=self.replay)
 
-    def from_hidden(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+    def from_hidden(
+        self, module: nn.Module, hidden: Tensor, seqs: Sequences, micro: Batch
+    ) -> Outputs:
         """Apply the head and the softmax."""
         head = require_vocabulary_head(module)
         if self.reference is not None:

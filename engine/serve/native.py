@@ -132,7 +132,7 @@ class Backend:
         said = await loop.run_in_executor(self._texts, self._prompt_log_probs, request, prompts)
         return answers, sum(map(len, prompts)), said
 
-    def _prompt_log_probs(self, request: Any, prompts: list[list[int]]) -> list[Any]:
+    def _prompt_log_probs(self, request: object, prompts: list[list[int]]) -> list[Any]:
         from engine.serve.prompt_log_probs import prompt_log_probs
 
         top_k = getattr(request, "prompt_logprobs", None)

@@ -59,7 +59,7 @@ def json_array(file: BinaryIO, name: str) -> Iterator[Numbered]:
             yield number, error
 
 
-def _array_of(value: Any, name: str) -> list[Any]:
+def _array_of(value: object, name: str) -> list[Any]:
     if isinstance(value, dict):
         lists = [inner for inner in value.values() if isinstance(inner, list)]
         value = lists[0] if len(lists) == 1 else None
@@ -94,7 +94,7 @@ def _loads(data: bytes, where: str) -> Any:
         ) from None
 
 
-def _checked(row: Any, where: str, deep: bool, lone: bool) -> Row:
+def _checked(row: object, where: str, deep: bool, lone: bool) -> Row:
     """The row, looked through where it may be too `deep` or hold a `lone` surrogate."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: a JSON {type(row).__name__}, not an object with columns")
@@ -121,7 +121,7 @@ def _is_too_deep(value: Any) -> bool:
     return any(isinstance(v, list | dict) for v in level)
 
 
-def _has_lone_surrogate(value: Any) -> bool:
+def _has_lone_surrogate(value: object) -> bool:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

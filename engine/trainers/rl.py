@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from engine.batch import Batch
 from engine.checkpoint import Checkpoint, Saver, open_checkpoint
@@ -28,6 +28,7 @@ from engine.dataflows.algo import Algo
 from engine.errors import CheckpointError
 from engine.futures import LazyBatch
 from engine.models import resolve_lora, text_config
+from engine.storage.json_rows import Row
 from engine.trainers.auto_placement import resolve_auto
 from engine.trainers.export import resolve_checkpoint, start_model_info
 from engine.trainers.final_model import carry_best, is_new_best
@@ -63,7 +64,6 @@ Metrics = dict[str, float]
 OnStep = Callable[[int, int, Metrics], None]  # step (1-based), total steps, metrics
 OnResume = Callable[[str, int], None]  # the checkpoint's address, its step
 OnRollouts = Callable[[str, int, Batch], None]  # "train" or "validation", step, its batch
-Row = dict[str, Any]  # of a data set
 
 
 class RLTrainer:

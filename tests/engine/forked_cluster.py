@@ -49,7 +49,13 @@ def hold_cluster(writing: int) -> None:
 
 
 class Cluster:
-    """A local Ray that is started again where a strike has ended it."""
+    """A local Ray that is started again where a strike has ended it.
+
+    Ray's node ends itself where its agent takes 15 s to start, as on a busy machine; it is tried
+    again, at most `TRIES` times.
+    """
+
+    TRIES = 3
 
     def __init__(self) -> None:
         self.holder = 0
@@ -58,9 +64,15 @@ class Cluster:
         if self.holder:
             return
         os.environ.pop("RAY_ADDRESS", None)
-        self.holder, reading = forked(hold_cluster)
-        os.environ["RAY_ADDRESS"] = os.read(reading, 1000).decode().strip()
-        os.close(reading)
+        for _ in range(self.TRIES):
+            self.holder, reading = forked(hold_cluster)
+            address = os.read(reading, 1000).decode().strip()
+            os.close(reading)
+            if address:
+                os.environ["RAY_ADDRESS"] = address
+                return
+            self.stop()
+        raise SystemExit(f"Ray did not start in {self.TRIES} tries")
 
     def raylet(self) -> int:
         below = psutil.Process(self.holder).children(recursive=True)

@@ -71,7 +71,7 @@ def loads(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def call_of(value: Any, place: int, arguments: tuple[str, ...] = ("arguments",)) -> ToolCall:
+def call_of(value: object, place: int, arguments: tuple[str, ...] = ("arguments",)) -> ToolCall:
     """A call of JSON such as {"name": "add", "arguments": {"a": 1}}; raise ValueError for none."""
     if not isinstance(value, Mapping):
         raise ValueError(f"a call is an object, not {type(value).__name__}")

@@ -79,7 +79,7 @@ class GymnasiumEnvironment:
     async def close(self) -> None:
         self._env.close()
 
-    def _message(self, seen: Any) -> Message:
+    def _message(self, seen: object) -> Message:
         return {"role": "user", "content": str(self._show(seen))}
 
     def _action_of(self, text: str) -> Any:

@@ -110,7 +110,7 @@ class OpenEnvEnvironment:
             (message,), float(data.get("reward") or 0.0), done, {"observation": seen}
         )
 
-    def _shown(self, seen: Any) -> str:
+    def _shown(self, seen: object) -> str:
         if not isinstance(seen, Mapping):
             return str(seen)
         if self._fields:

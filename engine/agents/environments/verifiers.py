@@ -209,14 +209,14 @@ def _client_class() -> Any:
         def setup_client(self, config: Any) -> Any:
             return config
 
-        async def to_native_tool(self, tool: Any) -> Any:
+        async def to_native_tool(self, tool: object) -> Any:
             return tool
 
-        async def to_native_prompt(self, messages: Any) -> tuple[Any, dict[str, Any]]:
+        async def to_native_prompt(self, messages: object) -> tuple[Any, dict[str, Any]]:
             return messages, {}
 
         async def get_native_response(
-            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
+            self, prompt: object, model: str, sampling_args: object, tools: object = None, **_: Any
         ) -> Any:
             action = await self.client.request(prompt)
             calls = [
@@ -231,10 +231,10 @@ def _client_class() -> Any:
             )
             return Response(id="policy", created=0, model=model, usage=None, message=message)
 
-        async def raise_from_native_response(self, response: Any) -> None:
+        async def raise_from_native_response(self, response: object) -> None:
             """The policy's turns are all valid."""
 
-        async def from_native_response(self, response: Any) -> Any:
+        async def from_native_response(self, response: object) -> Any:
             return response
 
         async def close(self) -> None:

@@ -74,7 +74,7 @@ async def _text(tools: Mapping[str, Tool], call: ToolCall, limits: ToolLimits) -
         return f"error: {type(error).__name__}: {text_of(error)}"
 
 
-def _function(called: Any) -> Any:
+def _function(called: object) -> Any:
     """The function below a `partial`."""
     while hasattr(called, "func"):
         called = called.func
@@ -99,7 +99,7 @@ async def on_thread(function: Callable[[], Any]) -> Any:
     lock = threading.Lock()
     running = True
 
-    def finish(result: Any, error: BaseException | None) -> None:
+    def finish(result: object, error: BaseException | None) -> None:
         if future.done():
             return
         if error is None:

@@ -20,7 +20,7 @@ class Closed(Exception):
     """The other end is gone, late, or sent what is no message."""
 
 
-def send(channel: socket.socket, message: Any, seconds: float = 60.0) -> None:
+def send(channel: socket.socket, message: object, seconds: float = 60.0) -> None:
     """Send a message; raise Closed where it isn't taken in time."""
     data = json.dumps(message).encode()
     if len(data) > LONGEST:
@@ -60,7 +60,7 @@ def _read(channel: socket.socket, count: int, until: float) -> bytes:
     return parts
 
 
-def encode(value: Any, other: Callable[[Any], Any]) -> Any:
+def encode(value: object, other: Callable[[Any], Any]) -> Any:
     """A value as JSON that `decode` reads; `other` makes JSON of what has no such form."""
     if value is None or isinstance(value, bool):
         return value

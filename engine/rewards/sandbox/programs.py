@@ -79,7 +79,7 @@ def _serve(code: str, channel: socket.socket) -> None:
     _execute(code, namespace)
     objects: list[Any] = []
 
-    def held(value: Any) -> list[Any]:
+    def held(value: object) -> list[Any]:
         objects.append(value)
         return ["o", len(objects) - 1]
 
@@ -114,7 +114,7 @@ def _serve(code: str, channel: socket.socket) -> None:
 class Remote:
     """Something that judged code defines, in the sandbox where that runs."""
 
-    def __init__(self, channel: socket.socket, place: Any) -> None:
+    def __init__(self, channel: socket.socket, place: object) -> None:
         self.__dict__["_remote"] = (channel, place)
 
     def __call__(self, *arguments: Any, **words: Any) -> Any:
@@ -128,7 +128,11 @@ class Remote:
 
 
 def ask(
-    channel: socket.socket, what: str, target: Any, details: Any = None, until: float = math.inf
+    channel: socket.socket,
+    what: str,
+    target: object,
+    details: object = None,
+    until: float = math.inf,
 ) -> Any:
     """Ask a served program; raise what it raised, as far as Python has that kind of error.
 
@@ -147,13 +151,13 @@ def ask(
     raise kind("raised by the program") if is_error else RuntimeError(str(answer))
 
 
-def _remote(channel: socket.socket, coded: Any) -> Remote:
+def _remote(channel: socket.socket, coded: object) -> Remote:
     if not isinstance(coded, list) or coded[0] != "o":
         raise ValueError("no object")
     return Remote(channel, coded)
 
 
-def _place_of(value: Any) -> Any:
+def _place_of(value: object) -> Any:
     if isinstance(value, Remote):
         return value._remote[1]
     raise TypeError(f"{type(value).__name__} can't be given to a program")

@@ -47,7 +47,7 @@ class RoutedExperts:
         return torch.cat(layers, 1).to(torch.int16).unflatten(0, (rows, -1))
 
     def _hook(self, layer: int) -> Any:
-        def record(_: nn.Module, __: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        def record(_: nn.Module, __: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
             self._chosen[layer] = output[2]
 
         return record

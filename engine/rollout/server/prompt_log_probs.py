@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from engine.config.distillation import TeacherConfig
 from engine.config.server import ServerConfig
@@ -115,7 +114,7 @@ class PromptLogProbs:
         places = zip(found[start:], ids[start:], strict=True)
         return [self._place(entry, int(token), top_k) for entry, token in places]
 
-    def _place(self, entry: Any, token: int, top_k: int) -> TokenLogProbs:
+    def _place(self, entry: object, token: int, top_k: int) -> TokenLogProbs:
         if not isinstance(entry, Mapping) or str(token) not in entry or len(entry) < top_k:
             raise RolloutError(
                 f"{self._client.url} gave {str(entry)[:200]!r} as log-probs where token {token} "

@@ -63,7 +63,7 @@ def weights_outside_pool() -> Iterator[None]:
     worker: Any = gpu_worker.Worker
     original = worker._maybe_get_memory_pool_context
 
-    def pool(self: Any, tag: str) -> AbstractContextManager[object]:
+    def pool(self: object, tag: str) -> AbstractContextManager[object]:
         return nullcontext() if tag == "weights" else original(self, tag)
 
     worker._maybe_get_memory_pool_context = pool
