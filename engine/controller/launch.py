@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Placement", "Pool", "launch"]
 
+log = logging.getLogger(__name__)
+
 Launched = tuple[dict[str, WorkerGroup], Callable[[], list[Span]]]
 DASHBOARD_VARIABLE = "HYBRIDFLYTE_RAY_DASHBOARD"
 
@@ -170,19 +172,30 @@ def init_options(placement: Placement, environ: Mapping[str, str]) -> dict[str, 
 
 
 def init_ray(options: Mapping[str, Any]) -> None:
-    """Call `ray.init`; a Ray that is started here listens on the loopback address alone."""
+    """Call `ray.init`; a Ray that is started here listens on the loopback address alone.
+
+    One that does not start is tried once more: Ray's node ends itself where its agent, a Python
+    program, takes more than 15 s to start, as from a cold disk or on a busy machine.
+    """
     import ray
     from ray._private import ray_constants
 
     multi_node = ray_constants.ENABLE_RAY_CLUSTER
-    if options["address"] == "local":
+    local = options["address"] == "local"
+    if local:
         # Ray has no argument for this: it takes this machine's address in place of 127.0.0.1,
         # unless it is told, by a variable at its import, that there is no cluster of machines.
         ray_constants.ENABLE_RAY_CLUSTER = False
         # Ray's default is 15: whatever else this machine does would starve the run.
         os.environ.setdefault("RAY_worker_niceness", "0")
     try:
-        ray.init(**options)
+        try:
+            ray.init(**options)
+        except Exception as error:  # Ray's own time limit is an Exception and no more
+            if not local:
+                raise
+            log.warning("Ray did not start (%s); it is tried once more", error)
+            ray.init(**options)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = multi_node
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -438,27 +439,43 @@ def test_a_signal_stops_the_workers_and_ray(
     assert not list((place / "out").glob(".step_*"))
 
 
-@pytest.mark.slow
-def test_a_ray_that_does_not_start_in_time_is_one_sentence(
-    place: Path, tiny_folder: Path, ray_home: Path
-) -> None:
+@contextlib.contextmanager
+def on_ray_of_its_own(place: Path, model: Path, ray_home: Path) -> Iterator[subprocess.Popen[str]]:
     environment: dict[str, Any] = os.environ | {"RAY_TMPDIR": str(ray_home), "OMP_NUM_THREADS": "1"}
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, "-m", "engine.main_ppo"]
     with subprocess.Popen(
-        [*command, *arguments(place, tiny_folder, "trainer.placement=ray")],
+        [*command, *arguments(place, model, "trainer.placement=ray")],
         stderr=subprocess.PIPE,
         env=environment,
         text=True,
     ) as process:
-        assert process.stderr is not None
-        deadline = time.monotonic() + 300
-        while not (raylets := [p for p in of(ray_home) if "raylet" in p.name()]):
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        for raylet in raylets:
-            raylet.suspend()  # before it has told Ray that it is there
+        yield process
+
+
+def suspend(process: subprocess.Popen[str], ray_home: Path, name: str) -> int:
+    """Suspend the first process of its Ray with that name; return its pid."""
+    assert process.stderr is not None
+    deadline = time.monotonic() + 300
+    while True:
+        for found in of(ray_home):
+            with contextlib.suppress(psutil.Error):
+                running = found.status() != psutil.STATUS_STOPPED
+                if running and name in " ".join(found.cmdline()[:3]):
+                    found.suspend()
+                    return found.pid
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_ray_that_does_not_start_in_time_is_one_sentence(
+    place: Path, tiny_folder: Path, ray_home: Path
+) -> None:
+    with on_ray_of_its_own(place, tiny_folder, ray_home) as process:
+        for _ in range(2):  # it is tried twice
+            suspend(process, ray_home, "raylet/raylet")  # before it has told Ray that it is there
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "Traceback" not in errors
@@ -466,3 +483,20 @@ def test_a_ray_that_does_not_start_in_time_is_one_sentence(
     assert len(sentences) == 1
     assert "timed out during startup" in sentences[0]
     assert "set trainer.placement=local" in sentences[0]
+
+
+@pytest.mark.slow
+def test_a_ray_whose_agent_is_slow_is_started_again(
+    place: Path, tiny_folder: Path, ray_home: Path
+) -> None:
+    with on_ray_of_its_own(place, tiny_folder, ray_home) as process:
+        agent = suspend(process, ray_home, "dashboard/agent")
+        _, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    assert "it is tried once more" in errors
+    assert [left.pid for left in of(ray_home)] == [agent], "the first try's Ray has ended"
+    os.kill(agent, signal.SIGCONT)
+    deadline = time.monotonic() + 60
+    while of(ray_home):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
