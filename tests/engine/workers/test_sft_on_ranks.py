@@ -183,8 +183,8 @@ def test_ranks_write_the_folder_that_one_rank_does(folder: str, tmp_path: Path, 
     run_ranks(2, saved_folder, folder, case, str(tmp_path / "two"))
     one, two = (load_model(tmp_path / name).state_dict() for name in ("one", "two"))
     assert one.keys() == two.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)
+    for name, tensor in one.items():  # as in the test of all layouts, and for its reason
+        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-4)
     if case[1].rank:
         again = load_policy_model(
             tmp_path / "two" / "adapter", "float32", LoRAConfig(from_folder=True)
