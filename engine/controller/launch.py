@@ -192,7 +192,7 @@ def init_ray(options: Mapping[str, Any]) -> None:
         try:
             ray.init(**options)
         except Exception as error:  # Ray's own time limit is an Exception and no more
-            if not local:
+            if not local or isinstance(error, ValueError):  # of a setting
                 raise
             log.warning("Ray did not start (%s); it is tried once more", error)
             ray.init(**options)

@@ -143,11 +143,7 @@ class _ScheduledStage(PipelineStage):
         self._positions = self._segments = None
 
     def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: Any,
-        kwargs: Any = None,
-        save_forward_output: bool = True,
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
         if self.is_first:
             args = (self._inputs[fwd_chunk_id].to(self.device),)
