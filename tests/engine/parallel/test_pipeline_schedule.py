@@ -49,7 +49,7 @@ def loss_of(head: nn.Module, hidden: Tensor, ids: Tensor) -> Tensor:
 def adam(model: nn.Module) -> torch.optim.AdamW:
     trained = [p for p in model.parameters() if p.requires_grad]
     # With AdamW's own eps a gradient that is all rounding makes a whole step.
-    return torch.optim.AdamW(trained, lr=0.02, eps=1e-5, weight_decay=0.1, foreach=False)
+    return torch.optim.AdamW(trained, lr=0.02, eps=1e-4, weight_decay=0.1, foreach=False)
 
 
 Trained = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms, weights
