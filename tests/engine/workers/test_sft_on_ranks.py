@@ -63,9 +63,11 @@ def settings(parallel: dict[str, Any], **changes: Any) -> SFTConfig:
     return SFTConfig.model_validate(values | changes)
 
 
-def worker(folder: str, parallel: dict[str, Any], lora: LoRAConfig = PLAIN) -> SFTWorker:
+def worker(
+    folder: str, parallel: dict[str, Any], lora: LoRAConfig = PLAIN, **changes: Any
+) -> SFTWorker:
     layout = {name: size for name, size in parallel.items() if name != "packing"}
-    config = settings(layout, packing=parallel.get("packing", "auto"))
+    config = settings(layout, packing=parallel.get("packing", "auto"), **changes)
     rank, world = dist.get_rank(), dist.get_world_size()
     context = WorkerContext("sft", rank, world, layout=Layout.of(config.parallel))
     one = SFTWorker(context, model=StartModel(folder, "float32", lora), config=config, seed=0)
@@ -171,7 +173,8 @@ def test_it_goes_on_from_two_copies_in_one_process_and_then_on_two_shards(
 
 
 def saved_folder(folder: str, case: Case, out: str) -> None:
-    one = worker(folder, *case)
+    # SGD: Adam divides by a gradient's size, also where that is all rounding.
+    one = worker(folder, *case, optim={"optimizer": "SGD", "lr": 1.0})
     step(one, examples(ROWS))
     one.save(out, folder)
 
@@ -183,8 +186,10 @@ def test_ranks_write_the_folder_that_one_rank_does(folder: str, tmp_path: Path, 
     run_ranks(2, saved_folder, folder, case, str(tmp_path / "two"))
     one, two = (load_model(tmp_path / name).state_dict() for name in ("one", "two"))
     assert one.keys() == two.keys()
-    for name, tensor in one.items():  # as in the test of all layouts, and for its reason
-        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-4)
+    start = load_model(folder).state_dict()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)
+    assert max((tensor - start[name]).abs().max() for name, tensor in one.items()) > 1e-3
     if case[1].rank:
         again = load_policy_model(
             tmp_path / "two" / "adapter", "float32", LoRAConfig(from_folder=True)
