@@ -10,9 +10,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-# Lines that begin with @ are the code's own; libraries may print others.
-EMIT = """
-import json, sys
+# Lines that begin with @ are the code's own; libraries may print others. The probe ends with its
+# caller, whatever ends that (Linux: PR_SET_PDEATHSIG).
+PRELUDE = """
+import ctypes, json, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+if os.getppid() != int(sys.argv.pop(1)):
+    sys.exit("the caller has ended")
 def emit(**what): print("\\n@" + json.dumps(what), flush=True)
 """
 
@@ -22,7 +27,7 @@ def run_isolated(
 ) -> tuple[list[dict[str, Any]], str]:
     """Run the code; return what it emitted by `emit(name=value)`, and how it failed, if it did."""
     process = subprocess.Popen(
-        [sys.executable, "-c", EMIT + code, *arguments],
+        [sys.executable, "-c", PRELUDE + code, str(os.getpid()), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

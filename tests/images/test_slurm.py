@@ -257,7 +257,7 @@ class Slurm:
     def left(self) -> list[psutil.Process]:
         """Processes of the job that still run."""
         found = []
-        for process in psutil.process_iter():
+        for process in psutil.process_iter(["cmdline"]):
             try:
                 its = process.environ().get("HYBRIDFLYTE_TMP", "")
                 mine = its.startswith(str(self.temporary))
@@ -344,7 +344,7 @@ def stat_mode(path: Path) -> int:
 
 def gone(slurm: Slurm) -> None:
     psutil.wait_procs(slurm.left(), timeout=10)
-    assert slurm.left() == []
+    assert [process.info["cmdline"] for process in slurm.left()] == []
 
 
 def test_a_head_that_can_t_start_ends_the_job_with_its_log(slurm: Slurm) -> None:
