@@ -37,6 +37,10 @@ class Future(ABC, Generic[R_co]):
     def done(self) -> bool:
         """Whether `result` would return, or raise, without waiting for work."""
 
+    @abstractmethod
+    def failure(self) -> BaseException | None:
+        """The error of a call that has failed already; reads no value and waits for none."""
+
 
 class Ready(Future[R_co]):
     """A future whose value is there already."""
@@ -49,6 +53,9 @@ class Ready(Future[R_co]):
 
     def done(self) -> bool:
         return True
+
+    def failure(self) -> None:
+        return None
 
 
 class ConcatFuture(Future[Batch]):
@@ -64,6 +71,9 @@ class ConcatFuture(Future[Batch]):
 
     def done(self) -> bool:
         return all(part.done() for part in self.parts)
+
+    def failure(self) -> BaseException | None:
+        return next(filter(None, (part.failure() for part in self.parts)), None)
 
 
 class LazyBatch:

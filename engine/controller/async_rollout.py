@@ -227,10 +227,11 @@ class AsyncRollout:
 
     def _call(self, name: str, process: RolloutProcess, now: float) -> bool:
         """Start a worker's next call, if there is one for it."""
-        if process.sync is not None:
-            process.loads, process.sync = process.sync, None
+        if process.sync:
+            process.sync = False
             has = -1 if process.needs_full_weights else self.fleet.workers[name].version
-            process.call = process.group.load_weights(self._weights.update_from(has))
+            process.loads = self._weights.update_from(has)
+            process.call = process.group.load_weights(process.loads)
             return True
         if name not in self.fleet.serving:
             return False
@@ -258,9 +259,11 @@ class AsyncRollout:
                 return
             log.warning("rollout worker %s gets the full weights: %s", name, error)
             self.resyncs += 1
-            process.needs_full_weights, process.sync = True, loads
+            process.needs_full_weights = process.sync = True
             return
         except EngineError as error:
+            if loads is not None and (failure := loads.failure()) is not None:
+                raise failure from None  # the trainer's own, which no other rollout worker mends
             self._event(name, process.attempt, Died(str(error)), now)
             return
         self._event(name, process.attempt, Heartbeat(), now)
@@ -290,8 +293,8 @@ class AsyncRollout:
         self.fleet = fleet
         for action in actions:
             match action:
-                case SyncWeights(worker, _, version):
-                    self._processes.running[worker].sync = version
+                case SyncWeights(worker):
+                    self._processes.running[worker].sync = True
                 case Kill(worker, _):
                     cause = fleet.workers[worker].deaths[-1].cause
                     log.warning("rollout worker given up: %s", cause)

@@ -196,9 +196,10 @@ class LocalFuture(Future[object]):
 
     def done(self) -> bool:
         """Whether all ranks are done, or one has failed."""
-        return all(p.done() for p in self._parts) or any(
-            p.done() and p.exception() for p in self._parts
-        )
+        return all(p.done() for p in self._parts) or self.failure() is not None
+
+    def failure(self) -> BaseException | None:
+        return next((e for p in self._parts if p.done() and (e := p.exception())), None)
 
     def value(self, until: float | None = None) -> object:
         """As `result`, without a line in the controller's timeline."""

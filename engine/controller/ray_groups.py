@@ -89,13 +89,10 @@ class RayFuture(Future[object]):
         """Whether all ranks are done, or one has failed."""
         count = len(self.statuses)
         ready, _ = ray.wait(list(self.statuses), num_returns=count, timeout=0, fetch_local=False)
-        if len(ready) == count or not ready:
-            return bool(ready)
-        try:
-            _raise_first({ref: self.statuses[ref] for ref in ready})
-        except EngineError:
-            return True  # `result` is the one to raise it
-        return False
+        return len(ready) == count or (bool(ready) and self.failure() is not None)
+
+    def failure(self) -> EngineError | None:
+        return _first_failure(self.statuses)
 
     def _ancestors(self) -> list[RayFuture]:
         """The calls that this one takes data from, directly or not, first call first."""
@@ -174,9 +171,9 @@ def wait_all(
         name = pending.pop(ref)
         try:
             value = _get(ref, name, 60.0)
-        except WorkerError:
-            _raise_first({ref: name for ref, name in pending.items() if ref in above})
-            raise
+        except WorkerError as error:
+            causes = {ref: name for ref, name in pending.items() if ref in above}
+            raise _first_failure(causes) or error from None
         if ref in refs:
             values[ref] = value
     return [values[ref] for ref in refs]
@@ -229,13 +226,18 @@ def _put(value: object, timeout_s: float) -> ObjectRef:
     return found
 
 
-def _raise_first(refs: Mapping[ObjectRef, str]) -> None:
-    """Raise the first failure among those that are done."""
-    if refs:
-        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-        for ref, name in refs.items():
-            if ref in ready:
+def _first_failure(refs: Mapping[ObjectRef, str]) -> EngineError | None:
+    """The first failure among those that are done."""
+    if not refs:
+        return None
+    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
+    for ref, name in refs.items():
+        if ref in ready:
+            try:
                 _get(ref, name, 60.0)
+            except EngineError as error:
+                return error
+    return None
 
 
 def _get(ref: ObjectRef[T], name: str, timeout_s: float) -> T:

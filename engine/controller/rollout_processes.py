@@ -15,6 +15,7 @@ from engine.errors import WorkerError
 from engine.futures import Future
 
 if TYPE_CHECKING:
+    from engine.batch import Batch
     from engine.controller.roles import StreamRolloutGroup
     from engine.workers.stream_rollout import PollResult
 
@@ -29,8 +30,8 @@ class RolloutProcess:
     roles: Roles
     group: StreamRolloutGroup
     call: Future[int | PollResult] | None = None  # in flight
-    loads: int | None = None  # version that the call loads, if it is load_weights
-    sync: int | None = None  # version to load next
+    loads: Future[Batch] | None = None  # what the call loads, if it is load_weights
+    sync: bool = False  # there are newer weights to load
     needs_full_weights: bool = False  # a delta failed
     busy: int = 0  # completions that it decodes or has queued
     full: bool = False  # its engine has no room for what is queued

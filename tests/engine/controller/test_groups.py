@@ -199,6 +199,7 @@ def test_a_failed_future_that_is_handed_on_reports_its_cause(roles: Roles, kind:
     last = roles.probe.total(LazyBatch(after), 1.0)
     with pytest.raises(Exception) as direct:  # noqa: PT011
         failed.result()
+    assert isinstance(failed.failure(), type(direct.value))
     for future in (after, last):
         with pytest.raises(type(direct.value)) as caught:
             future.result()
@@ -215,6 +216,7 @@ def test_one_rank_s_error_does_not_wait_for_the_others(group: WorkerGroup) -> No
     with pytest.raises(WorkerError, match=r"^probe rank 1: fail_on failed with KeyError"):
         future.result()
     assert future.done()
+    assert "probe rank 1: fail_on" in str(future.failure())
     assert time.monotonic() - start < 1.5
     group.nap(0.0).result()
 
@@ -223,9 +225,11 @@ def test_done_tells_whether_a_result_is_there(group: WorkerGroup) -> None:
     start = time.monotonic()
     future = group.nap(0.5)
     assert not future.done()
+    assert future.failure() is None
     while not future.done() and time.monotonic() - start < 10:
         time.sleep(0.01)
     assert time.monotonic() - start >= 0.5
+    assert future.failure() is None
     assert future.result() == 0.5
 
 

@@ -27,6 +27,9 @@ class Reward(Future[Batch]):
     def done(self) -> bool:
         return self.ready
 
+    def failure(self) -> EngineError | None:
+        return self.error if self.ready else None
+
     def result(self, until: float | None = None) -> Batch:
         if self.error is not None:
             raise self.error

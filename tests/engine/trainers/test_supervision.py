@@ -126,7 +126,9 @@ def test_workers_that_keep_dying_end_the_run_with_the_first_cause(tiny_folder: P
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.slow
-def test_a_dead_trainer_ends_the_attempt_within_seconds(tiny_folder: Path, mode: str) -> None:
+def test_a_dead_trainer_ends_the_attempt_within_seconds(
+    tiny_folder: Path, rollouts: list[async_rollout.AsyncRollout], mode: str
+) -> None:
     struck: list[float] = []
 
     def strike() -> None:
@@ -135,7 +137,9 @@ def test_a_dead_trainer_ends_the_attempt_within_seconds(tiny_folder: Path, mode:
 
     with trainer(tiny_folder, mode) as subject:
         subject.on_step = at_step(2, strike)
-        with pytest.raises(WorkerError, match=r"actor|rollout"):
+        died = r"^(actor|rollout|reference) rank 0: \w+ failed: the worker process died"
+        with pytest.raises(WorkerError, match=died):  # one process has these roles
             subject.fit()
         assert time.monotonic() - struck[0] < 15
+        assert [rollout.restarts for rollout in rollouts] == [0] * (mode == "async")
     assert not [n for n in ray.util.list_named_actors() if "sampler" in n or "actor" in n]

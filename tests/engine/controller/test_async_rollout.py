@@ -1,4 +1,7 @@
-"""A sampler whose engine has no room for what it has gets no further groups; others do."""
+"""The event loop of asynchronous rollout, with samplers of ours in place of processes.
+
+With real ones: tests/engine/trainers/test_supervision.py.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 
 from engine.batch import Batch
@@ -13,8 +17,25 @@ from engine.controller.async_rollout import AsyncRollout
 from engine.controller.health import HealthPolicy
 from engine.controller.staleness import AdmissionLimits
 from engine.controller.weight_publisher import PublishedWeights
+from engine.errors import WorkerError
 from engine.futures import Future, Ready
 from engine.workers.stream_rollout import PollResult
+
+
+class Failed(Future[Any]):
+    """A call that has failed."""
+
+    def __init__(self, error: WorkerError) -> None:
+        self.error = error
+
+    def result(self, until: float | None = None) -> Any:
+        raise self.error
+
+    def done(self) -> bool:
+        return True
+
+    def failure(self) -> WorkerError:
+        return self.error
 
 
 class Sampler:
@@ -39,6 +60,7 @@ class Sampler:
 
 
 def test_memory_bounds_what_a_sampler_begins() -> None:
+    """One whose engine has no room for what it has gets no further groups; others do."""
     small, large = Sampler(1), Sampler(100)
     samplers: dict[str, Any] = {"small": small, "large": large}
     up = threading.Event()
@@ -67,6 +89,38 @@ def test_memory_bounds_what_a_sampler_begins() -> None:
         up.set()
         _until(lambda: large.groups == 16 - first and large.calls > 5)
         assert small.groups == first
+
+
+@pytest.mark.parametrize("whose", ["actor", "sampler"])
+def test_weights_that_the_actor_can_t_give_are_no_fault_of_the_sampler(whose: str) -> None:
+    """A sampler that can't load them is replaced; the actor's failure ends the rollout at once."""
+
+    class Unable(Sampler):
+        def load_weights(self, weights: Future[Batch]) -> Future[int]:
+            return Failed(WorkerError(f"{whose} rank 0 failed"))
+
+    spawned: list[int] = []
+
+    def spawn(name: str, attempt: int) -> Any:
+        spawned.append(attempt)
+        return Unable(1)
+
+    full: Future[Batch] = Ready(Batch({"x": torch.zeros(1)}))
+    if whose == "actor":
+        full = Failed(WorkerError("actor rank 0 failed"))
+    with AsyncRollout(
+        ["sampler0"],
+        AdmissionLimits(batch=8, staleness=1),
+        HealthPolicy(max_restarts=2),
+        spawn=spawn,
+        next_prompt=lambda: Batch({"group_ids": torch.zeros(1)}, {"prompt_ids": [[5]]}),
+        score=Ready,
+        weights=PublishedWeights(0, full),
+        timeout_s=20.0,
+    ) as rollout:
+        with pytest.raises(WorkerError, match=f"{whose} rank 0 failed"):
+            rollout.take()
+        assert spawned == ([0] if whose == "actor" else [0, 1, 2])
 
 
 def _until(done: Any) -> None:
