@@ -140,6 +140,7 @@ def test_what_is_set_stays_and_the_token_is_not_shown() -> None:
     assert exports(output)["NCCL_DEBUG"] == "INFO"
     assert "c0ffee" not in output
     assert exports(output)["RAY_worker_niceness"] == "0"
+    assert exports(output)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "0"
     output = dry_run("--dry-run", "--nodes", "a", RAY_worker_niceness="5")
     assert exports(output)["RAY_worker_niceness"] == "5"
 
