@@ -5,7 +5,8 @@ HybridActor's switch against a reload, memory against the planner's estimate, a 
 MFU, tokens a second of the rollout engines, what vLLM gives back between rollouts, and the tests
 marked gpu. One that fails is reported with its cause, and the others go on. Writes
 `gpu-report.json` and, for the docs, `gpu-report.md`.
-Exit status: 0; 1 where a piece failed or a figure misses its limit, or without a GPU.
+Exit status: 0; 1 where a piece failed or a figure misses its limit, or without a GPU; 143 after
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ SECONDS = {  # a piece may take; together it is --limit-s that counts
 
 def main() -> None:
     args, passed = parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the piece
     if not torch.cuda.is_available():
         sys.exit(
             "no GPU: PyTorch sees no CUDA or ROCm device; run make gpu-check on a machine with "

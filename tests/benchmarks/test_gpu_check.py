@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,18 @@ if name == "switch":
 if name == "nccl":
     sys.exit("no\\nthis PyTorch has no NCCL | install it")
 """
+MAIN = """
+import sys
+from pathlib import Path
+
+sys.path.insert(0, {benchmarks!r})
+import gpu_check
+
+gpu_check.torch.cuda.is_available = lambda: True
+gpu_check.describe = lambda: "a machine"
+gpu_check.HERE = Path({here!r})
+gpu_check.main()
+"""
 
 
 @pytest.fixture
@@ -39,6 +53,17 @@ def gpu_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "pieces" / "gpu_pieces.py").write_text(PIECE)
     monkeypatch.setattr(gpu_check, "HERE", tmp_path / "pieces")
     return gpu_check
+
+
+def wait_until(done: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.05)
+
+
+def assert_ends(pid: int) -> None:
+    wait_until(lambda: not alive(pid), 10)
 
 
 def alive(pid: int) -> bool:
@@ -57,11 +82,22 @@ def test_a_late_piece_ends_with_all_it_started_and_keeps_its_figures(
     result = gpu_check.run_piece("switch", [str(pid_file)], 4.0, tmp_path)
     assert result.cause == f"it was not done in 4 s, see {tmp_path}/gpu-report.logs/switch.log"
     assert [figure.value for figure in result.figures] == [7.0]
-    child = int(pid_file.read_text())
-    deadline = time.monotonic() + 10
-    while alive(child) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(child)
+    assert_ends(int(pid_file.read_text()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_sigterm_ends_the_piece_that_runs(gpu_check: Any, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    main = MAIN.format(benchmarks=str(BENCHMARKS), here=str(gpu_check.HERE))
+    options = ["--pieces", "switch", "--out", str(tmp_path), str(pid_file)]
+    with subprocess.Popen([sys.executable, "-c", main, *options]) as program:
+        try:
+            wait_until(lambda: pid_file.exists() and pid_file.read_text() != "", 60)
+            program.terminate()
+            assert program.wait(10) == 143
+            assert_ends(int(pid_file.read_text()))
+        finally:
+            program.kill()
 
 
 def test_a_piece_without_time_left_does_not_start(gpu_check: Any, tmp_path: Path) -> None:
