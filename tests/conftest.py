@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from forks import freeze, interpreter, start_loader, unfreeze
+from forks import ENDED, freeze, interpreter, start_loader, unfreeze
 from hypothesis import settings
 from once import MakeOnce
 
@@ -67,7 +67,22 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     loader = start_loader(list(config.invocation_params.args), folder)
     config.add_cleanup(loader.communicate)
     for spec in specs:
-        spec.python = shlex.join(interpreter())
+        errors = folder / f"{spec.id}.log"
+        spec.python = shlex.join(interpreter(errors))
+        config.pluginmanager.register(_Crash(errors))
+
+
+class _Crash:
+    """Shows at the end what a process that crashed has written: a signal, all threads' stacks."""
+
+    def __init__(self, errors: Path) -> None:
+        self.errors = errors
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        text = self.errors.read_text(errors="replace") if self.errors.exists() else ""
+        if ENDED in text:
+            terminalreporter.section(f"stderr of {self.errors.stem}, which crashed")
+            terminalreporter.write(text)
 
 
 @pytest.hookimpl(trylast=True)  # after those that are not wanted are gone

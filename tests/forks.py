@@ -42,6 +42,7 @@ _LOADED_LATER = ("scipy.signal", "wandb.sdk.launch.inputs.internal")
 _ABLE_TO_FORK = ("jemalloc_bg_thd", "MainThread : loop-runner")
 _LOAD = "import sys; sys.path[:] = {path!r}; import forks; forks.run(forks.serve())"
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+ENDED = "The fork ended with"
 
 
 def start_loader(arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
@@ -65,17 +66,24 @@ def start_loader(arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def interpreter() -> list[str]:
-    """The command of an interpreter: a fork where a loader was started, else one of its own."""
+def interpreter(errors: Path | None = None) -> list[str]:
+    """The command of an interpreter: a fork where a loader was started, else one of its own.
+
+    A file `errors` takes a fork's stderr, and how it ended if not with status 0.
+    """
     address = os.environ.get(_ADDRESS)
-    return [sys.executable, "-I", "-S", __file__, address] if address else [sys.executable]
+    if not address:
+        return [sys.executable]
+    return [sys.executable, "-I", "-S", __file__, address, str(errors or "")]
 
 
 # The client
 
 
-def join(address: str, arguments: list[str]) -> NoReturn:
+def join(address: str, errors: str, arguments: list[str]) -> NoReturn:
     """Have a fork run Python's command line `arguments` in this process's place."""
+    if errors:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     with socket.socket(socket.AF_UNIX) as loader:
         try:
             loader.settimeout(_LOADING_S + 30.0)
@@ -91,9 +99,13 @@ def join(address: str, arguments: list[str]) -> NoReturn:
             sys.exit(f"no fork of the process that loads the tests, see above: {error!r}")
         for number in _PASSED_ON:
             signal.signal(number, lambda number, _: signal.pidfd_send_signal(forks[0], number))
-        for stream in (0, 1, 2):
-            os.close(stream)
+        os.close(0)
+        os.close(1)
+        if not errors:
+            os.close(2)
         status = int.from_bytes(_receive(loader, 4), "little", signed=True)
+    if errors and status:
+        os.write(2, f"{ENDED} {signal.strsignal(-status) if status < 0 else status}\n".encode())
     if status < 0:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
@@ -276,4 +288,4 @@ def run(program: Callable[[], object]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    join(sys.argv[1], sys.argv[2:])
+    join(sys.argv[1], sys.argv[2], sys.argv[3:])

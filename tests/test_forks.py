@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,12 @@ from forks import interpreter, start_loader
 STARTS_A_THREAD = """
 import threading, time
 threading.Thread(target=time.sleep, args=(60,), name="sleepy", daemon=True).start()
+"""
+
+CRASHES = """
+import os, signal
+
+def test_it(): os.kill(os.getpid(), signal.SIGSEGV)
 """
 
 
@@ -62,3 +70,16 @@ def test_what_is_loaded_may_not_have_started_a_thread(
     started.communicate(timeout=60)
     assert started.returncode == 1
     assert "test_sleepy.py starts a thread, sleepy, and" in capfd.readouterr().err
+
+
+def test_what_a_crashed_process_of_the_tests_wrote_is_shown_at_the_end(folder: Path) -> None:
+    for name in ("conftest.py", "forks.py", "once.py"):
+        shutil.copy(Path(__file__).with_name(name), folder)
+    (folder / "test_crash.py").write_text(CRASHES)
+    command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider", "--rootdir"]
+    ended = subprocess.run([*command, folder, folder], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    said = ended.stdout.partition("stderr of gw0, which crashed")[2]
+    assert "Fatal Python error: Segmentation fault" in said
+    assert 'test_crash.py", line 4 in test_it' in said
+    assert "The fork ended with Segmentation fault" in said
