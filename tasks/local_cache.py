@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diskcache import Cache
+    from flyteidl.core.literals_pb2 import LiteralMap
 
 TASK_PREFIX = "tasks."  # of cache keys, e.g. tasks.sft.sft-<version>-<inputs>
 CHECK_PREFIX = "checks."  # of what passed a check, e.g. checks.<sha256>
@@ -41,7 +45,7 @@ def remember_passed(check: str) -> None:
     open_cache().set(CHECK_PREFIX + check, True)
 
 
-def open_cache() -> Any:
+def open_cache() -> Cache:
     """The diskcache.Cache that flytekit keeps local results in; `pyflyte local-cache clear`."""
     from flytekit.core.local_cache import LocalTaskCache
 
@@ -50,7 +54,7 @@ def open_cache() -> Any:
     return LocalTaskCache._cache
 
 
-def local_outputs(outputs: Any) -> Iterator[Path]:
+def local_outputs(outputs: LiteralMap) -> Iterator[Path]:
     """The files and folders of this machine among a task's outputs (a protobuf LiteralMap)."""
     todo = list(outputs.literals.values())
     while todo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tasks.context import echo
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from engine.tracking.metric_logs import MetricLogs
     from engine.trainers.offline import OfflineTrainer
     from tasks.stage import Stage
+
+Example = TypeVar("Example")
 
 
 @dataclass
@@ -44,9 +46,9 @@ def train_on_rows(
     this: Stage,
     logs: MetricLogs,
     config: OfflineConfig,
-    make: Callable[[], OfflineTrainer[Any, Any]],
-    train: Sequence[Any],
-    validation: Sequence[Any],
+    make: Callable[[], OfflineTrainer[Example, Any]],
+    train: Sequence[Example],
+    validation: Sequence[Example],
     tokenizer: Path,
 ) -> TrainedOnRows:
     """Train, in new attempts after lost workers, and write the model into the stage's folder.
@@ -61,7 +63,7 @@ def train_on_rows(
     this.record_origin(checkpoints)
     trained = TrainedOnRows({}, 0)
 
-    def attempt(trainer: OfflineTrainer[Any, Any]) -> None:
+    def attempt(trainer: OfflineTrainer[Example, Any]) -> None:
         trained.steps = trainer.total_steps(len(train))
         losses: dict[str, float] = {}
         bar: Progress[None] = progress(trained.steps, name, unit="step")

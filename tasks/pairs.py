@@ -25,6 +25,9 @@ from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
     import pandas as pd
+    from transformers import PreTrainedTokenizerBase
+
+    from engine.data.preference_examples import PreferenceExample
 
 SPLITS = ("train", "validation")
 
@@ -191,8 +194,8 @@ def write_tables(
 
 
 def read_examples(
-    folder: Path, tokenizer: Any, loss: str, max_length: int, too_long: str
-) -> tuple[list[Any], list[Any]]:
+    folder: Path, tokenizer: PreTrainedTokenizerBase, loss: str, max_length: int, too_long: str
+) -> tuple[list[PreferenceExample], list[PreferenceExample]]:
     """Encode both splits of the artifact for preference learning; the second may be empty."""
     from engine.data.preference_examples import read_preferences
 

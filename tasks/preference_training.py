@@ -13,7 +13,7 @@ import json
 import shutil
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flytekit.types.directory import FlyteDirectory
 
@@ -29,6 +29,7 @@ from tasks.stage import Stage, stage, stage_cache
 from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
+    from engine.data.preference_examples import PreferenceExample
     from engine.trainers.preference import PreferenceTrainer
 
 FACTS = "reference.json"
@@ -178,7 +179,9 @@ def open_trainer(
     return PreferenceTrainer(start, pad, config, seed=seed, start=digest)
 
 
-def encoded(rows: Path, model: Path, loss: str, too_long: str) -> tuple[list[Any], list[Any]]:
+def encoded(
+    rows: Path, model: Path, loss: str, too_long: str
+) -> tuple[list[PreferenceExample], list[PreferenceExample]]:
     """Both splits of the artifact `pairs` as tokens of the policy, within its context."""
     from engine.data.tokenizer import load_tokenizer
     from engine.models import vocabulary_and_context

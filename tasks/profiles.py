@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -162,7 +162,7 @@ def read_profile(text: str) -> Profile:
         return PROFILES[text]
     names = ", ".join(PROFILES)
     try:
-        values: Any = yaml.safe_load(text)
+        values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"profile is no valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):

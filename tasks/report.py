@@ -88,7 +88,7 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
     gain, execution = comparison["gain"], execution_name(run)
     steps = read_policy_steps(folders[POLICY])
 
-    def passed(which: str) -> dict[str, Any]:
+    def passed(which: str) -> dict[str, object]:
         interval = comparison[which]["pass_at_1"]
         return {"value": interval["mean"], "interval": [interval["low"], interval["high"]]}
 

@@ -109,7 +109,7 @@ class Stage:
     folder: Path
     tracked: StageRun
     execution: str
-    config: dict[str, Any]
+    config: dict[str, object]
     parents: list[Parent] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     published: Published | None = None  # once it is
@@ -178,7 +178,7 @@ class Stage:
     def publish(
         self,
         metrics: Mapping[str, float],
-        changed_settings: Sequence[Mapping[str, Any]] = (),
+        changed_settings: Sequence[Mapping[str, object]] = (),
         step: int = 0,
     ) -> FlyteDirectory:
         """Write the manifest and publish the folder, locally and in the shared store.
@@ -229,7 +229,7 @@ class Stage:
 
 @contextlib.contextmanager
 def stage(
-    kind: str, run: RunContext, config: Mapping[str, Any], attempt_key: str = ""
+    kind: str, run: RunContext, config: Mapping[str, object], attempt_key: str = ""
 ) -> Iterator[Stage]:
     """Open a stage: a nested MLflow run and a staging folder, both closed on every exit.
 

@@ -13,7 +13,7 @@ import os
 import tarfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.models.admin.workflow import WorkflowSpec
@@ -24,6 +24,9 @@ from flytekit.tools.repo import serialize_get_control_plane_entities
 from flytekit.tools.translator import FlyteControlPlaneEntity
 
 from engine.storage.atomic import fsync
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 PACKAGE = "workflows"
 PYTHON = "/opt/venv/bin/python"  # in the images
@@ -100,7 +103,6 @@ def write_package(entities: Sequence[FlyteControlPlaneEntity], path: Path) -> No
         draft.unlink(missing_ok=True)
 
 
-def message_bytes(message: Any) -> bytes:
+def message_bytes(message: Message) -> bytes:
     """Serialise a protobuf with its maps in order."""
-    content: bytes = message.SerializeToString(deterministic=True)
-    return content
+    return message.SerializeToString(deterministic=True)

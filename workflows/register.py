@@ -13,9 +13,9 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import rich_click as click
 from click.core import ParameterSource
@@ -27,7 +27,9 @@ from tasks.images import VARIABLES
 from workflows.versioning import version_of
 
 if TYPE_CHECKING:
+    from flytekit.configuration import SerializationSettings
     from flytekit.remote import FlyteRemote
+    from flytekit.tools.translator import FlyteControlPlaneEntity
 
 NOTIFY_VARIABLE = "HYBRIDFLYTE_NOTIFY"  # of workflows.launching, which must not be loaded yet
 SECRETS = "HYBRIDFLYTE_SECRETS"  # of tasks.credentials, the same
@@ -169,7 +171,12 @@ def _connect(config: str, project: str, domain: str) -> FlyteRemote:
     return FlyteRemote(found, default_project=project, default_domain=domain)
 
 
-def _send(remote: FlyteRemote, entities: Any, settings: Any, version: str) -> None:
+def _send(
+    remote: FlyteRemote,
+    entities: Sequence[FlyteControlPlaneEntity],
+    settings: SerializationSettings,
+    version: str,
+) -> None:
     """Register in order: tasks before the workflows that name them, then launch plans."""
     from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
     from flytekit.exceptions.base import FlyteException
@@ -218,8 +225,7 @@ def _activate(remote: FlyteRemote, project: str, domain: str, version: str) -> N
 
 def _detail(error: Exception) -> str:
     """What the server said, which flytekit keeps as the cause."""
-    cause: Any = error.__cause__
-    details = getattr(cause, "details", None)
+    details = getattr(error.__cause__, "details", None)
     said = details() if callable(details) else ""
     return str(said or error or type(error).__name__)
 
