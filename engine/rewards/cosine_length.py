@@ -26,7 +26,7 @@ def cosine_length(
     prompts: Sequence[str],
     completions: Sequence[str],
     *,
-    ground_truth: Sequence[Any],
+    ground_truth: Sequence[object],
     answer: str = "answer_match",
     max_length: int = 4000,
     right: tuple[float, float] = (1.0, 0.5),
