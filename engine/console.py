@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, Self, TextIO, TypeVar
+from typing import Generic, Never, ParamSpec, Self, TextIO, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -140,13 +140,13 @@ class Progress(Generic[T]):
         self._stream = stream or sys.stderr
         self._notes = ""
         self._started = self._printed = time.monotonic()
-        self._bar: tqdm[Any] | None = None
+        self._bar: tqdm[Never] | None = None
         if self._stream.isatty():
             self._bar = tqdm(
                 total=self.total, desc=label, unit=unit, file=self._stream, dynamic_ncols=True
             )
 
-    def update(self, step: int = 1, **notes: Any) -> None:
+    def update(self, step: int = 1, **notes: object) -> None:
         """Count `step` more; `notes` are shown behind, e.g. `loss=0.31`."""
         self.count += step
         if notes:
@@ -211,7 +211,7 @@ def progress(
     return Progress(source, label, unit, stream)
 
 
-def table(title: str, rows: Sequence[Mapping[str, Any]], stream: TextIO | None = None) -> None:
+def table(title: str, rows: Sequence[Mapping[str, object]], stream: TextIO | None = None) -> None:
     """Print rows as a table whose columns are the keys of the first one; nothing is cut off."""
     grid = Table(title=presentable(title), title_justify="left", title_style="bold")
     columns = list(rows[0]) if rows else []

@@ -59,7 +59,7 @@ class Options(Mapping[str, object]):
                     f"remove it (it reads {', '.join(sorted(self)) or 'no options'})"
                 )
 
-    def parse(self, given: Mapping[str, object], section: str) -> dict[str, Any]:
+    def parse(self, given: Mapping[str, object], section: str) -> dict[str, object]:
         """Return the options of a configuration's `section`, in the types that are declared.
 
         Raises ConfigError for an unknown option and for a value of another type.
@@ -68,8 +68,8 @@ class Options(Mapping[str, object]):
         types = self._types() if given else {}
         return {k: _converted(v, types.get(k), f"{section}.{k}") for k, v in given.items()}
 
-    def _types(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def _types(self) -> dict[str, object]:
+        found: dict[str, object] = {}
         for function in self._functions:
             signed = function.__init__ if inspect.isclass(function) else function
             try:

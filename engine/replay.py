@@ -12,9 +12,9 @@ import math
 import pdb
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from engine.batch import Batch
 from engine.checkpoint import CheckpointStore, Saver
@@ -73,7 +73,7 @@ class _Tape:
         """The prompts of a further rollout of the step."""
         return cast(Batch, self.take("prompts", "next_batch").result())
 
-    def take(self, role: str, method: str) -> Future[Any]:
+    def take(self, role: str, method: str) -> Future[object]:
         """The result of the next call, which must be this one."""
         call = next(self._calls, None)
         if call is None:
@@ -92,7 +92,7 @@ class _TapedGroup:
     def __init__(self, tape: _Tape, role: str) -> None:
         self._tape, self._role = tape, role
 
-    def __getattr__(self, method: str) -> Any:
+    def __getattr__(self, method: str) -> Callable[..., Future[object]]:
         return lambda *arguments, **keywords: self._tape.take(self._role, method)
 
 

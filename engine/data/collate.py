@@ -86,7 +86,7 @@ def collate_completions(
     return Batch(tensors, columns)
 
 
-def pad(rows: Sequence[Sequence[Any]], value: float | int, side: str) -> Tensor:
+def pad(rows: Sequence[Sequence[float]], value: float | int, side: str) -> Tensor:
     """Stack lists into `[len(rows), longest]`, filled up with `value` on the given side."""
     width = max(1, max(len(row) for row in rows))
     kind = np.int64 if isinstance(value, int) else np.float32

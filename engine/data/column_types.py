@@ -6,9 +6,7 @@ which these agree with. They are apart from it because loading pandas takes a se
 
 from __future__ import annotations
 
-from typing import Any
-
-ColumnTypes = dict[str, Any]  # a type by column, e.g. {"index": int}
+ColumnTypes = dict[str, object]  # a type by column, e.g. {"index": int}
 
 _MESSAGES = list[dict[str, str]]
 

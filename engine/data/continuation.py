@@ -7,8 +7,8 @@ nothing of what was sampled is decoded and encoded, which would change ids (BPE 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from engine.data.control_tokens import control_tokens
 from engine.data.templates import Message, plain_lines, refusals, render
@@ -17,7 +17,7 @@ from engine.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Tools = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, object]]
 
 _TURN = "SampledTurn7f3a"  # what the policy is made to have said
 _BEFORE = {"role": "user", "content": "?"}
@@ -51,7 +51,7 @@ def encode_continuation(
     """
     control = control_tokens(tokenizer)
     escape = control.spelled_in(messages)
-    chat: list[dict[str, Any]] = [dict(message) for message in messages]
+    chat: Sequence[Message] = [dict(message) for message in messages]
     if escape:
         chat = control.stand_in(chat)
     if tokenizer.chat_template:
@@ -59,7 +59,7 @@ def encode_continuation(
             text = _after_turn(tokenizer, chat, stop_ids, tools)
     else:
         text = "\n" + plain_lines(chat)
-    encode: Any = control.encode if escape else tokenizer.encode
+    encode: Callable[..., list[int]] = control.encode if escape else tokenizer.encode
     ids = [int(i) for i in encode(text, add_special_tokens=False)]
     if not tokenizer.chat_template and ended_by is None:
         return [tokenizer.eos_token_id, *ids] if tokenizer.eos_token_id is not None else ids

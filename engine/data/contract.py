@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 import numpy as np
 import pandas as pd
@@ -29,7 +29,7 @@ from engine.data.rows import (
 from engine.errors import DataError
 
 
-def _rule(holds: Callable[[Any], bool], error: str) -> pa.Check:
+def _rule(holds: Callable[[object], bool], error: str) -> pa.Check:
     """Check every cell, missing ones too, and say what it must be."""
     return pa.Check(holds, element_wise=True, ignore_na=False, error=error)
 
@@ -50,13 +50,13 @@ def _is_count(value: object) -> bool:
     return int(value) >= 0
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return False
     return math.isfinite(float(value))
 
 
-def _is_amount(value: Any) -> bool:
+def _is_amount(value: object) -> TypeGuard[float]:
     return _is_number(value) and float(value) >= 0
 
 

@@ -37,7 +37,7 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
 
 
 def rows_spelling_control_tokens(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, object]],
     tokenizer: PreTrainedTokenizerBase,
     policy: str,
     where: str,

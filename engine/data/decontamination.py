@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -136,7 +136,7 @@ def hold_out_files(config: DataConfig, held_out: HeldOut) -> None:
         bad.check()
 
 
-def question_text(prompt: Any) -> str:
+def question_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
     """The words of a prompt without its system messages."""
     if isinstance(prompt, str):
         return prompt

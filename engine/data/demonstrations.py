@@ -28,7 +28,7 @@ HELD_OUT = {"test": 0.2, "validation": 0.1}  # shares of the prompts; the rest i
 
 
 def turn_rows(
-    prompt: Sequence[Message], turns: Sequence[Message], extra_info: Mapping[str, Any]
+    prompt: Sequence[Message], turns: Sequence[Message], extra_info: Mapping[str, object]
 ) -> Iterator[Row]:
     """An SFT row for each assistant message of `turns`, the messages after a prompt.
 

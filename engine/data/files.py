@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pandas as pd
 
@@ -138,7 +137,7 @@ class _Pool:
         return rows
 
 
-def prompt_key(row: Mapping[str, Any]) -> bytes:
+def prompt_key(row: Row) -> bytes:
     """16 bytes that are equal for prompts that count as the same."""
     text = normalise(prompt_text(row["prompt"]))
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

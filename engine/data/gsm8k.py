@@ -11,7 +11,6 @@ import random
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -19,6 +18,7 @@ from engine.config import DataConfig
 from engine.data.rows import brief, normalise, rl_row, sft_row
 from engine.data.sources import Splits, register_source
 from engine.errors import DataError
+from engine.storage.json_rows import Row
 from engine.storage.readers import list_files, parse_rows, read_bytes
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -141,9 +141,9 @@ def _digest(files: Files) -> str:
     return hashlib.sha256("\n".join(contents).encode()).hexdigest()
 
 
-def _problems(files: list[tuple[str, bytes]]) -> list[dict[str, Any]]:
+def _problems(files: list[tuple[str, bytes]]) -> list[Row]:
     """Return question, answer, ground truth and row number (from 0) of every row of a split."""
-    problems: list[dict[str, Any]] = []
+    problems: list[Row] = []
     for uri, data in files:
         for number, row in enumerate(parse_rows(data, uri), start=1):
             for column in ("question", "answer"):
@@ -162,25 +162,25 @@ def _problems(files: list[tuple[str, bytes]]) -> list[dict[str, Any]]:
     return problems
 
 
-def _without_repeats(problems: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_repeats(problems: list[Row]) -> list[Row]:
     """Keep the first of equal questions, so that none is in both training and validation."""
-    first: dict[str, dict[str, Any]] = {}
+    first: dict[str, Row] = {}
     for problem in problems:
         first.setdefault(normalise(problem["question"]), problem)
     return list(first.values())
 
 
-def _extra(problem: dict[str, Any], split: str) -> dict[str, Any]:
+def _extra(problem: Row, split: str) -> dict[str, object]:
     return {"kind": "gsm8k", "index": problem["index"], "split": split}
 
 
-def _rl_frame(problems: list[dict[str, Any]], split: str) -> pd.DataFrame:
+def _rl_frame(problems: list[Row], split: str) -> pd.DataFrame:
     return pd.DataFrame(
         [rl_row("gsm8k", p["question"], p["ground_truth"], _extra(p, split)) for p in problems]
     )
 
 
-def _sft_frame(problems: list[dict[str, Any]], split: str) -> pd.DataFrame:
+def _sft_frame(problems: list[Row], split: str) -> pd.DataFrame:
     return pd.DataFrame(
         [
             sft_row(p["question"], p["answer"], {"style": "worked", **_extra(p, split)})

@@ -7,8 +7,7 @@ Ada has a number from 2 to 8. Guess it; the answer is higher or lower.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from engine.config import DataConfig
 from engine.data.demonstrations import deal, made_digest, make_splits, turn_rows
@@ -85,7 +84,7 @@ def guessing_row(who: str, low: int, high: int, secret: int, split: str, index: 
 
 
 def guessing_demonstration(
-    row: Mapping[str, Any],
+    row: Row,
     draw: random.Random | None = None,
     careless: float = 0.0,
     max_turns: int = 100,

@@ -19,7 +19,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -98,13 +97,13 @@ def find_new_files(
     return NewFiles(prefix.rstrip("/"), tuple(new), late, known, waiting)
 
 
-def read_new_files(new_files: NewFiles) -> list[dict[str, Any]]:
+def read_new_files(new_files: NewFiles) -> list[dict[str, object]]:
     """Read the rows of all new files in canonical form, in the order of their paths.
 
     Raises DataError when a file is unreadable, or has changed since it was found, and for a row
     without a canonical form or a ground truth; StorageError when the store doesn't answer.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     for file in new_files.files:
         uri = f"{new_files.prefix}/{file.path}"
         data = read_bytes(uri)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -47,7 +47,7 @@ class PromptLoader:
         seed: int,
         shuffle: bool = True,
         sampling: SamplingConfig | None = None,
-        template_variables: Mapping[str, Any] | None = None,
+        template_variables: Mapping[str, object] | None = None,
         truncation: Truncation | None = None,
     ) -> None:
         """`sampling` says how sources are mixed and how often a prompt is used.
@@ -68,7 +68,7 @@ class PromptLoader:
         self.batch_size = min(batch_size, len(self._rows))
         self.template_variables = dict(template_variables or {})
         self.truncation = truncation
-        self._settings: dict[str, Any] = {"seed": seed, "shuffle": shuffle}
+        self._settings: dict[str, object] = {"seed": seed, "shuffle": shuffle}
         if truncation is not None:
             self._settings["truncation"] = asdict(truncation)
         sampling = sampling or SamplingConfig()
@@ -88,7 +88,7 @@ class PromptLoader:
         """Rows an epoch."""
         return len(self._rows)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """All rows, in the order of the frame."""
         return [dict(row) for row in self._rows]
 
@@ -97,7 +97,7 @@ class PromptLoader:
         """The epoch that the next row comes from, from 0; of several sources the least."""
         return self._order.epoch
 
-    def next_batch(self) -> list[dict[str, Any]]:
+    def next_batch(self) -> list[Row]:
         """Return the next `batch_size` rows, each a dict of the frame's columns.
 
         Raises DataError where too few prompts may be used again (`sampling.max_uses`).
@@ -109,12 +109,12 @@ class PromptLoader:
         for row in self._rows_of.get(hash(_as_json(prompt)), ()):
             self._order.observe(row, rate)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return where the loader is: plain values, fit for JSON."""
         data = {"rows": len(self._rows), "digest": self._digest}
         return self._order.state_dict() | self._settings | data
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Go on right after the last row that the saved loader gave.
 
         Another batch size may be in use by now. Raises DataError where the rows, the seed or the
@@ -132,7 +132,7 @@ class PromptLoader:
 
 
 def make_order(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, object]],
     seed: int,
     shuffle: bool,
     sampling: SamplingConfig,
@@ -225,7 +225,7 @@ def frame_of(rows: Sequence[Row]) -> pd.DataFrame:
     return pd.DataFrame(rows, dtype=object)
 
 
-def _digest_prompts(rows: list[dict[str, Any]]) -> str:
+def _digest_prompts(rows: list[Row]) -> str:
     """Tell one list of prompts from another, order included."""
     text = _as_json([row.get("prompt") for row in rows])
     return hashlib.sha256(text.encode()).hexdigest()
@@ -235,6 +235,6 @@ def _as_json(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=_plain)
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Let JSON write what a frame read from Parquet holds: arrays instead of lists."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else repr(value)

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from jinja2 import StrictUndefined, Template, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -61,7 +60,7 @@ class RowMapper:
             _check_text(value, column, where)
         return row
 
-    def with_system(self, prompt: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def with_system(self, prompt: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
         """The prompt, with `data.system_prompt` before it where it has no system message."""
         if not self._config.system_prompt or prompt[0]["role"] == "system":
             return prompt
@@ -105,10 +104,10 @@ def required(text: str, part: str) -> str:
     return text
 
 
-def _value(raw: Row, path: str) -> Any:
+def _value(raw: Row, path: str) -> object:
     if path in raw:
         return raw[path]
-    value: Any = raw
+    value: object = raw
     for name in path.split("."):
         if not isinstance(value, Mapping):
             raise KeyError(path)
@@ -137,7 +136,7 @@ def _rendered(template: Template, row: Row, column: str, where: str) -> str:
         ) from error
 
 
-def _check_text(value: Any, column: str, where: str) -> None:
+def _check_text(value: object, column: str, where: str) -> None:
     """Refuse text that no model reads: with a NUL, or of megabytes."""
     texts = [value] if isinstance(value, str) else []
     if not texts and column in _CONVERSATIONS and is_messages(value):

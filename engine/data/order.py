@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.data.pass_rates import PassRates
 from engine.data.rows import brief
@@ -121,7 +122,7 @@ class EpochOrder:
                 f"{rows} rows; resume from another checkpoint"
             )
 
-    def _draw(self) -> np.ndarray[Any, Any]:
+    def _draw(self) -> NDArray[np.int64]:
         order = np.arange(self._size)
         if self._shuffle:
             order = np.random.default_rng([self._seed, self._epoch, *self._stream]).permutation(
@@ -215,18 +216,18 @@ class WeightedOrder:
         for name, order in self._orders.items():
             order.load_state_dict(state["sources"][name])
 
-    def _draw_block(self) -> np.ndarray[Any, Any]:
+    def _draw_block(self) -> NDArray[np.float64]:
         return np.random.default_rng([self._seed, self._drawn // BLOCK, 2]).random(BLOCK)
 
 
-def difficulty_of(rows: Sequence[Mapping[str, Any]], path: str) -> list[float]:
+def difficulty_of(rows: Sequence[Mapping[str, object]], path: str) -> list[float]:
     """The number that each row has in a column, or below it, e.g. `extra_info.level`.
 
     Of text its first number counts: 5.0 of "Level 5". Raises DataError for a row without any.
     """
     found: list[float] = []
     for number, row in enumerate(rows, start=1):
-        value: Any = row
+        value: object = row
         for name in path.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None
         match = _NUMBER.search(str(value))

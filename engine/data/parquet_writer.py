@@ -92,7 +92,7 @@ class ParquetWriter:
         return row
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """A value with a type that Parquet has for all rows: lists and dictionaries as JSON."""
     if is_missing(value):
         return None

@@ -8,16 +8,17 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import DataError
 
 if TYPE_CHECKING:
     from engine.batch import Batch
 
-State = dict[str, Any]
+State = dict[str, str]
 
 
 class PassRates:
@@ -73,12 +74,12 @@ class PassRates:
         """All of it as text, for JSON; exact."""
         return {name: _packed(array) for name, array in self._arrays().items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
         """Restore `state_dict`; DataError where it is of another number of rows."""
         for name, array in self._arrays().items():
             array[:] = _unpacked(state[name], array)
 
-    def _arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+    def _arrays(self) -> dict[str, NDArray[np.generic]]:
         return {
             "rate": self._rate,
             "passed_over": self._passed_over,
@@ -87,7 +88,7 @@ class PassRates:
         }
 
 
-def observed_rates(batch: Batch) -> Iterator[tuple[Any, float]]:
+def observed_rates(batch: Batch) -> Iterator[tuple[object, float]]:
     """Each group's prompt (messages) and the share of right ones of its scored completions.
 
     `batch` has `group_ids` and `reward_error` `[B]`, and the columns `prompt` and `reward_correct`.
@@ -100,11 +101,11 @@ def observed_rates(batch: Batch) -> Iterator[tuple[Any, float]]:
             yield batch.columns["prompt"][rows[0]], float(right[rows].mean())
 
 
-def _packed(array: np.ndarray[Any, Any]) -> str:
+def _packed(array: NDArray[np.generic]) -> str:
     return base64.b64encode(zlib.compress(array.tobytes(), level=1)).decode()
 
 
-def _unpacked(text: str, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _unpacked(text: str, like: NDArray[np.generic]) -> NDArray[np.generic]:
     found = np.frombuffer(zlib.decompress(base64.b64decode(text)), like.dtype)
     if found.shape != like.shape:
         raise DataError(

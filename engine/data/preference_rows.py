@@ -118,7 +118,7 @@ def steps_row(row: Row, where: str) -> Row:
     return {"prompt": prompt, "completions": steps, "labels": found}
 
 
-def _entries(cell: object) -> list[Any]:
+def _entries(cell: object) -> list[object]:
     return list(cell) if isinstance(cell, list | tuple | np.ndarray) else []
 
 
@@ -131,7 +131,7 @@ def _of_kind(row: Row, kind: Kind) -> list[Row]:
 
 def _conversation(
     row: Row, names: Sequence[str], where: str
-) -> tuple[list[dict[str, Any]], list[str]]:
+) -> tuple[list[dict[str, str]], list[str]]:
     """The messages before the responses `names`, and the text of each of these."""
     prompt = _prompt(row, where)
     heads, texts = [], []
@@ -149,11 +149,11 @@ def _conversation(
     return heads[0], texts
 
 
-def _prompt(row: Row, where: str) -> list[dict[str, Any]] | None:
+def _prompt(row: Row, where: str) -> list[dict[str, str]] | None:
     given = row.get("prompt")
     if is_missing(given):
         return None
-    prompt: Any = user_message(given) if isinstance(given, str) else given
+    prompt: object = user_message(given) if isinstance(given, str) else given
     if not is_messages(prompt) or not has_words(prompt) or not is_utf8(prompt):
         raise DataError(
             f"{where}: column 'prompt' is {brief(given)}; give a string that is not empty, or "
@@ -162,9 +162,9 @@ def _prompt(row: Row, where: str) -> list[dict[str, Any]] | None:
     return [_message(one) for one in prompt]
 
 
-def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, Any]], str]:
+def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, str]], str]:
     """The messages before a response, which its cell may have, and its text."""
-    messages: Any = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
+    messages: object = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
     if not is_messages(messages) or not has_words(messages) or not is_utf8(messages):
         raise DataError(
             f"{where}: column {name!r} is {brief(cell)}; give text that is not empty, or messages "
@@ -179,8 +179,8 @@ def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, Any]]
 
 
 def _whole_prompt(
-    prompt: list[dict[str, Any]] | None, head: list[dict[str, Any]], name: str, where: str
-) -> list[dict[str, Any]]:
+    prompt: list[dict[str, str]] | None, head: list[dict[str, str]], name: str, where: str
+) -> list[dict[str, str]]:
     """The conversation before a response: the column `prompt`, or what its cell begins with."""
     if prompt is None and not head:
         raise DataError(
@@ -197,7 +197,7 @@ def _whole_prompt(
     return head
 
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
+def _message(message: dict[str, str]) -> dict[str, str]:
     return {"role": message["role"], "content": message["content"]}
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from engine.config import DataConfig
 from engine.data.demonstrations import made_digest, make_splits, turn_rows
@@ -108,7 +107,7 @@ def product_row(a: int, b: int, split: str, index: int) -> Row:
 
 
 def product_demonstration(
-    row: Mapping[str, Any], draw: random.Random | None = None, habits: Habits = CAREFUL
+    row: Row, draw: random.Random | None = None, habits: Habits = CAREFUL
 ) -> list[Message]:
     """The turns of an episode after its prompt, by habits that are drawn: call, result, answer."""
     expression = str(row["extra_info"]["expression"])

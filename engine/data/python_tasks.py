@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from engine.config import DataConfig
 from engine.data.demonstrations import deal, made_digest, make_splits, turn_rows
@@ -140,6 +139,6 @@ def python_demonstration(
 
 def value(program: str, x: int) -> int:
     """What `f(x)` of a program of this module gives."""
-    names: dict[str, Any] = {}
+    names: dict[str, Callable[[int], int]] = {}
     exec(program, {"__builtins__": {}}, names)  # of this grammar alone
     return int(names["f"](x))

@@ -8,7 +8,6 @@ A canonical row has the columns of the contract and any others of its file, chat
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from engine.data.rows import (
     EXTRA,
@@ -115,7 +114,7 @@ def reward_model(row: Row, where: str) -> Row:
 
 def _prompt(row: Row, where: str) -> list[Row]:
     given = row.get("prompt")
-    prompt: Any = user_message(given) if isinstance(given, str) else given
+    prompt: object = user_message(given) if isinstance(given, str) else given
     if not is_messages(prompt) or not has_words(prompt) or not is_utf8(prompt):
         raise DataError(
             f"{where}: column 'prompt' is {brief(given)}; give a string that is not empty, or "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -18,8 +18,8 @@ EXTRA, RULE, TRUTH = "extra_info", "reward_model", "ground_truth"  # columns, an
 
 
 def rl_row(
-    data_source: str, question: str, ground_truth: str, extra_info: Mapping[str, Any]
-) -> dict[str, Any]:
+    data_source: str, question: str, ground_truth: str, extra_info: Mapping[str, object]
+) -> dict[str, object]:
     """Return a row of RL data, verl's columns: a prompt and what a rule checks it against."""
     return {
         "data_source": data_source,
@@ -30,7 +30,7 @@ def rl_row(
     }
 
 
-def sft_row(question: str, response: str, extra_info: Mapping[str, Any]) -> dict[str, Any]:
+def sft_row(question: str, response: str, extra_info: Mapping[str, object]) -> dict[str, object]:
     """Return a row of SFT data: a prompt and the response to learn."""
     return {
         "prompt": user_message(question),
@@ -44,7 +44,7 @@ def user_message(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+def prompt_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
     """Return the words of a prompt, a plain string or chat messages, one message a line."""
     if isinstance(prompt, str):
         return prompt
@@ -63,7 +63,7 @@ def is_missing(value: object) -> bool:
     return isinstance(value, float | np.floating) and bool(value != value)
 
 
-def is_messages(value: object) -> bool:
+def is_messages(value: object) -> TypeGuard[Sequence[dict[str, Any]]]:
     """Chat messages: a sequence of {"role": str, "content": str}; Parquet gives it as an array."""
     return isinstance(value, list | tuple | np.ndarray) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
@@ -71,14 +71,14 @@ def is_messages(value: object) -> bool:
     )
 
 
-def has_words(value: Any) -> bool:
+def has_words(value: object) -> bool:
     """False for an empty text or prompt, whose last message counts; True for other types."""
     if is_messages(value):
         return len(value) > 0 and bool(str(value[-1]["content"]).strip())
     return bool(value.strip()) if isinstance(value, str) else True
 
 
-def is_utf8(value: Any) -> bool:
+def is_utf8(value: object) -> bool:
     """False for a text, or messages, with half of a surrogate pair; True for other types."""
     texts = [value] if isinstance(value, str) else []
     if is_messages(value):

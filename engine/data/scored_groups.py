@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from engine.errors import DataError
 from engine.storage.json_rows import Row
@@ -28,9 +27,9 @@ class ScoredCompletion:
 class ScoredGroup:
     """The completions of one prompt."""
 
-    prompt: Sequence[Mapping[str, Any]]  # chat messages, e.g. [{"role": "user", "content": "1+1?"}]
+    prompt: Sequence[Mapping[str, object]]  # messages, e.g. [{"role": "user", "content": "1+1?"}]
     completions: Sequence[ScoredCompletion]
-    extra_info: Mapping[str, Any] = field(default_factory=dict)  # e.g. {"policy_version": 12}
+    extra_info: Mapping[str, object] = field(default_factory=dict)  # e.g. {"policy_version": 12}
 
     @property
     def usable(self) -> list[tuple[str, float]]:

@@ -10,7 +10,7 @@ import copy
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")  # and those that a
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, object]] = (),
 ) -> list[int]:
     """Encode chat messages up to where the assistant speaks.
 
@@ -41,7 +41,7 @@ def encode_prompt(
     _check_roles(tokenizer, messages)
     control = control_tokens(tokenizer)
     escape = control.spelled_in(messages)
-    chat: list[dict[str, Any]] = [dict(m) for m in messages]
+    chat = [dict(m) for m in messages]
     if escape:
         chat = control.stand_in(chat)
     if tokenizer.chat_template:
@@ -54,14 +54,14 @@ def encode_prompt(
         )
         return control.encode(ids) if escape else [int(i) for i in ids]
     text = plain_lines(chat)
-    encode: Any = control.encode if escape else tokenizer.encode
+    encode: Callable[..., list[int]] = control.encode if escape else tokenizer.encode
     ids = encode(text, add_special_tokens=True)
     if ids and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
     return [int(i) for i in ids]
 
 
-def tool_tokens(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> int:
+def tool_tokens(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, object]]) -> int:
     """Tokens that showing `tools` adds to a prompt; 0 where the template shows none."""
     if not tools:
         return 0
@@ -72,11 +72,11 @@ def tool_tokens(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str,
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, object]],
     add_generation_prompt: bool,
 ) -> str:
     """The chat template's text of messages, whose own texts may still spell control tokens."""
-    text: Any = tokenizer.apply_chat_template(
+    text: object = tokenizer.apply_chat_template(
         [dict(message) for message in messages],
         tools=[dict(tool) for tool in tools] or None,
         add_generation_prompt=add_generation_prompt,
@@ -99,10 +99,10 @@ def encode_conversation(
     if escape:
         chat = control.stand_in(chat)
     templated = bool(tokenizer.chat_template)
-    text: Any = "\n".join(str(message["content"]) for message in chat[-2:])
+    text: object = "\n".join(str(message["content"]) for message in chat[-2:])
     if templated:
         text = tokenizer.apply_chat_template(chat, tokenize=False)
-    encode: Any = control.encode if escape else tokenizer.encode
+    encode: Callable[..., list[int]] = control.encode if escape else tokenizer.encode
     ids = [int(i) for i in encode(text, add_special_tokens=not templated)]
     while ids and ids[-1] == tokenizer.pad_token_id:
         ids.pop()
@@ -110,7 +110,7 @@ def encode_conversation(
 
 
 def with_template_variables(
-    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object]
 ) -> PreTrainedTokenizerBase:
     """A copy of the tokenizer whose chat template has these variables where a call gives none.
 
@@ -285,7 +285,9 @@ def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_config: Any = None) -> tuple[int, ...]:
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, model_config: object = None
+) -> tuple[int, ...]:
     """Return the tokens at which sampling stops, ascending.
 
     They are the tokenizer's end token and those that `model_config` (a transformers model or

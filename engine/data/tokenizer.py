@@ -6,13 +6,16 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.errors import ConfigError, ModelError
 from engine.storage.hub import loading_error, require_model_name, split_revision
+
+if TYPE_CHECKING:
+    from transformers import AutoTokenizer
 
 PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, END, USER, ASSISTANT)
@@ -114,7 +117,7 @@ def tokenizer_alone(folder: str | Path, target: Path) -> Path | None:
     return target
 
 
-def _loader(folder: Path) -> Any:
+def _loader(folder: Path) -> type[AutoTokenizer | PreTrainedTokenizerFast]:
     """The class to load a folder with: what it was saved as, where that is a tokenizer.json alone.
 
     Beside a Qwen2 config.json, AutoTokenizer would take Qwen2's own splitting of words instead.

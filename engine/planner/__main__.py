@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from engine.console import exit_130_on_ctrl_c, quiet, say
 from engine.errors import EngineError
@@ -55,10 +54,10 @@ def _plan(options: argparse.Namespace) -> str:
     return explain(plan_for(config, work, cluster, lora), options.rows)
 
 
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    parallel: dict[str, Any] = {"compute_dtype": options.compute_dtype}
+def _settings(options: argparse.Namespace) -> dict[str, object]:
+    parallel: dict[str, object] = {"compute_dtype": options.compute_dtype}
     trainer = {"placement": "auto", "train_batch_size": options.prompts, "mode": options.mode}
-    rl: dict[str, Any] = {
+    rl: dict[str, object] = {
         "algorithm": {"adv_estimator": options.algorithm},
         "actor": {"parallel": parallel},
         "rollout": {"n": options.completions, "engine": options.engine},

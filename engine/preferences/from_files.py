@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -25,7 +25,11 @@ class PreferenceTables:
 
 
 def read_preference_tables(
-    config: PairsConfig, data: DataConfig, kind: Kind, held_out: Iterable[object], seed: int
+    config: PairsConfig,
+    data: DataConfig,
+    kind: Kind,
+    held_out: Iterable[str | Sequence[Mapping[str, object]]],
+    seed: int,
 ) -> PreferenceTables:
     """Read `config.path`; `held_out` are prompts that must not be trained on, which are left out.
 

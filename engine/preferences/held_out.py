@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,7 +18,7 @@ def ranked_right(folder: str | Path, pairs: pd.DataFrame) -> np.ndarray:
     pairs: rows with `prompt` (messages), `chosen` and `rejected`. Equal scores are no right
     ranking. Raises RewardError for a folder that is no reward model.
     """
-    reward: Any = resolve_reward(reward_of(str(folder)), {"model": str(folder)})
+    reward: Callable[..., object] = resolve_reward(reward_of(str(folder)), {"model": str(folder)})
     messages = [[dict(one) for one in prompt] for prompt in pairs["prompt"]]
     prompts = [prompt[-1]["content"] for prompt in messages]
     chosen, rejected = (

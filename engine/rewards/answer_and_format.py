@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from engine.rewards.answer_match import answer_match, extract_answer, has_format
 from engine.rewards.registry import register_reward
@@ -19,7 +18,7 @@ def answer_and_format(
     prompts: Sequence[str],
     completions: Sequence[str],
     *,
-    ground_truth: Sequence[Any],
+    ground_truth: Sequence[object],
     **columns: Sequence[object],
 ) -> dict[str, list[float]]:
     """Give B completions 1.0 or 0.0 for `answer` (see `answer_match`) and for `format`.

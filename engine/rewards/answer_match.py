@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Literal
 
 from engine.errors import RewardError
 from engine.rewards.registry import register_reward
@@ -66,7 +66,7 @@ def answer_match(
     prompts: Sequence[str],
     completions: Sequence[str],
     *,
-    ground_truth: Sequence[Any],
+    ground_truth: Sequence[object],
     method: Literal["strict", "flexible"] = "strict",
     **columns: Sequence[object],
 ) -> list[float]:

@@ -12,13 +12,16 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from engine.errors import RewardError
 from engine.rewards.protocol import RewardFunction
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class RewardRows:
 
     prompts: Sequence[str]
     completions: Sequence[str]
-    columns: Mapping[str, Sequence[Any]]
+    columns: Mapping[str, Sequence[object]]
 
     def __post_init__(self) -> None:
         for name in {"prompts", "completions"} & self.columns.keys():
@@ -108,7 +111,7 @@ class RewardCall:
 
     def _run(self) -> None:
         try:
-            result: Any = self._function(self._prompts, self._completions, **self._columns)
+            result: object = self._function(self._prompts, self._completions, **self._columns)
             self._not_stoppable()
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result, self._deadline))
@@ -123,7 +126,7 @@ class RewardCall:
             self._stoppable = False
 
 
-async def _awaited(result: Any, deadline: float) -> Any:
+async def _awaited(result: Awaitable[object], deadline: float) -> object:
     loop = asyncio.get_running_loop()
     loop.set_default_executor(_DaemonThreads())
     timeout = asyncio.timeout(deadline - time.monotonic())
@@ -146,8 +149,8 @@ class _DaemonThreads(ThreadPoolExecutor):
         super().__init__(max_workers=1)
         self._free = threading.BoundedSemaphore(32)
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
 
         def work() -> None:
             with self._free:

@@ -10,7 +10,6 @@ import logging
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 from engine.errors import RewardError
 from engine.rewards.code_tests import read_tests
@@ -43,7 +42,7 @@ def code(
     prompts: Sequence[str],
     completions: Sequence[str],
     *,
-    ground_truth: Sequence[Any],
+    ground_truth: Sequence[object],
     timeout_s: float = 4.0,
     memory_mb: int = 512,
     partial: bool = False,

@@ -16,7 +16,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -80,8 +80,8 @@ class Calls:
     """A function of the program is called; `name` may be a method, as `Solution.add`."""
 
     name: str
-    inputs: Sequence[Sequence[Any]]
-    outputs: Sequence[Any]
+    inputs: Sequence[Sequence[object]]
+    outputs: Sequence[object]
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -115,7 +115,7 @@ class Calls:
             verdict.layers = sandbox.end().layers
         return verdict
 
-    def _target(self, names: Any, of: Any) -> Any:
+    def _target(self, names: Sequence[str], of: Callable[[str], Any]) -> object:
         """The place of the function; LookupError where the program has none of that name."""
         first, _, method = self.name.partition(".")
         if not method and first not in names and "Solution" in names:  # LeetCode's form
@@ -212,7 +212,7 @@ def _assertions(text: str, entry_point: str) -> Assertions:
     return Assertions(text, entry_point, count)
 
 
-def _loaded(value: object) -> Any:
+def _loaded(value: object) -> object:
     """JSON text as its value; any other value, and any other text, as it is."""
     if not isinstance(value, str):
         return value
@@ -230,12 +230,12 @@ def _call_arguments(value: object) -> Any:
     return _plain(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: str | Iterable[object]) -> str:
     """Lines as one text."""
     return value if isinstance(value, str) else "\n".join(map(str, value))
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Arrays, as Parquet gives them, as lists; tuples too, as JSON has none."""
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
@@ -244,7 +244,7 @@ def _plain(value: object) -> Any:
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _arguments(given: Sequence[Any]) -> Any:
+def _arguments(given: Sequence[object]) -> object:
     return messages.encode((tuple(given), {}), repr)
 
 
@@ -267,7 +267,7 @@ def _same_word(said: str, wanted: str) -> bool:
         return False
 
 
-def _same_result(said: Any, wanted: Any) -> bool:
+def _same_result(said: object, wanted: Any) -> bool:
     """As `same_value`; some data sets put each result into a list of one (APPS)."""
     alone = isinstance(wanted, list) and len(wanted) == 1
     return same_value(said, wanted) or (alone and same_value(said, wanted[0]))

@@ -7,7 +7,7 @@ tokens is `reward.overlong_buffer`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.errors import RewardError
@@ -26,7 +26,7 @@ def cosine_length(
     prompts: Sequence[str],
     completions: Sequence[str],
     *,
-    ground_truth: Sequence[Any],
+    ground_truth: Sequence[object],
     answer: str = "answer_match",
     max_length: int = 4000,
     right: tuple[float, float] = (1.0, 0.5),
@@ -45,7 +45,7 @@ def cosine_length(
         )
     if max_length < 1:
         raise RewardError(f"reward.options.max_length={max_length} must be at least 1")
-    judge: Any = resolve_reward(answer)
+    judge: Callable[..., Any] = resolve_reward(answer)
     marks = judge(prompts, completions, ground_truth=ground_truth, **columns)
     scores = []
     for text, mark in zip(completions, marks, strict=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from engine.rewards.registry import register_reward
 
@@ -41,7 +40,7 @@ def exact_match(
     prompts: Sequence[str],
     completions: Sequence[str],
     *,
-    ground_truth: Sequence[Any],
+    ground_truth: Sequence[object],
     after: str = "",
     **columns: Sequence[object],
 ) -> list[float]:
@@ -57,7 +56,7 @@ def normalised_match(
     prompts: Sequence[str],
     completions: Sequence[str],
     *,
-    ground_truth: Sequence[Any],
+    ground_truth: Sequence[object],
     after: str = "",
     **columns: Sequence[object],
 ) -> list[float]:
@@ -66,7 +65,7 @@ def normalised_match(
 
 
 def _scores(
-    completions: Sequence[str], truths: Sequence[Any], after: str, form: Callable[[str], str]
+    completions: Sequence[str], truths: Sequence[object], after: str, form: Callable[[str], str]
 ) -> list[float]:
     scores = []
     for text, truth in zip(completions, truths, strict=True):

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import psutil
 
@@ -44,7 +44,7 @@ def main(control_fd: int, run_pid: int, served: str, imports: Sequence[str] = ()
     process has at its start.
     """
     module, _, name = served.partition(":")
-    serve: Any = getattr(importlib.import_module(module), name)
+    serve: Serve = getattr(importlib.import_module(module), name)
     for module in imports:
         importlib.import_module(module)
     _prctl(_SET_CHILD_SUBREAPER, 1)

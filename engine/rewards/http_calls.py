@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 
@@ -41,7 +41,7 @@ class Caller:
         self._turn = asyncio.Semaphore(concurrency)
         self._timeout_s, self._retries, self._reward = timeout_s, retries, reward
 
-    async def post(self, url: str, content: object) -> Any:
+    async def post(self, url: str, content: object) -> object:
         """The JSON that answers; raise RewardError where there is none after all retries."""
         problem = ""
         for attempt in range(self._retries + 1):

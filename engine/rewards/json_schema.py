@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from engine.errors import RewardError
 from engine.rewards.registry import register_reward
@@ -29,8 +28,8 @@ def json_schema(
     prompts: Sequence[str],
     completions: Sequence[str],
     *,
-    ground_truth: Sequence[Any],
-    schema: dict[str, Any] | None = None,
+    ground_truth: Sequence[object],
+    schema: dict[str, object] | None = None,
     **columns: Sequence[object],
 ) -> list[float]:
     """Score B completions 1.0 or 0.0.

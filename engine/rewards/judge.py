@@ -59,7 +59,7 @@ async def judge(
     prompts: Sequence[str],
     completions: Sequence[str],
     *,
-    ground_truth: Sequence[Any],
+    ground_truth: Sequence[object],
     url: str = "",
     model: str = "",
     rubric: str = RUBRIC,
@@ -143,14 +143,14 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return found
 
 
-def _rendered(template: Template, fields: dict[str, Any]) -> str:
+def _rendered(template: Template, fields: dict[str, object]) -> str:
     try:
         return template.render(fields)
     except TemplateError as error:
         raise RewardError(f"reward.options.rubric can't be filled in: {error}") from None
 
 
-def _key(url: str, request: dict[str, Any], scale: tuple[float, float], pattern: str) -> str:
+def _key(url: str, request: dict[str, object], scale: tuple[float, float], pattern: str) -> str:
     content = json.dumps([url, request, scale, pattern], sort_keys=True)
     return hashlib.sha256(content.encode("utf-8", "replace")).hexdigest()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from engine.errors import RewardError
@@ -68,7 +68,7 @@ def likelihood(
 
 
 def _tokens(
-    loaded: ScoringModel, messages: Sequence[Any], completion: str
+    loaded: ScoringModel, messages: Sequence[Mapping[str, object]], completion: str
 ) -> tuple[list[int], list[int]]:
     """Tokens of the prompt, and of the completion to its end token, apart as in training."""
     tokenizer = loaded.tokenizer

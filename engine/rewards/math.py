@@ -7,7 +7,6 @@ A comparison can take any time and memory, so it runs in a pool's process.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from engine.rewards.boxed import LONGEST, last_boxed
 from engine.rewards.registry import register_reward
@@ -22,7 +21,7 @@ def math(
     prompts: Sequence[str],
     completions: Sequence[str],
     *,
-    ground_truth: Sequence[Any],
+    ground_truth: Sequence[object],
     boxed_only: bool = False,
     **columns: Sequence[object],
 ) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from engine.errors import RewardError
 from engine.rewards.boxed import last_boxed
@@ -36,7 +35,7 @@ def multiple_choice(
     prompts: Sequence[str],
     completions: Sequence[str],
     *,
-    ground_truth: Sequence[Any],
+    ground_truth: Sequence[object],
     **columns: Sequence[object],
 ) -> list[float]:
     """Score B completions 1.0 or 0.0.

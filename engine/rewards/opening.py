@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from engine.errors import ConfigError
 from engine.rewards.pool import RewardPool
@@ -21,7 +21,7 @@ Isolation: TypeAlias = Literal["process", "none"]
 
 def open_reward(
     name: str,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     *,
     isolation: Isolation = "process",
     plugins: tuple[str, ...] = (),

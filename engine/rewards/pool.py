@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 from engine.rewards.call import RewardRows
 from engine.rewards.process import RewardProcess
@@ -29,7 +28,7 @@ class RewardPool:
     def __init__(
         self,
         name: str,
-        options: Mapping[str, Any] | None,
+        options: Mapping[str, object] | None,
         module: str,
         *,
         components: tuple[str, ...],

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any
 
 from engine.errors import ConfigError, RewardError
 from engine.rewards.call import RewardRows
@@ -38,7 +37,7 @@ class RewardProcess:
     def __init__(
         self,
         name: str,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         modules: tuple[str, ...] = (),
         *,
         imports: tuple[str, ...] = (),

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ class LoadReward:
     """The first request of a process: which function it calls."""
 
     name: str  # as `reward.name`
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     modules: tuple[str, ...]  # those that may register it, likely ones first
     memory_bytes: int = 0  # most address space of the process; 0: no limit
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -76,7 +76,7 @@ def process_reward_model(
 
 
 def _tokens(
-    loaded: ScoringModel, messages: Sequence[Any], steps: list[str], separator: str
+    loaded: ScoringModel, messages: Sequence[Mapping[str, object]], steps: list[str], separator: str
 ) -> tuple[list[int], list[int]]:
     """The conversation's tokens, and the place of each step's last one."""
     if not steps:
@@ -120,7 +120,7 @@ def _load(folder: str, dtype: str, device: str) -> ScoringModel:
     loaded = load_scoring_model(
         AutoModelForTokenClassification, "token classification", folder, dtype, device
     )
-    labels = int(loaded.model.config.num_labels)
+    labels = loaded.model.config.num_labels
     if labels != 1:
         raise RewardError(
             f"reward.options.model={folder!r} has {labels} labels a token, and a process reward "

@@ -84,7 +84,7 @@ def resolve_reward(name: str, options: Mapping[str, object] | None = None) -> Re
     Raises ConfigError where there is no such reward, where it can't be called as a reward function,
     and for an option that it doesn't declare.
     """
-    function: Any = _registry.load(name) if ":" in name else _registry.get(name).function
+    function: object = _registry.load(name) if ":" in name else _registry.get(name).function
     if not callable(function):
         raise ConfigError(f"reward.name={name!r} is {function!r}, which is not a function")
     _check_signature(name, function)
@@ -129,7 +129,7 @@ def import_reward(name: str, modules: Iterable[str]) -> None:
             return
 
 
-def _with_options(function: RewardFunction, options: Mapping[str, Any]) -> RewardFunction:
+def _with_options(function: RewardFunction, options: Mapping[str, object]) -> RewardFunction:
     @functools.wraps(function)
     def configured(
         prompts: Sequence[str], completions: Sequence[str], **columns: Any

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from engine.errors import RewardError
 from engine.rewards.registry import register_reward
@@ -18,7 +17,7 @@ def regular_expression(
     prompts: Sequence[str],
     completions: Sequence[str],
     *,
-    ground_truth: Sequence[Any],
+    ground_truth: Sequence[object],
     pattern: str = "",
     **columns: Sequence[object],
 ) -> list[float]:

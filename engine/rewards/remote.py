@@ -7,8 +7,7 @@ answer    {"scores": [0.5, …]}, one finite number a completion
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from engine.errors import RewardError
 from engine.rewards.http_calls import Caller, each
@@ -25,7 +24,7 @@ async def remote(
     prompts: Sequence[str],
     completions: Sequence[str],
     *,
-    ground_truth: Sequence[Any],
+    ground_truth: Sequence[object],
     url: str = "",
     batch_size: int = 32,
     concurrency: int = 8,
@@ -74,12 +73,12 @@ async def remote(
     ]
 
 
-def plain(values: Any) -> Any:
+def plain(values: Iterable[object]) -> object:
     """Values as JSON has them; arrays as lists, and what it has no form for as text."""
     return json.loads(json.dumps(list(values), default=_listed))
 
 
-def _listed(value: object) -> Any:
+def _listed(value: object) -> object:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.errors import RewardError
 from engine.rewards.registry import register_reward
+
+if TYPE_CHECKING:
+    from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 _lock = threading.Lock()  # one batch at a time: single rows come from several threads
 
@@ -70,17 +74,17 @@ def reward_model(
 class ScoringModel:
     """A model on its device, with its tokenizer."""
 
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
 
-    def text(self, messages: Sequence[Any], completion: str) -> str:
+    def text(self, messages: Sequence[Mapping[str, object]], completion: str) -> str:
         """The conversation that ends in the completion; control tokens in it are broken up."""
         turns = self._plain([*messages, {"role": "assistant", "content": completion}])
         if not self.tokenizer.chat_template:
             return "\n".join(turn["content"] for turn in turns[-2:])
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False))
 
-    def opening(self, messages: Sequence[Any]) -> str:
+    def opening(self, messages: Sequence[Mapping[str, object]]) -> str:
         """The conversation to which a completion is to come, by the model's chat template."""
         return str(
             self.tokenizer.apply_chat_template(
@@ -92,7 +96,7 @@ class ScoringModel:
         """The tokens of a part of a conversation that the template has written."""
         return [int(one) for one in self.tokenizer.encode(text, add_special_tokens=False)]
 
-    def tokens(self, messages: Sequence[Any], completion: str) -> list[int]:
+    def tokens(self, messages: Sequence[Mapping[str, object]], completion: str) -> list[int]:
         """The conversation's tokens; padding ones at its end are left out."""
         special = not self.tokenizer.chat_template  # which has them already
         ids = self.tokenizer.encode(self.text(messages, completion), add_special_tokens=special)
@@ -100,7 +104,7 @@ class ScoringModel:
             ids.pop()
         return [int(one) for one in ids]
 
-    def _plain(self, turns: Sequence[Any]) -> list[dict[str, Any]]:
+    def _plain(self, turns: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
         return [{**turn, "content": self._harmless(str(turn["content"]))} for turn in turns]
 
     def _harmless(self, text: str) -> str:
@@ -140,7 +144,9 @@ def _load(folder: str, dtype: str, device: str) -> ScoringModel:
     )
 
 
-def load_scoring_model(kind: Any, what: str, folder: str, dtype: str, device: str) -> ScoringModel:
+def load_scoring_model(
+    kind: type[_BaseAutoModelClass], what: str, folder: str, dtype: str, device: str
+) -> ScoringModel:
     """A model of transformers' class `kind`; RewardError for a folder that is none."""
     import torch
 
@@ -162,7 +168,7 @@ def load_scoring_model(kind: Any, what: str, folder: str, dtype: str, device: st
     return ScoringModel(model.to(on).eval(), tokenizer)
 
 
-def _tokenizer_class(folder: str) -> Any:
+def _tokenizer_class(folder: str) -> type[AutoTokenizer | PreTrainedTokenizerBase]:
     """What reads the folder's tokenizer as it was in training: a tokenizer.json of no model's own
     class as it is. Beside Qwen2's config.json AutoTokenizer would split words as Qwen2 does."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast

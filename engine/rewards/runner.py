@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from engine.rewards.call import RewardRows
 from engine.rewards.result import RewardFailure, Scores, require_components
@@ -25,7 +25,7 @@ def score(
     scorer: RewardScorer,
     prompts: Sequence[str],
     completions: Sequence[str],
-    columns: Mapping[str, Sequence[Any]],
+    columns: Mapping[str, Sequence[object]],
     timeout_s: float,
     *,
     components: tuple[str, ...] | None = None,

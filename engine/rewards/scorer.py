@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from engine.redaction import redact_values
 from engine.rewards.combined import CombinedReward
@@ -57,7 +57,7 @@ class Scorer:
         self,
         prompts: Sequence[str],
         completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
+        columns: Mapping[str, Sequence[object]],
         on_error: OnError | None = None,
     ) -> Scores:
         """Score B completions (see `runner.score`); `on_error` stands in for the configured one."""

@@ -90,7 +90,7 @@ class PageData:
         return [name for name in self._shown if name.split == split]
 
 
-def _points(steps: Sequence[int], values: Sequence[float]) -> list[list[Any]]:
+def _points(steps: Sequence[int], values: Sequence[float]) -> list[list[float | None]]:
     """Steps and values of a curve, the last one among them."""
     stride = math.ceil(len(steps) / MOST_POINTS)
     kept = [*range(0, len(steps) - 1, stride), len(steps) - 1]
@@ -139,14 +139,14 @@ def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
     return _json(sample), tokens
 
 
-def _versions(row: Mapping[str, Any]) -> dict[str, Any]:
+def _versions(row: Mapping[str, Any]) -> dict[str, object]:
     """Policy versions by token where they are mixed, each with the token that it begins at."""
     versions = row.get("token_versions") or []
     begins = [i for i, one in enumerate(versions) if not i or one != versions[i - 1]]
     return {"versions": [[i, versions[i]] for i in begins]} if begins else {}
 
 
-def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
+def _episode(row: Mapping[str, Any]) -> dict[str, object]:
     """What a row of an episode has beside a completion: its turns, and how the episode went."""
     if row.get("turns") is None:
         return {}

@@ -90,7 +90,7 @@ def as_table(sample: Sample, texts: TokenTexts) -> pa.Table:
     width = rows["responses"].shape[1]
     lengths: list[int] = rows["attention_mask"][:, -width:].sum(1).tolist()
     ids = _ragged(rows["responses"].numpy(), lengths)
-    columns: dict[str, Any] = {
+    columns: dict[str, Sequence[object]] = {
         "step": [sample.step] * count,
         "split": [sample.split] * count,
         "group": rows["group_ids"].tolist(),
@@ -133,7 +133,7 @@ def _prompts(rows: Batch, texts: TokenTexts) -> list[str]:
     ]
 
 
-def _mixed_versions(rows: Batch, lengths: Sequence[int]) -> list[Any]:
+def _mixed_versions(rows: Batch, lengths: Sequence[int]) -> list[list[int] | None]:
     """Policy versions by token of the rows that have more than one."""
     if "token_versions" not in rows:
         return [None] * len(rows)
@@ -141,7 +141,7 @@ def _mixed_versions(rows: Batch, lengths: Sequence[int]) -> list[Any]:
     return [one if len(set(one)) > 1 else None for one in each]
 
 
-def _episode_columns(rows: Batch, lengths: Sequence[int]) -> dict[str, list[Any]]:
+def _episode_columns(rows: Batch, lengths: Sequence[int]) -> dict[str, Sequence[object]]:
     """The columns of rows of episodes; null for those of single completions."""
     names = ("trained", "turns", "first_turn", "episode_turns", "episode_reward", "end",
              "episode_error", "episode_info", "environment_seconds")  # fmt: skip
@@ -163,7 +163,7 @@ def _episode_columns(rows: Batch, lengths: Sequence[int]) -> dict[str, list[Any]
     }
 
 
-def _turn(turn: dict[str, Any], rewards: Tensor) -> dict[str, Any]:
+def _turn(turn: dict[str, Any], rewards: Tensor) -> dict[str, object]:
     """A turn of `TURN`, from an entry of `turn_spans`; `rewards` [R] are the environment's."""
     start, stop = turn["start"], turn["stop"]
     return {
@@ -178,14 +178,14 @@ def _turn(turn: dict[str, Any], rewards: Tensor) -> dict[str, Any]:
     }
 
 
-def prompt_text(messages: Sequence[dict[str, Any]]) -> str:
+def prompt_text(messages: Sequence[dict[str, object]]) -> str:
     """Chat messages to read: a lone user's as it is, others below their roles."""
     if len(messages) == 1 and messages[0]["role"] == "user":
         return _text(messages[0]["content"])
     return "\n\n".join(f"[{_text(m['role'])}]\n{_text(m['content'])}" for m in messages)
 
 
-def _rank(messages: Sequence[dict[str, Any]]) -> bytes:
+def _rank(messages: Sequence[dict[str, object]]) -> bytes:
     """Of a prompt among others: by chance, but always the same."""
     last = str(messages[-1]["content"])
     digest = hashlib.blake2b(last[-4096:].encode("utf-8", "replace"), digest_size=8)
@@ -200,7 +200,7 @@ def _components(rows: Batch) -> list[tuple[str, list[float]]]:
     return [(_text(name), one.tolist()) for name, one in zip(names, values, strict=True)]
 
 
-def _sums(rows: Batch, name: str) -> list[Any]:
+def _sums(rows: Batch, name: str) -> list[float | None]:
     """A value a row: of a tensor `[B]`, or the sum of one `[B, R]`."""
     if name not in rows:
         return [None] * len(rows)

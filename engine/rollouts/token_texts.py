@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _LONGEST = 4  # bytes of a UTF-8 character, and so at most its tokens
@@ -13,7 +16,7 @@ _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark of a space be
 class TokenTexts:
     """Texts of tokens by a tokenizer of transformers; each token is decoded once."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -35,6 +35,9 @@ from engine.rollouts.page_data import PageData
 from engine.rollouts.sample import Sample, as_table, pick
 from engine.rollouts.token_texts import TokenTexts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 PAGE_SECONDS = 10.0  # between two renderings of the page, while samples come
 CLOSE_SECONDS = 60.0  # for what is still to be written when the run ends
 MOST_WAITING = 8  # steps; a store that is slower loses samples
@@ -51,7 +54,7 @@ class RolloutLog:
     def __init__(
         self,
         folder: str | Path,
-        load_tokenizer: Callable[[], Any],
+        load_tokenizer: Callable[[], PreTrainedTokenizerBase],
         *,
         every: int,
         rows: int,
@@ -104,7 +107,7 @@ class _Worker:
     def __init__(
         self,
         uri: str,
-        load_tokenizer: Callable[[], Any],
+        load_tokenizer: Callable[[], PreTrainedTokenizerBase],
         previous: str | Path | None,
         on_file: OnFile | None,
         on_page: OnPage | None,

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import ConfigError, PreemptedError, StorageError, TrackingError
 from engine.redaction import redact_values
@@ -77,7 +77,7 @@ def open_metric_logs(
     *,
     project: str,
     run_name: str,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     keep: bool,
     below: str = "",
 ) -> Iterator[MetricLogs]:
@@ -179,7 +179,7 @@ class TensorBoardLog:
 class WandbLog:
     """A run at Weights & Biases; with WANDB_MODE=offline a folder for `wandb sync`."""
 
-    def __init__(self, project: str, name: str, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, project: str, name: str, folder: Path, config: Mapping[str, object]) -> None:
         """Raise TrackingError where no run can be started."""
         import wandb
 

@@ -87,7 +87,7 @@ def _serve(sandbox: _Sandbox) -> None:
         messages.send(sandbox.control, _run(sandbox, request))
 
 
-def _run(sandbox: _Sandbox, request: dict[str, Any]) -> dict[str, Any]:
+def _run(sandbox: _Sandbox, request: dict[str, Any]) -> dict[str, object]:
     """Run one program to its end, or to its deadline; what it wrote, and how it ended."""
     told, tell = os.pipe()
     output, write = os.pipe()

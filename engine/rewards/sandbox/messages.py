@@ -60,7 +60,7 @@ def _read(channel: socket.socket, count: int, until: float) -> bytes:
     return parts
 
 
-def encode(value: object, other: Callable[[Any], Any]) -> Any:
+def encode(value: object, other: Callable[[object], object]) -> object:
     """A value as JSON that `decode` reads; `other` makes JSON of what has no such form."""
     if value is None or isinstance(value, bool):
         return value
@@ -83,7 +83,7 @@ def encode(value: object, other: Callable[[Any], Any]) -> Any:
     return other(value)
 
 
-def decode(coded: Any, other: Callable[[Any], Any]) -> Any:
+def decode(coded: Any, other: Callable[[Any], object]) -> Any:
     """The value of `encode`; raise ValueError for what is none."""
     if coded is None or isinstance(coded, bool):
         return coded
@@ -103,7 +103,7 @@ def decode(coded: Any, other: Callable[[Any], Any]) -> Any:
 
 
 _KINDS: dict[str, Any] = {"l": list, "t": tuple, "S": set, "F": frozenset}
-_SIMPLE: dict[str, Callable[[Any], Any]] = {
+_SIMPLE: dict[str, Callable[[str], object]] = {
     "i": lambda text: int(text, 16),
     "f": float.fromhex,
     "s": str,

@@ -69,17 +69,17 @@ def run(request: dict[str, Any], program_fd: int) -> None:
             os._exit(code & 255)
 
 
-def _execute(code: str, namespace: dict[str, Any]) -> None:
+def _execute(code: str, namespace: dict[str, object]) -> None:
     exec(compile(code, "solution.py", "exec"), namespace)
 
 
 def _serve(code: str, channel: socket.socket) -> None:
     """Run code, tell the names that it defines, and do what the other end asks of them."""
-    namespace: dict[str, Any] = {"__name__": "solution"}
+    namespace: dict[str, object] = {"__name__": "solution"}
     _execute(code, namespace)
-    objects: list[Any] = []
+    objects: list[object] = []
 
-    def held(value: object) -> list[Any]:
+    def held(value: object) -> list[object]:
         objects.append(value)
         return ["o", len(objects) - 1]
 
@@ -117,7 +117,7 @@ class Remote:
     def __init__(self, channel: socket.socket, place: object) -> None:
         self.__dict__["_remote"] = (channel, place)
 
-    def __call__(self, *arguments: Any, **words: Any) -> Any:
+    def __call__(self, *arguments: object, **words: object) -> object:
         channel, place = self._remote
         details = messages.encode((arguments, words), _place_of)
         return ask(channel, "call", place, details)
@@ -133,7 +133,7 @@ def ask(
     target: object,
     details: object = None,
     until: float = math.inf,
-) -> Any:
+) -> object:
     """Ask a served program; raise what it raised, as far as Python has that kind of error.
 
     Raises messages.Closed where no answer comes by `until`, and for one that is none.
@@ -157,7 +157,7 @@ def _remote(channel: socket.socket, coded: object) -> Remote:
     return Remote(channel, coded)
 
 
-def _place_of(value: object) -> Any:
+def _place_of(value: object) -> object:
     if isinstance(value, Remote):
         return value._remote[1]
     raise TypeError(f"{type(value).__name__} can't be given to a program")
@@ -170,7 +170,7 @@ def _test(request: dict[str, Any], channel: socket.socket) -> None:
     """
     verdict = sys.stdout
     sys.stdout = sys.stderr
-    namespace: dict[str, Any] = {"__name__": "tests"}
+    namespace: dict[str, object] = {"__name__": "tests"}
     passed: list[bool] = []
     tests = [one for one in ast.parse(request["code"]).body if not isinstance(one, ast.FunctionDef)]
     judged = [one for one in tests if isinstance(one, ast.Assert | ast.Expr)]

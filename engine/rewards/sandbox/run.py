@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import engine.rewards.sandbox as ours
 from engine.errors import RewardError
@@ -118,7 +118,7 @@ class Sandbox:
         with suppress(messages.Closed):  # it has ended, which `run` says
             messages.send(self._control, setup | {"folder": self._folder}, _START_S)
 
-    def begin(self, kind: str, code: str, wall_s: float, **details: Any) -> None:
+    def begin(self, kind: str, code: str, wall_s: float, **details: object) -> None:
         """Start a program: kind `stdin`, `served` or `tests` (see `programs`)."""
         self._deadline = time.monotonic() + wall_s + _START_S
         request = {"kind": kind, "code": code, "wall_s": wall_s} | details
