@@ -11,13 +11,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from engine.errors import ConfigError
 from engine.registry import Options, origin
 
+R = TypeVar("R")
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?):\s*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 _CONFIG = ConfigDict(extra="forbid", coerce_numbers_to_str=True, arbitrary_types_allowed=False)
@@ -32,12 +33,12 @@ class Tool:
     function: Callable[
         ..., Any
     ]  # takes what `arguments` gives; a coroutine function, or a plain one
-    arguments: Callable[[Mapping[str, Any]], dict[str, Any]]
+    arguments: Callable[[Mapping[str, object]], dict[str, object]]
     """Checks and converts a call's arguments; raises ValueError with a sentence for the model."""
 
 
 def function_tool(
-    function: Callable[..., Any], options: Mapping[str, object] | None = None
+    function: Callable[..., object], options: Mapping[str, object] | None = None
 ) -> Tool:
     """Make a tool of a function with type hints and a docstring that describes its arguments.
 
@@ -107,13 +108,13 @@ def _is_option(parameter: inspect.Parameter) -> bool:
     return parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
 
 
-def _bound(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+def _bound(function: Callable[..., R], options: Mapping[str, object]) -> Callable[..., R]:
     return partial(function, **options) if options else function
 
 
 def _arguments(
-    model: type[BaseModel], names: list[str], given: Mapping[str, Any]
-) -> dict[str, Any]:
+    model: type[BaseModel], names: list[str], given: Mapping[str, object]
+) -> dict[str, object]:
     try:
         made = model.model_validate(dict(given))
     except ValidationError as error:
@@ -146,7 +147,7 @@ def _plain(schema: object) -> Any:
     return found
 
 
-def _read_docstring(name: str, function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+def _read_docstring(name: str, function: Callable[..., object]) -> tuple[str, dict[str, str]]:
     """The description, and that of each argument, of a docstring in Google's style."""
     text = (
         inspect.getdoc(function) if inspect.isroutine(function) else inspect.getdoc(type(function))
