@@ -25,6 +25,7 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
 }  # fmt: skip
+_R = TypeVar("_R", bound="_Request")
 Tokens = list[Annotated[int, Field(ge=0)]]
 
 
@@ -112,9 +113,6 @@ class ChatRequest(_Request):
     def longest(self) -> int | None:
         """The newer name wins."""
         return self.max_completion_tokens or self.max_tokens
-
-
-_R = TypeVar("_R", bound=_Request)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import Mapping
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jsonschema
 
@@ -21,6 +21,7 @@ from engine.rewards.threads import text_of
 
 if TYPE_CHECKING:
     from mcp import Client
+    from mcp.types import Tool as ListedTool
 
 _START_S = 60.0
 _CLOSE_S = 10.0
@@ -93,7 +94,7 @@ class McpServers:
             found += [self._tool(name, one) for one in listed]
         return found
 
-    def _tool(self, server: str, listed: Any) -> Tool:
+    def _tool(self, server: str, listed: ListedTool) -> Tool:
         parameters = dict(listed.input_schema)
         about = {
             "name": listed.name,

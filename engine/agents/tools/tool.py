@@ -11,14 +11,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic_core import ErrorDetails
 
 from engine.errors import ConfigError
 from engine.registry import Options, origin
 
-R = TypeVar("R")
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?):\s*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 _CONFIG = ConfigDict(extra="forbid", coerce_numbers_to_str=True, arbitrary_types_allowed=False)
@@ -108,7 +108,7 @@ def _is_option(parameter: inspect.Parameter) -> bool:
     return parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
 
 
-def _bound(function: Callable[..., R], options: Mapping[str, object]) -> Callable[..., R]:
+def _bound(function: Callable[..., object], options: Mapping[str, object]) -> Callable[..., object]:
     return partial(function, **options) if options else function
 
 
@@ -122,7 +122,7 @@ def _arguments(
     return {name: getattr(made, f"argument_{place}") for place, name in enumerate(names)}
 
 
-def _sentence(error: Mapping[str, Any], names: list[str]) -> str:
+def _sentence(error: ErrorDetails, names: list[str]) -> str:
     """One error of pydantic's, in a policy's words."""
     where = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
