@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from engine.agents.environments.tools import ToolEnvironment
 from engine.agents.protocol import Action, Observation
@@ -22,7 +22,7 @@ class ArithmeticEnvironment(ToolEnvironment):
     def __init__(
         self,
         *,
-        tools: Sequence[Any] = ("calculator",),
+        tools: Sequence[object] = ("calculator",),
         mcp_servers: Mapping[str, object] | None = None,
         timeout_s: float = 10.0,
         max_output: int = 400,
