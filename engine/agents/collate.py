@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -51,7 +50,7 @@ def collate_episodes(
         pad_token_id=pad_token_id,
     )
     versions = pad([sequence.versions for sequence in own], 0, side="right")
-    fields: dict[str, Any] = {
+    fields: dict[str, torch.Tensor] = {
         "response_mask": pad([[float(s) for s in one.sampled] for one in own], 0.0, side="right"),
         "environment_rewards": pad([one.rewards for one in own], 0.0, side="right"),
         "token_versions": versions,
@@ -78,7 +77,7 @@ def collate_episodes(
     return batch | Batch(fields, columns)
 
 
-def turn_spans(episode: Episode, sequence: TrainingSequence) -> list[dict[str, Any]]:
+def turn_spans(episode: Episode, sequence: TrainingSequence) -> list[dict[str, object]]:
     """Where each turn of a row lies among its response tokens, and what its calls were read as.
 
     E.g. [{"start": 0, "stop": 9, "calls": [("add", {"a": 1})], "malformed": []}].

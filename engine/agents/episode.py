@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from engine.agents.protocol import Action, Message, Observation
 from engine.agents.transcript import Transcript
@@ -62,7 +62,9 @@ class EpisodeTokenizer:
         """What a turn says."""
         return self._read_action(decode_response(self._tokenizer, ids), tuple(ids))
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
+    ) -> list[int]:
         """The prompt of messages, up to where the policy speaks."""
         return encode_prompt(self._tokenizer, messages, tools)
 
@@ -70,7 +72,7 @@ class EpisodeTokenizer:
         self,
         messages: Sequence[Message],
         last_sampled: int,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, object]],
     ) -> list[int]:
         """What `messages` add after a turn that ended with the token `last_sampled`."""
         ended_by = last_sampled if last_sampled in self.stop_ids else None
@@ -106,7 +108,7 @@ class Episode:
     tokenizer: EpisodeTokenizer
     limits: EpisodeLimits
     fallback_prompt: list[int]  # of the row; for an episode that fails before it has one
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, object]] = ()
     messages: list[Message] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)  # one a turn that could be read
     transcript: Transcript | None = None

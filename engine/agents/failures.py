@@ -76,7 +76,7 @@ def _message(message: object) -> Message:
     return found
 
 
-def plain(value: object, depth: int = 0) -> Any:
+def plain(value: object, depth: int = 0) -> object:
     """The value as JSON has it, arrays as lists; raise ValueError for what has no such form."""
     if depth > _DEEPEST:
         raise ValueError("it is nested too deeply")
@@ -93,7 +93,7 @@ def plain(value: object, depth: int = 0) -> Any:
     raise ValueError(f"{type(value).__name__} is no plain value")
 
 
-def _told(value: object) -> Any:
+def _told(value: object) -> object:
     """An entry of `info`: plain, or else its text, as nothing depends on it."""
     try:
         return plain(value)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from engine.agents.failures import EnvironmentFailure, checked_observation
 from engine.agents.protocol import (
@@ -24,13 +24,14 @@ from engine.agents.protocol import (
 
 _CLOSE_S = 5.0  # for environments to end
 
+T = TypeVar("T")
 MakeEnvironment = Callable[[], Environment]
 
 
 class OpenEpisode(Protocol):
     """A place for one episode; a call that fails raises EnvironmentFailure by its future."""
 
-    def reset(self, row: Mapping[str, Any]) -> Future[Observation]: ...
+    def reset(self, row: Mapping[str, object]) -> Future[Observation]: ...
 
     def step(self, action: Action) -> Future[Observation]: ...
 
@@ -50,7 +51,7 @@ class OpenEpisode(Protocol):
 class Environments(Protocol):
     """What episodes are played with: `EnvironmentPool`, `LocalEnvironments`."""
 
-    tools: list[dict[str, Any]]  # JSON schemas, the same for every episode
+    tools: list[dict[str, object]]  # JSON schemas, the same for every episode
     resumable: bool  # whether their episodes can be saved between turns
 
     def open(self) -> OpenEpisode: ...
@@ -75,7 +76,7 @@ class LocalEnvironments:
         """A place for one episode."""
         return LocalEpisode(self)
 
-    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+    def start(self, work: Coroutine[object, object, T]) -> Future[T]:
         """Run a coroutine in the thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -103,7 +104,7 @@ class LocalEpisode:
         self._all = environments
         self._environment: Environment | None = None
 
-    def reset(self, row: Mapping[str, Any]) -> Future[Observation]:
+    def reset(self, row: Mapping[str, object]) -> Future[Observation]:
         """Begin the episode of a row."""
         return self._all.start(self._call("reset", row))
 

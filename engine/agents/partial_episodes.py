@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from engine.agents.saved_episode import EpisodeTree, token_versions
 
@@ -20,12 +19,12 @@ class PartialEpisodes:
         """Policy version of the oldest token; None without any token."""
         return min(token_versions(self.episodes), default=None)
 
-    def tree(self) -> dict[str, Any]:
+    def tree(self) -> dict[str, list[EpisodeTree]]:
         """Tensors and plain values, for a checkpoint."""
         return {"episodes": list(self.episodes)}
 
     @staticmethod
-    def from_tree(tree: dict[str, Any]) -> PartialEpisodes:
+    def from_tree(tree: Mapping[str, Sequence[EpisodeTree]]) -> PartialEpisodes:
         """The inverse of `tree`."""
         return PartialEpisodes(tree["episodes"])
 

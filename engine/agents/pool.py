@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
 from engine.agents.failures import EnvironmentFailure
-from engine.agents.pool_main import LoadEnvironment
+from engine.agents.pool_main import CallKind, LoadEnvironment
 from engine.agents.pool_process import EnvironmentProcess
 from engine.agents.protocol import Action, Observation
 from engine.agents.registry import environment_module
@@ -41,7 +41,7 @@ class EnvironmentPool:
     def __init__(
         self,
         name: str,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         *,
         plugins: tuple[str, ...] = (),
         processes: int = 0,
@@ -121,7 +121,7 @@ class PooledEpisode:
         self._pool, self._process, self._number = pool, process, number
         self._closed = False
 
-    def reset(self, row: Mapping[str, Any]) -> Future[Observation]:
+    def reset(self, row: Mapping[str, object]) -> Future[Observation]:
         """Begin the episode of a row, also after a failure."""
         return self._call("reset", dict(row))
 
@@ -144,13 +144,13 @@ class PooledEpisode:
             self._process.leave(self._number)
             self._pool._left(self._process)
 
-    def _call(self, kind: Any, value: object) -> Future[Any]:
+    def _call(self, kind: CallKind, value: object) -> Future[Any]:
         asked = self._process.call(self._number, kind, value, self._pool._timeout_s)
         told: Future[Any] = Future()
         asked.add_done_callback(lambda done: self._tell(kind, done, told))
         return told
 
-    def _tell(self, kind: str, done: Future[Any], told: Future[Any]) -> None:
+    def _tell(self, kind: CallKind, done: Future[object], told: Future[object]) -> None:
         """Pass an answer on; a failure as the pool's policy says."""
         failure = done.exception()
         if not told.set_running_or_notify_cancel():

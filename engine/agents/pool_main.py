@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from engine.agents.failures import EnvironmentFailure, checked_observation
 from engine.agents.protocol import Environment, is_resumable, tool_schemas
@@ -26,6 +26,7 @@ from engine.agents.registry import environment_class, make_environment
 from engine.errors import ConfigError, EngineError
 from engine.plugins import import_plugins
 
+T = TypeVar("T")
 CallKind: TypeAlias = Literal["reset", "step", "get_state", "set_state", "leave"]
 _REPEAT_S = 0.1  # of the alarm, for code that catches everything
 _CLOSE_S = 5.0
@@ -36,7 +37,7 @@ class LoadEnvironment:
     """The first request of a process: which environments it holds."""
 
     name: str  # as `rollout.agent.environment.name`
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     plugins: tuple[str, ...]
 
 
@@ -44,7 +45,7 @@ class LoadEnvironment:
 class EnvironmentLoaded:
     """Answers `LoadEnvironment`; a ConfigError in its place says why there is none."""
 
-    tools: list[dict[str, Any]]
+    tools: list[dict[str, object]]
     resumable: bool
 
 
@@ -64,7 +65,7 @@ class EnvironmentAnswer:
     """What a call gave: an Observation, a state's bytes, None, or an EnvironmentFailure."""
 
     number: int
-    value: Any
+    value: object
 
 
 class Interrupted(BaseException):
@@ -101,7 +102,7 @@ class _Host:
         self._channel, self._load = channel, load
         self._idle = [first]
         self._playing: dict[int, Environment] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._closed = asyncio.Event()
         self._inside = False
         self._answers: queue.SimpleQueue[EnvironmentAnswer] = queue.SimpleQueue()
@@ -127,7 +128,7 @@ class _Host:
             return
         self._start(self._answer(call))
 
-    def _start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _start(self, coroutine: Coroutine[object, object, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -151,7 +152,7 @@ class _Host:
                 return
             sys.stdout.flush()
 
-    async def _called(self, call: CallEnvironment) -> Any:
+    async def _called(self, call: CallEnvironment) -> object:
         """The call's checked result, in time; raise EnvironmentFailure for anything else."""
         who = f"environment {self._load.name!r}: {call.kind}"
         until = time.monotonic() + call.timeout_s
@@ -175,7 +176,7 @@ class _Host:
             return checked_observation(who, task.result())
         return task.result()
 
-    async def _do(self, call: CallEnvironment) -> Any:
+    async def _do(self, call: CallEnvironment) -> object:
         if call.kind in ("reset", "set_state") and call.episode not in self._playing:
             made = self._idle.pop() if self._idle else None
             made = made or make_environment(self._load.name, self._load.options)
@@ -190,15 +191,15 @@ class _Host:
             return None
         return await (environment.reset if call.kind == "reset" else environment.step)(call.value)
 
-    async def _driven(self, coroutine: Coroutine[Any, Any, Any], until: float) -> Any:
+    async def _driven(self, coroutine: Coroutine[object, object, T], until: float) -> T:
         """Run a coroutine with an alarm on whatever it does between two waits."""
         return await self._alarmed(coroutine, until)
 
     @types.coroutine
     def _alarmed(
-        self, coroutine: Coroutine[Any, Any, Any], until: float
-    ) -> Generator[Any, Any, Any]:
-        step: Callable[[], Any] = lambda: coroutine.send(None)  # noqa: E731
+        self, coroutine: Coroutine[object, object, T], until: float
+    ) -> Generator[object, object, T]:
+        step: Callable[[], object] = lambda: coroutine.send(None)  # noqa: E731
         while True:
             try:
                 self._inside = True
@@ -242,15 +243,17 @@ async def _closing(environment: Environment) -> None:
     await environment.close()
 
 
-def _sending(coroutine: Coroutine[Any, Any, Any], value: object) -> Callable[[], Any]:
+def _sending(coroutine: Coroutine[object, object, object], value: object) -> Callable[[], object]:
     return lambda: coroutine.send(value)
 
 
-def _throwing(coroutine: Coroutine[Any, Any, Any], error: BaseException) -> Callable[[], Any]:
+def _throwing(
+    coroutine: Coroutine[object, object, object], error: BaseException
+) -> Callable[[], object]:
     return lambda: coroutine.throw(error)
 
 
-def _seen(task: asyncio.Task[Any]) -> None:
+def _seen(task: asyncio.Task[object]) -> None:
     """What a call that was given up ends with matters to nobody."""
     if not task.cancelled():
         task.exception()

@@ -9,9 +9,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
-from typing import Any
 
-from engine.agents.failures import EnvironmentFailure
+from engine.agents.failures import EnvironmentFailure, FailureCause
 from engine.agents.pool_main import (
     CallEnvironment,
     CallKind,
@@ -33,7 +32,7 @@ class _Pending:
 
     call: CallEnvironment
     until: float  # of `time.monotonic`
-    future: Future[Any]
+    future: Future[object]
 
 
 class EnvironmentProcess:
@@ -64,9 +63,9 @@ class EnvironmentProcess:
         self._put(None)
         return self._loaded.result()
 
-    def call(self, episode: int, kind: CallKind, value: object, timeout_s: float) -> Future[Any]:
+    def call(self, episode: int, kind: CallKind, value: object, timeout_s: float) -> Future[object]:
         """Ask for a call; the future ends soon after `timeout_s` at the latest."""
-        future: Future[Any] = Future()
+        future: Future[object] = Future()
         with self._waking:
             self._number += 1
             number = self._number
@@ -225,12 +224,12 @@ class EnvironmentProcess:
         self._living.clear()
         self._fail_all("crashed", f"its process {how}")
 
-    def _fail_all(self, cause: object, words: str) -> None:
+    def _fail_all(self, cause: FailureCause, words: str) -> None:
         pending, self._pending = self._pending, {}
         for one in pending.values():
             self._fail(one, cause, words)
 
-    def _fail(self, pending: _Pending, cause: Any, words: str) -> None:
+    def _fail(self, pending: _Pending, cause: FailureCause, words: str) -> None:
         who = f"environment {self._load.name!r}: {pending.call.kind}"
         if not pending.future.done():
             pending.future.set_exception(EnvironmentFailure(cause, f"{who}: {words}"))

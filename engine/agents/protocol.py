@@ -104,8 +104,8 @@ def is_resumable(environment: object) -> bool:
     return isinstance(environment, ResumableEnvironment)
 
 
-def tool_schemas(environment: object) -> list[dict[str, Any]]:
+def tool_schemas(environment: object) -> list[dict[str, object]]:
     """The JSON schemas of an environment's tools; empty for one without any."""
     tools = getattr(environment, "tools", None)
-    found: Sequence[Mapping[str, Any]] = () if tools is None else tools()
+    found: Sequence[Mapping[str, object]] = () if tools is None else tools()
     return [dict(schema) for schema in found]

@@ -73,7 +73,7 @@ def environment_module(name: str) -> str:
     return str(getattr(_registry.get(name), "__module__", ""))
 
 
-def _check(name: str, made: Callable[..., Any]) -> None:
+def _check(name: str, made: Callable[..., object]) -> None:
     """Refuse a class that can't play; of a function nothing is known before it is called."""
     missing = [m for m in _METHODS if not inspect.iscoroutinefunction(getattr(made, m, None))]
     if inspect.isclass(made) and missing:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import yaml
 
@@ -17,7 +16,7 @@ _ONE = re.compile(r"\$\{([^${}]+)\}")
 _DEPTH = 20  # of references to references
 
 
-def resolved_values(values: Mapping[str, Any]) -> dict[str, Any]:
+def resolved_values(values: Mapping[str, object]) -> dict[str, object]:
     """The values by dotted key, with what they refer to; a reference that leads nowhere stays.
 
     `???`, OmegaConf's mark for a value that is still missing, is none.
@@ -26,7 +25,7 @@ def resolved_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _value(value, key, values, _DEPTH) for key, value in values.items()}
 
 
-def _value(value: object, key: str, values: Mapping[str, Any], depth: int) -> Any:
+def _value(value: object, key: str, values: Mapping[str, object], depth: int) -> object:
     if not isinstance(value, str) or "${" not in value or depth == 0:
         return value
     whole = _ONE.fullmatch(value)
@@ -42,7 +41,9 @@ def _value(value: object, key: str, values: Mapping[str, Any], depth: int) -> An
     return replaced if replaced == value else _value(replaced, key, values, depth - 1)
 
 
-def _looked_up(reference: str, key: str, values: Mapping[str, Any], depth: int) -> tuple[Any, bool]:
+def _looked_up(
+    reference: str, key: str, values: Mapping[str, object], depth: int
+) -> tuple[object, bool]:
     """What a reference stands for, and whether there is such a thing."""
     kind, colon, rest = reference.partition(":")
     if not colon:

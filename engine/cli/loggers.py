@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.cli.rl_run import RunLog
 from engine.cli.settings import RunConfig, RunOutputConfig
@@ -28,7 +28,7 @@ def open_log(config: RunConfig, folder: Path, resumes: bool) -> Iterator[RunLog]
 
 @contextlib.contextmanager
 def open_trackers(
-    own: RunOutputConfig, settings: dict[str, Any], folder: Path, resumes: bool
+    own: RunOutputConfig, settings: dict[str, object], folder: Path, resumes: bool
 ) -> Iterator[tuple[StageRun | None, MetricLogs]]:
     """The MLflow run, if `own.logger` asks for one, and the other logs, as `open_log`."""
     with (
@@ -46,7 +46,7 @@ def open_trackers(
 
 
 @contextlib.contextmanager
-def _mlflow(own: RunOutputConfig, settings: dict[str, Any]) -> Iterator[StageRun | None]:
+def _mlflow(own: RunOutputConfig, settings: dict[str, object]) -> Iterator[StageRun | None]:
     """An MLflow run for the block where `run.logger` asks for one; the store is checked first."""
     if "mlflow" not in own.logger:
         yield None

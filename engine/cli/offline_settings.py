@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_origin
 
@@ -181,7 +181,7 @@ def read_run_config(
 _LISTS = ("data.train_files", "data.val_files", "run.logger")
 
 
-def _flat(value: object, settings: dict[str, Any], key: str = "") -> Iterator[tuple[str, object]]:
+def _flat(value: object, settings: Container[str], key: str = "") -> Iterator[tuple[str, object]]:
     """Dotted keys of nested sections; a setting that is a mapping stays whole."""
     if not isinstance(value, dict) or key in settings:
         yield key, value
@@ -190,7 +190,7 @@ def _flat(value: object, settings: dict[str, Any], key: str = "") -> Iterator[tu
         yield from _flat(inner, settings, f"{key}.{name}" if key else str(name))
 
 
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any]]:
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, object]]:
     for name, info in model.model_fields.items():
         section = section_of(info.annotation)
         if section is not None:

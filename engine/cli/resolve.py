@@ -76,7 +76,7 @@ class Resolved:
             for why, some in keys.items()
         ] + others
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, object]:
         """The overrides, nested as RunConfig is."""
         nested: dict[str, Any] = {}
         for path, override in self.overrides.items():

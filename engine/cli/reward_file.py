@@ -32,7 +32,7 @@ def reward_name(path: str, function: str, keywords: Mapping[str, object] | None 
     return f"{name}::{json.dumps(keywords)}" if keywords else name
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> Callable[..., object]:
     """The function that `FILE::FUNCTION` or `FILE::FUNCTION::KEYWORDS` names."""
     path, separator, rest = name.partition("::")
     if not separator:
@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
 
 def load_function(
     path: str, name: str, keywords: Mapping[str, object] | None = None
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """Load `name` from the file at `path`, made callable as our reward functions are.
 
     `keywords` are passed to each of its calls.
@@ -63,7 +63,7 @@ def load_function(
 
 
 def _check_keywords(
-    function: Callable[..., Any], path: str, name: str, keywords: Mapping[str, object]
+    function: Callable[..., object], path: str, name: str, keywords: Mapping[str, object]
 ) -> None:
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -76,19 +76,19 @@ def _check_keywords(
 
 
 def _with_keywords(
-    function: Callable[..., Any], keywords: Mapping[str, object]
-) -> Callable[..., Any]:
+    function: Callable[..., object], keywords: Mapping[str, object]
+) -> Callable[..., object]:
     """The function, called with `keywords` too; a coroutine function stays one."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
-        async def call_async(*args: Any, **kwargs: Any) -> Any:
+        async def call_async(*args: object, **kwargs: object) -> object:
             return await function(*args, **kwargs, **keywords)
 
         return call_async
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         return function(*args, **kwargs, **keywords)
 
     return call
@@ -124,12 +124,12 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-def each_row(function: Callable[..., Any]) -> Callable[..., Any]:
+def each_row(function: Callable[..., Any]) -> Callable[..., object]:
     """Call verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` by rows."""
 
     def arguments(
-        completions: Sequence[str], ground_truth: Sequence[Any], columns: dict[str, Any]
-    ) -> list[dict[str, Any]]:
+        completions: Sequence[str], ground_truth: Sequence[object], columns: dict[str, Any]
+    ) -> list[dict[str, object]]:
         empty = [None] * len(completions)
         sources = columns.get("data_source", empty)
         extras = columns.get("extra_info", empty)

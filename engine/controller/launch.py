@@ -161,7 +161,7 @@ def _launch_ray(
     return groups, spans
 
 
-def init_options(placement: Placement, environ: Mapping[str, str]) -> dict[str, Any]:
+def init_options(placement: Placement, environ: Mapping[str, str]) -> dict[str, object]:
     """Arguments of `ray.init`: join the cluster of RAY_ADDRESS, or start one here."""
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address := environ.get("RAY_ADDRESS"):
@@ -210,7 +210,7 @@ def _nodes() -> list[ClusterNode]:
     ]
 
 
-def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, Any]]:
+def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]]:
     """Reserve room for all processes at once; return each one's actor options, pool by pool."""
     import ray
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -234,7 +234,7 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, Any]]:
                 f"no room for {bundles} within {placement.start_timeout_s:g} s: something else "
                 f"holds the cluster; free now: {free}"
             )
-    options: list[dict[str, Any]] = []
+    options: list[dict[str, object]] = []
     index = 0
     for pool in wanted:
         amounts = {"num_cpus": pool.cpus, "num_gpus": pool.gpus, "resources": dict(pool.resources)}

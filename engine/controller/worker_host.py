@@ -31,7 +31,7 @@ class RoleSpec:
 
     name: str  # e.g. "actor"
     worker_class: type[Worker]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     layout: RankGrid | None = None  # e.g. Layout(dp=2, tp=2); None: all ranks data-parallel
     plugins: tuple[str, ...] = ()  # modules imported before the role is built, e.g. ("my_losses",)
 

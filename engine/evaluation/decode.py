@@ -111,7 +111,7 @@ def decode_passes(
     longest = max(params.max_new_tokens for params in passes)
     asked = [longest_prompt, *map(len, prompts)]
     prompt_room = max([*asked, max_prompt_length * config.plays_episodes])
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "model_path": str(folder),
         "engine": config.engine,
         "max_model_len": prompt_room + longest,

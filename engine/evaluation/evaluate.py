@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import pandas as pd
 
@@ -25,6 +25,8 @@ from engine.evaluation.rows import Judged, ModelName, Problems, build_rows
 from engine.evaluation.sets import TEST
 from engine.plugins import import_plugins
 from engine.rewards import Scorer
+
+T = TypeVar("T")
 
 
 def evaluate_model(
@@ -135,7 +137,7 @@ def _level(extra: object) -> str:
 
 def scorer_inputs(
     frame: pd.DataFrame, prompt_ids: Sequence[list[int]]
-) -> tuple[list[str], dict[str, list[Any]]]:
+) -> tuple[list[str], dict[str, list[object]]]:
     """The texts of the last messages of RL rows, and the columns that rewards get, as in RL."""
     table = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
     columns = collate_prompts(table, prompt_ids).columns
@@ -144,6 +146,6 @@ def scorer_inputs(
     return [prompt[-1]["content"] for prompt in frame["prompt"]], scored
 
 
-def repeated(values: Sequence[Any], n: int) -> list[Any]:
+def repeated(values: Sequence[T], n: int) -> list[T]:
     """Each value n times, one after the other."""
     return [value for value in values for _ in range(n)]

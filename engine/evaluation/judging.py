@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from engine.agents.played import PlayedEpisode
 from engine.evaluation.rows import Judged
@@ -23,7 +22,7 @@ def judge(
     tokens: Sequence[int],
     truncated: Sequence[bool],
     prompts: Sequence[str],
-    columns: Mapping[str, Sequence[Any]],
+    columns: Mapping[str, Sequence[object]],
 ) -> list[Judged]:
     """Judge B completions to B prompts (the texts of their last messages), with B of each column.
 
@@ -39,7 +38,7 @@ def judge(
     return judged
 
 
-def episode_columns(scored: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+def episode_columns(scored: Mapping[str, Sequence[object]]) -> dict[str, Sequence[object]]:
     """The columns of data set rows, as environments read them, from those that rewards get."""
     return {name: values for name, values in scored.items() if name != "messages"} | {
         "prompt": scored["messages"]
@@ -50,7 +49,7 @@ def judge_episodes(
     scorer: Scorer,
     episodes: Sequence[PlayedEpisode],
     prompts: Sequence[str],
-    columns: Mapping[str, Sequence[Any]],
+    columns: Mapping[str, Sequence[object]],
 ) -> list[Judged]:
     """Judge B episodes of B prompts (the texts of their last messages), as RL rewards them.
 
@@ -90,7 +89,7 @@ def _judged(
     texts: Sequence[str],
     tokens: Sequence[int],
     truncated: Sequence[bool],
-    columns: Mapping[str, Sequence[Any]],
+    columns: Mapping[str, Sequence[object]],
 ) -> list[Judged]:
     sources = columns.get("data_source", [""] * len(texts))
     answers, readable = scorer.answers(texts, sources)

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import pandas as pd
 
@@ -110,7 +110,7 @@ def build_rows(
     if model not in get_args(ModelName):
         raise DataError(f"model={model!r} is unknown; choose one of {get_args(ModelName)}")
     _check_sizes(problems, greedy, samples)
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     for i, (first, several) in enumerate(zip(greedy, samples, strict=True)):
         majority = majority_vote([one.vote for one in several])
         winner = next(
@@ -151,7 +151,7 @@ def build_rows(
     return frame.astype({"greedy_answer": "str", "majority_answer": "str"})
 
 
-def _episode_columns(first: Judged, several: Sequence[Judged]) -> dict[str, Any]:
+def _episode_columns(first: Judged, several: Sequence[Judged]) -> dict[str, object]:
     """The cells of `EPISODE_COLUMNS`; none where completions are no episodes."""
     greedy, sampled = first.episode, [one.episode for one in several if one.episode]
     if greedy is None:
@@ -211,7 +211,7 @@ def check_paired(before: pd.DataFrame, after: pd.DataFrame) -> str:
     return digest
 
 
-def _storable(text: str | None) -> Any:
+def _storable(text: str | None) -> str | None:
     """Replace lone surrogates, which a model can emit and Parquet can't hold, by question marks."""
     return text if text is None else text.encode("utf-8", "replace").decode("utf-8")
 

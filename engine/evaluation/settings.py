@@ -6,7 +6,7 @@ The problems themselves are compared by `rows.prompt_digest`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.config import DataConfig, EvaluateConfig
 from engine.errors import LineageError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 KEYS = ("data", "evaluate", "seed", "scorer")
 
-Settings = dict[str, Any]  # JSON values by key
+Settings = dict[str, object]  # JSON values by key
 
 
 def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> Settings:
@@ -32,7 +32,7 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> 
     # Where the reward is found, and how called; what is run beside it; and on how many ranks.
     apart = {"reward", "plugins", "named_content", "lm_eval"}
     apart |= {"parallel", "map_parts", "start_timeout_s", "step_timeout_s"}
-    kept: set[str] | dict[str, Any] = apart
+    kept: set[str] | dict[str, bool | set[str]] = apart
     if config.agent is not None:
         # Where environments run, how many, and what is saved changes no episode.
         kept = dict.fromkeys(apart, True) | {"agent": {"num_workers", "concurrency", "save_freq_s"}}
@@ -76,7 +76,7 @@ def incomparable(one: Manifest, other: Manifest) -> list[str]:
     return found + ["the code"] * (one.sources_digest != other.sources_digest)
 
 
-def _differences(one: Settings, other: Settings) -> dict[str, tuple[Any, Any]]:
+def _differences(one: Settings, other: Settings) -> dict[str, tuple[object, object]]:
     """The settings that differ, e.g. `{"evaluate.k": (4, 8)}`, in order."""
     first, second = _flat(one), _flat(other)
     keys = sorted(first.keys() | second.keys())
@@ -85,8 +85,8 @@ def _differences(one: Settings, other: Settings) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _flat(settings: Settings) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(settings: Settings) -> dict[str, object]:
+    flat: dict[str, object] = {}
     for key, value in settings.items():
         below = value if isinstance(value, Mapping) else {"": value}
         flat |= {f"{key}.{name}".rstrip("."): entry for name, entry in below.items()}

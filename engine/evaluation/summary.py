@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -67,12 +66,12 @@ class EvaluationComparison:
     # Turns, returns and calls, where completions are episodes.
     episodes: list[EpisodeMeasure] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain dicts, strings and numbers, as `json.dumps` takes them."""
         return asdict(self)
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> EvaluationComparison:
+    def from_dict(values: Mapping[str, object]) -> EvaluationComparison:
         """Return the comparison that `to_dict` gave; DataError where something is missing in it."""
         try:
             return TypeAdapter(EvaluationComparison).validate_python(values)

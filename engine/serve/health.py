@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from starlette.middleware.base import RequestResponseEndpoint
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 IDENTITY_VARIABLE = "HYBRIDFLYTE_SERVED_MODEL"
 IDENTIFY = f"{__name__}.identify"
 
 
-async def identify(request: Any, call_next: Callable[[Any], Awaitable[Any]]) -> Any:
+async def identify(request: Request, call_next: RequestResponseEndpoint) -> Response:
     """Answer a healthy server's `/health` with the model's identity; leave all else as it is."""
     response = await call_next(request)
     if request.url.path != "/health" or response.status_code != 200:

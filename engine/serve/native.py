@@ -97,7 +97,7 @@ class Backend:
         stops = stop_token_ids(tokenizer, model.generation_config)
         return Backend(engine, tokenizer, stops, context, int(shape.vocab_size), model)
 
-    async def complete(self, request: Completions) -> tuple[list[Answer], int, list[Any]]:
+    async def complete(self, request: Completions) -> tuple[list[Answer], int, list[object]]:
         """All answers to a request in order, its prompts' tokens, and log-probs where asked for.
 
         Raises RequestError for a prompt that can't be completed. Where it is cancelled, so are
@@ -132,7 +132,7 @@ class Backend:
         said = await loop.run_in_executor(self._texts, self._prompt_log_probs, request, prompts)
         return answers, sum(map(len, prompts)), said
 
-    def _prompt_log_probs(self, request: object, prompts: list[list[int]]) -> list[Any]:
+    def _prompt_log_probs(self, request: object, prompts: list[list[int]]) -> list[object]:
         from engine.serve.prompt_log_probs import prompt_log_probs
 
         top_k = getattr(request, "prompt_logprobs", None)
@@ -269,7 +269,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"port {port} of {host} {what} (0: any that is free)") from error
 
 
-async def _body(request: Request) -> Any:
+async def _body(request: Request) -> object:
     """The request's JSON; RequestError for what is too large, too slow, or none."""
     data = bytearray()
     try:

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -25,6 +25,7 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
 }  # fmt: skip
+_R = TypeVar("_R", bound="_Request")
 Tokens = list[Annotated[int, Field(ge=0)]]
 
 
@@ -128,7 +129,7 @@ class Answer:
         return Answer(self.text[: min(ends)], self.tokens, "stop") if ends else self
 
 
-def parse(kind: type[_Request], values: object, served: str) -> Any:
+def parse(kind: type[_R], values: object, served: str) -> _R:
     """Read a request of one kind; RequestError for what is wrong or not offered.
 
     `served` is the one model's name.
@@ -159,7 +160,7 @@ def response(
     prompt_tokens: int,
     model: str,
     prompt_logprobs: Sequence[object] = (),
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The whole answer to a request, choices in the order of `answers`.
 
     `prompt_logprobs`: of each prompt, where they were asked for.
@@ -168,7 +169,7 @@ def response(
     generated = sum(answer.tokens for answer in answers)
     choices = []
     for index, one in enumerate(answers):
-        said: dict[str, Any] = {"index": index, "finish_reason": one.finish_reason}
+        said: dict[str, object] = {"index": index, "finish_reason": one.finish_reason}
         said |= {"message": _message(one)} if chat else {"text": one.text}
         if prompt_logprobs:
             said["prompt_logprobs"] = prompt_logprobs[index // (request.n or 1)]
@@ -184,27 +185,27 @@ def response(
     }
 
 
-def chunks(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def chunks(whole: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     """The same answer as the events of a stream: each choice in one piece, when it is whole."""
     chat = whole["object"] == "chat.completion"
     head = {key: whole[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk" if chat else "text_completion"
     for choice in whole["choices"]:
         said = {"index": choice["index"], "finish_reason": None}
-        ended: dict[str, Any] = {"index": choice["index"], "finish_reason": choice["finish_reason"]}
-        piece: dict[str, Any] = {"delta": choice["message"]} if chat else {"text": choice["text"]}
+        ended = {"index": choice["index"], "finish_reason": choice["finish_reason"]}
+        piece = {"delta": choice["message"]} if chat else {"text": choice["text"]}
         yield head | {"choices": [said | piece]}
-        rest: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+        rest: dict[str, object] = {"delta": {}} if chat else {"text": ""}
         yield head | {"choices": [ended | rest]}
 
 
-def models(name: str, started: int, context: int | None) -> dict[str, Any]:
+def models(name: str, started: int, context: int | None) -> dict[str, object]:
     """The answer to `GET /v1/models`."""
     one = {"id": name, "object": "model", "created": started, "owned_by": "hybridflyte"}
     return {"object": "list", "data": [one | {"max_model_len": context}]}
 
 
-def error_body(message: str, status: int) -> dict[str, Any]:
+def error_body(message: str, status: int) -> dict[str, object]:
     """An error as OpenAI's clients read it."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
@@ -214,6 +215,6 @@ def _message(one: Answer) -> dict[str, str]:
     return {"role": "assistant", "content": one.text}
 
 
-def _head(chat: bool, kind: str, model: str) -> dict[str, Any]:
+def _head(chat: bool, kind: str, model: str) -> dict[str, object]:
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}

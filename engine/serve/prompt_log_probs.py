@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LogProbs = dict[str, dict[str, float]]
 
 
 @torch.inference_mode()
-def prompt_log_probs(model: Any, ids: Sequence[int], top_k: int) -> list[LogProbs | None]:
+def prompt_log_probs(
+    model: PreTrainedModel, ids: Sequence[int], top_k: int
+) -> list[LogProbs | None]:
     """For each token: None for the first; then the likeliest tokens' ids, and its own, each with
     `logprob` (at temperature 1) and `rank` (from 1, of equals the highest)."""
     tokens = torch.tensor(ids, device=model.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from engine.config import ParallelConfig, RLConfig
 from engine.dataflows import choose_dataflow
@@ -11,8 +11,11 @@ from engine.models import MIXTURES
 from engine.parallel.layout import Experts
 from engine.rollout.protocol import engine_capabilities
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def check_mixture(config: RLConfig, model_config: Any) -> None:
+
+def check_mixture(config: RLConfig, model_config: PretrainedConfig) -> None:
     """Raise ConfigError for settings that this model's experts don't take, or that it has none for.
 
     `model_config` is transformers' of the policy.
@@ -38,7 +41,7 @@ def check_mixture(config: RLConfig, model_config: Any) -> None:
         _check_routing(config, asked)
 
 
-def check_mixture_axes(name: str, parallel: ParallelConfig, model_config: Any) -> None:
+def check_mixture_axes(name: str, parallel: ParallelConfig, model_config: PretrainedConfig) -> None:
     """Raise ConfigError where a mixture would be cut by tp or pp; `name` is the setting."""
     for axis in ("tp", "pp"):
         if getattr(parallel, axis) > 1 and Experts.of(model_config) is not None:

@@ -35,7 +35,7 @@ class PromptStream:
         self._handed_out = 0  # rows of it that `next_prompt` has returned
         self._resumed: deque[Batch] = deque()  # single prompts of a checkpoint, which come first
         self._loader_state: StateDict = {}  # before its latest draw
-        self._observed: list[tuple[Any, float]] = []  # prompts and pass rates since that draw
+        self._observed: list[tuple[object, float]] = []  # prompts and pass rates since that draw
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Batch:
         """Collate data rows into a batch of prompts."""
@@ -118,8 +118,8 @@ def _begun(tree: Any) -> Begun:
     return PartialEpisodes.from_tree(tree) if "episodes" in tree else PartialGroup.from_tree(tree)
 
 
-def _row(prompt: Batch) -> dict[str, Any]:
+def _row(prompt: Batch) -> dict[str, object]:
     """The data row of a batch of one prompt, as plain values."""
     columns = {k: v[0] for k, v in prompt.columns.items() if k not in ("prompt_ids",)}
-    row: dict[str, Any] = to_json_values(columns)
+    row: dict[str, object] = to_json_values(columns)
     return row

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from engine.config import LoRAConfig, RLConfig
 from engine.controller.launch import Placement, Pool
@@ -88,7 +87,7 @@ class RunSpec:
     seed: int
     dtype: str = "float32"
     lora: LoRAConfig = field(default_factory=LoRAConfig)
-    template_variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
+    template_variables: Mapping[str, object] = field(default_factory=dict)  # of the chat template
 
     @property
     def sampler_threads(self) -> int:

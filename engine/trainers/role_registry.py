@@ -147,12 +147,12 @@ def _model(spec: RunSpec) -> dict[str, Any]:
     return {"model_path": spec.model_path, "dtype": spec.dtype}
 
 
-def _policy_copy(spec: RunSpec) -> dict[str, Any]:
+def _policy_copy(spec: RunSpec) -> dict[str, str]:
     """The model of a sampler, which has a copy of the policy."""
     return {"model_path": spec.model_path, "dtype": spec.config.rollout.dtype or spec.dtype}
 
 
-def _sampling(spec: RunSpec) -> dict[str, Any]:
+def _sampling(spec: RunSpec) -> dict[str, object]:
     options = {
         "config": spec.config.rollout,
         "lora": spec.lora,

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -49,7 +49,7 @@ class Call:
 
     role: str  # e.g. "rollout"
     method: str  # e.g. "generate"
-    result: Future[Any]
+    result: Future[object]
 
 
 @dataclass
@@ -84,13 +84,13 @@ class _RecordingGroup:
     def __init__(self, group: WorkerGroup, calls: list[Call]) -> None:
         self._group, self._calls = group, calls
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         method = getattr(self._group, name)
         if not callable(method):
             return method
 
-        def recorded(*arguments: object, **keywords: object) -> Future[Any]:
-            result: Future[Any] = method(*arguments, **keywords)
+        def recorded(*arguments: object, **keywords: object) -> Future[object]:
+            result: Future[object] = method(*arguments, **keywords)
             self._calls.append(Call(self._group.role, name, result))
             return result
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import NoReturn, TypeAlias
 
 from engine.agents.protocol import Action, ToolCall
 from engine.registry import Registry
@@ -60,7 +60,7 @@ def parsed_action(parser: CallParser, text: str, token_ids: tuple[int, ...] = ()
     return Action(text, token_ids, parsed.tool_calls, parsed.malformed, parsed.content)
 
 
-def loads(text: str) -> Any:
+def loads(text: str) -> object:
     """JSON with raw line breaks in its strings, as models write programs.
 
     Raises ValueError with a sentence; NaN and infinities are no JSON.
@@ -78,7 +78,7 @@ def call_of(value: object, place: int, arguments: tuple[str, ...] = ("arguments"
     name = value.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError('a call has a "name"')
-    given: Any = next((value[key] for key in arguments if key in value), {})
+    given: object = next((value[key] for key in arguments if key in value), {})
     if isinstance(given, str):  # OpenAI's form: arguments as JSON text
         given = loads(given)
     if not isinstance(given, Mapping):
@@ -93,5 +93,5 @@ def sentence(error: ValueError, text: str) -> str:
     return f"the call {shown!r} can't be read: {error}"
 
 
-def _refuse(constant: str) -> Any:
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from engine.agents.environments.tools import ToolEnvironment
 from engine.agents.protocol import Action, Observation
@@ -22,8 +22,8 @@ class ArithmeticEnvironment(ToolEnvironment):
     def __init__(
         self,
         *,
-        tools: Sequence[Any] = ("calculator",),
-        mcp_servers: Mapping[str, Any] | None = None,
+        tools: Sequence[object] = ("calculator",),
+        mcp_servers: Mapping[str, object] | None = None,
         timeout_s: float = 10.0,
         max_output: int = 400,
         max_calls: int = 4,
@@ -56,7 +56,7 @@ class ArithmeticEnvironment(ToolEnvironment):
         return Observation(reward=float(correct), done=True, info=info)
 
 
-def truth_of(row: Mapping[str, Any]) -> Any:
+def truth_of(row: Mapping[str, object]) -> object:
     """A row's ground truth; raise ConfigError for a row without one."""
     model = row.get("reward_model")
     if not isinstance(model, Mapping) or "ground_truth" not in model:

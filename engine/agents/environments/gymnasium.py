@@ -29,7 +29,7 @@ class GymnasiumEnvironment:
         self,
         *,
         id: str = "",
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
         actions: Sequence[str] = (),
         show: str = "",
         read: str = "",
@@ -50,7 +50,7 @@ class GymnasiumEnvironment:
             )
         self._env: Any = _made(id, dict(arguments or {}))
         self._actions = [one.lower() for one in actions]
-        self._show: Callable[[Any], Any] = _function(show) if show else str
+        self._show: Callable[[object], object] = _function(show) if show else str
         self._read = _function(read) if read else self._action_of
         self._max_turns, self._invalid_reward = max_turns, invalid_reward
         self._turns = 0
@@ -82,7 +82,7 @@ class GymnasiumEnvironment:
     def _message(self, seen: object) -> Message:
         return {"role": "user", "content": str(self._show(seen))}
 
-    def _action_of(self, text: str) -> Any:
+    def _action_of(self, text: str) -> str | int | float:
         if self._actions:
             places = {text.lower().rfind(word): i for i, word in enumerate(self._actions)}
             last = max(places)
@@ -120,7 +120,7 @@ def _made(name: str, arguments: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _function(path: str) -> Any:
+def _function(path: str) -> Callable[..., object]:
     """What stands at `package.module:attribute`."""
     module, _, attribute = path.partition(":")
     try:

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.agents.protocol import Action, Message, Observation
 from engine.agents.registry import register_environment
 from engine.errors import ConfigError, EpisodeError
+
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
 
 _LARGEST = 16 << 20  # bytes of a message
 
@@ -33,7 +36,7 @@ class OpenEnvEnvironment:
         *,
         url: str = "",
         action_field: str = "message",
-        action_extra: Mapping[str, Any] | None = None,
+        action_extra: Mapping[str, object] | None = None,
         observation_fields: Sequence[str] = (),
         connect_timeout_s: float = 10.0,
     ) -> None:
@@ -54,7 +57,7 @@ class OpenEnvEnvironment:
         self._action_field, self._action_extra = action_field, dict(action_extra or {})
         self._fields = tuple(observation_fields)
         self._connect_timeout_s = connect_timeout_s
-        self._socket: Any = None
+        self._socket: ClientConnection | None = None
 
     async def reset(self, row: Mapping[str, Any]) -> Observation:
         about = row.get("extra_info") or {}
@@ -74,7 +77,7 @@ class OpenEnvEnvironment:
             await socket.send(json.dumps({"type": "close"}))
             await socket.close()
 
-    async def _asked(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    async def _asked(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:
         """Send a message and wait for its answer; the pool has the deadline."""
         if self._socket is None:
             self._socket = await self._connected()
@@ -88,7 +91,7 @@ class OpenEnvEnvironment:
             raise EpisodeError(f"the OpenEnv server refused {kind}: {words[:300]}")
         return answer["data"]
 
-    async def _connected(self) -> Any:
+    async def _connected(self) -> ClientConnection:
         try:
             from websockets.asyncio.client import connect
         except ImportError as error:

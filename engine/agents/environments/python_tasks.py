@@ -42,7 +42,7 @@ class PythonTasksEnvironment:
         self._max_turns, self._timeout_s = max_turns, timeout_s
         self._limits = Limits(memory_mb=memory_mb)
         self._partial, self._weak = partial, weak
-        self._row: Mapping[str, Any] = {}
+        self._row: Mapping[str, object] = {}
         self._tests: CodeTests | None = None
         self._turns, self._best = 0, 0.0
 

@@ -25,7 +25,7 @@ class ToolEnvironment:
         self,
         *,
         tools: Sequence[Any] = (),
-        mcp_servers: Mapping[str, Any] | None = None,
+        mcp_servers: Mapping[str, object] | None = None,
         timeout_s: float = 10.0,
         max_output: int = 4000,
         max_calls: int = 8,

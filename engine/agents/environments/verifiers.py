@@ -11,7 +11,7 @@ import functools
 import json
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from engine.agents.protocol import Action, Message, Observation
@@ -30,7 +30,7 @@ class VerifiersEnvironment:
     are the episode's `info`.
     """
 
-    def __init__(self, *, id: str = "", arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, *, id: str = "", arguments: Mapping[str, object] | None = None) -> None:
         """`id` is `load_environment`'s, e.g. "wordle"; `arguments` are given to it."""
         if not id:
             raise ConfigError("environment 'verifiers' needs options.id, e.g. wordle; set it")
@@ -44,7 +44,7 @@ class VerifiersEnvironment:
         self._turns = _Turns()
         self._rollout: asyncio.Task[Any] | None = None
 
-    def tools(self) -> list[dict[str, Any]]:
+    def tools(self) -> list[dict[str, object]]:
         """The schemas for the chat template."""
         return [_schema(tool) for tool in self._env.tool_defs or ()]
 
@@ -66,7 +66,7 @@ class VerifiersEnvironment:
             await asyncio.wait({self._rollout})
             self._rollout = None
 
-    def _example(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _example(self, row: Mapping[str, Any]) -> dict[str, object]:
         about = row.get("extra_info") or {}
         if "index" not in about:
             raise ConfigError(
@@ -98,9 +98,9 @@ class _Turns:
     """Requests of one rollout, each with the turn that answers it."""
 
     def __init__(self) -> None:
-        self._asked: asyncio.Queue[list[Any]] = asyncio.Queue()
+        self._asked: asyncio.Queue[list[object]] = asyncio.Queue()
         self._answer: asyncio.Future[Action] | None = None
-        self._known: list[Any] = []  # messages that the policy has read or written
+        self._known: list[object] = []  # messages that the policy has read or written
 
     async def request(self, messages: Sequence[Any]) -> Action:
         """The policy's turn after `messages`, the whole conversation.
@@ -124,7 +124,7 @@ class _Turns:
         finally:
             self._answer = None
 
-    async def asked(self) -> list[Any]:
+    async def asked(self) -> list[object]:
         """The messages that the rollout has added."""
         return await self._asked.get()
 
@@ -142,11 +142,11 @@ def verifiers_module(id: str) -> str:
 
 def verifiers_rows(
     id: str,
-    arguments: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, object] | None = None,
     *,
     split: Literal["train", "eval"] = "train",
     count: int = -1,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Rows of RL data for the first `count` examples (-1: all) of an environment's data set."""
     examples = _examples(id, json.dumps(dict(arguments or {}), sort_keys=True), split)
     return [
@@ -197,7 +197,7 @@ def _examples(id: str, arguments: str, split: str) -> Any:
 
 
 @functools.cache
-def _client_class() -> Any:
+def _client_class() -> Callable[[_Turns], object]:
     """The package's client whose model is the policy."""
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage
@@ -206,18 +206,18 @@ def _client_class() -> Any:
     class PolicyClient(Client):
         """Over `_Turns`; native messages and tools are the package's own."""
 
-        def setup_client(self, config: Any) -> Any:
+        def setup_client(self, config: object) -> object:
             return config
 
-        async def to_native_tool(self, tool: object) -> Any:
+        async def to_native_tool(self, tool: object) -> object:
             return tool
 
-        async def to_native_prompt(self, messages: object) -> tuple[Any, dict[str, Any]]:
+        async def to_native_prompt(self, messages: object) -> tuple[object, dict[str, object]]:
             return messages, {}
 
         async def get_native_response(
             self, prompt: object, model: str, sampling_args: object, tools: object = None, **_: Any
-        ) -> Any:
+        ) -> object:
             action = await self.client.request(prompt)
             calls = [
                 TheirCall(id=call.id, name=call.name, arguments=json.dumps(dict(call.arguments)))
@@ -234,7 +234,7 @@ def _client_class() -> Any:
         async def raise_from_native_response(self, response: object) -> None:
             """The policy's turns are all valid."""
 
-        async def from_native_response(self, response: object) -> Any:
+        async def from_native_response(self, response: object) -> object:
             return response
 
         async def close(self) -> None:
@@ -243,7 +243,7 @@ def _client_class() -> Any:
     return PolicyClient
 
 
-def _schema(tool: Any) -> dict[str, Any]:
+def _schema(tool: Any) -> dict[str, object]:
     described = {
         "name": tool.name,
         "description": tool.description,
@@ -265,7 +265,7 @@ def _plain_message(message: Any) -> Message:
     return {**found, "content": content} | ({"tool_calls": calls} if calls else {})
 
 
-def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _template_call(call: Mapping[str, Any]) -> dict[str, object]:
     """A call with its arguments as a mapping."""
     given = call.get("function", call)
     arguments = given["arguments"]

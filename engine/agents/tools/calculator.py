@@ -14,12 +14,12 @@ _LONGEST = 500  # characters of an expression
 _BITS = 4096  # of a whole number
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
 _CONSTANTS = {"pi": math.pi, "e": math.e}
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, Callable[..., float]] = {
     "abs": abs, "ceil": math.ceil, "cos": math.cos, "exp": math.exp, "floor": math.floor,
     "log": math.log, "log10": math.log10, "log2": math.log2, "max": max, "min": min,
     "round": round, "sin": math.sin, "sqrt": math.sqrt, "tan": math.tan,
 }  # fmt: skip
-_UNARY: dict[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_UNARY: dict[type, Callable[[float], float]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
 @register_tool("calculator")
@@ -71,7 +71,7 @@ def _value(node: ast.expr) -> int | float:
     raise ValueError(f"{ast.unparse(node)!r} is not allowed; use numbers, + - * / // % ** and ( )")
 
 
-def _binary(kind: ast.operator, left: int | float, right: int | float) -> Any:
+def _binary(kind: ast.operator, left: int | float, right: int | float) -> int | float:
     if isinstance(kind, ast.Add):
         return left + right
     if isinstance(kind, ast.Sub):

@@ -11,13 +11,17 @@ import json
 import threading
 from collections.abc import Mapping
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jsonschema
 
 from engine.agents.tools.tool import Tool
 from engine.errors import ConfigError
 from engine.rewards.threads import text_of
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import Tool as ListedTool
 
 _START_S = 60.0
 _CLOSE_S = 10.0
@@ -26,14 +30,14 @@ _CLOSE_S = 10.0
 class McpServers:
     """The servers of one configuration; connections are kept a loop."""
 
-    def __init__(self, servers: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, servers: Mapping[str, Mapping[str, object]]) -> None:
         self._servers = servers
-        self._clients: dict[tuple[int, str], asyncio.Future[Any]] = {}
+        self._clients: dict[tuple[int, str], asyncio.Future[Client]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listed: list[Tool] | None = None
 
     @classmethod
-    def of(cls, servers: Mapping[str, Any]) -> McpServers:
+    def of(cls, servers: Mapping[str, object]) -> McpServers:
         """The one object of these servers in this process; ConfigError for a wrong description."""
         for name, spec in servers.items():
             if not isinstance(spec, Mapping) or ("command" in spec) == ("url" in spec):
@@ -90,7 +94,7 @@ class McpServers:
             found += [self._tool(name, one) for one in listed]
         return found
 
-    def _tool(self, server: str, listed: Any) -> Tool:
+    def _tool(self, server: str, listed: ListedTool) -> Tool:
         parameters = dict(listed.input_schema)
         about = {
             "name": listed.name,
@@ -104,14 +108,14 @@ class McpServers:
             partial(_checked, parameters),
         )
 
-    async def _call(self, server: str, tool: str, /, **arguments: Any) -> str:
+    async def _call(self, server: str, tool: str, /, **arguments: object) -> str:
         client = await self._connected(server)
         said = await client.call_tool(tool, arguments)
         texts = [getattr(part, "text", f"({part.type})") for part in said.content]
         text = "\n".join(texts)
         return f"error: {text}" if said.is_error else text
 
-    def _client(self, name: str) -> Any:
+    def _client(self, name: str) -> Client:
         try:
             from mcp import Client, StdioServerParameters
         except ImportError as error:
@@ -123,7 +127,7 @@ class McpServers:
         server = spec["url"] if "url" in spec else StdioServerParameters(**spec)
         return Client(server)
 
-    async def _connected(self, name: str) -> Any:
+    async def _connected(self, name: str) -> Client:
         """The client of a server in this loop; a task of its own holds it open to the end."""
         loop = asyncio.get_running_loop()
         key = (id(loop), name)
@@ -135,7 +139,7 @@ class McpServers:
             task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(ready)
 
-    async def _hold(self, name: str, ready: asyncio.Future[Any], key: tuple[int, str]) -> None:
+    async def _hold(self, name: str, ready: asyncio.Future[Client], key: tuple[int, str]) -> None:
         try:
             async with self._client(name) as client:
                 ready.set_result(client)
@@ -152,7 +156,7 @@ def _opened(servers: str) -> McpServers:
     return McpServers(json.loads(servers))
 
 
-def _checked(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(parameters: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
     try:
         jsonschema.validate(dict(given), parameters)
     except jsonschema.ValidationError as error:

@@ -14,11 +14,11 @@ from engine.agents.tools.tool import Tool, function_tool
 from engine.errors import ConfigError
 from engine.registry import Registry
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-ToolSpec: TypeAlias = "str | Mapping[str, Any] | Tool | Callable[..., Any]"
+_F = TypeVar("_F", bound=Callable[..., object])
+ToolSpec: TypeAlias = "str | Mapping[str, object] | Tool | Callable[..., object]"
 """A name, {"name": …, "options": {…}}, a tool, or the function that makes one."""
 
-_registry: Registry[Callable[..., Any]] = Registry(
+_registry: Registry[Callable[..., object]] = Registry(
     "tool", "rollout.agent.environment.options.tools", "engine.agents.tools", "@register_tool(name)"
 )
 
@@ -49,7 +49,7 @@ def resolve_tools(specs: Iterable[ToolSpec]) -> dict[str, Tool]:
     return found
 
 
-def _made(spec: str | Mapping[str, Any] | Callable[..., Any]) -> Tool:
+def _made(spec: str | Mapping[str, Any] | Callable[..., object]) -> Tool:
     if callable(spec):
         return function_tool(spec)
     if isinstance(spec, str):
@@ -60,7 +60,7 @@ def _made(spec: str | Mapping[str, Any] | Callable[..., Any]) -> Tool:
             "or a mapping with `name` and `options`"
         )
     name = spec["name"]
-    function: Any = _registry.load(name) if ":" in name else _registry.get(name)
+    function: object = _registry.load(name) if ":" in name else _registry.get(name)
     if not callable(function):
         raise ConfigError(f"rollout.agent.environment.options.tools: {name!r} is no function")
     return function_tool(function, spec.get("options") or {})

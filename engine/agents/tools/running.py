@@ -9,11 +9,13 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.agents.protocol import Message, ToolCall
 from engine.agents.tools.tool import Tool
 from engine.rewards.threads import text_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ async def _text(tools: Mapping[str, Tool], call: ToolCall, limits: ToolLimits) -
         return f"error: {type(error).__name__}: {text_of(error)}"
 
 
-def _function(called: object) -> Any:
+def _function(called: Callable[..., object]) -> Callable[..., object]:
     """The function below a `partial`."""
     while hasattr(called, "func"):
         called = called.func
@@ -88,7 +90,7 @@ def _readable(result: object) -> str:
     return "" if result is None else json.dumps(result, ensure_ascii=False, default=str)
 
 
-async def on_thread(function: Callable[[], Any]) -> Any:
+async def on_thread(function: Callable[[], T]) -> T:
     """Call a plain function on a daemon thread; one whose caller gives up is made to end.
 
     It ends when it next executes Python code. One that hangs inside C code stays on its thread,

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic_core import ErrorDetails
 
 from engine.errors import ConfigError
 from engine.registry import Options, origin
@@ -32,12 +33,12 @@ class Tool:
     function: Callable[
         ..., Any
     ]  # takes what `arguments` gives; a coroutine function, or a plain one
-    arguments: Callable[[Mapping[str, Any]], dict[str, Any]]
+    arguments: Callable[[Mapping[str, object]], dict[str, object]]
     """Checks and converts a call's arguments; raises ValueError with a sentence for the model."""
 
 
 def function_tool(
-    function: Callable[..., Any], options: Mapping[str, object] | None = None
+    function: Callable[..., object], options: Mapping[str, object] | None = None
 ) -> Tool:
     """Make a tool of a function with type hints and a docstring that describes its arguments.
 
@@ -107,13 +108,13 @@ def _is_option(parameter: inspect.Parameter) -> bool:
     return parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
 
 
-def _bound(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+def _bound(function: Callable[..., object], options: Mapping[str, object]) -> Callable[..., object]:
     return partial(function, **options) if options else function
 
 
 def _arguments(
-    model: type[BaseModel], names: list[str], given: Mapping[str, Any]
-) -> dict[str, Any]:
+    model: type[BaseModel], names: list[str], given: Mapping[str, object]
+) -> dict[str, object]:
     try:
         made = model.model_validate(dict(given))
     except ValidationError as error:
@@ -121,7 +122,7 @@ def _arguments(
     return {name: getattr(made, f"argument_{place}") for place, name in enumerate(names)}
 
 
-def _sentence(error: Mapping[str, Any], names: list[str]) -> str:
+def _sentence(error: ErrorDetails, names: list[str]) -> str:
     """One error of pydantic's, in a policy's words."""
     where = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
@@ -146,7 +147,7 @@ def _plain(schema: object) -> Any:
     return found
 
 
-def _read_docstring(name: str, function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+def _read_docstring(name: str, function: Callable[..., object]) -> tuple[str, dict[str, str]]:
     """The description, and that of each argument, of a docstring in Google's style."""
     text = (
         inspect.getdoc(function) if inspect.isroutine(function) else inspect.getdoc(type(function))
