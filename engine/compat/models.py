@@ -76,7 +76,7 @@ def write_critic(
     return str(folder)
 
 
-def hand_back(folder: Path, model: Any) -> None:
+def hand_back(folder: Path, model: torch.nn.Module) -> None:
     """Load the weights of a model folder into a model in memory."""
     trained = load_model(folder, _DTYPES[next(model.parameters()).dtype])
     model.load_state_dict(trained.state_dict())

@@ -72,7 +72,7 @@ def save_tensors(
     return folder
 
 
-def save_policy(model: nn.Module, folder: str | Path, options: dict[str, Any]) -> None:
+def save_policy(model: nn.Module, folder: str | Path, options: dict[str, object]) -> None:
     """Write what transformers' `save_pretrained(folder, **options)` writes of `model`.
 
     Raises StorageError as `save_model`, also for what `save_pretrained` doesn't take.
