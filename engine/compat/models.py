@@ -16,7 +16,7 @@ from engine.runtime import HybridActor
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def policy_module(model: Any) -> Any:
+def policy_module(model: object) -> Any:
     """The transformers model of an actor: itself, or that of a `HybridActor` on one rank."""
     if not isinstance(model, HybridActor):
         return model

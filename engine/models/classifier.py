@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ def classifier_of(
     """
     own = copy.deepcopy(config)
     own.num_labels, own.pad_token_id = 1, pad_token_id
-    kind: Any = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+    kind = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
     try:
         with torch.device("meta"):
             model = kind.from_config(own, dtype=dtype, trust_remote_code=False)

@@ -155,7 +155,7 @@ def _load_merged(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
 
     try:
         config = PeftConfig.from_pretrained(str(folder))
-        adapted: Any = PeftModel(base, config)
+        adapted = PeftModel(base, config)
         missing = adapted.load_adapter(str(folder), "default").missing_keys
         merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     except pickle.UnpicklingError as error:

@@ -26,7 +26,8 @@ from engine.storage.expert_weights import MIXTURES
 from engine.storage.hub import split_revision
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftConfig
+    from peft import LoraConfig
+    from transformers.integrations.peft import PeftConfigLike
 
 ADAPTER = "default"  # peft's name of the only one
 ALL_LINEAR = "all-linear"
@@ -104,7 +105,7 @@ def _refuse_tied(model: PreTrainedModel, settings: Any) -> None:
     """Raise ConfigError when an adapter is on one of two modules that share a matrix."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    ends: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted = any(isinstance(end, BaseTunerLayer) for end in ends)
     if adapted and ends[0].weight is getattr(ends[1], "weight", None):
         raise ConfigError(
@@ -170,8 +171,7 @@ def save_adapter(
 
     `values`: theirs by parameter name; None: those that `model` has.
     """
-    peft_config: Any = model.peft_config
-    write_adapter(adapter_tensors(model, values), peft_config[ADAPTER], folder)
+    write_adapter(adapter_tensors(model, values), model.peft_config[ADAPTER], folder)
 
 
 def adapter_tensors(
@@ -191,7 +191,7 @@ def adapter_tensors(
     return weights
 
 
-def write_adapter(tensors: Mapping[str, Tensor], settings: PeftConfig, folder: Path) -> None:
+def write_adapter(tensors: Mapping[str, Tensor], settings: PeftConfigLike, folder: Path) -> None:
     """Write tensors by their names in the base, and peft's settings."""
     named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
