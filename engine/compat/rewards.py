@@ -78,7 +78,7 @@ def _adapted(function: Callable[..., Any]) -> Callable[..., Sequence[float]]:
         )
 
     def reward(
-        prompts: Sequence[str], completions: Sequence[str], **columns: object
+        prompts: Sequence[str], completions: Sequence[str], **columns: Any
     ) -> Sequence[float]:
         given = {completion: list(completions)} | ({prompt: list(prompts)} if prompt else {})
         given |= {k: v for k, v in columns.items() if takes_all or k in parameters}
