@@ -26,7 +26,6 @@ from engine.models.row_attention import Run, row_attention, takes_rows
 
 _BLOCK = 256  # queries whose scores exist at a time
 _TOGETHER = 64  # queries of several segments that are computed with a mask (≤ _BLOCK)
-
 T = TypeVar("T")
 
 
