@@ -42,7 +42,7 @@ class RankState:
 
         Raises DamagedCheckpointError for a file that is missing or was changed.
         """
-        values: Any = self.values
+        values: object = self.values
         for key in path:
             values = values.get(key) if isinstance(values, dict) else None
         return None if values is None else insert_tensors(values, {path[0]: self._part(path[0])})

@@ -34,16 +34,16 @@ _LORA = {
     "lora_alpha": "model.lora.alpha",
     "lora_dropout": "model.lora.dropout",
 }
-Row = tuple[str, Any, str]  # theirs, its value, ours
+Row = tuple[str, object, str]  # theirs, its value, ours
 
 
-def training_arguments(arguments: object) -> tuple[dict[str, Any], list[Row]]:
+def training_arguments(arguments: object) -> tuple[dict[str, object], list[Row]]:
     """The settings of a `TrainingArguments`, and the rows of the table.
 
     Its batch size is of rows a device in a step of the optimizer; here it is prompts of a step.
     Raises ConfigError for an optimizer other than AdamW and SGD and a schedule that there is not.
     """
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     rows: list[Row] = []
     defaults = {
         f.name: f.default for f in getattr(type(arguments), "__dataclass_fields__", {}).values()
@@ -84,7 +84,7 @@ def training_arguments(arguments: object) -> tuple[dict[str, Any], list[Row]]:
     return settings, rows
 
 
-def lora_config(config: Any) -> tuple[dict[str, Any], list[Row]]:
+def lora_config(config: Any) -> tuple[dict[str, object], list[Row]]:
     """The settings of peft's `LoraConfig`.
 
     Raises ConfigError for what changes the result and isn't here.
@@ -105,7 +105,7 @@ def lora_config(config: Any) -> tuple[dict[str, Any], list[Row]]:
     return settings, [(theirs[ours], value, ours) for ours, value in settings.items()]
 
 
-def quantization_config(config: Any) -> tuple[dict[str, Any], list[Row]]:
+def quantization_config(config: object) -> tuple[dict[str, object], list[Row]]:
     """The settings of a `BitsAndBytesConfig`: nf4 or int8; ConfigError for fp4."""
     if getattr(config, "load_in_4bit", False):
         kind = str(getattr(config, "bnb_4bit_quant_type", "nf4"))

@@ -4,10 +4,11 @@ object."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from engine.cli.check_names import check_names
 from engine.cli.resolve import Resolved, flatten, read_yaml, resolve_pairs
+from engine.cli.settings import RunConfig
 from engine.compat.hf_settings import (
     Row,
     lora_config,
@@ -36,12 +37,12 @@ class Trainer:
         model: str | Path,
         config_path: str | Path | None = None,
         *,
-        args: Any = None,
+        args: object = None,
         peft_config: object = None,
         quantization_config: object = None,
         algo: str | None = None,
         verl_defaults: bool = False,
-        **settings: Any,
+        **settings: object,
     ) -> Self:
         """The run of a model (folder or hub id) and a YAML file with the keys of `main_ppo`.
 
@@ -60,7 +61,7 @@ class Trainer:
         return cls(resolve_pairs(pairs, verl_defaults=verl_defaults))
 
     @property
-    def config(self) -> Any:
+    def config(self) -> RunConfig:
         """The configuration of the run."""
         return self._resolved.config
 
@@ -74,9 +75,9 @@ class Trainer:
         return run(self.config)
 
 
-def _of_objects(arguments: object, peft: object, quantization: object) -> dict[str, Any]:
+def _of_objects(arguments: object, peft: object, quantization: object) -> dict[str, object]:
     """The settings of the libraries' objects; prints what became of them."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     rows: list[Row] = []
     for given, read in (
         (arguments, training_arguments),

@@ -16,7 +16,7 @@ from engine.runtime import HybridActor
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def policy_module(model: Any) -> Any:
+def policy_module(model: object) -> Any:
     """The transformers model of an actor: itself, or that of a `HybridActor` on one rank."""
     if not isinstance(model, HybridActor):
         return model
@@ -76,7 +76,7 @@ def write_critic(
     return str(folder)
 
 
-def hand_back(folder: Path, model: Any) -> None:
+def hand_back(folder: Path, model: torch.nn.Module) -> None:
     """Load the weights of a model folder into a model in memory."""
     trained = load_model(folder, _DTYPES[next(model.parameters()).dtype])
     model.load_state_dict(trained.state_dict())

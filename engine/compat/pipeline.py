@@ -18,15 +18,15 @@ class DataPipeline:
     are a loader, or the path of a file.
     """
 
-    actors: Sequence[Any]
-    reward_models: Sequence[Any] = ()
-    critics: Sequence[Any] = ()
+    actors: Sequence[object]
+    reward_models: Sequence[object] = ()
+    critics: Sequence[object] = ()
     algorithm: str = "ppo"
-    rollout_config: Mapping[str, Any] = field(default_factory=dict)
-    train_config: Mapping[str, Any] = field(default_factory=dict)
-    data_loader: Any = None
-    tokenizer: Any = None
-    reward_fn: Any = None
+    rollout_config: Mapping[str, object] = field(default_factory=dict)
+    train_config: Mapping[str, object] = field(default_factory=dict)
+    data_loader: object = None
+    tokenizer: object = None
+    reward_fn: object = None
 
     def __post_init__(self) -> None:
         if len(self.actors) != 1:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from engine.cli.reward_file import each_row
-from engine.data.templates import encode_conversation
+from engine.data.templates import Message, encode_conversation
 from engine.errors import ConfigError, RewardError
 from engine.rewards.registry import register_reward
 
@@ -27,8 +27,8 @@ _COMPLETIONS = ("completions", "completion", "responses", "response", "outputs",
 
 
 def reward_settings(
-    function: object, models: Sequence[Any], tokenizer: PreTrainedTokenizerBase
-) -> tuple[dict[str, Any], bool]:
+    function: object, models: Sequence[object], tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, object], bool]:
     """The section `reward` for a function (or a name) and models, and whether a run of several
     processes can have it too.
 
@@ -48,7 +48,7 @@ def reward_settings(
     return first, anywhere
 
 
-def _of_function(function: object) -> tuple[dict[str, Any], bool]:
+def _of_function(function: object) -> tuple[dict[str, object], bool]:
     if isinstance(function, str):
         return {"name": function}, True
     if not callable(function):
@@ -63,7 +63,7 @@ def _of_function(function: object) -> tuple[dict[str, Any], bool]:
     return {"name": _registered(_adapted(function), function)}, False
 
 
-def _adapted(function: Callable[..., Any]) -> Callable[..., Any]:
+def _adapted(function: Callable[..., Any]) -> Callable[..., Sequence[float]]:
     """The function, called with as much as its parameters take."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -88,7 +88,7 @@ def _adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     return reward
 
 
-def _of_model(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], bool]:
+def _of_model(model: object, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, object], bool]:
     if isinstance(model, str | Path):
         return {"name": "reward_model", "options": {"model": str(model)}}, True
     if not callable(model):
@@ -109,7 +109,7 @@ def _of_model(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
 
 @torch.no_grad()
 def model_scores(
-    model: Any, tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Any]]
+    model: Any, tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]
 ) -> list[float]:
     """The scores of conversations by a model that takes `input_ids` and `attention_mask` `[B, L]`.
 
@@ -134,7 +134,7 @@ def model_scores(
     return [float(score) for score in out.flatten().float()]
 
 
-def _registered(function: Callable[..., Any], source: object) -> str:
+def _registered(function: Callable[..., Sequence[float]], source: object) -> str:
     """Register the function under a name of its own, which it returns."""
     digest = hashlib.sha256(f"{source!r}{id(source)}".encode()).hexdigest()[:8]
     name = f"{getattr(source, '__name__', type(source).__name__).strip('<>')}_{digest}"

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from transformers import PreTrainedTokenizerBase
+
 from engine.cli.settings import RunConfig
 from engine.compat.device_mesh import DeviceMesh
 from engine.compat.models import hand_back, policy_module, write_actor, write_critic
@@ -50,7 +52,7 @@ class RLTrainer(rl.RLTrainer):
         reward_fn: object = None,
         reward_model: object = None,
         device_mesh: DeviceMesh | None = None,
-        config: Mapping[str, Any] | RLConfig | None = None,
+        config: Mapping[str, object] | RLConfig | None = None,
         **options: Any,
     ) -> None:
         """`actor_engine` is another name of `actor_model`; `algo` is `ppo`, `grpo`, … or the name
@@ -147,14 +149,14 @@ class RLTrainer(rl.RLTrainer):
         folder = Path(self._folder.name) / "start"
         return str(folder), write_actor(self._actor, tokenizer, folder), tokenizer
 
-    def _critic(self, critic: object, tokenizer: Any) -> str | None:
+    def _critic(self, critic: object, tokenizer: PreTrainedTokenizerBase) -> str | None:
         if critic is None:
             return None
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="hybridflyte-")
         return write_critic(critic, self._actor, tokenizer, Path(self._folder.name) / "critic")
 
 
-def _dictionary(config: Mapping[str, Any] | RLConfig | None) -> Mapping[str, Any]:
+def _dictionary(config: Mapping[str, object] | RLConfig | None) -> Mapping[str, object]:
     if isinstance(config, RLConfig):
         raise ConfigError("config is an RLConfig; give a dictionary of settings beside a model")
     return config or {}
@@ -168,7 +170,9 @@ def _with_critic(config: RLConfig, path: str | None) -> RLConfig:
     )
 
 
-def _with_reward(config: RLConfig, function: object, models: object, tokenizer: Any) -> RLConfig:
+def _with_reward(
+    config: RLConfig, function: object, models: object, tokenizer: PreTrainedTokenizerBase
+) -> RLConfig:
     several = list(models) if isinstance(models, Sequence) and not isinstance(models, str) else None
     listed = several if several is not None else ([] if models is None else [models])
     section, anywhere = reward_settings(function, listed, tokenizer)
@@ -219,7 +223,7 @@ def _loader(given: object, run: RunConfig) -> PromptLoader:
     )
 
 
-def _longest(loader: PromptLoader, tokenizer: Any) -> int:
+def _longest(loader: PromptLoader, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens of the longest prompt."""
     prompts = [row["prompt"] for row in loader.rows()]
     return max(map(len, encode_prompts(tokenizer, prompts, "data_loader")))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from engine.cli.resolve import Resolved, flatten, known_keys, resolve_pairs
 from engine.errors import ConfigError
@@ -82,7 +81,7 @@ SHORT: dict[str, str] = {
 }
 
 
-def read_settings(values: Mapping[str, Any], algorithm: str | None = None) -> Resolved:
+def read_settings(values: Mapping[str, object], algorithm: str | None = None) -> Resolved:
     """The configuration that `values` make; `algorithm` is `ppo`, `grpo`, or an estimator's name.
 
     Raises ConfigError in the words of `values`.
@@ -94,7 +93,7 @@ def read_settings(values: Mapping[str, Any], algorithm: str | None = None) -> Re
     return resolve_pairs(pairs)
 
 
-def _pairs(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+def _pairs(values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         name = str(key)
         if name in SHORT and not isinstance(value, Mapping):

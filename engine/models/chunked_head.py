@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +27,14 @@ _DEVICE_ELEMENTS = 1 << 26
 _FEWEST_TOKENS = 256  # of a chunk, or its matrix product would be slow
 
 
-def takes_chunks(head: object) -> bool:
+def takes_chunks(head: object) -> TypeGuard[nn.Linear]:
     """Whether `chunked_statistics` computes what the module `head` does: a plain linear layer.
 
     Not one that is split over ranks, quantised, adapted, or has hooks.
     """
     if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
         return False
-    weight: Any = head.weight
+    weight: Tensor = head.weight
     own = type(weight) is nn.Parameter and not isinstance(weight.data, DTensor)
     return own and weight.is_floating_point()
 
@@ -125,7 +125,7 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, entropies, sums, kept = ctx.saved_tensors
         asked: _Asked = ctx.asked
         of_log_probs, of_entropy = (gradient.contiguous() for gradient in gradients[:2])

@@ -11,13 +11,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -30,8 +31,8 @@ from engine.models.save import ADAPTER_FOLDER, save_tensors
 
 @with_model_lock
 def classifier_of(
-    config: Any, dtype: torch.dtype, pad_token_id: int, *, of_tokens: bool = False
-) -> Any:
+    config: PretrainedConfig, dtype: torch.dtype, pad_token_id: int, *, of_tokens: bool = False
+) -> PreTrainedModel:
     """The classifier of one label, without storage, for the backbone of a causal LM's `config`: of
     sequences, or of tokens.
 
@@ -39,7 +40,7 @@ def classifier_of(
     """
     own = copy.deepcopy(config)
     own.num_labels, own.pad_token_id = 1, pad_token_id
-    kind: Any = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+    kind = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
     try:
         with torch.device("meta"):
             model = kind.from_config(own, dtype=dtype, trust_remote_code=False)
@@ -61,7 +62,7 @@ def classifier_of(
 
 
 def classifier_tensors(
-    classifier: Any, tensors: Iterable[tuple[str, Tensor]]
+    classifier: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """A critic's tensors under the classifier's names; a bias of the head that it has no place for
     is 0, and left out."""
@@ -77,7 +78,10 @@ def classifier_tensors(
 
 
 def save_adapted(
-    classifier: Any, critic: CriticModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+    classifier: PreTrainedModel,
+    critic: CriticModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
 ) -> None:
     """Write a critic with adapters as the classifier that they make of its base; and they and the
     head alone, in peft's format, to `folder/adapter`.
@@ -99,11 +103,11 @@ def save_adapted(
     tokenizer.save_pretrained(folder / ADAPTER_FOLDER)
 
 
-def _head(classifier: Any) -> list[str]:
+def _head(classifier: PreTrainedModel) -> list[str]:
     body = f"{classifier.base_model_prefix}."
     return [name for name, _ in classifier.named_parameters() if not name.startswith(body)]
 
 
-def _of_head(classifier: Any) -> dict[str, str]:
+def _of_head(classifier: PreTrainedModel) -> dict[str, str]:
     """The classifier's names of a critic's head, e.g. {"head.weight": "score.weight"}."""
     return {f"head.{name.rpartition('.')[2]}": name for name in _head(classifier)}

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from torch import Tensor
-from transformers import AutoModelForSequenceClassification
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from engine.errors import ModelError
 from engine.models.load import (
@@ -35,7 +35,7 @@ def is_classifier(path: str | Path) -> bool:
 
 
 @with_model_lock
-def load_classifier(path: str | Path, dtype: str) -> Any:
+def load_classifier(path: str | Path, dtype: str) -> PreTrainedModel:
     """The classifier in a folder or hub id, whole; ModelError where it can't be loaded."""
     require_model_folder(path)
     name, revision = split_revision(path)
@@ -60,7 +60,7 @@ def load_classifier(path: str | Path, dtype: str) -> Any:
     return model
 
 
-def score_head(model: Any) -> Tensor | None:
+def score_head(model: nn.Module) -> Tensor | None:
     """The matrix `[1, H]` of a classifier of one label; None for any other model."""
     if not type(model).__name__.endswith(KIND):
         return None

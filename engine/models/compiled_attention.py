@@ -149,7 +149,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         [above], (*inputs, softmax) = gradients, ctx.saved_tensors
         above = above if _in_words(above) else above.contiguous()
         found = attention_gradients(inputs, softmax, above, ctx.runs, ctx.scale)

@@ -110,7 +110,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         call: LayerCall = ctx.call
         x, normed, scale, *rest = ctx.saved_tensors
         q, k, v, softmax, attended, total, inner, last_scale, *rest = rest

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,7 +151,7 @@ def _linears_of(
     of_x: Tensor | None,
     parts: Sequence[dict[str, Tensor | None]],
     rotary: Rotary | None,
-) -> tuple[_Linears, Any]:
+) -> tuple[_Linears, object]:
     """And what must live as long."""
     made = (_Affine * len(parts))()
     for index, (part, affine) in enumerate(zip(parts, made, strict=True)):
@@ -166,7 +166,7 @@ def _linears_of(
     ), made  # fmt: skip
 
 
-def _call(name: str, given: Any) -> None:
+def _call(name: str, given: ctypes.Structure) -> None:
     library = cpu_kernels.library()
     assert library is not None  # `takes` was asked
     if not getattr(library, name)(ctypes.byref(given)):

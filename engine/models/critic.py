@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from engine.config import LoRAConfig
 from engine.models.classifier_start import score_head
@@ -48,7 +48,7 @@ class CriticModel(nn.Module):
         return getattr(self.backbone, "peft_config", None)
 
     @property
-    def config(self) -> Any:
+    def config(self) -> PretrainedConfig:
         """The backbone's configuration."""
         return self.backbone.config
 
@@ -63,7 +63,7 @@ def head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
     return values.squeeze(-1).float()
 
 
-def output_size(config: Any) -> int:
+def output_size(config: PretrainedConfig) -> int:
     """Columns of a backbone's last hidden state: OPT's may be projected to fewer (350M)."""
     projected = getattr(config, "word_embed_proj_dim", None)
     return int(projected if projected is not None else config.hidden_size)

@@ -65,7 +65,7 @@ def token_outputs(
     another device than the model; results are on the model's.
     """
     seqs = left_align(batch)
-    asked: dict[str, Any] = {
+    asked: dict[str, bool] = {
         "entropy": entropy,
         "entropy_gradient": entropy_gradient,
         "sum_pi_squared": sum_pi_squared,
@@ -100,7 +100,7 @@ def response_values(critic: CriticModel | nn.Module, batch: Batch) -> Tensor:
     if isinstance(critic, CriticModel) and (rows := pack(critic, seqs)) is not None:
         flat = critic.values(_packed_states(critic, rows, seqs))
         return scatter_tokens(flat, seqs.to(flat.device), batch["responses"])
-    values: Any = critic(seqs.input_ids.to(next(critic.parameters()).device), None)
+    values: Tensor = critic(seqs.input_ids.to(next(critic.parameters()).device), None)
     return read_values(values, seqs, batch)
 
 
@@ -191,8 +191,7 @@ def read_states(
         logits = head(states)
         return read_tokens(logits, seqs, batch, temperature, statistics=statistics, **asked)
     seqs = seqs.to(states.device)
-    plain: Any = head
-    flat = chunked_statistics(plain, states, seqs.targets, temperature, **asked)
+    flat = chunked_statistics(head, states, seqs.targets, temperature, **asked)
     return _in_columns(flat, seqs, batch)
 
 
@@ -237,14 +236,13 @@ def model_logits(model: Model, seqs: Sequences) -> Tensor:
     if isinstance(model, BaseModelView):
         with model.weights() as base:
             return model_logits(base, seqs)
-    module: Any = model
     if (head := _head(model)) is not None:
-        return head(response_states(module, seqs))
+        return head(response_states(model, seqs))
     if (rows := _packed(model, seqs)) is not None:
         logits = packed_forward(model, rows).logits
         seqs = seqs.to(logits.device)
         return logits[0, rows.index(seqs.rows, seqs.positions)]
-    logits = module(input_ids=seqs.input_ids.to(_device(model)), use_cache=False).logits
+    logits = model(input_ids=seqs.input_ids.to(_device(model)), use_cache=False).logits
     seqs = seqs.to(logits.device)
     return logits[seqs.rows, seqs.positions]
 

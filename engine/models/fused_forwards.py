@@ -39,10 +39,10 @@ _MIN_TOKENS_A_POSITION = 4  # from which on each position's rotary numbers are c
 class FusedForward:
     """A forward method that takes the place of a module's own, `plain`, where it can."""
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, run: Callable[..., object]) -> None:
         self.plain, self._module, self._run = module.forward, module, run
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if torch.is_autocast_enabled("cpu"):  # it chooses dtypes by operation
             return self.plain(*args, **kwargs)
         return self._run(self._module, self.plain, *args, **kwargs)
@@ -55,12 +55,12 @@ def is_fused(module: nn.Module) -> bool:
 
 def layer_forward(
     module: Any,
-    plain: Callable[..., Any],
+    plain: Callable[..., Tensor],
     hidden_states: Tensor,
-    *args: Any,
+    *args: object,
     read: RowsRead | None = None,
     **kwargs: Any,
-) -> Any:
+) -> Tensor:
     """Outputs [B, T, H] of the layer; with `read`, of packed rows, those [1, N, H] that are read.
 
     Only the last layer takes `read` into account.
@@ -90,8 +90,8 @@ def _as_one(
     *,
     position_embeddings: tuple[Tensor, Tensor],
     segments: Segments | None = None,
-    past_key_values: Any = None,
-    **options: Any,
+    past_key_values: object = None,
+    **options: object,
 ) -> Tensor | None:
     """The layer as one function, of packed rows; None where it is computed in parts."""
     attention, mlp = module.self_attn, module.mlp
@@ -146,15 +146,15 @@ def rotary_forward(
     return tuple(each[0].index_select(0, flat).view(shape) for each in (cos, sin))
 
 
-def norm_forward(module: Any, plain: Callable[..., Any], hidden_states: Tensor) -> Any:
+def norm_forward(module: Any, plain: Callable[..., Tensor], hidden_states: Tensor) -> Tensor:
     if hidden_states.dtype != module.weight.dtype:
         return plain(hidden_states)
     return rms_norm(hidden_states, module.weight, module.variance_epsilon)
 
 
 def mlp_forward(
-    module: Any, plain: Callable[..., Any], x: Tensor, residual: Tensor | None = None
-) -> Any:
+    module: Any, plain: Callable[..., Tensor], x: Tensor, residual: Tensor | None = None
+) -> Tensor:
     """As the module's own, plus `residual`, where it is given."""
     matrices = [module.gate_proj, module.up_proj, module.down_proj]
     if all(_is_plain(linear) and linear.bias is None for linear in matrices):
@@ -167,14 +167,14 @@ def mlp_forward(
 
 def attention_forward(
     module: Any,
-    plain: Callable[..., Any],
+    plain: Callable[..., tuple[Tensor, Tensor | None]],
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
+    past_key_values: object = None,
     read: RowsRead | None = None,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
     """As the module's own, which decodes with a cache by itself; outputs are those of `read`."""
     cos, sin = position_embeddings
     if past_key_values is not None or cos.shape[-1] != module.head_dim:
@@ -189,7 +189,7 @@ def attention_forward(
     shape = hidden_states.shape[:-1]
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [B, L, 1, d]
     query, key, value = _queries_keys_values(module, hidden_states, cos, sin)
-    attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(
+    attend: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
         module.config._attn_implementation,
         sys.modules[type(module).__module__].eager_attention_forward,
     )
@@ -241,5 +241,5 @@ def _is_plain(linear: nn.Module) -> bool:
     )
 
 
-def is_sharded(parameter: Any) -> bool:
+def is_sharded(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from engine.models import cpu_kernels, cpu_products
 from engine.models.products import input_gradient, linear, weight_gradient
@@ -87,7 +87,7 @@ class _RMSNorm(torch.autograd.Function):
     """With r = 1 / √(mean(x²) + eps): ∂x = r · (w ∂y − x · r² · mean(w ∂y x)), ∂w = Σ ∂y x r."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if cpu_kernels.takes(x, weight):
             _, out, scale = cpu_kernels.norm(x, weight, eps)
             ctx.save_for_backward(x, weight, scale)
@@ -109,7 +109,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         if cpu_kernels.takes(x, weight):
             return *cpu_kernels.norm_gradients(x, weight, scale, gradients[0].contiguous()), None
@@ -145,7 +145,7 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         of_total, of_out = (gradient.contiguous() for gradient in gradients)
         x, weight, scale = ctx.saved_tensors
         of_x, of_weight = cpu_kernels.norm_gradients(x, weight, scale, of_out, of_total)
@@ -156,7 +156,7 @@ class _Rotate(torch.autograd.Function):
     """The gradient is rotated back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         if cpu_kernels.takes(x, cos, sin):
             return cpu_kernels.rotate(x, cos, sin)
@@ -168,7 +168,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (cos, sin), above = ctx.saved_tensors, gradients[0]
         if cpu_kernels.takes(cos, sin) and above.dtype == torch.bfloat16:
             return cpu_kernels.rotate(above.contiguous(), cos, sin, back=True), None, None
@@ -197,7 +197,7 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
         if ctx.compiled:
@@ -228,13 +228,13 @@ class _SiluProduct(torch.autograd.Function):
     """Keeps gate and up; silu(gate) is computed again."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return _gated(gate, up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         above = gradients[0]
         if cpu_kernels.takes(gate, up):
@@ -270,7 +270,7 @@ class _GatedMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, down, gated, raised = ctx.saved_tensors
         to_x, to_gate, to_up, to_down, to_residual, _ = ctx.needs_input_grad
         of_residual = gradients[0] if to_residual else None

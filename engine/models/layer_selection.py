@@ -10,10 +10,9 @@ import copy
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from engine.errors import ModelError
 from engine.models.load import with_model_lock
@@ -33,7 +32,7 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
             f"layers={','.join(map(str, layers))} of a model of {depth}: name some of 0 to "
             f"{depth - 1}, in ascending order"
         )
-    config: Any = copy.deepcopy(model.config)
+    config: PretrainedConfig = copy.deepcopy(model.config)
     for name, value in config.to_dict().items():  # e.g. layer_types, an entry a layer
         if isinstance(value, list) and len(value) == depth:
             setattr(config, name, [value[layer] for layer in layers])

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
@@ -154,7 +155,7 @@ def _load_merged(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
 
     try:
         config = PeftConfig.from_pretrained(str(folder))
-        adapted: Any = PeftModel(base, config)
+        adapted = PeftModel(base, config)
         missing = adapted.load_adapter(str(folder), "default").missing_keys
         merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     except pickle.UnpicklingError as error:
@@ -251,7 +252,7 @@ def vocabulary_and_context(path: str | Path) -> tuple[int, int]:
     return int(config.vocab_size), int(getattr(config, "max_position_embeddings", 1 << 30))
 
 
-def text_config(path: str | Path) -> Any:
+def text_config(path: str | Path) -> PretrainedConfig:
     """The transformers configuration of a model's text part, or of an adapter's base.
 
     Raises ModelError when it can't be read.
@@ -270,7 +271,7 @@ def saved_dtype(path: str | Path) -> str:
     return name if name in DTYPES else "float32"
 
 
-def load_model_config(path: str | Path) -> Any:
+def load_model_config(path: str | Path) -> PretrainedConfig:
     """The transformers configuration of a model's folder or hub id; ModelError as `text_config`."""
     require_model_name(path)
     name, revision = split_revision(path)

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -24,6 +24,10 @@ from engine.errors import ConfigError
 from engine.models.quantize import QuantizedLinear
 from engine.storage.expert_weights import MIXTURES
 from engine.storage.hub import split_revision
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers.integrations.peft import PeftConfigLike
 
 ADAPTER = "default"  # peft's name of the only one
 ALL_LINEAR = "all-linear"
@@ -78,7 +82,7 @@ def _targets(model: PreTrainedModel, config: LoRAConfig) -> str | tuple[str, ...
     return names
 
 
-def finalize_adapters(model: PreTrainedModel, settings: Any) -> None:
+def finalize_adapters(model: PreTrainedModel, settings: LoraConfig) -> None:
     """Make new adapters float32, and note in peft's `settings` what they belong to."""
     adapters = adapter_parameters(model)
     if any(".mlp." in name for name in adapters) and model.config.model_type in MIXTURES:
@@ -101,7 +105,7 @@ def _refuse_tied(model: PreTrainedModel, settings: Any) -> None:
     """Raise ConfigError when an adapter is on one of two modules that share a matrix."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    ends: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted = any(isinstance(end, BaseTunerLayer) for end in ends)
     if adapted and ends[0].weight is getattr(ends[1], "weight", None):
         raise ConfigError(
@@ -167,8 +171,7 @@ def save_adapter(
 
     `values`: theirs by parameter name; None: those that `model` has.
     """
-    peft_config: Any = model.peft_config
-    write_adapter(adapter_tensors(model, values), peft_config[ADAPTER], folder)
+    write_adapter(adapter_tensors(model, values), model.peft_config[ADAPTER], folder)
 
 
 def adapter_tensors(
@@ -188,7 +191,7 @@ def adapter_tensors(
     return weights
 
 
-def write_adapter(tensors: Mapping[str, Tensor], settings: Any, folder: Path) -> None:
+def write_adapter(tensors: Mapping[str, Tensor], settings: PeftConfigLike, folder: Path) -> None:
     """Write tensors by their names in the base, and peft's settings."""
     named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
@@ -203,7 +206,7 @@ def _merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    modules: dict[str, Any] = dict(model.named_modules())
+    modules: dict[str, nn.Module] = dict(model.named_modules())
     weights: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if ".lora_" in name:
@@ -216,7 +219,7 @@ def _merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
         if rest == "weight" and isinstance(linear, QuantizedLinear):
             tensor = linear.dense()
         if rest == "weight" and isinstance(adapted, BaseTunerLayer):
-            delta = adapted.get_delta_weight(ADAPTER)  # type: ignore[attr-defined]  # of its layers
+            delta = adapted.get_delta_weight(ADAPTER)  # type: ignore[operator]  # of its layers
             tensor = (tensor + delta).to(tensor.dtype)
         weights[f"{owner}.{rest}"] = tensor
     return weights

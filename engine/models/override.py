@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from engine.errors import ConfigError, ModelError
@@ -30,7 +31,7 @@ _KERNELS = {"attn_implementation", "_attn_implementation"}
 _OWN_KERNELS = "the model's own kernels are used"
 
 
-def check_overrides(path: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+def check_overrides(path: str, changes: Mapping[str, object]) -> dict[str, object]:
     """The changes as keys of the configuration of `path`.
 
     Raises ConfigError for a key that it has not, and for a value with which the weights would have
@@ -70,7 +71,7 @@ def check_overrides(path: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def link_model(path: str, changes: Mapping[str, Any], folder: Path) -> None:
+def link_model(path: str, changes: Mapping[str, object], folder: Path) -> None:
     """Fill `folder` with links to the files of the model in `path`, and the changed config.json."""
     source = _local(path)
     folder.mkdir()
@@ -81,7 +82,7 @@ def link_model(path: str, changes: Mapping[str, Any], folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(written, indent=2))
 
 
-def _flat(changes: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(changes: Mapping[str, Any]) -> dict[str, object]:
     """The keys, and those below `model_config`, where verl's Megatron configuration has them."""
     inner = changes.get("model_config") or {}
     every = {k: v for k, v in changes.items() if k != "model_config"} | dict(inner)
@@ -99,12 +100,12 @@ def _rope_of_this_version(config: PretrainedConfig, changes: dict[str, Any]) -> 
     return changes | {"rope_parameters": dict(config.rope_parameters or {}) | scaling}
 
 
-def _number(value: object) -> Any:
+def _number(value: object) -> object:
     """YAML reads 1e6 as a text."""
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
 
-def _changed(config: PretrainedConfig, changes: Mapping[str, Any]) -> PretrainedConfig:
+def _changed(config: PretrainedConfig, changes: Mapping[str, object]) -> PretrainedConfig:
     try:
         values = config.to_dict() | dict(changes)
         return AutoConfig.for_model(values.pop("model_type"), **values)
@@ -119,7 +120,7 @@ def _shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
     """The shape of each parameter, by name; nothing is stored."""
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # of the model's own code, with values that don't fit each other
         raise ConfigError(
             f"model.override_config gives no model: {loading_error(error)}; correct its values"

@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from engine.models.row_attention import Run, row_attention, takes_rows
 
 _BLOCK = 256  # queries whose scores exist at a time
 _TOGETHER = 64  # queries of several segments that are computed with a mask (≤ _BLOCK)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -121,11 +122,11 @@ def _by_block(
     return out
 
 
-def _without_autocast(function: Callable[..., Any]) -> Any:
+def _without_autocast(function: Callable[..., T]) -> Callable[..., T]:
     """`function(ctx, tensor, …)` in the dtypes that it chooses, backward passes among them."""
 
     @functools.wraps(function)
-    def call(ctx: Any, tensor: Tensor, *args: Any) -> Any:
+    def call(ctx: object, tensor: Tensor, *args: object) -> T:
         with torch.autocast(tensor.device.type, enabled=False):
             return function(ctx, tensor, *args)
 

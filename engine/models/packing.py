@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.errors import ConfigError, DataError
@@ -197,7 +197,7 @@ def packing_of(model: nn.Module) -> Packing:
     return found
 
 
-def packed_forward(module: nn.Module, rows: PackedRows, **options: Any) -> Any:
+def packed_forward(module: nn.Module, rows: PackedRows, **options: object) -> Any:
     """What `module`, a model or its body, gives for packed rows: outputs of [1, T, …].
 
     After `apply_packing` only. `options` are more arguments of its own.
@@ -222,13 +222,13 @@ def _attention(
     *,
     segments: Segments | None = None,
     **options: Any,
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention [1, T, heads, d] of queries [1, heads, T, d] over `segments`.
 
     Without segments it is the module's own attention.
     """
     config = getattr(module, _OWN)
-    kernel: Any = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+    kernel = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
     if segments is None:
         return kernel(_Unpacked(module, config), query, key, value, attention_mask, **options)
     if config._attn_implementation.startswith("flash"):
@@ -246,10 +246,10 @@ AttentionInterface.register(_NAME, _attention)
 class _Unpacked:
     """An attention module with the configuration that it had."""
 
-    def __init__(self, module: nn.Module, config: Any) -> None:
+    def __init__(self, module: nn.Module, config: PretrainedConfig) -> None:
         self._module, self.config = module, config
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._module, name)
 
 

@@ -83,7 +83,7 @@ def _folder_settings(path: str | Path) -> Any:
         )
     require_model_folder(path)
     try:
-        settings: Any = PeftConfig.from_pretrained(str(path))
+        settings = PeftConfig.from_pretrained(str(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path}/adapter_config.json can't be read: {error}") from error
     special = [

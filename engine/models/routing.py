@@ -6,9 +6,8 @@ checkpointed activations again. `engine.models.forward` tells it how the rows li
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,8 +87,10 @@ class Routing:
         columns = torch.arange(seqs.input_ids.shape[1], device=ends.device)
         return columns < ends[:, None]
 
-    def _hook(self, layer: int) -> Any:
-        def choose(router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+    def _hook(self, layer: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        def choose(
+            router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]
+        ) -> tuple[Tensor, Tensor, Tensor]:
             logits, scores, chosen = output
             if self._replayed is not None:
                 chosen = self._replayed[:, layer]
@@ -136,5 +137,5 @@ def _scores(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
     return probs
 
 
-def _body(model: nn.Module) -> Any:
+def _body(model: nn.Module) -> nn.Module:
     return getattr(model, "base_model", model)

@@ -186,7 +186,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         grad: Tensor = gradients[0]
         query, key, value, attended = ctx.saved_tensors
         plan, (heads, kv_heads) = _plan(ctx.runs, grad.device), (query.shape[1], key.shape[1])

@@ -56,5 +56,5 @@ class _TakeRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.read.scatter(gradients[0][0], ctx.tokens)[None], None

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.errors import StorageError
 from engine.models.lora import has_adapters, merged_copy, save_adapter
@@ -43,7 +43,7 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str
 
 
 def save_tensors(
-    model: nn.Module,
+    model: PreTrainedModel,
     tensors: Iterable[tuple[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
@@ -55,24 +55,23 @@ def save_tensors(
     `model` itself only the class and the configuration are read.
     """
     folder = Path(folder)
-    policy: Any = model
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_weights(file_tensors(policy.config.model_type, tensors), folder)
-        config = copy.deepcopy(policy.config)
-        config.dtype = str(policy.dtype).removeprefix("torch.")
-        config.architectures = [type(policy).__name__]
+        write_weights(file_tensors(model.config.model_type, tensors), folder)
+        config = copy.deepcopy(model.config)
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        config.architectures = [type(model).__name__]
         config.save_pretrained(folder)
-        if policy.can_generate():
-            policy.generation_config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
         if adapters:
-            save_adapter(policy, folder / ADAPTER_FOLDER, adapters)
+            save_adapter(model, folder / ADAPTER_FOLDER, adapters)
             tokenizer.save_pretrained(folder / ADAPTER_FOLDER)
         tokenizer.save_pretrained(folder)
     return folder
 
 
-def save_policy(model: nn.Module, folder: str | Path, options: dict[str, Any]) -> None:
+def save_policy(model: nn.Module, folder: str | Path, options: dict[str, object]) -> None:
     """Write what transformers' `save_pretrained(folder, **options)` writes of `model`.
 
     Raises StorageError as `save_model`, also for what `save_pretrained` doesn't take.

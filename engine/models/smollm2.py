@@ -131,7 +131,7 @@ def _download(scratch: Path) -> Path:
 
 def read_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
     """The tokenizer, its chat template and special tokens; ModelError without the package gguf."""
-    tokenizer: Any = _from_gguf(AutoTokenizer, gguf)
+    tokenizer: PreTrainedTokenizerBase = _from_gguf(AutoTokenizer, gguf)
     # The file names its split "smollm", which transformers doesn't know.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -159,7 +159,7 @@ def read_model(gguf: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
     return whole
 
 
-def _from_gguf(loader: Any, gguf: Path, **options: Any) -> Any:
+def _from_gguf(loader: Any, gguf: Path, **options: object) -> Any:
     try:
         return loader.from_pretrained(
             gguf.parent, gguf_file=gguf.name, trust_remote_code=False, **options

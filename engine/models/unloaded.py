@@ -159,7 +159,7 @@ def _replace_parameters(module: nn.Module, make: Callable[[Tensor], Tensor]) -> 
             owner._parameters[name] = made[id(old)][1]
 
 
-def _open_classifier(path: str | Path, dtype: str) -> Any:
+def _open_classifier(path: str | Path, dtype: str) -> PreTrainedModel | UnloadedModel:
     """`open_model` of a classifier."""
     require_model_folder(path, "critic.model_path")
     try:
@@ -220,7 +220,7 @@ def _on_meta(path: str | Path, name: str, dtype: torch.dtype, kind: Any) -> Any:
 
 def _files(name: str, revision: str) -> WeightFiles:
     """The safetensors of a folder, or of a hub id, which are downloaded."""
-    options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     try:
         found = cached_file(name, "model.safetensors", **options)
         if found is not None:
@@ -256,7 +256,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _fill_buffers(model: Any) -> None:
+def _fill_buffers(model: PreTrainedModel) -> None:
     """Compute the buffers that no file has, such as rotary tables, as transformers does."""
     for name, buffer in list(model.named_non_persistent_buffers()):
         owner, _, own = name.rpartition(".")

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.lineage.graph import ArtifactNode
 from engine.storage.hub import SECONDS, is_hub_id, split_revision
@@ -84,7 +83,7 @@ def base_licence(base: Base) -> Licence | None:
     return Licence(str(found), name, link, f"the card of `{of}`")
 
 
-def _folder_card(file: Path) -> dict[str, Any]:
+def _folder_card(file: Path) -> dict[str, object]:
     """The front matter of a card; empty where there is none."""
     import yaml
     from huggingface_hub import ModelCard
@@ -94,20 +93,20 @@ def _folder_card(file: Path) -> dict[str, Any]:
         return {}
     try:
         text = file.read_text(encoding="utf-8")
-        values: dict[str, Any] = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+        values: dict[str, object] = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     except (OSError, ValueError, yaml.YAMLError):  # a card that isn't one says nothing
         return {}
     return values
 
 
-def _hub_card(path: str) -> dict[str, Any]:
+def _hub_card(path: str) -> dict[str, object]:
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     name, revision = split_revision(path)
     unavailable = (OSError, HTTPError, HFValidationError)
     with suppress(*unavailable):  # without the hub, what its cache on this machine has
-        card: Any = HfApi().model_info(name, revision=revision, timeout=SECONDS).card_data
+        card = HfApi().model_info(name, revision=revision, timeout=SECONDS).card_data
         return card.to_dict() if card else {}
     try:
         return _folder_card(

@@ -7,7 +7,6 @@ this machine are left out.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import yaml
 
@@ -137,7 +136,7 @@ def _lineage(model: ReleasedModel) -> str:
     )
 
 
-def public_values(value: object) -> Any:
+def public_values(value: object) -> object:
     """JSON values in which a folder or address is its last part alone.
 
     >>> public_values({"path": "/home/me/models/base", "lr": 0.1})
@@ -174,7 +173,7 @@ def _hub_datasets(model: ReleasedModel) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _data_settings(node: ArtifactNode) -> dict[str, Any]:
+def _data_settings(node: ArtifactNode) -> dict[str, object]:
     data = node.config.get("data") if node.kind == "dataset" else None
     return data if isinstance(data, dict) else {}
 

@@ -15,7 +15,7 @@ from engine.release.folder import released_files
 from engine.release.model import ReleasedModel
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, ModelInfo
 
 PREFIX = "hf://"
 SECONDS = 60.0  # without a byte, before a request is given up; the hub's own client waits for ever
@@ -62,7 +62,7 @@ def push(
         api.create_repo(name, private=private or None, exist_ok=True)
         if branch is not None:
             api.create_branch(name, branch=branch, exist_ok=True)
-        there: Any = api.model_info(name, revision=branch, timeout=SECONDS)
+        there = api.model_info(name, revision=branch, timeout=SECONDS)
         new = {*files, *texts}
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
             *_removed(there, new),
@@ -84,7 +84,7 @@ def push(
     return str(done.commit_url)
 
 
-def _removed(there: Any, new: set[str]) -> list[CommitOperationDelete]:
+def _removed(there: ModelInfo, new: set[str]) -> list[CommitOperationDelete]:
     from huggingface_hub import CommitOperationDelete
 
     names = [entry.rfilename for entry in there.siblings or ()]

@@ -59,7 +59,7 @@ def json_array(file: BinaryIO, name: str) -> Iterator[Numbered]:
             yield number, error
 
 
-def _array_of(value: object, name: str) -> list[Any]:
+def _array_of(value: object, name: str) -> list[object]:
     if isinstance(value, dict):
         lists = [inner for inner in value.values() if isinstance(inner, list)]
         value = lists[0] if len(lists) == 1 else None
@@ -78,7 +78,7 @@ def parse_line(line: bytes, where: str) -> Row:
     return _checked(row, where, deep, lone=bool(_MAYBE_LONE.search(line)))
 
 
-def _loads(data: bytes, where: str) -> Any:
+def _loads(data: bytes, where: str) -> object:
     try:
         text = data.decode("utf-8-sig")
         return json.loads(text)

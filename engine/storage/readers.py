@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, BinaryIO, cast
 
 from engine.errors import DataError, EmptyFileError
 from engine.storage.filesystem import (
@@ -32,7 +32,7 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 PACKED = ".gz"  # after a suffix of text
 
 
-def read_rows(uri: str | Path) -> list[dict[str, Any]]:
+def read_rows(uri: str | Path) -> list[Row]:
     """Read all rows of a file at a local path or URL (`s3://…`), of a format in `SUFFIXES`.
 
     Raises DataError when the file is missing, malformed (naming the line) or has no rows, and
@@ -41,7 +41,7 @@ def read_rows(uri: str | Path) -> list[dict[str, Any]]:
     return _all(stream_rows(uri))
 
 
-def parse_rows(data: bytes, name: str) -> list[dict[str, Any]]:
+def parse_rows(data: bytes, name: str) -> list[Row]:
     """Parse the bytes of the file called `name`; see `read_rows`."""
     return _all(_stream(io.BytesIO(data), name))
 

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class _Stack:
     def get_shape(self) -> list[int]:
         return [len(self._parts), sum(self._rows), self._parts[0][0].get_shape()[1]]
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def __getitem__(self, index: EllipsisType | tuple[slice, slice, slice]) -> Tensor:
         if index is ...:
             index = (slice(None),) * 3
         chosen, rows, columns = index
