@@ -35,10 +35,10 @@ def keep_experts_unpacked() -> Callable[[], None]:
         return lambda: None
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-    experts: Any = cpu_moe.CPUUnquantizedExperts
+    experts = cpu_moe.CPUUnquantizedExperts
     original = experts.process_weights_after_loading
 
-    def unpacked(self: Any, layer: Any) -> None:
+    def unpacked(self: Any, layer: object) -> None:
         self.apply = partial(apply_experts, (self.w1_bias, self.w2_bias))
 
     def undo() -> None:
