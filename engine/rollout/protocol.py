@@ -109,7 +109,7 @@ COMMON_OPTIONS = ("max_num_seqs", "max_model_len", "kv_cache_memory_mb", "seed")
 class _Engine:
     factory: EngineFactory
     capabilities: Callable[[RolloutConfig], EngineCapabilities]
-    options: Callable[[RolloutConfig], dict[str, Any]] | None
+    options: Callable[[RolloutConfig], dict[str, object]] | None
     check: Callable[[RolloutConfig], None] | None
 
 

@@ -67,11 +67,11 @@ def apply_layout(
     return module
 
 
-def decoder_layers(module: Any) -> list[nn.Module]:
+def decoder_layers(module: Shard) -> list[nn.Module]:
     """The repeated layers of a model, a critic or a stage, in order."""
     if isinstance(module, stages.PipelineStage):
         return module.layers
-    body = module.base_model
+    body: Any = module.base_model
     count = body.config.get_text_config().num_hidden_layers
     found = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     return list(found[0]) if found else []

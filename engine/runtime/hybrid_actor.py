@@ -67,7 +67,7 @@ class HybridActor(nn.Module):
         contiguous: bool = True,
         tokenizer: PreTrainedTokenizerBase | None = None,
         rollout_engine: str = "native",
-        rollout_options: dict[str, Any] | None = None,
+        rollout_options: Mapping[str, object] | None = None,
     ) -> None:
         """Take a transformers causal LM as it is, and start a rollout engine over it.
 
@@ -105,7 +105,7 @@ class HybridActor(nn.Module):
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[shared] = getattr(policy, shared)
         self.training = policy.training
-        options = dict(rollout_options or {})
+        options: dict[str, Any] = dict(rollout_options or {})
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
         self._max_model_len = int(options.get("max_model_len") or context or 0)
         _init_rollout(self.runtime, rollout_engine, weights, options)
@@ -123,7 +123,7 @@ class HybridActor(nn.Module):
         device: str | torch.device | None = None,
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         rollout_engine: str = "native",
-        rollout_options: dict[str, Any] | None = None,
+        rollout_options: Mapping[str, object] | None = None,
     ) -> Self:
         """Load any causal LM from a folder or hub id.
 

@@ -8,6 +8,7 @@ products, from weights as the policy has them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -56,7 +57,7 @@ def apply_experts(
     w2: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    activation: Any,
+    activation: Enum,
     *,
     expert_map: Tensor | None,
     apply_router_weight_on_input: bool,
