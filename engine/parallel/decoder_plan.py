@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from engine.errors import ConfigError
 
@@ -34,7 +34,7 @@ class DecoderPlan:
     after: tuple[str, ...]  # what follows the layers, e.g. ("norm",)
 
     @classmethod
-    def of(cls, config: Any) -> Self:
+    def of(cls, config: object) -> Self:
         """The plan of a transformers configuration; raises ConfigError where it has none."""
         styles, parts = _styles(config), list(getattr(config, "base_model_pp_plan", None) or ())
         if not styles or "layers" not in parts:
@@ -92,7 +92,7 @@ def within_layer(name: str) -> str | None:
     return None
 
 
-def _styles(config: Any) -> dict[str, str]:
+def _styles(config: object) -> dict[str, str]:
     """transformers' style of each planned module of a layer."""
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     return {n.removeprefix(_LAYER): style for n, style in plan.items() if n.startswith(_LAYER)}
@@ -102,7 +102,7 @@ def _block(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _no_plan(config: Any, why: str) -> ConfigError:
+def _no_plan(config: object, why: str) -> ConfigError:
     kind = getattr(config, "model_type", type(config).__name__)
     return ConfigError(
         f"a model of type {kind!r} has no tensor-parallel plan ({why}; there are plans for "

@@ -116,10 +116,10 @@ def checkpoint_activations(layers: Sequence[nn.Module]) -> None:
 class _CheckpointedForward:
     """A forward method that is run again in backward."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., object]) -> None:
         self._forward = forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)

@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 from engine.config import ParallelConfig
 from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 AXES = ("pp", "dp", "fsdp", "sp", "tp")  # outermost first; the last one's neighbours are adjacent
 DATA_AXES = ("dp", "fsdp")  # training ranks with rows of their own
@@ -29,7 +32,7 @@ class Experts:
     shared: int = 0  # intermediate size of the MLP beside them that every token takes
 
     @classmethod
-    def of(cls, config: Any) -> Self | None:
+    def of(cls, config: PretrainedConfig) -> Self | None:
         """Read a transformers configuration; None for a model without experts."""
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         count = max(int(getattr(config, name, None) or 0) for name in names)
@@ -62,7 +65,7 @@ class ModelShape:
     experts: Experts | None = None
 
     @classmethod
-    def of(cls, config: Any) -> Self:
+    def of(cls, config: PretrainedConfig) -> Self:
         """Read a transformers configuration (Llama, Mistral, Qwen2, Qwen3 and the like).
 
         Raises ConfigError for one that names these sizes otherwise.

@@ -51,7 +51,7 @@ class Pipeline:
         *,
         backward: bool,
         positions: Sequence[Tensor] | None = None,
-        segments: Sequence[Any] | None = None,
+        segments: Sequence[object] | None = None,
     ) -> None:
         """Send micro-batches `inputs`, token ids [b_i, L_i], through all stages.
 
@@ -122,7 +122,7 @@ class _ScheduledStage(PipelineStage):
         self._like, self._count = like, count
         self._inputs: Sequence[Tensor] = ()
         self._positions: Sequence[Tensor] | None = None
-        self._segments: Sequence[Any] | None = None
+        self._segments: Sequence[object] | None = None
         self._read: OnHidden = _nothing
         kind = Schedule1F1B if count >= self.num_stages else ScheduleGPipe
         self._schedule = kind(self, count, self._loss if backward else None, scale_grads=False)
@@ -132,7 +132,7 @@ class _ScheduledStage(PipelineStage):
         inputs: Sequence[Tensor],
         read: OnHidden,
         positions: Sequence[Tensor] | None,
-        segments: Sequence[Any] | None,
+        segments: Sequence[object] | None,
     ) -> None:
         """Run all micro-batches; see `Pipeline.run`."""
         self._inputs, self._read = inputs, read
@@ -143,8 +143,12 @@ class _ScheduledStage(PipelineStage):
         self._positions = self._segments = None
 
     def forward_one_chunk(
-        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
-    ) -> Any:
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, object] | None = None,
+        save_forward_output: bool = True,
+    ) -> Tensor:
         if self.is_first:
             args = (self._inputs[fwd_chunk_id].to(self.device),)
         if self._positions is not None:
@@ -168,7 +172,7 @@ class _ScheduledStage(PipelineStage):
     def backward_one_chunk(
         self,
         bwd_chunk_id: int,
-        loss: Any = None,
+        loss: Tensor | None = None,
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:

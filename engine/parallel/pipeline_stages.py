@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -67,7 +68,9 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
     for packed ones, [1, T], which `segments` keep apart.
     """
 
-    def __init__(self, config: Any, index: int, stages: int, decoder: str, head: str) -> None:
+    def __init__(
+        self, config: PretrainedConfig, index: int, stages: int, decoder: str, head: str
+    ) -> None:
         super().__init__()
         self.config, self.index, self.stages = config, index, stages
         self._plan = DecoderPlan.of(config)
@@ -143,10 +146,10 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         dropout = getattr(self.config, "embedding_dropout", 0.0)
         return nn.functional.dropout(hidden, dropout, self.training)
 
-    def _rotary(self, hidden: Tensor, position_ids: Tensor) -> dict[str, Any]:
+    def _rotary(self, hidden: Tensor, position_ids: Tensor) -> dict[str, object]:
         """Cosines and sines by kind of layer; only Gemma 3's differ."""
         kinds = {self._kind(number) for number in self.layer_numbers}
-        rotary: Any = self.rotary_emb
+        rotary = self.rotary_emb
         if hasattr(rotary, "layer_types"):
             return {kind: rotary(hidden, position_ids, kind) for kind in kinds}
         return dict.fromkeys(kinds, rotary(hidden, position_ids))
@@ -159,7 +162,7 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         window = getattr(self.config, "sliding_window", None)
         return "full_attention" if window is None else "sliding_attention"
 
-    def _masks(self, dtype: torch.dtype, inputs: Tensor, packed: bool) -> dict[str, Any]:
+    def _masks(self, dtype: torch.dtype, inputs: Tensor, packed: bool) -> dict[str, object]:
         """Attention masks by kind; None where the attention kernel is causal by itself."""
         kinds = {self._kind(number) for number in self.layer_numbers}
         if packed:  # attention over segments reads none
@@ -219,7 +222,7 @@ def _tied(model: Any, cut: PipelineStage, names: tuple[str, str]) -> tuple[str, 
     """Names of this stage's copy of a matrix that embedding and head are, in two stages."""
     if _is_critic(model) or cut.stages == 1:
         return ()
-    ends: tuple[Any, Any] = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends: tuple[object, object] = (model.get_input_embeddings(), model.get_output_embeddings())
     if getattr(ends[0], "weight", None) is not getattr(ends[1], "weight", None):
         return ()
     if cut.first:

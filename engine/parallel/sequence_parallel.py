@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.errors import ConfigError, WorkerError
@@ -117,7 +117,7 @@ class _Share:
         self.group, self.size, self.index = group, size, index
         self._seen: weakref.ref[Tensor] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Share:
+    def __deepcopy__(self, memo: dict[int, object]) -> _Share:
         return self  # process groups can't be copied
 
     def check(self, query: Tensor, key: Tensor, mask: object, positions: Tensor | None) -> None:
@@ -141,7 +141,7 @@ class _Share:
 class _LocalHeads:
     """An attention module as the kernel sees it: with this rank's heads only."""
 
-    def __init__(self, module: nn.Module, config: Any, groups: int) -> None:
+    def __init__(self, module: nn.Module, config: PretrainedConfig, groups: int) -> None:
         self._module, self.config, self.num_key_value_groups = module, config, groups
 
     def __getattr__(self, name: str) -> Any:
@@ -172,7 +172,7 @@ def _attention(
     whole = got.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, h, L, d]
     query, key, value = whole.split([heads, kv_heads, kv_heads], 1)
     config = getattr(module, _LOCAL)
-    kernel: Any = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+    kernel = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
     local = _LocalHeads(module, config, heads // kv_heads)
     out: Tensor = kernel(local, query, key, value, None, **options)[0]  # [B, L, h, d]
     sent = out.unflatten(1, (size, -1)).movedim(1, 0).contiguous()  # [sp, B, L/sp, h, d]

@@ -184,7 +184,7 @@ def tied_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, s
 
 def _check(model: nn.Module, tp: int) -> _Split:
     """How to split the model; raises ConfigError for one without a plan, or that tp can't split."""
-    configs = [m.config for m in model.modules() if getattr(m, "config", None) is not None]
+    configs = [c for m in model.modules() if (c := getattr(m, "config", None)) is not None]
     plan = DecoderPlan.of(configs[0] if configs else model)
     shape = ModelShape.of(configs[0])
     check_layout(Layout(tp=tp), tp, shape)

@@ -164,17 +164,19 @@ def shard_parameter(
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
-def _forward_on_local(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward_on_local(module: nn.Module, *args: object, **kwargs: object) -> Tensor:
     """The forward pass of the module's class, on local parts of its parameters."""
     return _forward_with(module, False, args, kwargs)
 
 
-def _forward_on_copies(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward_on_copies(module: nn.Module, *args: object, **kwargs: object) -> Tensor:
     """The same; gradients of replicated parameters are summed over the ranks."""
     return _forward_with(module, True, args, kwargs)
 
 
-def _forward_with(module: nn.Module, sum_gradients: bool, args: Any, kwargs: Any) -> Any:
+def _forward_with(
+    module: nn.Module, sum_gradients: bool, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Tensor:
     parameters = module._parameters
     local = {name: _local(p, sum_gradients) for name, p in parameters.items()}
     module.__dict__["_parameters"] = local
@@ -224,7 +226,7 @@ def _embedding_forward(module: nn.Embedding, ids: Tensor) -> Tensor:
         padding = padding - start if start <= padding < stop else None
     found = F.embedding((ids - start).masked_fill(elsewhere, 0), table, padding)
     found = redistribute(found.masked_fill(elsewhere[..., None], 0), mesh, Partial(), Replicate())
-    scale: Any = getattr(module, "embed_scale", None)  # Gemma's
+    scale: Tensor | None = getattr(module, "embed_scale", None)  # Gemma's
     return found if scale is None else found * scale.to(found.dtype)
 
 
@@ -243,7 +245,7 @@ class InputStyle(ParallelStyle):
         self.change = change
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def prepare(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def prepare(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return self.change(args[0], device_mesh), *args[1:]
 
         module.register_forward_pre_hook(prepare)
@@ -287,7 +289,7 @@ class GatherOutput(ParallelStyle):
     """Makes the token shards that a decoder layer returns replicated, without padding."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        def gather(module: nn.Module, args: object, kwargs: dict[str, Any], out: Tensor) -> Tensor:
             full = redistribute(out, device_mesh, TOKENS, Replicate())[:, : _length(kwargs)]
             return full.clone()  # FSDP's backward hooks are on outputs, and views may lose them
 

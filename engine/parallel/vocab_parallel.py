@@ -126,7 +126,7 @@ class _Statistics(torch.autograd.Function):
         return picked - log_total, entropy, squares, kl
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         logits, reference, targets, normalisers, entropy, kl = ctx.saved_tensors
         of_log_probs, of_entropy, _, of_kl = gradients
         temperature = ctx.options.temperature

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 import torch
 
@@ -28,7 +28,7 @@ class Begun(Protocol):
         """Policy version of the oldest token; None without any token."""
         ...
 
-    def tree(self) -> Any:
+    def tree(self) -> object:
         """Tensors and plain values, for a checkpoint."""
         ...
 

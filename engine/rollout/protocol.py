@@ -109,7 +109,7 @@ COMMON_OPTIONS = ("max_num_seqs", "max_model_len", "kv_cache_memory_mb", "seed")
 class _Engine:
     factory: EngineFactory
     capabilities: Callable[[RolloutConfig], EngineCapabilities]
-    options: Callable[[RolloutConfig], dict[str, Any]] | None
+    options: Callable[[RolloutConfig], dict[str, object]] | None
     check: Callable[[RolloutConfig], None] | None
 
 
@@ -162,7 +162,7 @@ def engine_capabilities(config: RolloutConfig) -> EngineCapabilities:
     return _registry.get(config.engine).capabilities(config)
 
 
-def engine_options(config: RolloutConfig) -> dict[str, Any]:
+def engine_options(config: RolloutConfig) -> dict[str, object]:
     """Keyword arguments of the configured engine besides `COMMON_OPTIONS`."""
     engine = _registry.get(config.engine)
     if engine.options is not None and config.options:
@@ -188,7 +188,7 @@ def check_version(engine: RolloutEngine, version: int) -> None:
         )
 
 
-def create_engine(name: str, model: torch.nn.Module, **options: Any) -> RolloutEngine:
+def create_engine(name: str, model: torch.nn.Module, **options: object) -> RolloutEngine:
     """Build the engine `name` over the trainer's `model` (a transformers causal LM).
 
     Options every engine takes: `max_num_seqs` (rows decoded at once) and `max_model_len` (longest

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -112,7 +112,7 @@ class RolloutStream(Protocol):
     def close(self) -> None: ...
 
 
-def open_stream(engine: RolloutEngine, params: SamplingParams, **options: Any) -> RolloutStream:
+def open_stream(engine: RolloutEngine, params: SamplingParams, **options: object) -> RolloutStream:
     """Return `engine.stream(params, **options)`, or raise ConfigError if the engine has none."""
     stream = getattr(engine, "stream", None)
     if stream is None:

@@ -27,7 +27,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 def adapter_rank(model: nn.Module) -> int:
     """Rank r of the adapters; 0 without any."""
-    config: Any = getattr(model, "peft_config", None)
+    config = getattr(model, "peft_config", None)
     return int(config[_ADAPTER].r) if config else 0
 
 

@@ -6,10 +6,11 @@ are still in files are read.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from engine.config import ParallelConfig
 from engine.models.critic import CriticModel
@@ -25,17 +26,19 @@ from engine.parallel.tensor_parallel import apply_tensor_parallel
 from engine.runtime.load_shards import load_shards
 from engine.runtime.packed_passes import allow_packing
 
+Shard = PreTrainedModel | CriticModel | stages.PipelineStage
+
 
 def apply_layout(
     model: nn.Module | UnloadedModel, ranks: Ranks, config: ParallelConfig, device: torch.device
-) -> nn.Module:
+) -> Shard:
     """Shard `model` in place and return this rank's module of it, on `device`.
 
     Every rank passes the same one: whole, on `device` already, or unloaded, of which each reads
     what it keeps.
     """
     unloaded = model if isinstance(model, UnloadedModel) else None
-    module: Any = model if unloaded is None else unloaded.module
+    module = cast(Shard, model if unloaded is None else unloaded.module)
     if ranks.size("sp") > 1 and not isinstance(module, CriticModel):
         require_vocabulary_head(module)
     allow_packing(module, ranks, config, device)
@@ -64,11 +67,11 @@ def apply_layout(
     return module
 
 
-def decoder_layers(module: Any) -> list[nn.Module]:
+def decoder_layers(module: Shard) -> list[nn.Module]:
     """The repeated layers of a model, a critic or a stage, in order."""
     if isinstance(module, stages.PipelineStage):
         return module.layers
-    body = module.base_model
+    body: Any = module.base_model
     count = body.config.get_text_config().num_hidden_layers
     found = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     return list(found[0]) if found else []

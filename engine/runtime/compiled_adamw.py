@@ -23,7 +23,7 @@ class CompiledAdamW(torch.optim.AdamW):
 
     def __init__(
         self,
-        groups: Sequence[dict[str, Any]],
+        groups: Sequence[dict[str, object]],
         working: Mapping[Tensor, nn.Parameter],
         **options: Any,
     ) -> None:

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from engine.runtime.token_outputs import Outputs, ReferenceLogits
 class _LogitsReader(ABC):
     """Outputs that are read off logits."""
 
-    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[Any]:
+    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[object]:
         """Nothing more."""
         return nullcontext()
 

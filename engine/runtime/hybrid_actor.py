@@ -6,7 +6,7 @@ too. `generate`'s arguments are read in `generate_arguments`; many ranks are in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -61,13 +61,13 @@ class HybridActor(nn.Module):
     def __init__(
         self,
         model: PreTrainedModel | UnloadedModel | None = None,
-        hybrid_config: dict[str, Any] | None = None,
+        hybrid_config: Mapping[str, object] | None = None,
         *,
         policy: PreTrainedModel | UnloadedModel | None = None,
         contiguous: bool = True,
         tokenizer: PreTrainedTokenizerBase | None = None,
         rollout_engine: str = "native",
-        rollout_options: dict[str, Any] | None = None,
+        rollout_options: Mapping[str, object] | None = None,
     ) -> None:
         """Take a transformers causal LM as it is, and start a rollout engine over it.
 
@@ -105,7 +105,7 @@ class HybridActor(nn.Module):
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[shared] = getattr(policy, shared)
         self.training = policy.training
-        options = dict(rollout_options or {})
+        options: dict[str, Any] = dict(rollout_options or {})
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
         self._max_model_len = int(options.get("max_model_len") or context or 0)
         _init_rollout(self.runtime, rollout_engine, weights, options)
@@ -117,13 +117,13 @@ class HybridActor(nn.Module):
     def from_pretrained(
         cls,
         path: str | Path,
-        hybrid_config: dict[str, Any] | None = None,
+        hybrid_config: Mapping[str, object] | None = None,
         *,
         dtype: str | torch.dtype = "float32",
         device: str | torch.device | None = None,
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         rollout_engine: str = "native",
-        rollout_options: dict[str, Any] | None = None,
+        rollout_options: Mapping[str, object] | None = None,
     ) -> Self:
         """Load any causal LM from a folder or hub id.
 
@@ -202,7 +202,7 @@ class HybridActor(nn.Module):
         self,
         inputs: Tensor | None = None,
         generation_config: GenerationConfig | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         """Complete left-padded prompts: `[batch · num_return_sequences, prompt + new]`, int64.
 
@@ -289,7 +289,7 @@ class HybridActor(nn.Module):
             return self._sharded.load_state_dict(*args, **kwargs)
         return self.policy.load_state_dict(*args, **kwargs)
 
-    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+    def save_pretrained(self, folder: str | Path, **options: object) -> None:
         """Write the policy as transformers does; many ranks call it together, and rank 0 writes.
 
         Raises StorageError, on every rank, if it can't be written.
@@ -361,7 +361,7 @@ def _check_rollout(engine: str, sizes: HybridConfig) -> None:
 
 
 def _init_rollout(
-    runtime: PolicyRuntime, name: str, weights: RolloutWeights, options: dict[str, Any]
+    runtime: PolicyRuntime, name: str, weights: RolloutWeights, options: dict[str, object]
 ) -> None:
     try:
         runtime.init_rollout(name, weights, options)

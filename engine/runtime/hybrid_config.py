@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError
@@ -37,7 +38,7 @@ class HybridConfig(Section):
     )
 
     @classmethod
-    def of(cls, values: dict[str, Any] | None) -> Self:
+    def of(cls, values: Mapping[str, object] | None) -> Self:
         """Read a user's dictionary; ConfigError names a wrong key and the valid ones."""
         values = values or {}
         unknown = sorted(str(key) for key in values.keys() - cls.model_fields.keys())

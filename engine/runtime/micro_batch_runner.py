@@ -244,7 +244,7 @@ class MicroBatchRunner:
             with BaseModelView(module).weights():
                 yield
 
-    def _precision(self) -> AbstractContextManager[Any]:
+    def _precision(self) -> AbstractContextManager[object]:
         """Autocast, where FSDP doesn't cast the weights, and they are not of that dtype already."""
         if not self.config.compute_dtype or fsdp.shards_weights(self.ranks):
             return nullcontext()

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from engine.checkpoint.state_dict import StateDict
 from engine.config import OptimConfig
 from engine.errors import CheckpointError, DivergedError
 from engine.parallel import fsdp, gradients
@@ -212,7 +212,7 @@ class Optimizer:
         """Where a parameter's moments and master are between steps."""
         return torch.device("cpu") if self._offload else local_tensor(self._named[name]).device
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The moments, and the master, by parameter name; the schedule's step; no copies.
 
         On many ranks they are those of this rank's shards.
@@ -229,7 +229,7 @@ class Optimizer:
             "kind": self._kind,
         } | scale
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restore `state_dict`, copying its tensors; learning rates are the configuration's.
 
         Working weights are not touched, and a master that is not there stays as it is. Raises

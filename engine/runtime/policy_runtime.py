@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 from engine.batch import Batch
 from engine.config import ParallelConfig
 from engine.errors import RolloutError
-from engine.models import UnloadedModel, adapter_parameters, has_adapters
+from engine.models import CriticModel, UnloadedModel, adapter_parameters, has_adapters
 from engine.parallel.gather import named_tensors
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
 from engine.rollout.protocol import RolloutEngine, check_version, create_engine
+from engine.runtime.apply_layout import Shard
 from engine.runtime.rollout_weights import RolloutWeights, SharedWeights
 from engine.runtime.sharded_model import ShardedModel
 from engine.weight_transfer.weight_sync import WeightReceiver, WeightSender
@@ -50,7 +51,7 @@ class PolicyRuntime:
 
     def __init__(
         self,
-        model: PreTrainedModel | UnloadedModel,
+        model: PreTrainedModel | CriticModel | UnloadedModel,
         ranks: Ranks | None = None,
         config: ParallelConfig | None = None,
         *,
@@ -70,7 +71,7 @@ class PolicyRuntime:
         self._receiver = WeightReceiver()
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> Shard:
         """This rank's shard of the policy."""
         return self.sharded.module
 
@@ -85,7 +86,7 @@ class PolicyRuntime:
         self,
         engine: str,
         weights: RolloutWeights,
-        options: dict[str, Any],
+        options: dict[str, object],
         *,
         sleep_level: int = 0,
     ) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from engine.config import RolloutConfig
@@ -56,7 +56,7 @@ class RolloutWeights(ABC):
     """The weights that the rollout engine of this rank decodes with."""
 
     model: Any  # given to the engine: a transformers model, or this rank's shard of one
-    engine_options: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed)
+    engine_options: dict[str, object] = {}  # noqa: RUF012 (replaced, never changed)
     received_bytes = 0  # from other ranks in the latest refresh
 
     def sync_weights(self, engine: RolloutEngine, version: int) -> None:
@@ -86,7 +86,7 @@ class ReshardedWeights(RolloutWeights):
     """Buffers in the rollout's layout; an exchange fills what a rank lacks."""
 
     def __init__(self, sharded: ShardedModel, to: RolloutLayout) -> None:
-        config: Any = sharded.module.config
+        config = sharded.module.config
         device, dtype = next(sharded.module.parameters()).device, _dtype(sharded.module)
         stored = gather_shard_map(sharded.module, rename=sharded.full_name)
         wanted = rollout_shard_map(stored.shapes, to, ModelShape.of(config), dtype)
@@ -212,7 +212,7 @@ def rollout_weights(sharded: ShardedModel, tp: int, load: LoadModel) -> RolloutW
     split = [axis for axis, size in layout.sizes.items() if size > 1 and axis != "dp"]
     if not split and tp == 1:
         return SharedWeights(module)
-    config: Any = module.config
+    config = module.config
     if tp > 1 and config.model_type not in ROLLOUT_FAMILIES:
         raise ConfigError(
             f"rollout.tensor_parallel_size={tp} with a model of type {config.model_type!r}: native "
@@ -242,7 +242,7 @@ def vllm_weights(sharded: ShardedModel, config: RolloutConfig, load: LoadModel) 
     if not config.vllm.in_process:
         return StreamedWeights(sharded)
     to = rollout_layout(layout, tp=tp)
-    model_config: Any = sharded.module.config
+    model_config = sharded.module.config
     exchanged = model_config.model_type in ROLLOUT_FAMILIES and not config.vllm.quantization
     return VllmWeights(sharded, to) if exchanged else StreamedWeights(sharded, to)
 
@@ -258,10 +258,10 @@ def _tp_group(to: RolloutLayout, rank: int) -> tuple[int, dist.ProcessGroup]:
     return to.place(rank).tp, found
 
 
-def _empty_model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A full model whose weights are uninitialised."""
     with no_init_weights():
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.tie_weights()  # else a tied head stays a parameter of its own, which no exchange fills
     empty: nn.Module = model.eval().requires_grad_(False).to(device)
     return empty
@@ -269,7 +269,7 @@ def _empty_model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Mo
 
 def _meta_model(sharded: ShardedModel) -> PreTrainedModel:
     """A model with the policy's configuration and dtype, without storage."""
-    module: Any = sharded.module
+    module = sharded.module
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(module.config), dtype=_dtype(module), trust_remote_code=False

@@ -33,7 +33,7 @@ from engine.parallel.layout import DATA_AXES, Layout
 from engine.parallel.pipeline_schedule import Pipeline
 from engine.parallel.process_groups import Ranks, init_process_group
 from engine.parallel.vocab_parallel import VocabParallelStatistics
-from engine.runtime.apply_layout import apply_layout, floating_dtype
+from engine.runtime.apply_layout import Shard, apply_layout, floating_dtype
 from engine.runtime.loss_scale import LossScale
 from engine.runtime.micro_batch_runner import MicroBatchRunner
 from engine.runtime.micro_batches import micro_batches
@@ -99,8 +99,7 @@ class ShardedModel:
         """How log-probs are computed from this rank's logits."""
         if self.ranks.size("tp") == 1:
             return token_statistics
-        module: Any = self.module
-        return VocabParallelStatistics.of(module.config.vocab_size, self.ranks.submesh("tp"))
+        return VocabParallelStatistics.of(self.module.config.vocab_size, self.ranks.submesh("tp"))
 
     def micro_batches(
         self, batch: Batch, max_tokens: int, rows: Tensor | None = None
@@ -214,7 +213,7 @@ class ShardedModel:
     @property
     def _tied_copies(self) -> dict[str, str]:
         """This rank's copies of another stage's tensors, and their names there."""
-        module: Any = self.module
+        module = self.module
         if not isinstance(module, stages.PipelineStage) or not module.last:
             return {}
         embedding = f"{module.embedding_name}.weight"
@@ -274,7 +273,7 @@ def sharded_optimizer(sharded: ShardedModel, config: OptimConfig, total_steps: i
 
 
 def _pipeline(
-    module: Any, ranks: Ranks, config: ParallelConfig, device: torch.device
+    module: Shard, ranks: Ranks, config: ParallelConfig, device: torch.device
 ) -> Pipeline | None:
     """The schedule of this rank's stage; None for a model in one piece."""
     if ranks.size("pp") == 1:

@@ -11,10 +11,9 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -47,7 +46,7 @@ class ShardedPolicy:
 
         Raises ConfigError, on every rank, for a model that can't be sharded so.
         """
-        model: Any = policy.module if isinstance(policy, UnloadedModel) else policy
+        model: PreTrainedModel = policy.module if isinstance(policy, UnloadedModel) else policy
         if has_adapters(model) and rollout_tp > 1:
             raise ConfigError(
                 f"hybrid_config's rollout_tp_size={rollout_tp} would shard the policy's adapters, "
@@ -62,15 +61,15 @@ class ShardedPolicy:
         )
         config = ParallelConfig(dp=layout.dp, fsdp=layout.fsdp, tp=layout.tp)
         self.runtime = PolicyRuntime(policy, ranks, config)
-        self.module: Any = self.runtime.module
+        self.module = self.runtime.module
         self._average_gradients()
         if layout.tp > 1:
             mesh, size = ranks.submesh("tp"), self._config.get_text_config().vocab_size
-            head: Any = model.get_output_embeddings()
+            head: nn.Module = model.get_output_embeddings()
             head.register_forward_hook(partial(_gather_logits, mesh, size))
         self.weights = rollout_weights(self.runtime.sharded, rollout_tp, self._full_policy)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """The model's output for this rank's rows, with full logits."""
         output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -121,7 +120,7 @@ class ShardedPolicy:
             for name, tensor in self.runtime.sharded.full_tensors():
                 own[name].copy_(tensor)
 
-    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+    def save_pretrained(self, folder: str | Path, **options: object) -> None:
         """Gather the weights and let the first rank write them; all ranks call it together.
 
         Raises StorageError, on every rank, where the first could not write them.
@@ -159,7 +158,7 @@ class ShardedPolicy:
         self._finish_backward = layout.tp > 1 or (not sharded and layout.dp > 1)
 
     def _backward_began(self, _: Tensor) -> None:
-        engine: Any = torch.autograd.Variable._execution_engine
+        engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
@@ -178,7 +177,7 @@ class ShardedPolicy:
 
 
 def _gather_logits(
-    mesh: DeviceMesh, vocabulary: int, head: Any, args: Any, local: Tensor
+    mesh: DeviceMesh, vocabulary: int, head: nn.Module, args: object, local: Tensor
 ) -> Tensor:
     """All ranks' logits concatenated, `[…, V]`; each rank's gradient is that of its own."""
     shape = (*local.shape[:-1], vocabulary)

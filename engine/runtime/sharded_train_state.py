@@ -13,7 +13,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -261,7 +260,7 @@ def weights_fingerprint(model: nn.Module | UnloadedModel) -> str:
     the model is sharded.
     """
     unloaded = model if isinstance(model, UnloadedModel) else None
-    module: Any = model if unloaded is None else unloaded.module
+    module = model.module if isinstance(model, UnloadedModel) else model
     found, dtypes = hashlib.sha256(), set[str]()
     for name, tensor in module.named_parameters():
         if ".lora_" not in name and tensor.numel():

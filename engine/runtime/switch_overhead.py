@@ -41,7 +41,7 @@ def measure_switch_overhead(
     mode = "rollout" if mode == "eval" else mode
     if repeats < 1:
         raise ConfigError(f"repeats={repeats} measures nothing; use 1 or more")
-    switch: Callable[[], Any] = actor.to_rollout if mode == "rollout" else actor.train
+    switch: Callable[[], object] = actor.to_rollout if mode == "rollout" else actor.train
     before = actor.training
     times = []
     actor.refresh()
@@ -72,7 +72,7 @@ def _leave(actor: HybridActor, mode: Mode) -> None:
         torch._foreach_mul_(weights, 1.0)  # a write to each that changes no bit
 
 
-def _timed(switch: Callable[[], Any], device: torch.device) -> float:
+def _timed(switch: Callable[[], object], device: torch.device) -> float:
     _synchronize(device)
     started = time.perf_counter()
     switch()
@@ -85,7 +85,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _allocated(switch: Callable[[], Any], device: torch.device) -> int:
+def _allocated(switch: Callable[[], object], device: torch.device) -> int:
     """Bytes that `switch` allocates for tensors."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

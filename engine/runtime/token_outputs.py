@@ -52,7 +52,7 @@ class OutputReader(Protocol):
         """Outputs `[b, R]` of the tokens of `seqs` from hidden states `[b, L, H]`; 0 elsewhere."""
         ...
 
-    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[Any]:
+    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[object]:
         """The context of a pass with `from_model` and of its backward pass."""
         ...
 
@@ -98,7 +98,7 @@ class LogProbReader:
                 found["router_balance"] = routers.load_balancing_loss(micro["responses"])
         return found
 
-    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[Any]:
+    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[object]:
         """Routers' choices are looked at, or made."""
         if not (self.router_balance or self.replay or self.record is not None):
             return nullcontext()
@@ -146,7 +146,7 @@ class LogProbReader:
 class ValueReader:
     """Values of a critic, by name `values`."""
 
-    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[Any]:
+    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[object]:
         """Nothing more."""
         return nullcontext()
 

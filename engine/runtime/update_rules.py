@@ -22,7 +22,7 @@ def make_update_rule(
     Biases, norms and other vectors get no weight decay. AdamW of masters alone is one compiled pass
     where that can be. All are elementwise, so that each rank may update its shards.
     """
-    groups: list[dict[str, Any]] = []
+    groups: list[dict[str, object]] = []
     if matrices := [tensor for tensor in stored if tensor.dim() >= 2]:
         groups.append({"params": matrices})
     if vectors := [tensor for tensor in stored if tensor.dim() < 2]:

@@ -14,13 +14,15 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.errors import WeightSyncError
+
+A = TypeVar("A", np.ndarray, Tensor)
 
 CHUNK = 1 << 19  # elements in a chunk: bounds the memory of a comparison
 _ESCAPE = 255  # in gaps: 255 unchanged elements; the next byte continues the gap
@@ -131,7 +133,7 @@ def _apply_chunk(chunk: DeltaChunk, target: Tensor) -> None:
     _add_at(part, index, torch.from_numpy(diff).to(part.device))
 
 
-def _add_at(part: Any, where: Any, diff: Any) -> None:
+def _add_at(part: A, where: A | None, diff: A) -> None:
     if where is None:
         part += diff
     else:

@@ -51,7 +51,7 @@ def open_environments(agent: AgentConfig, plugins: tuple[str, ...]) -> Environme
 def length_with_tools(
     model_path: str,
     tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, object]],
     max_model_len: int,
 ) -> int:
     """`max_model_len` with the tokens of tools that prompts show, as far as the context goes."""
@@ -70,7 +70,7 @@ class AgentRolloutWorker(RolloutWorker):
         model_path: str,
         config: RolloutConfig,
         max_model_len: int,
-        template_variables: Mapping[str, Any] | None = None,
+        template_variables: Mapping[str, object] | None = None,
         plugins: tuple[str, ...] = (),
         **options: Any,
     ) -> None:

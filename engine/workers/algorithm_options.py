@@ -47,7 +47,7 @@ _PREFERENCE_FIELDS = tuple(
 _KTO_FIELDS = ("desirable_weight", "undesirable_weight")
 
 
-def policy_loss_options(config: ActorConfig) -> dict[str, Any]:
+def policy_loss_options(config: ActorConfig) -> dict[str, object]:
     """Options of `actor.policy_loss.loss_mode`; raise ConfigError for an unused one."""
     name = config.policy_loss.loss_mode
     read = losses.options(name)
@@ -68,7 +68,7 @@ def policy_loss_options(config: ActorConfig) -> dict[str, Any]:
     return options
 
 
-def advantage_options(config: AlgorithmConfig) -> dict[str, Any]:
+def advantage_options(config: AlgorithmConfig) -> dict[str, object]:
     """Options of `algorithm.adv_estimator`; raise ConfigError for an unused one."""
     name = config.adv_estimator
     read = advantages.options(name)
@@ -91,7 +91,7 @@ def preference_options(
     return options
 
 
-def kto_options(config: PreferenceTrainingConfig) -> dict[str, Any]:
+def kto_options(config: PreferenceTrainingConfig) -> dict[str, float]:
     """Options of KTO from the section `preference`; raise ConfigError for an unused one."""
     read = ("beta", *_KTO_FIELDS)
     options = _changed_options(
@@ -112,7 +112,7 @@ def check_preference_training(config: PreferenceTrainingConfig) -> None:
     _changed_options(config, "preference", _KTO_FIELDS, config.loss, read)
 
 
-def changed(config: BaseModel, fields: Iterable[str] | None = None) -> dict[str, Any]:
+def changed(config: BaseModel, fields: Iterable[str] | None = None) -> dict[str, object]:
     """The fields of a section whose values differ from their defaults."""
     known = type(config).model_fields
     return {
@@ -138,7 +138,7 @@ def _changed_options(
 
 def _plugin_options(
     given: Mapping[str, object], section: str, declared: Options, settings: Mapping[str, str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Parse a section's `options`; an option that is also a field of a section is an error."""
     for option in given:
         if option in settings:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from engine.agents.collate import collate_episodes
 from engine.agents.episode import Episode
@@ -140,6 +139,6 @@ class EpisodeGroups:
         )
 
 
-def _row(prompt: Batch) -> Mapping[str, Any]:
+def _row(prompt: Batch) -> Mapping[str, object]:
     """The row of the data set of a batch of one prompt."""
     return {name: column[0] for name, column in prompt.columns.items() if name != "prompt_ids"}

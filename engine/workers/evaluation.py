@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -82,13 +81,13 @@ class EvaluationWorker(Worker):
         self.engine.close()
         super().close()
 
-    def _whole(self, options: dict[str, Any]) -> RolloutEngine:
+    def _whole(self, options: dict[str, int | None]) -> RolloutEngine:
         model = load_model(self._path, self._dtype).eval()
         torch.nn.Module.to(model, process_device())  # in place
         self._stop = stop_token_ids(load_tokenizer(self._path), model.config)
         return create_engine(self._engine_name, model, **options)
 
-    def _sharded(self, options: dict[str, Any]) -> RolloutEngine:
+    def _sharded(self, options: dict[str, int | None]) -> RolloutEngine:
         context, tp = self.context, self._tp
         parallel = ParallelConfig(dp=context.world_size // tp, tp=tp)
         ranks = init_mesh(Layout.of(parallel), context.rank, context.world_size, context.address)

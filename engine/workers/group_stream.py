@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -158,7 +158,7 @@ class GroupStream:
         items = sorted(self._finished.pop(key), key=lambda item: item.completion_index)
         done = [item.completion for item in items]
         versions = [c.token_versions or [c.policy_version] * len(c.token_ids) for c in done]
-        fields: dict[str, Any] = {
+        fields: dict[str, torch.Tensor] = {
             "policy_version": torch.tensor([min(v) for v in versions]),
             "token_versions": pad(versions, 0, side="right"),
             "truncated": torch.tensor([c.finish_reason == "length" for c in done]),

@@ -23,7 +23,7 @@ from engine.algorithms.preference import (
 )
 from engine.batch import Batch
 from engine.config import PreferenceTrainingConfig
-from engine.models import has_adapters
+from engine.models import CriticModel, UnloadedModel, has_adapters
 from engine.parallel.layout import DATA_AXES
 from engine.runtime.pair_gradients import accumulate_pairs, accumulate_responses
 from engine.runtime.save_policy import StartModel
@@ -58,7 +58,9 @@ class PreferenceWorker(OfflineWorker):
             parallel = self.sharded.config
             self._reference = ShardedModel(self._frozen, self.sharded.ranks, parallel)
 
-    def _open(self, model: PreTrainedModel | StartModel) -> Any:
+    def _open(
+        self, model: PreTrainedModel | StartModel
+    ) -> PreTrainedModel | CriticModel | UnloadedModel:
         opened = super()._open(model)
         self._fingerprint = weights_fingerprint(opened)
         own: Any = opened

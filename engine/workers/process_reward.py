@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from engine.algorithms.metrics import accumulate_mean
 from engine.batch import Batch
@@ -47,7 +46,7 @@ class ProcessRewardWorker(RewardModelWorker):
         micros = [micro for _, micro in self._passes(batch)]
         return self._step(self.sharded.accumulate(batch, micros, ValueReader(), loss))
 
-    def _classifier(self, dtype: torch.dtype, pad_token_id: int) -> Any:
+    def _classifier(self, dtype: torch.dtype, pad_token_id: int) -> PreTrainedModel:
         model = super()._classifier(dtype, pad_token_id)
         model.config.step_separator = self.config.step_separator
         return model

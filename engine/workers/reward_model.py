@@ -6,6 +6,7 @@ more than the model reads; the value before it is the conversation's score.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from engine.config import RewardModelTrainingConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, ModelError
 from engine.models import (
+    CriticModel,
     UnloadedModel,
     create_critic_model,
     has_adapters,
@@ -41,14 +43,14 @@ class RewardModelWorker(OfflineWorker):
     config: RewardModelTrainingConfig
     of_tokens = False  # a score for each step, not for the whole
 
-    def _open(self, model: PreTrainedModel | StartModel) -> Any:
+    def _open(self, model: PreTrainedModel | StartModel) -> CriticModel | UnloadedModel:
         if isinstance(model, StartModel):
             if model.lora is not None and (model.lora.from_folder or model.lora.quantize):
                 raise ConfigError(
                     "model.lora.from_folder and model.lora.quantize are a policy's; a reward model "
                     "has new adapters (model.lora.rank) on its base, in its own precision"
                 )
-            opened: Any = self._open_critic(model)
+            opened = self._open_critic(model)
         else:
             opened = create_critic_model(model)
         critic = opened.module if isinstance(opened, UnloadedModel) else opened
@@ -85,7 +87,7 @@ class RewardModelWorker(OfflineWorker):
     @dispatch(Dispatch.ONE_TO_ALL)
     def save(self, folder: str, tokenizer: str) -> str:
         """Write a sequence-classification folder, with the tokenizer in `tokenizer`."""
-        own: Any = load_tokenizer(tokenizer)
+        own = load_tokenizer(tokenizer)
         if own.pad_token_id is None:
             raise ModelError(
                 f"the tokenizer in {tokenizer} has neither a pad nor an end token; set one"
@@ -98,15 +100,17 @@ class RewardModelWorker(OfflineWorker):
             if critic is not None:
                 save_adapted(model, critic, own, Path(folder))
             return folder
-        self.policy.write_full(
-            lambda tensors: _write(model, classifier_tensors(model, tensors), own, folder)
-        )
+
+        def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
+            save_tensors(model, classifier_tensors(model, tensors), own, Path(folder))
+
+        self.policy.write_full(write)
         return folder
 
-    def _classifier(self, dtype: torch.dtype, pad_token_id: int) -> Any:
+    def _classifier(self, dtype: torch.dtype, pad_token_id: int) -> PreTrainedModel:
         return classifier_of(self._start_config, dtype, pad_token_id, of_tokens=self.of_tokens)
 
-    def _open_critic(self, start: StartModel) -> Any:
+    def _open_critic(self, start: StartModel) -> CriticModel | UnloadedModel:
         return open_critic_model(start.path, start.dtype, start.lora, start.seed, "model.lora")
 
     @torch.no_grad()
@@ -121,18 +125,14 @@ class RewardModelWorker(OfflineWorker):
             return None
         assert start is not None, "ranks load their model"
         opened = self._open_critic(start)
-        critic = opened
+        critic = opened.module if isinstance(opened, UnloadedModel) else opened
         if isinstance(opened, UnloadedModel):
-            critic, cpu = opened.module, torch.device("cpu")
+            cpu = torch.device("cpu")
             load_shards(critic, opened, cpu, cpu)
         for name, tensor in named_tensors(critic).items():
             if name in full:
                 tensor.copy_(full[name])
         return critic
-
-
-def _write(model: Any, tensors: Any, tokenizer: Any, folder: str) -> None:
-    save_tensors(model, tensors, tokenizer, Path(folder))
 
 
 def _last(values: Tensor, batch: Batch) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from engine.batch import Batch
+from engine.checkpoint.state_dict import StateDict
 from engine.config import LoRAConfig, RolloutConfig
 from engine.data.collate import collate_completions, pad_tokens
 from engine.data.templates import stop_token_ids
@@ -207,11 +208,11 @@ class RolloutWorker(StatefulWorker):
             "truncated": torch.tensor([c.finish_reason == "length" for c in done]),
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """How often this version was sampled from; the weights are the actor's state."""
         return {"draws": list(self._draws)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restore `state_dict`, and let the engine serve the policy's present weights."""
         version, draws = state["draws"]
         self._draws = (version, draws)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from engine.checkpoint.dcp_metadata import BOXES
 from engine.checkpoint.rank_state import RankState, read_controller_state
 from engine.config import OfflineConfig
 from engine.data.tokenizer import load_tokenizer
-from engine.models import save_model
+from engine.models import CriticModel, UnloadedModel, save_model
 from engine.parallel.layout import DATA_AXES, Layout
 from engine.runtime.loss_scale import update_metrics
 from engine.runtime.policy_runtime import PolicyRuntime
@@ -58,7 +57,9 @@ class OfflineWorker(TrainingWorker):
         self.policy = PolicyRuntime(self._open(model), ranks, parallel)
         self.sharded = self.policy.sharded
 
-    def _open(self, model: PreTrainedModel | StartModel) -> Any:
+    def _open(
+        self, model: PreTrainedModel | StartModel
+    ) -> PreTrainedModel | CriticModel | UnloadedModel:
         """The model to train, to be loaded by the ranks that keep it where that can be."""
         return model.open() if isinstance(model, StartModel) else model
 

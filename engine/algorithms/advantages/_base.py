@@ -115,7 +115,7 @@ class AdvantageEstimator:
     min_group_size: int
     options: Options
 
-    def __call__(self, inputs: AdvantageInputs, **options: Any) -> AdvantageOutputs:
+    def __call__(self, inputs: AdvantageInputs, **options: object) -> AdvantageOutputs:
         """Estimate over the whole batch; raise ConfigError or DataError before computing."""
         self.options.require_known(options)
         with torch.no_grad():

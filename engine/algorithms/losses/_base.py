@@ -208,7 +208,7 @@ def prepare(
     response_mask: Tensor,
     *,
     generator: torch.Generator | None = None,
-    **options: Any,
+    **options: object,
 ) -> dict[str, Tensor]:
     """Tensors `[B, T]` that the loss `name` needs from a view of the GLOBAL batch; often none.
 

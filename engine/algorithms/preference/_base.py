@@ -69,7 +69,7 @@ class PairLoss:
     needs_reference: bool
     validate: Callable[..., None] | None
 
-    def __call__(self, pairs: Pairs, **options: Any) -> PreferenceOutput:
+    def __call__(self, pairs: Pairs, **options: object) -> PreferenceOutput:
         """Loss of B pairs; gradient flows into the policy's log-probs only.
 
         Raises ConfigError for wrong options, DataError for missing or ill-shaped inputs, and

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_double, c_int64, c_void_p
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +17,17 @@ from torch import Tensor
 
 from engine.rollout.native.cpu_library import library
 from engine.rollout.native.kv_cache import LiveCache
-from engine.rollout.native.llama_weights import LayerWeights, LlamaWeights
+from engine.rollout.native.llama_weights import LayerWeights, LlamaWeights, RMSNorm
 
 _SHARED_BYTES = 24 << 20  # of weights that stay in the cores' common cache
 _WORK_OF_A_THREAD = 10_000_000  # multiplications, about 50 µs
 
 
-def _pointers(*names: str) -> list[tuple[str, Any]]:
+def _pointers(*names: str) -> list[tuple[str, type[c_void_p]]]:
     return [(name, c_void_p) for name in names]
 
 
-def _integers(*names: str) -> list[tuple[str, Any]]:
+def _integers(*names: str) -> list[tuple[str, type[c_int64]]]:
     return [(name, c_int64) for name in names]
 
 
@@ -157,7 +156,7 @@ def _tensors(w: LlamaWeights) -> list[Tensor]:
     return [t.detach() for t in found]
 
 
-def _norms(w: LlamaWeights) -> list[Any]:
+def _norms(w: LlamaWeights) -> list[RMSNorm]:
     found = [w.norm, *(getattr(layer, name) for layer in w.layers for name in _NORMS)]
     return [norm for norm in found if norm is not None]
 

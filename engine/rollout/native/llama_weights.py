@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import (
     LlamaForCausalLM,
     MistralForCausalLM,
+    PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
@@ -110,7 +111,7 @@ def bind(model: Any) -> LlamaWeights:
     )
 
 
-def _refuse_variants(model: Any) -> None:
+def _refuse_variants(model: PreTrainedModel) -> None:
     """Raise UnsupportedModel for sliding windows, moving RoPE, hooks and sharded tensors."""
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]
     if any(windows) or (

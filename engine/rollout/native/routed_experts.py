@@ -5,9 +5,8 @@ Rollout routing replay (R3, arXiv:2510.11370). Only the choice is recorded, not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +45,7 @@ class RoutedExperts:
         layers = [self._chosen[layer] for layer in range(len(self._routers))]
         return torch.cat(layers, 1).to(torch.int16).unflatten(0, (rows, -1))
 
-    def _hook(self, layer: int) -> Any:
+    def _hook(self, layer: int) -> Callable[..., None]:
         def record(_: nn.Module, __: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
             self._chosen[layer] = output[2]
 

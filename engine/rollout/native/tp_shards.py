@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from engine.errors import ModelError
 from engine.rollout.native.llama_weights import LlamaWeights, UnsupportedModel, bind
@@ -169,10 +169,10 @@ class TPModelShard:
         return tuple(n // size if i == axis else n for i, n in enumerate(whole))
 
 
-def _skeleton(config: Any, device: torch.device) -> nn.Module:
+def _skeleton(config: PretrainedConfig, device: torch.device) -> nn.Module:
     """The model without storage, but for the tables that its rotary embedding computes."""
     with torch.device("meta"):
-        skeleton: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if not hasattr(getattr(skeleton, "model", None), "rotary_emb"):
         raise UnsupportedModel(
             f"{type(skeleton).__name__} is not a Llama, Mistral, Qwen2 or Qwen3 model"

@@ -66,7 +66,7 @@ class ServerEngine:
         max_model_len: int | None = None,
         kv_cache_memory_mb: int | None = None,
         seed: int = 0,
-        **options: Any,
+        **options: object,
     ) -> None:
         """Connect to the servers and deliver `model`'s weights, unless they are fixed.
 

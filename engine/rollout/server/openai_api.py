@@ -89,7 +89,7 @@ class OpenAIAPI:
         }
 
 
-def _drawn(choice: Any, prefill_tokens: int) -> SampledCompletion:
+def _drawn(choice: dict[str, Any], prefill_tokens: int) -> SampledCompletion:
     log_probs = [number(value) for value in field(choice, "logprobs", "token_logprobs")]
     tokens = choice.get("token_ids")
     if tokens is None:

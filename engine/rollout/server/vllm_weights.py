@@ -8,7 +8,6 @@ Start the server with `VLLM_SERVER_DEV_MODE=1` in its environment and
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from engine.errors import RolloutError
 from engine.rollout.server.weight_folders import find_tag
@@ -65,7 +64,7 @@ class VllmHook(FolderWeights):
         said = str((await self._client.get("/weight_info")).get("weight_version"))
         return find_tag(said) if said == find_tag(said) else None
 
-    async def _rpc(self, method: str, **arguments: str) -> list[dict[str, Any]]:
+    async def _rpc(self, method: str, **arguments: str) -> list[dict[str, str]]:
         answer = await self._client.post("/collective_rpc", {"method": method, "kwargs": arguments})
-        results: list[dict[str, Any]] = answer["results"]
+        results: list[dict[str, str]] = answer["results"]
         return results

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import nn
 
 from engine.rollout.server.weight_folders import checksum, shapes
 from engine.rollout.vllm.cpu_experts import keep_experts_unpacked
@@ -75,7 +76,7 @@ class WeightReceiver:
         return ""
 
 
-def _pack_head(model: Any) -> None:
+def _pack_head(model: nn.Module) -> None:
     """Pack an output layer again from its weight; does nothing where it is not packed."""
     head = getattr(model, "lm_head", None)
     method = getattr(head, "quant_method", None)

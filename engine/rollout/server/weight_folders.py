@@ -135,7 +135,7 @@ def _save_configuration(model: nn.Module, folder: Path) -> None:
     """The configuration, and the tokenizer of the folder that the model came from, if any."""
     config: Any = model.config
     config.save_pretrained(folder)
-    generation: Any = getattr(model, "generation_config", None)
+    generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
     source = Path(getattr(model, "name_or_path", "") or "/nonexistent")

@@ -8,6 +8,7 @@ products, from weights as the policy has them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -35,10 +36,10 @@ def keep_experts_unpacked() -> Callable[[], None]:
         return lambda: None
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-    experts: Any = cpu_moe.CPUUnquantizedExperts
+    experts = cpu_moe.CPUUnquantizedExperts
     original = experts.process_weights_after_loading
 
-    def unpacked(self: Any, layer: Any) -> None:
+    def unpacked(self: Any, layer: object) -> None:
         self.apply = partial(apply_experts, (self.w1_bias, self.w2_bias))
 
     def undo() -> None:
@@ -56,7 +57,7 @@ def apply_experts(
     w2: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    activation: Any,
+    activation: Enum,
     *,
     expert_map: Tensor | None,
     apply_router_weight_on_input: bool,

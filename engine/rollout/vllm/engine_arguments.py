@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
 from engine.rollout.vllm.engine_kwargs import check_engine_kwargs, passed_through
@@ -36,7 +36,7 @@ class Tuning:
     enable_prefix_caching: bool = True
     max_num_batched_tokens: int | None = None  # of one forward pass; None: the device's default
     quantization: str = ""  # of vLLM's weights, e.g. "fp8"
-    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)  # by vLLM's names
+    engine_kwargs: Mapping[str, object] = field(default_factory=dict)  # by vLLM's names
 
     def check(self, *, in_process: bool, kv_cache_memory_mb: int | None, lora: str) -> None:
         """Raise ConfigError for what can't be on any machine, before anything is started."""
@@ -87,10 +87,10 @@ class Tuning:
             )
 
 
-def engine_arguments(options: VllmOptions) -> dict[str, Any]:
+def engine_arguments(options: VllmOptions) -> dict[str, object]:
     """Keyword arguments of `vllm.LLM`, but for the model's folder and vLLM's own classes."""
     tuning = options.tuning
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "dtype": options.dtype,
         "max_num_seqs": options.max_num_seqs,
         "max_model_len": options.max_model_len,
@@ -113,7 +113,7 @@ def engine_arguments(options: VllmOptions) -> dict[str, Any]:
     return arguments | passed_through(tuning.engine_kwargs)
 
 
-def _on_gpu(options: VllmOptions) -> dict[str, Any]:
+def _on_gpu(options: VllmOptions) -> dict[str, object]:
     tuning = options.tuning
     chunked = tuning.enable_chunked_prefill is not False
     return {
@@ -126,7 +126,7 @@ def _on_gpu(options: VllmOptions) -> dict[str, Any]:
     }
 
 
-def _on_cpu(options: VllmOptions) -> dict[str, Any]:
+def _on_cpu(options: VllmOptions) -> dict[str, object]:
     return {
         "enforce_eager": True,
         "enable_chunked_prefill": False,
@@ -136,7 +136,7 @@ def _on_cpu(options: VllmOptions) -> dict[str, Any]:
     }
 
 
-def _kv_cache(options: VllmOptions) -> dict[str, Any]:
+def _kv_cache(options: VllmOptions) -> dict[str, object]:
     """The cache's size: given in bytes of each rank, or what vLLM's share of memory leaves."""
     if options.kv_cache_memory_mb is None:
         return {"gpu_memory_utilization": options.tuning.gpu_memory_utilization}

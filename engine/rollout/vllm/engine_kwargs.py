@@ -94,7 +94,7 @@ _WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix")  # methods that draft with no 
 _WITH_DRAFT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")
 
 
-def check_engine_kwargs(given: Mapping[str, Any], *, in_process: bool) -> None:
+def check_engine_kwargs(given: Mapping[str, object], *, in_process: bool) -> None:
     """Raise ConfigError for the first argument that can't be passed through, with the way out."""
     for name, value in given.items():
         if name in _OWN:

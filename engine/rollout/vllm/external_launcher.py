@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,11 +45,11 @@ def launched_by_trainer(groups: Sequence[Sequence[int]]) -> Iterator[None]:
     rank, order = dist.get_rank(), [rank for group in groups for rank in group]
     names = [uuid.uuid4().hex]
     dist.broadcast_object_list(names, src=0)
-    executor: Any = uniproc_executor.ExecutorWithExternalLauncher
+    executor = uniproc_executor.ExecutorWithExternalLauncher
     arguments, form = executor._distributed_args, parallel_state.init_model_parallel_group
     new_group = dist.new_group
 
-    def init_in_order(group_ranks: list[list[int]], *rest: Any, **options: Any) -> Any:
+    def init_in_order(group_ranks: list[list[int]], *rest: object, **options: object) -> object:
         return form([[order[at] for at in group] for group in group_ranks], *rest, **options)
 
     dist.new_group = partial(new_group, sort_ranks=False)

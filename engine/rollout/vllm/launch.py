@@ -176,7 +176,7 @@ def _launch(folder: str, options: VllmOptions) -> LLM:
         process_state.inspectable_objects(),
         process_state.hidden_main(),
     ):
-        llm: Any = vllm.LLM(
+        llm: LLM = vllm.LLM(
             model=folder,
             trust_remote_code=False,
             enable_sleep_mode=current_platform.is_cuda_alike(),

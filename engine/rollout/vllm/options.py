@@ -62,7 +62,7 @@ def on_gpu() -> bool:
     return torch.accelerator.is_available()
 
 
-def engine_options(config: RolloutConfig) -> dict[str, Any]:
+def engine_options(config: RolloutConfig) -> dict[str, object]:
     """The engine's arguments from `rollout.vllm`."""
     own = {name: value for name, value in dict(config.vllm).items() if name != "sleep"}
     own["dtype"] = own["dtype"] or None
@@ -142,7 +142,7 @@ def _dtype(model: nn.Module, asked: str | None) -> str:
     return asked
 
 
-def _check_parallel(config: Any, size: int, groups: tuple[tuple[int, ...], ...]) -> None:
+def _check_parallel(config: object, size: int, groups: tuple[tuple[int, ...], ...]) -> None:
     """vLLM repeats key and value heads, so `size` need not divide them."""
     if size < 1:
         raise ConfigError(f"tensor_parallel_size={size} is no number of workers; use 1 or more")

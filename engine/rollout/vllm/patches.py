@@ -60,7 +60,7 @@ def weights_outside_pool() -> Iterator[None]:
     """
     from vllm.v1.worker import gpu_worker
 
-    worker: Any = gpu_worker.Worker
+    worker = gpu_worker.Worker
     original = worker._maybe_get_memory_pool_context
 
     def pool(self: object, tag: str) -> AbstractContextManager[object]:

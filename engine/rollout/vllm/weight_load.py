@@ -83,7 +83,7 @@ class QuantizedLoad(WeightLoad):
     def __init__(self, target: nn.Module, config: VllmConfig) -> None:
         from vllm.model_executor.model_loader import reload
 
-        self._reload: Any = reload
+        self._reload = reload
         self._config = config
         self._target = target
         self._finalize()  # what an update that failed has left
@@ -119,7 +119,7 @@ class QuantizedLoad(WeightLoad):
 
 def rename_mapper(target: nn.Module) -> Any:
     """vLLM's way from transformers' names to `target`'s, without fusing; None if they are alike."""
-    mapper: Any = getattr(target, "hf_to_vllm_mapper", None)
+    mapper = getattr(target, "hf_to_vllm_mapper", None)
     return mapper.get_rename_mapper() if mapper is not None else None
 
 
