@@ -63,7 +63,7 @@ def _of_function(function: object) -> tuple[dict[str, object], bool]:
     return {"name": _registered(_adapted(function), function)}, False
 
 
-def _adapted(function: Callable[..., Any]) -> Callable[..., Sequence[float]]:
+def _adapted(function: Callable[..., Any]) -> Callable[..., object]:
     """The function, called with as much as its parameters take."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -134,7 +134,7 @@ def model_scores(
     return [float(score) for score in out.flatten().float()]
 
 
-def _registered(function: Callable[..., Sequence[float]], source: object) -> str:
+def _registered(function: Callable[..., object], source: object) -> str:
     """Register the function under a name of its own, which it returns."""
     digest = hashlib.sha256(f"{source!r}{id(source)}".encode()).hexdigest()[:8]
     name = f"{getattr(source, '__name__', type(source).__name__).strip('<>')}_{digest}"

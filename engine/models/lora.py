@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -101,16 +101,17 @@ def finalize_adapters(model: PreTrainedModel, settings: LoraConfig) -> None:
     settings.target_modules = targets if isinstance(targets, str) else sorted(targets)  # or a regex
 
 
-def _refuse_tied(model: PreTrainedModel, settings: Any) -> None:
+def _refuse_tied(model: PreTrainedModel, settings: LoraConfig) -> None:
     """Raise ConfigError when an adapter is on one of two modules that share a matrix."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted = any(isinstance(end, BaseTunerLayer) for end in ends)
     if adapted and ends[0].weight is getattr(ends[1], "weight", None):
+        targets = settings.target_modules or ()
         raise ConfigError(
-            f"model.lora.target_modules={sorted(settings.target_modules)} names the embedding or "
-            "the head, which are one matrix in this model; leave it out"
+            f"model.lora.target_modules={targets if isinstance(targets, str) else sorted(targets)} "
+            "names the embedding or the head, which are one matrix in this model; leave it out"
         )
 
 

@@ -6,7 +6,7 @@ How a model folder is read and checked is `load.py`'s, what adapters are `lora.p
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
@@ -16,6 +16,19 @@ from engine.errors import ConfigError, ModelError
 from engine.models.load import adapter_base_path, load_model, require_model_folder, with_model_lock
 from engine.models.lora import ADAPTER, add_adapters, finalize_adapters
 from engine.models.quantize import quantize_linears
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+# What makes adapters more than plain LoRA, of peft's settings.
+_SPECIAL = (
+    "use_dora",
+    "modules_to_save",
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+)
 
 
 @with_model_lock
@@ -62,7 +75,7 @@ def resolve_lora(path: str | Path, lora: LoRAConfig) -> LoRAConfig:
             f"model.lora.rank={lora.rank}, but the adapters in {path} have rank {settings.r}; "
             "leave rank out with model.lora.from_folder, or start new ones without that"
         )
-    targets = settings.target_modules
+    targets = settings.target_modules or ()
     return lora.model_copy(
         update={
             "rank": int(settings.r),
@@ -72,7 +85,7 @@ def resolve_lora(path: str | Path, lora: LoRAConfig) -> LoRAConfig:
     )
 
 
-def _folder_settings(path: str | Path) -> Any:
+def _folder_settings(path: str | Path) -> LoraConfig:
     """peft's LoraConfig in an adapter's folder, checked."""
     from peft import LoraConfig, PeftConfig
 
@@ -86,11 +99,9 @@ def _folder_settings(path: str | Path) -> Any:
         settings = PeftConfig.from_pretrained(str(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path}/adapter_config.json can't be read: {error}") from error
-    special = [
-        name
-        for name in ("use_dora", "modules_to_save", "lora_bias", "rank_pattern", "alpha_pattern")
-        if getattr(settings, name, None)
-    ]
+    special = [name for name in _SPECIAL if getattr(settings, name, None)]
+    if getattr(settings, "target_modules", None) is None:
+        special.append("no target_modules")
     if not isinstance(settings, LoraConfig) or settings.bias != "none" or special:
         raise ConfigError(
             f"the adapters in {path} are not plain LoRA ({special or settings.peft_type}); "

@@ -145,6 +145,8 @@ def test_another_rank_is_refused(first: PreTrainedModel, tmp_path: Path) -> None
     [
         ({"use_dora": True}, ConfigError, r"not plain LoRA \(\['use_dora'\]\)"),
         ({"bias": "all"}, ConfigError, "not plain LoRA"),
+        ({"target_modules": None}, ConfigError, r"not plain LoRA \(\['no target_modules'\]\)"),
+        ({"target_parameters": ["w"]}, ConfigError, r"not plain LoRA \(\['target_parameters'\]\)"),
         ({"peft_type": "IA3"}, ConfigError, "not plain LoRA"),
         ({"r": 5}, ModelError, "don't fit their base"),
         ({"target_modules": ["q_proj"]}, ModelError, r"lack 0 weights and have 4 .*down_proj"),
