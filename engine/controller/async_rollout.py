@@ -34,7 +34,7 @@ from engine.controller.rollout_queue import RolloutQueue
 from engine.controller.staleness import AdmissionLimits
 from engine.controller.timeline import Span
 from engine.controller.weight_publisher import PublishedWeights
-from engine.errors import EngineError, WeightSyncError, WorkerError
+from engine.errors import EngineError, PlacementError, WeightSyncError, WorkerError
 from engine.futures import Future
 from engine.rollout.partial_groups import Begun
 
@@ -215,6 +215,8 @@ class AsyncRollout:
         progress = False
         for name, attempt, started in self._processes.poll_started():
             progress = True
+            if isinstance(started, PlacementError) and not self._processes.any_left:
+                raise started  # a further try would find no more room
             if isinstance(started, BaseException):
                 self._event(name, attempt, Died(f"it did not start: {started}"), now)
             elif self.fleet.workers[name].attempt != attempt:

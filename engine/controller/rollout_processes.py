@@ -52,6 +52,11 @@ class RolloutProcesses:
         self._closers = futures.ThreadPoolExecutor(2 * workers, "rollout-close")
         self.running: dict[str, RolloutProcess] = {}
 
+    @property
+    def any_left(self) -> bool:
+        """Whether a process runs or is starting."""
+        return bool(self.running or self._starting)
+
     def start(self, name: str, attempt: int) -> None:
         """Start a process; `poll_started` tells when it is up."""
         self._starting[name, attempt] = self._starters.submit(self._spawn, name, attempt)

@@ -5,6 +5,7 @@ With real ones: tests/engine/trainers/test_supervision.py.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import Any
@@ -17,7 +18,7 @@ from engine.controller.async_rollout import AsyncRollout
 from engine.controller.health import HealthPolicy
 from engine.controller.staleness import AdmissionLimits
 from engine.controller.weight_publisher import PublishedWeights
-from engine.errors import WorkerError
+from engine.errors import PlacementError, WorkerError
 from engine.futures import Future, Ready
 from engine.workers.stream_rollout import PollResult
 
@@ -121,6 +122,43 @@ def test_weights_that_the_actor_can_t_give_are_no_fault_of_the_sampler(whose: st
         with pytest.raises(WorkerError, match=f"{whose} rank 0 failed"):
             rollout.take()
         assert spawned == ([0] if whose == "actor" else [0, 1, 2])
+
+
+@pytest.mark.parametrize("placed", [(), ("sampler0",)])
+def test_a_cluster_without_room_ends_the_rollout_unless_another_sampler_runs(
+    placed: tuple[str, ...],
+) -> None:
+    """Both are tried once; where one runs, the other is tried again, and given up."""
+    spawned: list[str] = []
+    sampler, drawn = Sampler(100), itertools.count()
+
+    def spawn(name: str, attempt: int) -> Any:
+        spawned.append(name)
+        if name in placed:
+            return sampler
+        raise PlacementError(f"no room for {name}")
+
+    with AsyncRollout(
+        ["sampler0", "sampler1"],
+        AdmissionLimits(batch=8, staleness=1),
+        HealthPolicy(max_restarts=2, backoff=0.01 if placed else 1.0),
+        spawn=spawn,
+        next_prompt=lambda: Batch(
+            {"group_ids": torch.tensor([next(drawn)])}, {"prompt_ids": [[5]]}
+        ),
+        score=Ready,
+        weights=PublishedWeights(0, Ready(Batch({"x": torch.zeros(1)}))),
+        timeout_s=20.0,
+    ) as rollout:
+        if placed:
+            _until(lambda: str(rollout.fleet.workers["sampler1"].state) == "failed")
+            assert spawned.count("sampler1") == 3
+            calls = sampler.calls
+            _until(lambda: sampler.calls > calls)
+        else:
+            with pytest.raises(PlacementError, match="no room for sampler"):
+                rollout.take()
+            assert sorted(spawned) == ["sampler0", "sampler1"]
 
 
 def _until(done: Any) -> None:
