@@ -216,7 +216,8 @@ class AsyncRollout:
         for name, attempt, started in self._processes.poll_started():
             progress = True
             if isinstance(started, PlacementError) and not self._processes.any_left:
-                raise started  # a further try would find no more room
+                # A further try would find no more room, unless all that the run holds is closed.
+                raise WorkerError(str(started)) if attempt else started
             if isinstance(started, BaseException):
                 self._event(name, attempt, Died(f"it did not start: {started}"), now)
             elif self.fleet.workers[name].attempt != attempt:
