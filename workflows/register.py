@@ -29,7 +29,8 @@ from workflows.versioning import version_of
 if TYPE_CHECKING:
     from flytekit.configuration import SerializationSettings
     from flytekit.remote import FlyteRemote
-    from flytekit.tools.translator import FlyteControlPlaneEntity
+
+    from workflows.packaging import FlyteControlPlaneEntity
 
 NOTIFY_VARIABLE = "HYBRIDFLYTE_NOTIFY"  # of workflows.launching, which must not be loaded yet
 SECRETS = "HYBRIDFLYTE_SECRETS"  # of tasks.credentials, the same

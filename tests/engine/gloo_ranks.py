@@ -69,12 +69,15 @@ def run_ranks(
                 rank.pipe.send(sys.path)  # before what is found by it
                 rank.pipe.send((function, arguments, number, world_size, folder))
             results = _collect(timeout_s, world_size)
+            for rank in _ranks[:world_size]:
+                rank.pipe.send(None)
+            used = _collect(timeout_s, world_size)
     except BaseException:
         stop_ranks()
         raise
-    if any(used for _, used in results):
+    if any(used):
         stop_ranks()
-    return [value for value, _ in results]
+    return results
 
 
 def _collect(timeout_s: float, world_size: int) -> list[Any]:
@@ -171,6 +174,8 @@ def _serve(pipe: Connection) -> None:
             random.setstate(drawn[0])
             torch.set_rng_state(drawn[1])
             pipe.send(_receive(pipe))
+            pipe.recv()  # all are done: to end groups sooner would break off others' connecting
+            pipe.send(_end_groups())
 
 
 def _forget_groups() -> bool:
@@ -204,8 +209,14 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
             timeout=timedelta(seconds=60),
         )
         dist.barrier()  # a rank that is done at once would break off others' connecting
-        result = function(*arguments)
+        return True, function(*arguments)
+    except BaseException:
+        return False, traceback.format_exc()
+
+
+def _end_groups() -> tuple[bool, Any]:
+    try:
         dist.destroy_process_group()
-        return True, (result, _forget_groups())
+        return True, _forget_groups()
     except BaseException:
         return False, traceback.format_exc()
