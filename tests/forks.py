@@ -82,14 +82,13 @@ def interpreter(errors: Path | None = None) -> list[str]:
 
 def join(address: str, errors: str, arguments: list[str]) -> NoReturn:
     """Have a fork run Python's command line `arguments` in this process's place."""
-    if errors:
-        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    stderr = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if errors else 2
     with socket.socket(socket.AF_UNIX) as loader:
         try:
             loader.settimeout(_LOADING_S + 30.0)
             loader.connect(address)
             request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
-            socket.send_fds(loader, [len(request).to_bytes(4, "little")], [0, 1, 2])
+            socket.send_fds(loader, [len(request).to_bytes(4, "little")], [0, 1, stderr])
             loader.sendall(request)
             _, forks, _, _ = socket.recv_fds(loader, 1, 1)
             if not forks:
@@ -99,13 +98,12 @@ def join(address: str, errors: str, arguments: list[str]) -> NoReturn:
             sys.exit(f"no fork of the process that loads the tests, see above: {error!r}")
         for number in _PASSED_ON:
             signal.signal(number, lambda number, _: signal.pidfd_send_signal(forks[0], number))
-        os.close(0)
-        os.close(1)
-        if not errors:
-            os.close(2)
+        for stream in (0, 1, 2):
+            os.close(stream)
         status = int.from_bytes(_receive(loader, 4), "little", signed=True)
     if errors and status:
-        os.write(2, f"{ENDED} {signal.strsignal(-status) if status < 0 else status}\n".encode())
+        how = signal.strsignal(-status) if status < 0 else f"status {status}"
+        os.write(stderr, f"{ENDED} {how}\n".encode())
     if status < 0:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)

@@ -26,19 +26,19 @@ from engine.parallel.tensor_parallel import apply_tensor_parallel
 from engine.runtime.load_shards import load_shards
 from engine.runtime.packed_passes import allow_packing
 
-Shard = PreTrainedModel | CriticModel | stages.PipelineStage
+ModelPart = PreTrainedModel | CriticModel | stages.PipelineStage  # what one rank trains
 
 
 def apply_layout(
     model: nn.Module | UnloadedModel, ranks: Ranks, config: ParallelConfig, device: torch.device
-) -> Shard:
+) -> ModelPart:
     """Shard `model` in place and return this rank's module of it, on `device`.
 
     Every rank passes the same one: whole, on `device` already, or unloaded, of which each reads
     what it keeps.
     """
     unloaded = model if isinstance(model, UnloadedModel) else None
-    module = cast(Shard, model if unloaded is None else unloaded.module)
+    module = cast(ModelPart, model if unloaded is None else unloaded.module)
     if ranks.size("sp") > 1 and not isinstance(module, CriticModel):
         require_vocabulary_head(module)
     allow_packing(module, ranks, config, device)
@@ -67,7 +67,7 @@ def apply_layout(
     return module
 
 
-def decoder_layers(module: Shard) -> list[nn.Module]:
+def decoder_layers(module: ModelPart) -> list[nn.Module]:
     """The repeated layers of a model, a critic or a stage, in order."""
     if isinstance(module, stages.PipelineStage):
         return module.layers

@@ -22,7 +22,7 @@ from engine.parallel.gather import named_tensors
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
 from engine.rollout.protocol import RolloutEngine, check_version, create_engine
-from engine.runtime.apply_layout import Shard
+from engine.runtime.apply_layout import ModelPart
 from engine.runtime.rollout_weights import RolloutWeights, SharedWeights
 from engine.runtime.sharded_model import ShardedModel
 from engine.weight_transfer.weight_sync import WeightReceiver, WeightSender
@@ -71,7 +71,7 @@ class PolicyRuntime:
         self._receiver = WeightReceiver()
 
     @property
-    def module(self) -> Shard:
+    def module(self) -> ModelPart:
         """This rank's shard of the policy."""
         return self.sharded.module
 

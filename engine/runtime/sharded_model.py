@@ -33,7 +33,7 @@ from engine.parallel.layout import DATA_AXES, Layout
 from engine.parallel.pipeline_schedule import Pipeline
 from engine.parallel.process_groups import Ranks, init_process_group
 from engine.parallel.vocab_parallel import VocabParallelStatistics
-from engine.runtime.apply_layout import Shard, apply_layout, floating_dtype
+from engine.runtime.apply_layout import ModelPart, apply_layout, floating_dtype
 from engine.runtime.loss_scale import LossScale
 from engine.runtime.micro_batch_runner import MicroBatchRunner
 from engine.runtime.micro_batches import micro_batches
@@ -273,7 +273,7 @@ def sharded_optimizer(sharded: ShardedModel, config: OptimConfig, total_steps: i
 
 
 def _pipeline(
-    module: Shard, ranks: Ranks, config: ParallelConfig, device: torch.device
+    module: ModelPart, ranks: Ranks, config: ParallelConfig, device: torch.device
 ) -> Pipeline | None:
     """The schedule of this rank's stage; None for a model in one piece."""
     if ranks.size("pp") == 1:
