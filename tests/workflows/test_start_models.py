@@ -178,6 +178,7 @@ def test_rollout_by_vllm(place: Place) -> None:
     }
     command = ["run", str(WORKFLOW), "rlhf", "--config", settings(ONE_STEP, change)]
     outcome = place.pyflyte(*command, timeout=900)
-    assert len([line for line in outcome.err.splitlines() if "sft: " not in line]) <= 1
+    progress = ("sft: ", "evaluate: ")  # how many lines of it depends on the machine
+    assert [line for line in outcome.err.splitlines() if not line.startswith(progress)] == []
     assert_complete(outcome)
     assert "rollout by vllm" in outcome.out

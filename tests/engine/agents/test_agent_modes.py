@@ -33,7 +33,7 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ahead(mode: str, placement: str = "local", steps: int = 4, **rollout: Any) -> Any:
-    run = {"mode": mode, "total_training_steps": steps, "start_timeout_s": 300.0}
+    run = {"mode": mode, "total_training_steps": steps}
     return settings(placement, trainer=run, rollout=rollout)
 
 

@@ -33,7 +33,6 @@ def settings(**sections: Any) -> RLConfig:
             "total_training_steps": 3,
             "train_batch_size": 4,
             "placement": "auto",
-            "start_timeout_s": 240.0,
         },
     }
     for section, content in sections.items():

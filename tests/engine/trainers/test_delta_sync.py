@@ -73,7 +73,6 @@ class Run:
                 "placement": placement,
                 "threads": 2,
                 "delta_sync": True,
-                "start_timeout_s": 300.0,
             }
             | changes,
         }

@@ -99,8 +99,7 @@ def test_vllm_decodes_ahead_of_the_trainer(
     rollout = {"engine": "vllm", "kv_cache_memory_mb": 64, "max_num_seqs": 8}
     if own:
         rollout |= {"vllm": {"in_process": False}, "tensor_parallel_size": 2}
-    trainer = {"start_timeout_s": 300.0}
-    history = run(wide_folder, mode, dtype=dtype, rollout=rollout, trainer=trainer)
+    history = run(wide_folder, mode, dtype=dtype, rollout=rollout)
     assert len(history) == 4
     assert max(row["staleness/max"] for row in history) <= 1
     assert all(math.isfinite(row["actor/grad_norm"]) for row in history)

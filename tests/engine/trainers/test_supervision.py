@@ -36,7 +36,6 @@ def trainer(folder: Path, mode: str = "async", **settings: Any) -> RLTrainer:
                 "total_training_steps": 10,
                 "train_batch_size": 4,
                 "threads": 2,
-                "start_timeout_s": 120.0,
             }
             | settings,
         }
