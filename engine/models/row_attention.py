@@ -2,7 +2,8 @@
 
 Rows of similar length are computed together: a few operations a layer, where a pass over the rows
 (`packed_attention`) is some for each of them. Few rows that share a prompt, such as a preference
-pair, are computed as one, with a mask that keeps them apart.
+pair, are computed as one, with a mask that keeps them apart; of many with a short one, each has a
+copy of it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Run = tuple[int, ...]
 tree), and of the segment: (0, 9, 9, 20)."""
 
 _LONGEST = 256  # tokens of a row, or of rows with their prompt
-_MASKED = 2.5  # times the scores that rows with one prompt need may be computed
+_MASKED = 2.5  # times the scores that rows with one prompt need may be computed,
+_COPIED = 1.25  # or so many times where each has a copy of it
 _SCORES = 1 << 18  # of a batch, a head
 _LONGER = 1.2  # than the shortest row of a batch the longest may be,
 _NEAR = 8  # or by so many tokens
@@ -37,7 +39,7 @@ class _Batch:
 
     rows: int
     index: Tensor  # [B · L] long; the token at each place; padding has any
-    real: Tensor  # [B · L, 1, 1]; 1 at a token, 0 at padding
+    real: Tensor  # [B · L, 1, 1]; 1 at a token, 0 at padding and at a prompt's copy
     unseen: Tensor  # [1 or B, 1, 1, L, L]; 0 where a query sees a key, else -inf
 
 
@@ -45,6 +47,8 @@ class _Batch:
 class _Plan:
     batches: list[_Batch]
     places: Tensor  # [T] long; of each token among those of all batches
+    copies: Tensor  # [C] long; the places of copies of prompts
+    copied: Tensor  # [C] long; their tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +57,22 @@ class _Row:
 
     start: int
     stop: int
-    cuts: tuple[int, ...]  # where each row behind the prompt begins; () for a row alone
+    cuts: tuple[int, ...] = ()  # where each row behind the prompt begins; () for a row alone
+    prompt: tuple[int, int] = (0, 0)  # first and last + 1 of what is copied before it
+
+    @property
+    def copied(self) -> int:
+        return self.prompt[1] - self.prompt[0]
 
     @property
     def length(self) -> int:
-        return self.stop - self.start
+        return self.copied + self.stop - self.start
 
     @property
     def needed(self) -> int:
         """Scores of pairs of tokens of which one may see the other, all of a row's counted."""
         if not self.cuts:
-            return self.length**2
+            return self.length * (self.stop - self.start)
         prompt = self.cuts[0] - self.start
         ends = itertools.pairwise((*self.cuts, self.stop))
         return prompt**2 + sum((b - a) * (b - a + prompt) for a, b in ends)
@@ -74,7 +83,12 @@ def _rows_of(runs: Sequence[Run]) -> list[_Row]:
     for _, group in itertools.groupby(runs, lambda run: run[0] if run[0] < run[1] else run[2]):
         first, *others = group
         stop = others[-1][3] if others else first[3]
-        found.append(_Row(first[2], stop, tuple(run[2] for run in others)))
+        together = _Row(first[2], stop, tuple(run[2] for run in others))
+        if together.length <= _LONGEST and together.length**2 <= _MASKED * together.needed:
+            found.append(together)
+            continue
+        found.append(_Row(first[2], others[0][3]) if others else together)
+        found += [_Row(run[2], run[3], prompt=(first[2], first[3])) for run in others[1:]]
     return found
 
 
@@ -97,14 +111,19 @@ def _unseen(rows: Sequence[_Row], longest: int) -> Tensor:
 def _plan(runs: tuple[Run, ...], device: torch.device) -> _Plan:
     places = np.empty(max(run[3] for run in runs), dtype=np.int64)
     batches, first = [], 0
+    copies, copied = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
     for rows in _similar(_rows_of(runs)):
         longest = max(row.length for row in rows)
         index = np.zeros((len(rows), longest), dtype=np.int64)
         real = np.zeros(index.shape, dtype=np.float32)
         for at, row in enumerate(rows):
-            index[at, : row.length] = np.arange(row.start, row.stop)
-            real[at, : row.length] = 1.0
-            places[row.start : row.stop] = first + at * longest + np.arange(row.length)
+            own, begin = np.arange(row.start, row.stop), first + at * longest
+            index[at, : row.copied] = np.arange(*row.prompt)
+            index[at, row.copied : row.length] = own
+            real[at, row.copied : row.length] = 1.0
+            places[own] = begin + row.copied + np.arange(len(own))
+            copies.append(begin + np.arange(row.copied))
+            copied.append(np.arange(*row.prompt))
         batches.append(
             _Batch(
                 len(rows),
@@ -114,7 +133,8 @@ def _plan(runs: tuple[Run, ...], device: torch.device) -> _Plan:
             )
         )
         first += index.size
-    return _Plan(batches, torch.from_numpy(places).to(device))
+    found = (places, np.concatenate(copies), np.concatenate(copied))
+    return _Plan(batches, *(torch.from_numpy(each).to(device) for each in found))
 
 
 def _similar(every: Sequence[_Row]) -> Iterator[list[_Row]]:
@@ -140,7 +160,11 @@ def takes_rows(runs: tuple[Run, ...], device: torch.device) -> bool:
     rows = _rows_of(runs)
     if any(row.length > _LONGEST for row in rows):
         return False
-    return sum(row.length**2 for row in rows) <= _MASKED * sum(row.needed for row in rows)
+    return _at_most(_MASKED, rows) and _at_most(_COPIED, [row for row in rows if row.copied])
+
+
+def _at_most(times: float, rows: Sequence[_Row]) -> bool:
+    return sum(row.length**2 for row in rows) <= times * sum(row.needed for row in rows)
 
 
 def is_tree(runs: Sequence[Run]) -> bool:
@@ -204,7 +228,7 @@ class _Attention(torch.autograd.Function):
                 parts[0].append(_flat(batch, torch.bmm(scores, k), heads))
                 parts[1].append(_flat(batch, torch.bmm(scores.transpose(1, 2), q), kv_heads))
                 parts[2].append(_flat(batch, torch.bmm(weights.transpose(1, 2), g), kv_heads))
-            totals = [_tokens(plan, part) for part in parts]
+            totals = [_tokens(plan, parts[0]), *(_of_keys(plan, part) for part in parts[1:])]
         given = zip(totals, (query, key, value), strict=True)
         return *(t.transpose(0, 1)[None].to(like.dtype) for t, like in given), None, None
 
@@ -240,3 +264,12 @@ def _flat(batch: _Batch, rows: Tensor, heads: int) -> Tensor:
 def _tokens(plan: _Plan, parts: Sequence[Tensor]) -> Tensor:
     """[T, heads, d] of all batches' places."""
     return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).index_select(0, plan.places)
+
+
+def _of_keys(plan: _Plan, parts: Sequence[Tensor]) -> Tensor:
+    """Gradients [T, heads, d] of keys or values: a prompt's are the sum over its copies."""
+    total = _tokens(plan, parts)
+    if len(plan.copies):
+        flat = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        total.index_add_(0, plan.copied, flat.index_select(0, plan.copies))
+    return total

@@ -308,6 +308,7 @@ def test_attention_is_torch_s_of_each_segment(
 GROUPS = st.one_of(  # tokens of a shared prompt, and of each row after it
     st.tuples(st.just(0), st.lists(st.integers(1, 30), min_size=1, max_size=1)),
     st.tuples(st.integers(1, 12), st.lists(st.integers(1, 12), min_size=1, max_size=3)),
+    st.tuples(st.integers(1, 3), st.lists(st.integers(1, 12), min_size=8, max_size=16)),
 )
 
 
@@ -345,7 +346,7 @@ def test_attention_of_padded_rows_is_that_of_each_segment(
         torch.testing.assert_close(got, wanted)
 
 
-def test_many_rows_of_one_prompt_and_long_ones_are_passed_over() -> None:
+def test_many_rows_of_one_prompt_that_is_not_short_and_long_ones_are_passed_over() -> None:
     cpu, limit = torch.device("cpu"), row_attention._LONGEST
     assert row_attention.takes_rows(((0, 0, 0, limit), (limit, limit, limit, limit + 3)), cpu)
     assert not row_attention.takes_rows(((0, 0, 0, limit + 1),), cpu)
@@ -354,6 +355,7 @@ def test_many_rows_of_one_prompt_and_long_ones_are_passed_over() -> None:
     assert not row_attention.takes_rows(pair, torch.device("cuda"))
     assert not row_attention.takes_rows(Segments.of([(limit - 9, [5, 5])], cpu).runs, cpu)
     assert not row_attention.takes_rows(Segments.of([(9, [10] * 16)], cpu).runs, cpu)
+    assert row_attention.takes_rows(Segments.of([(9, [40] * 16)], cpu).runs, cpu)
 
 
 def spread_log_probs(layout: Layout, pack: bool) -> list[Tensor]:
