@@ -53,7 +53,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Neighbouring tokens that are attended to together: a row, or a prompt and its rows."""
+    """Tokens that are attended to together: a row, a prompt and its rows, or a copy and a row."""
 
     start: int
     stop: int
@@ -164,6 +164,7 @@ def takes_rows(runs: tuple[Run, ...], device: torch.device) -> bool:
 
 
 def _at_most(times: float, rows: Sequence[_Row]) -> bool:
+    """Whether `rows` compute at most so many times the scores that they need."""
     return sum(row.length**2 for row in rows) <= times * sum(row.needed for row in rows)
 
 
