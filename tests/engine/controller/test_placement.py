@@ -260,5 +260,5 @@ def test_a_real_cluster_refuses_at_once(
     start = time.monotonic()
     with pytest.raises(PlacementError, match=reason) as caught:
         launch(Placement((pool,), strategy=strategy), [RoleSpec("a", Probe)])
-    assert time.monotonic() - start < 10, "it doesn't wait for room"
+    assert time.monotonic() - start < 2
     assert "[disk=ssd]" in str(caught.value), "the table tells the nodes apart"
