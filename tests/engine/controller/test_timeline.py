@@ -136,8 +136,8 @@ def test_nothing_is_recorded_unless_asked_for() -> None:
         roles.begin_step(1)
         assert roles.probe.nap(0.0).result() == 0.0
         assert roles.timeline() == []
-        start = time.thread_time()
+        start = time.perf_counter()
         for _ in range(1000):
             with span("advantages"):
                 pass
-        assert time.thread_time() - start < 0.1, "a span that is off costs microseconds"
+        assert time.perf_counter() - start < 0.1, "a span that is off costs microseconds"
