@@ -52,7 +52,7 @@ class CpuStager:
         """
         values, groups = extract_tensors(state)
         weights = groups.get(WEIGHTS, {})
-        sums = {name: _total(weight) for name, weight in weights.items()}
+        sums: Tensors = {}
         buffers, moving = {}, False
         for group, tensors in groups.items():
             for name, tensor in tensors.items():
@@ -62,6 +62,8 @@ class CpuStager:
                     pinned = tensor.is_cuda
                     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
                 buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+                if group == WEIGHTS:  # here, while the tensor is in the CPU's cache
+                    sums[name] = _total(tensor)
                 moving = moving or tensor.is_cuda
                 buffers[key] = tensors[name] = buffer
         if moving:
