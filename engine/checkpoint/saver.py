@@ -83,7 +83,7 @@ class CommitListener(Protocol):
 class Saver:
     """Saves and restores all roles of a run; at most one save is in flight.
 
-    GroupCall it between training steps, when no call on the roles is under way.
+    Call it between training steps, when no call on the roles is under way.
     """
 
     def __init__(
