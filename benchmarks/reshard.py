@@ -332,7 +332,7 @@ def timed(run: Callable[[], Any], repeats: int) -> tuple[int, float]:
 
 
 def planned(sizes: Sequence[str]) -> list[dict[str, Any]]:
-    """ReshardPlan for large models on many ranks and print it."""
+    """Make the plan for large models on many ranks, and print it."""
     print(
         "\nPlanned for bfloat16 rollout, in GB a rank (mean of all ranks; the most that one gets "
         "in brackets). Peak: rollout's share of the model and two buckets of 64 MiB.\n\n"

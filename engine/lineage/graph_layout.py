@@ -176,7 +176,7 @@ def _heights(
 
 
 def _settle(layer: list[_Item], wanted: Mapping[_Item, float], top: dict[_Item, float]) -> None:
-    """StoredArtifact a layer's items as near to where they want to be as their sizes allow.
+    """Place a layer's items as near to where they want to be as their sizes allow.
 
     Items that would overlap form a block, which goes where its members on average want it.
     """

@@ -112,7 +112,7 @@ def _module_name(name: str) -> str:
 
 
 def _above(name: str, shapes: Shapes) -> tuple[tuple[str, Index], ...]:
-    """TransferGroup and shape of what lies above a parameter in vLLM's fused tensor."""
+    """Name and shape of each part that lies above a parameter in vLLM's fused tensor."""
     module = _module_name(name)
     for parts in _FUSED.values():
         if module in parts:
