@@ -178,8 +178,7 @@ def test_rollout_by_vllm(place: Place) -> None:
     }
     command = ["run", str(WORKFLOW), "rlhf", "--config", settings(ONE_STEP, change)]
     outcome = place.pyflyte(*command, timeout=900)
-    # Lines of progress, and the second try of Ray's start: how many depends on the machine.
-    expected = ("sft: ", "evaluate: ", "Ray did not start (")
-    assert [line for line in outcome.err.splitlines() if not line.startswith(expected)] == []
+    progress = ("sft: ", "evaluate: ")  # how many lines of it depends on the machine
+    assert [line for line in outcome.err.splitlines() if not line.startswith(progress)] == []
     assert_complete(outcome)
     assert "rollout by vllm" in outcome.out
