@@ -32,6 +32,7 @@ from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
 from engine.data.rows import rl_row
 from engine.parallel.layout import Layout, ModelShape
+from engine.planner.elements import sizes
 from engine.planner.hardware import gpu
 from engine.planner.memory import estimate
 from engine.planner.workload import Candidate, Workload
@@ -153,8 +154,9 @@ def memory(args: argparse.Namespace) -> Iterator[Figure]:
         compute_bytes=2.0,
     )
     expected = estimate(work, Candidate(Layout(), tokens=MICRO_TOKENS), gpu=True)
+    masters = 4.0 * sizes(shape).total  # float32, which an actor makes after it has loaded
     planned = {
-        "loading": expected.loading,
+        "loading": expected.loading + masters,
         "training": expected.training,
         "rollout": expected.sampling,
     }
