@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -174,18 +175,22 @@ def init_options(placement: Placement, environ: Mapping[str, str]) -> dict[str, 
 def init_ray(options: Mapping[str, Any]) -> None:
     """Call `ray.init`; a Ray that is started here listens on the loopback address alone.
 
+    Its processes get a group of their own: SIGTERM to this one's group, as `timeout` and process
+    managers send it, would end them before the step that a notice leaves time for. They end with
+    this process all the same.
     One that does not start is tried once more: Ray's node ends itself where its agent, a Python
     program, takes more than 15 s to start, as from a cold disk or on a busy machine.
     """
     import ray
-    from ray._private import ray_constants
+    from ray._private import ray_constants, services
 
-    multi_node = ray_constants.ENABLE_RAY_CLUSTER
+    multi_node, start_process = ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen
     local = options["address"] == "local"
     if local:
         # Ray has no argument for this: it takes this machine's address in place of 127.0.0.1,
         # unless it is told, by a variable at its import, that there is no cluster of machines.
         ray_constants.ENABLE_RAY_CLUSTER = False
+        services.ConsolePopen = partial(start_process, process_group=0)
         # Ray's default is 15: whatever else this machine does would starve the run.
         os.environ.setdefault("RAY_worker_niceness", "0")
     try:
@@ -198,6 +203,7 @@ def init_ray(options: Mapping[str, Any]) -> None:
             ray.init(**options)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = multi_node
+        services.ConsolePopen = start_process
 
 
 def _nodes() -> list[ClusterNode]:

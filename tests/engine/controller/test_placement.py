@@ -189,6 +189,19 @@ def test_a_ray_that_is_started_here_listens_on_the_loopback_address_alone(
     assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
+def test_a_signal_to_the_processes_of_a_run_leaves_the_ray_that_it_started(
+    ray_cluster: None,
+) -> None:
+    started = {"gcs_server", "raylet"}
+    groups = dict[str, int]()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it ended meanwhile
+            if (name := process.name()) in started:
+                groups[name] = os.getpgid(process.pid)
+    assert set(groups) == started
+    assert os.getpgrp() not in groups.values()
+
+
 # A real cluster of two unlike nodes.
 
 
