@@ -184,13 +184,14 @@ def init_ray(options: Mapping[str, Any]) -> None:
     import ray
     from ray._private import ray_constants, services
 
+    ray_services: Any = services  # whose class is replaced meanwhile
     multi_node, start_process = ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen
     local = options["address"] == "local"
     if local:
         # Ray has no argument for this: it takes this machine's address in place of 127.0.0.1,
         # unless it is told, by a variable at its import, that there is no cluster of machines.
         ray_constants.ENABLE_RAY_CLUSTER = False
-        services.ConsolePopen = partial(start_process, process_group=0)
+        ray_services.ConsolePopen = partial(start_process, process_group=0)
         # Ray's default is 15: whatever else this machine does would starve the run.
         os.environ.setdefault("RAY_worker_niceness", "0")
     try:
@@ -203,7 +204,7 @@ def init_ray(options: Mapping[str, Any]) -> None:
             ray.init(**options)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = multi_node
-        services.ConsolePopen = start_process
+        ray_services.ConsolePopen = start_process
 
 
 def _nodes() -> list[ClusterNode]:
