@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_engine import arithmetic_rows
-from torch.nn import functional
 
 from engine.config import DataConfig, EvaluateConfig
 from engine.evaluation.evaluate import evaluate_model
@@ -48,7 +48,7 @@ def of_the_champion(folder: Path, frame: pd.DataFrame, config: EvaluateConfig) -
 def keep_workspaces() -> None:
     """cuBLAS and cuBLASLt keep theirs (33 MiB on Hopper) from a process's first products on."""
     one = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
-    functional.linear(one @ one, one, one[0])
+    F.linear(one @ one, one, one[0])
 
 
 @pytest.mark.parametrize("evaluated", [of_the_model, of_the_champion])
