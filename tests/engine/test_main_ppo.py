@@ -490,13 +490,9 @@ def test_a_ray_whose_agent_is_slow_is_started_again(
     place: Path, tiny_folder: Path, ray_home: Path
 ) -> None:
     with on_ray_of_its_own(place, tiny_folder, ray_home) as process:
-        agent = suspend(process, ray_home, "dashboard/agent")
+        suspend(process, ray_home, "dashboard/agent")
         _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     assert "it is tried once more" in errors
-    assert [left.pid for left in of(ray_home)] == [agent], "the first try's Ray has ended"
-    os.kill(agent, signal.SIGCONT)
-    deadline = time.monotonic() + 60
-    while of(ray_home):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    # The kernel ends a stopped member of a process group whose leader, the raylet, has ended.
+    assert not of(ray_home), "the first try's Ray has ended, the agent too"
