@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from test_supervision import pid_of
 from tiny_engine import random_completions, tiny_model
 
+from engine.checkpoint.store import CheckpointStore
 from engine.config import LoRAConfig, SFTConfig, explain
 from engine.errors import ConfigError
 from engine.models import load_model
@@ -30,6 +32,13 @@ def examples(rows: int, seed: int = 0) -> list[SFTExample]:
 def settings(**changes: Any) -> SFTConfig:
     values = {"threads": 2, "train_batch_size": 4, "max_steps": 6, "optim": {"lr": 1e-2}}
     return SFTConfig.model_validate(values | changes)
+
+
+def wait_for_checkpoint(folder: Path, step: int, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while CheckpointStore(folder).newest_of(step) is None:
+        assert time.monotonic() < deadline, f"no checkpoint of step {step} in {timeout_s:g} s"
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -79,6 +88,7 @@ def test_a_lost_rank_costs_the_steps_since_the_last_checkpoint(
     def work(trainer: SFTTrainer) -> None:
         def strike(step: int, total: int, metrics: dict[str, float]) -> None:
             if step == 3 and not struck:
+                wait_for_checkpoint(tmp_path / "run", 2)  # ranks write it during step 3
                 struck.append(pid_of("sft"))
                 os.kill(struck[0], signal.SIGKILL)
 
