@@ -1,16 +1,21 @@
-"""One background call at a time; its error is raised by `wait`."""
+"""One background call at a time, in a thread that stays; its error is raised by `wait`."""
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 from engine.errors import CheckpointError, EngineError
 from engine.storage.folder import CheckpointStorageError
 
 log = logging.getLogger(__name__)
+
+_Calls = queue.SimpleQueue[Callable[[], None] | None]  # None ends the thread
 
 
 class Background:
@@ -20,6 +25,7 @@ class Background:
         """`name` says whose work it is; a wait that takes longer than `timeout_s` is an error."""
         self.name, self.timeout_s = name, timeout_s
         self._done: Future[None] | None = None
+        self._calls: _Calls | None = None  # of the thread, which the first call starts
 
     @property
     def busy(self) -> bool:
@@ -29,20 +35,10 @@ class Background:
     def start(self, work: Callable[[], None]) -> None:
         """Wait for earlier work, raise its error if it had one, and start this."""
         self.wait()
-        done: Future[None] = Future()
-        self._done = done
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:  # raised by `wait`
-                log.warning("%s failed: %s", self.name, error)
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        # A daemon: a process that ends in the middle leaves a torn folder, which is never loaded.
-        threading.Thread(target=run, name=self.name, daemon=True).start()
+        self._done = Future()
+        if self._calls is None:
+            self._calls = self._start_thread()
+        self._calls.put(partial(_run, work, self._done, self.name))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is under way; raise an EngineError, once, if that went wrong."""
@@ -63,3 +59,27 @@ class Background:
             raise CheckpointError(
                 f"{self.name} failed with {type(error).__name__}: {error}"
             ) from error
+
+    def _start_thread(self) -> _Calls:
+        """A thread for all calls, which ends with this object: to start one takes a millisecond."""
+        calls: _Calls = queue.SimpleQueue()
+        # A daemon: a process that ends in the middle leaves a torn folder, which is never loaded.
+        threading.Thread(target=_run_all, args=(calls,), name=self.name, daemon=True).start()
+        weakref.finalize(self, calls.put, None)
+        return calls
+
+
+def _run_all(calls: _Calls) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # or its tensors would stay until the next
+
+
+def _run(work: Callable[[], None], done: Future[None], name: str) -> None:
+    try:
+        work()
+    except BaseException as error:  # raised by `wait`
+        log.warning("%s failed: %s", name, error)
+        done.set_exception(error)
+    else:
+        done.set_result(None)

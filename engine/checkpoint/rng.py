@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from engine.checkpoint.state_dict import StateDict
@@ -20,10 +21,10 @@ def process_rng() -> StateDict:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: StateDict = {
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "python": {"version": version, "words": _int64(words), "gauss": gauss},
         "numpy": {
             "kind": kind,
-            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "keys": _int64(keys),
             "position": int(position),
             "has_gauss": int(has_gauss),
             "cached": float(cached),
@@ -33,6 +34,10 @@ def process_rng() -> StateDict:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
+
+
+def _int64(words: ArrayLike) -> Tensor:
+    return torch.from_numpy(np.array(words, dtype=np.int64))
 
 
 def set_process_rng(state: StateDict) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -331,6 +332,21 @@ def test_background_work_has_a_deadline_and_gives_its_error_once() -> None:
     with pytest.raises(CheckpointError, match=r"slow work failed with ZeroDivisionError: half"):
         work.wait(10.0)
     work.wait()
+
+
+def test_background_work_has_one_thread_that_ends_with_it() -> None:
+    ran_in: list[threading.Thread] = []
+    work = Background("short work", timeout_s=10.0)
+    for _ in range(3):
+        work.start(lambda: ran_in.append(threading.current_thread()))
+        work.wait()
+    [thread] = set(ran_in)
+    assert thread.daemon
+    assert thread.is_alive()
+    del work
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def assert_set(gate: threading.Event) -> None:
