@@ -1,6 +1,6 @@
 """Every layout that the model and the machines take, with what can be kept, recomputed or put away.
 
-Which of them is chosen is `search`'s matter.
+`search` chooses among them.
 """
 
 from __future__ import annotations

@@ -302,7 +302,7 @@ def test_a_run_that_goes_on_makes_what_is_missing_and_lets_the_old_go(
 
 
 @pytest.mark.slow
-def test_one_that_fails_is_said_aloud_and_ends_nothing(
+def test_one_that_fails_is_logged_and_ends_nothing(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Path(shutil.copytree(tiny_folder, tmp_path / "model"))

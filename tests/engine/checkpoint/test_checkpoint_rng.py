@@ -10,7 +10,9 @@ import torch
 from engine.checkpoint.rng import device_states, process_rng, set_process_rng
 
 
-def test_fewer_devices_take_over_the_first_states_aloud(caplog: pytest.LogCaptureFixture) -> None:
+def test_fewer_devices_take_the_first_states_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     saved = [torch.full((16,), i, dtype=torch.uint8) for i in range(3)]
     with caplog.at_level(logging.WARNING):
         chosen = device_states(saved, 2)

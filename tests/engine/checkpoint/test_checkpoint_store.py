@@ -126,7 +126,7 @@ DAMAGE: dict[str, tuple[Callable[[str], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_falls_back_to_the_one_before_aloud(
+def test_damage_falls_back_to_the_one_before_with_a_warning(
     root: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     act, match = DAMAGE[damage]
