@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from engine.storage.atomic import process_start
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PIECE = """
 import json, subprocess, sys
@@ -63,15 +65,7 @@ def wait_until(done: Callable[[], bool], seconds: float) -> None:
 
 
 def assert_ends(pid: int) -> None:
-    wait_until(lambda: not alive(pid), 10)
-
-
-def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: process_start(pid) is None, 10)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -22,6 +21,7 @@ from engine.controller.roles import Roles
 from engine.controller.worker_host import RemoteCall, RoleSpec
 from engine.errors import DataError, PlacementError, WorkerError
 from engine.futures import LazyBatch
+from engine.storage.atomic import process_start
 from engine.workers.base import Worker
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -40,15 +40,9 @@ def sleep(seconds: float, rows: int = 1) -> Batch:
 
 def wait_until_gone(pid: int, seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return
-        if state == "Z":
-            return
+    while process_start(pid) is not None:
+        assert time.monotonic() < deadline, f"process {pid} is still there"
         time.sleep(0.05)
-    raise AssertionError(f"process {pid} is still there")
 
 
 def cpus_in_use() -> float:
