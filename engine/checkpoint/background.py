@@ -1,4 +1,4 @@
-"""One background call at a time, in a thread that stays; its error is raised by `wait`."""
+"""One background call at a time, in a worker thread; its error is raised by `wait`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _Calls = queue.SimpleQueue[Callable[[], None] | None]  # None ends the thread
 
 
 class Background:
-    """Runs one call in a thread; a second one waits for the first."""
+    """Runs one call at a time in its worker thread; a second one waits for the first."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         """`name` says whose work it is; a wait that takes longer than `timeout_s` is an error."""
         self.name, self.timeout_s = name, timeout_s
         self._done: Future[None] | None = None
-        self._calls: _Calls | None = None  # of the thread, which the first call starts
+        self._calls: _Calls | None = None  # the worker thread's queue; the first call starts it
 
     @property
     def busy(self) -> bool:
@@ -61,7 +61,10 @@ class Background:
             ) from error
 
     def _start_thread(self) -> _Calls:
-        """A thread for all calls, which ends with this object: to start one takes a millisecond."""
+        """Start the worker thread, which ends with this object; return its queue.
+
+        One for all calls: in a large process it takes a millisecond to start a thread.
+        """
         calls: _Calls = queue.SimpleQueue()
         # A daemon: a process that ends in the middle leaves a torn folder, which is never loaded.
         threading.Thread(target=_run_all, args=(calls,), name=self.name, daemon=True).start()
