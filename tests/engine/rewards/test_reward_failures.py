@@ -62,13 +62,18 @@ def in_parts(prompts: Any, completions: Any, **columns: Any) -> dict[str, list[f
 
 
 CAUSES = {"raise": "raised", "hang": "deadline", "short": "malformed", "nan": "not_finite"}
+HANG_S = 1.5  # a deadline that is waited for: what doesn't hang ends in it on a busy machine too
+
+
+def deadline_s(fault: str) -> float:
+    return HANG_S if fault == "hang" else 30.0
 
 
 @pytest.mark.parametrize("reward", [by_text, by_text_async])
 @pytest.mark.parametrize("fault", CAUSES)
 @pytest.mark.parametrize("on_error", ["drop", "zero"])
 def test_only_the_culprit_has_no_score(reward: Reward, fault: str, on_error: str) -> None:
-    scores = run(reward, ["1", "a", fault, "2"], 0.4, on_error=on_error)
+    scores = run(reward, ["1", "a", fault, "2"], deadline_s(fault), on_error=on_error)
     assert {row: failure.cause for row, failure in scores.failures.items()} == {2: CAUSES[fault]}
     assert scores.rows == [[1.0], [0.0], [0.0], [1.0]]
     assert scores.components == ()
@@ -79,14 +84,14 @@ def test_only_the_culprit_has_no_score(reward: Reward, fault: str, on_error: str
 def test_with_fail_the_first_failure_ends_it(reward: Reward, fault: str) -> None:
     start = time.monotonic()
     with pytest.raises(RewardFailure) as caught:
-        run(reward, ["1", "a", fault, "2"], 0.3, on_error="fail")
+        run(reward, ["1", "a", fault, "2"], deadline_s(fault), on_error="fail")
     assert caught.value.cause == CAUSES[fault]
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < HANG_S + 5
 
 
 def test_all_kinds_at_once_are_told_apart() -> None:
     texts = ["1", "raise", "hang", "2", "short", "nan", "raise", "x"]
-    scores = run(by_text, texts, 0.5)
+    scores = run(by_text, texts, HANG_S)
     causes = [scores.failures[i].cause if i in scores.failures else "" for i in range(len(texts))]
     assert causes == [CAUSES.get(text, "") for text in texts]
     assert [row for (row,) in scores.rows] == [float(text.isdigit()) for text in texts]
@@ -179,7 +184,7 @@ def test_declared_names_are_held_to() -> None:
 def test_many_that_hang_don_t_starve_the_others() -> None:
     texts = ["hang"] * (AT_ONCE * 2) + ["1"] * 20
     start = time.monotonic()
-    scores = run(by_text, texts, 0.8)
+    scores = run(by_text, texts, HANG_S)
     assert time.monotonic() - start < 10
     assert {text for i, text in enumerate(texts) if i in scores.failures} == {"hang"}
     assert len(scores.failures) == AT_ONCE * 2
@@ -233,7 +238,7 @@ def test_what_spins_is_stopped_at_the_deadline() -> None:
         return [1.0] * len(completions)
 
     before = set(threading.enumerate())
-    assert list(run(reward, ["1", "spin", "1"], 0.3).failures) == [1]
+    assert list(run(reward, ["1", "spin", "1"], HANG_S).failures) == [1]
     left = set(threading.enumerate()) - before
     for thread in left:
         thread.join(5)
