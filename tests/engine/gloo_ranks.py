@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import os
 import random
@@ -168,6 +169,7 @@ atexit.register(stop_ranks)
 
 
 def _serve(pipe: Connection) -> None:
+    faulthandler.enable(file=2)  # where it crashed is in what the test wrote to stderr
     drawn = random.getstate(), torch.get_rng_state()
     with contextlib.suppress(EOFError):
         while True:
