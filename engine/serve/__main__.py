@@ -11,13 +11,12 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from engine.console import INTERRUPTED, human_time, quiet, say
 from engine.errors import EngineError, RolloutError
@@ -25,6 +24,7 @@ from engine.serve.served_model import Identity, resolve
 
 T = TypeVar("T")
 FAILED, TERMINATED = 1, 143
+_SIGNALS_S = 1.0  # a signal that comes just before a wait is handled after it: no wait is longer
 STATUS = (
     "exit status: 1 not started, or the server ended; 2 wrong usage; 130 after Ctrl-C, 143 after "
     "SIGTERM"
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(
             prefix="hybridflyte-serve-", ignore_cleanup_errors=True
         ) as scratch:
-            return _serve(options, Path(scratch))
+            _serve(options, Path(scratch))
     except EngineError as error:
         say(f"error: {error}", error=True)
         return FAILED
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def _serve(options: argparse.Namespace, scratch: Path) -> int:
+def _serve(options: argparse.Namespace, scratch: Path) -> NoReturn:
     from engine.serve.vllm_process import is_installed
 
     engine = options.engine
@@ -70,10 +70,12 @@ def _serve(options: argparse.Namespace, scratch: Path) -> int:
         engine = "vllm" if is_installed() else "native"
     if options.vllm and engine != "vllm":
         raise RolloutError(f"{' '.join(options.vllm)} is for vLLM, which is not the engine here")
-    return _with_vllm(options, scratch) if engine == "vllm" else _with_native(options, scratch)
+    if engine == "vllm":
+        _with_vllm(options, scratch)
+    _with_native(options, scratch)
 
 
-def _with_native(options: argparse.Namespace, scratch: Path) -> int:
+def _with_native(options: argparse.Namespace, scratch: Path) -> NoReturn:
     from engine.serve.native import Backend, NativeServer
 
     # The port first: a model that can't be served there need not be hashed and loaded.
@@ -89,13 +91,13 @@ def _with_native(options: argparse.Namespace, scratch: Path) -> int:
     try:
         identity = _interruptible(load)
         _say_ready(identity, "native", f"http://{options.host}:{server.server_port}", started)
-        threading.Event().wait()
+        while True:
+            time.sleep(_SIGNALS_S)
     finally:
         server.stop()
-    return FAILED
 
 
-def _with_vllm(options: argparse.Namespace, scratch: Path) -> int:
+def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
     from engine.serve.vllm_process import check_port, log_end, vllm_server
 
     started, port = time.monotonic(), check_port(options.host, options.port)
@@ -105,13 +107,17 @@ def _with_vllm(options: argparse.Namespace, scratch: Path) -> int:
         folder, identity, options.host, port, [*more, *options.vllm], scratch, options.start_timeout
     ) as (process, url):
         _say_ready(identity, "vLLM", url, started)
-        status = process.wait()
-    raise RolloutError(f"vLLM's server ended with status {status}: {log_end(scratch)}")
+        while process.poll() is None:
+            time.sleep(_SIGNALS_S)
+    raise RolloutError(f"vLLM's server ended with status {process.returncode}: {log_end(scratch)}")
 
 
 def _interruptible(work: Callable[[], T]) -> T:
     """Do it in a thread: a signal that is raised where PyTorch is being imported aborts it."""
-    return ThreadPoolExecutor(1, thread_name_prefix="load").submit(work).result()
+    loading = ThreadPoolExecutor(1, thread_name_prefix="load").submit(work)
+    while wait([loading], _SIGNALS_S).not_done:
+        pass
+    return loading.result()
 
 
 def _say_ready(identity: Identity, engine: str, url: str, started: float) -> None:
